@@ -1,0 +1,48 @@
+# Needs Python 3.11 or newer, gcc and make. Another interpreter: make PYTHON=/path/to/python3.12 demo
+
+PYTHON ?= python3
+MAIN_JOB := .venv/bin/ps-worker -n 4 --shards 2 --sync ssp --staleness 2 --compress topk:0.01+int8 bench/tasks/digits.py
+INSTALLED := .venv/installed
+
+.PHONY: help install demo test check clean
+
+help:
+	@echo 'make demo    install, then train digits: 4 workers, 2 shards, bounded staleness, 1 % of each update sent'
+	@echo 'make test    install, run the same job quickly, then all tests'
+	@echo 'make check   ruff, ruff format and mypy --strict'
+	@echo 'make clean   remove builds, caches and run output; .venv stays'
+
+install: $(INSTALLED)
+
+demo: $(INSTALLED)
+	$(MAIN_JOB)
+
+test: $(INSTALLED)
+	$(MAIN_JOB) --steps 100
+	.venv/bin/pytest
+
+# mypy does not see the package-dir map of an editable install: it gets a folder with one symlink, `narrows`, instead.
+check: $(INSTALLED) build/mypy/narrows
+	.venv/bin/ruff check
+	.venv/bin/ruff format --check
+	cd build/mypy && ../../.venv/bin/mypy --config-file ../../pyproject.toml \
+		narrows/protocols narrows/compression narrows/ps narrows/worker narrows/tests narrows/bench
+
+build/mypy/narrows:
+	mkdir -p build/mypy
+	ln -sfn ../.. $@
+
+# pip is the last thing that venv installs, so an interrupted one is made again.
+.venv/bin/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+		echo '$(PYTHON) is not Python 3.11 or newer, which Narrows needs: name one with make PYTHON=/path/to/python3' >&2; \
+		exit 1; }
+	$(PYTHON) -m venv .venv
+
+$(INSTALLED): pyproject.toml constraints.txt | .venv/bin/pip
+	.venv/bin/python -m pip install -c constraints.txt -e '.[bench,dev]'
+	touch $@
+
+clean:
+	rm -rf build dist narrows.egg-info bench/out .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -path ./.venv -prune -o -type d -name __pycache__ -exec rm -rf {} +

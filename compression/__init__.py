@@ -1,0 +1,45 @@
+"""narrows.compression: float32 arrays to payloads of few bytes and back. Pure numerics on NumPy and Numba.
+
+    compressor = parse("topk:0.01+int8+lz4")
+    feedback = ErrorFeedback(compressor, count)
+    payload = feedback.encode(update)            # the worker
+    accumulate(payload, weight, state)           # the server
+
+Payloads describe themselves (payload.py has the byte layout) and come from anyone: `check`, `decode` and `accumulate`
+raise PayloadError for bytes that are none, before anything is written. A compressor never sends anything.
+"""
+
+import numpy as np
+
+from narrows.compression.compressor import Compressor
+from narrows.compression.errors import NonFiniteError, PayloadError, SpecError
+from narrows.compression.feedback import ErrorFeedback
+from narrows.compression.payload import accumulate, check, decode
+from narrows.compression.spec import parse
+
+__all__ = [
+    "Compressor",
+    "ErrorFeedback",
+    "NonFiniteError",
+    "PayloadError",
+    "SpecError",
+    "accumulate",
+    "check",
+    "decode",
+    "parse",
+    "warm_up",
+]
+
+
+def warm_up() -> None:
+    """Compiles every kernel, or loads it from the cache on disk; call it before joining, whatever the SPEC.
+
+    A first compilation takes some ten seconds in all, in which a heartbeat thread gets no turn; from the cache it is a
+    fraction of one.
+    """
+    values = np.linspace(-1.0, 1.0, 1 << 16, dtype=np.float32)
+    for spec in ("dense", "fp16", "int8", "topk:0.01", "topk:0.01+fp16", "topk:0.01+int8"):
+        feedback = ErrorFeedback(parse(spec), values.size)
+        payload = feedback.encode(values)
+        decode(payload, np.empty_like(values))
+        accumulate(payload, 0.5, np.zeros_like(values))

@@ -1,0 +1,1 @@
+"""The loops over values. Each kernel has one name, here and in tests/reference.py (NumPy, the specification)."""

@@ -1,0 +1,150 @@
+"""Payloads: the byte layout, and the way back (`check`, `decode`, `accumulate`). No SPEC is needed to read one.
+
+Little endian. A header of 16 bytes, so that a body is aligned where its buffer is:
+
+    0  u8   layout version, 1          4  u32  count: values in the dense array
+    1  u8   index coding               8  u32  kept: values in the body (= count with index coding 0)
+    2  u8   value coding              12  u32  parameter of the index coding, 0 where it has none
+    3  u8   byte coding               16  the body
+
+    index coding  0 every index, no section · 1 Rice (the parameter is r; index_codings.py)
+    value coding  0 float32 · 1 half · 2 bf16 scale per 256, then int8 (value_codings.py)
+    byte coding   0 none · 1 lz4: the body is u32 raw byte count + an LZ4 block of what follows (byte_codings.py)
+
+Body: the value section, whose length follows from value coding and kept, then the index section, all that is left.
+"""
+
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+
+from narrows.compression.buffers import ByteArray, FloatArray, Payload, bytes_view, check_out
+from narrows.compression.byte_codings import BYTE_CODINGS, PLAIN_BYTES
+from narrows.compression.errors import PayloadError
+from narrows.compression.index_codings import EVERY_INDEX, INDEX_CODINGS
+from narrows.compression.value_codings import VALUE_CODINGS, CodedValues
+
+LAYOUT_VERSION = 1
+HEADER = struct.Struct("<BBBBIII")
+HEADER_BYTES = HEADER.size
+COUNT_MAX = 2**32 - 1  # indices are 32 bits: 16 GiB of float32 in one payload, more than any shard holds
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The 16 bytes before a body; field meanings are in the module docstring."""
+
+    index_coding: int
+    value_coding: int
+    byte_coding: int
+    count: int
+    kept: int
+    parameter: int
+
+    def pack(self) -> bytes:
+        return HEADER.pack(
+            LAYOUT_VERSION,
+            self.index_coding,
+            self.value_coding,
+            self.byte_coding,
+            self.count,
+            self.kept,
+            self.parameter,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """A payload in which everything was checked; borrows the payload's memory (but not with lz4)."""
+
+    header: Header
+    values: CodedValues
+    index_part: ByteArray
+
+    def accumulate(self, weight: np.float32, out: FloatArray) -> None:
+        header = self.header
+        if header.index_coding == EVERY_INDEX:
+            self.values.add(weight, out)
+        elif header.kept:
+            coding = INDEX_CODINGS[header.index_coding]
+            indices = coding.decode(self.index_part, header.parameter, header.kept)
+            self.values.scatter_add(indices, weight, out)
+
+
+def _read_header(data: ByteArray, count: int) -> Header:
+    if data.size < HEADER_BYTES:
+        raise PayloadError(f"payload is truncated: {data.size} bytes are fewer than a header's {HEADER_BYTES}")
+    version, *fields = HEADER.unpack(data[:HEADER_BYTES].tobytes())
+    header = Header(*fields)
+    if version != LAYOUT_VERSION:
+        raise PayloadError(f"payload has layout version {version}; this side reads {LAYOUT_VERSION}")
+    if header.index_coding != EVERY_INDEX and header.index_coding not in INDEX_CODINGS:
+        raise PayloadError(f"payload has index coding {header.index_coding}, which this side does not know")
+    if header.value_coding not in VALUE_CODINGS:
+        raise PayloadError(f"payload has value coding {header.value_coding}, which this side does not know")
+    if header.byte_coding != PLAIN_BYTES and header.byte_coding not in BYTE_CODINGS:
+        raise PayloadError(f"payload has byte coding {header.byte_coding}, which this side does not know")
+    if header.count != count:
+        raise PayloadError(f"payload is for {header.count} values where {count} are expected")
+    if header.kept > count or (header.index_coding == EVERY_INDEX and header.kept != count):
+        raise PayloadError(f"payload is corrupt: it claims to hold {header.kept} of {count} values")
+    if header.parameter and (header.index_coding == EVERY_INDEX or not header.kept):
+        raise PayloadError(f"payload is corrupt: index parameter {header.parameter} without indices")
+    return header
+
+
+def _open(payload: Payload, count: int) -> _Opened:
+    data = bytes_view(payload)
+    header = _read_header(data, count)
+    body = data[HEADER_BYTES:]
+    value_coding = VALUE_CODINGS[header.value_coding]
+    value_bytes = value_coding.byte_count(header.kept)
+    index_bytes_max = 0
+    if header.index_coding != EVERY_INDEX and header.kept:
+        index_bytes_max = INDEX_CODINGS[header.index_coding].bytes_max(header.kept, count)
+    if header.byte_coding != PLAIN_BYTES:
+        body = BYTE_CODINGS[header.byte_coding].decode(body, value_bytes + index_bytes_max)
+    if not value_bytes <= body.size <= value_bytes + index_bytes_max:
+        raise PayloadError(
+            f"payload is truncated or too long: a body of {body.size} bytes for {header.kept} of {count} values, "
+            f"which take {value_bytes} and at most {index_bytes_max} for indices"
+        )
+    values = value_coding.open(body[:value_bytes], header.kept)
+    index_part = body[value_bytes:]
+    if index_bytes_max:
+        INDEX_CODINGS[header.index_coding].check(index_part, header.parameter, header.kept, count)
+    return _Opened(header, values, index_part)
+
+
+def check(payload: Payload, count: int) -> None:
+    """Raises PayloadError, one sentence, unless `payload` is valid for exactly `count` values; reads no dense array.
+
+    Costs a read of the index section and the scales (and a decompression with lz4). The values themselves may be any:
+    fp32 and fp16 carry NaN and infinity if the sender put them there. Any bytes are safe to pass.
+    """
+    _open(payload, count)
+
+
+def decode(payload: Payload, out: FloatArray) -> None:
+    """Writes all values into out (float32[count], contiguous): zero where a sparse payload has none.
+
+    payload: any C-contiguous buffer at any alignment. PayloadError leaves out as it was; TypeError for a wrong out.
+    """
+    check_out(out)
+    opened = _open(payload, out.size)
+    if opened.header.index_coding == EVERY_INDEX:
+        opened.values.write(out)
+    else:
+        out.fill(0.0)
+        opened.accumulate(np.float32(1.0), out)
+
+
+def accumulate(payload: Payload, weight: float, out: FloatArray) -> None:
+    """out[i] = out[i] + float32(weight) * value[i] for each value in the payload, straight from its bytes.
+
+    Product and sum are rounded to float32 one after the other, in index order: bit-identical on every machine. A sparse
+    payload touches the entries it holds and no others. Arguments and errors as for `decode`.
+    """
+    check_out(out)
+    _open(payload, out.size).accumulate(np.float32(weight), out)

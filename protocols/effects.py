@@ -1,0 +1,115 @@
+"""What a machine asks of its runner. A machine returns lists of these; it does nothing itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from narrows.protocols.messages import Buffer, Message, State
+
+NS = 1_000_000_000  # one second, in the unit of every `now_ns`
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send `message` to `peer`. A server's peers are routing ids (bytes), a member's are shard numbers."""
+
+    peer: bytes | int
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """One event for the record and the console of a server: a name and plain values."""
+
+    event: str
+    values: dict[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """Write the store to disk now, as the state of `clock`."""
+
+    clock: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Read the checkpoint of `clock` into the store before the next message is handled."""
+
+    clock: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """The run is over: end the process once what was sent is out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Member: the coordinator knows us."""
+
+    worker: int
+    rank: int
+    world_size: int
+    settings: bytes
+    ports: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """Member: our place in the run. Comes again, with `again` set, when we had to rejoin: begin anew from `clock`."""
+
+    clock: int
+    ranges: tuple[tuple[int, int], ...]
+    buffers: bytes
+    again: bool
+
+
+@dataclass(frozen=True, slots=True)
+class GiveWeights:
+    """Member: the run has no weights yet, ours are the first: call `Member.first_weights` for this shard."""
+
+    shard: int
+
+
+@dataclass(frozen=True, slots=True)
+class StateArrived:
+    """Member: the whole answer to a pull."""
+
+    shard: int
+    clock: int
+    master: bool
+    parts: tuple[State, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PushSettled:
+    """Member: update `clock` is in the shard's model (`folded`), or was definitely refused and must be given back."""
+
+    shard: int
+    clock: int
+    folded: bool
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class BuffersWanted:
+    """Member: the coordinator asks for the module's buffers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Member: the session is over. `code` is a `RefuseCode`."""
+
+    code: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """Member: the coordinator knows that we are done."""
+
+
+ServerEffect = Send | Log | Checkpoint | Load | Stop
+MemberEffect = Send | Joined | Started | GiveWeights | StateArrived | PushSettled | BuffersWanted | Failed | Left
+Payloads = tuple[Buffer, ...]

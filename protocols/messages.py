@@ -1,0 +1,358 @@
+"""Every message of Narrows, and nothing else: frozen, checked when made, the same type for sender and receiver.
+
+Rules
+- A message is a header (all fields but `payload`) and at most one payload frame, which no transport looks into.
+- `KINDS` is the table of kinds. A number is never used twice; 32 to 47 are kept for tensors between peers (gossip).
+- Every message that comes from a member names the epoch in which that member joined (docs/architecture.md, "Epochs").
+- Each reply carries the server's receive and send times, so that a session always knows the round trip of its link.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from enum import IntEnum
+from typing import ClassVar
+
+from narrows.protocols.errors import RemoteProtocolError
+
+Buffer = bytes | bytearray | memoryview
+
+TEXT_MAX = 4096  # characters of one string: longer ones are no message of ours
+LIST_MAX = 1 << 20  # items of one list: a million tensors or members is beyond any run
+WORKERS_MAX = 1 << 16  # a rank fits 16 bits; the table of members is sent whole
+PARTS_MAX = 1 << 14  # messages of one push or state: 32 GiB of fp32 in frames of 2 MiB
+CLOCK_MAX = 1 << 53  # exact in every language that reads a record
+
+
+class RefuseCode(IntEnum):
+    """Why a server refuses. The value is the exit code of the design where there is one."""
+
+    UNREACHABLE = 3
+    AUTHENTICATION = 4
+    INCOMPATIBLE = 5
+    SERVER_LOST = 6
+    NOT_A_MEMBER = 64  # expired, or from before a restart: join again
+    OVER = 65  # the run has ended
+
+
+class PushStatus(IntEnum):
+    """What an ack promises. HELD: all buckets are here, send no more; FOLDED: it is in the model, for good."""
+
+    HELD = 1
+    FOLDED = 2
+
+
+Pair = tuple[int, int]
+Pairs = tuple[Pair, ...]
+Weights = tuple[tuple[int, float], ...]
+Ints = tuple[int, ...]
+
+
+def _is_int(value: object) -> bool:
+    return type(value) is int and -1 <= value <= (1 << 63) - 1
+
+
+def _is_rows(value: object, width: int, last: type) -> bool:
+    if type(value) is not tuple or len(value) > LIST_MAX:
+        return False
+    return all(
+        type(row) is tuple and len(row) == width and all(_is_int(v) for v in row[:-1]) and type(row[-1]) is last
+        for row in value
+    )
+
+
+# One checker for each annotation that a message may use; the messages below use no other.
+CHECKS = {
+    "int": _is_int,
+    "float": lambda v: type(v) is float,
+    "bool": lambda v: type(v) is bool,
+    "str": lambda v: type(v) is str and len(v) <= TEXT_MAX,
+    "bytes": lambda v: type(v) is bytes,
+    "Buffer": lambda v: isinstance(v, (bytes, bytearray, memoryview)),
+    "Ints": lambda v: type(v) is tuple and len(v) <= LIST_MAX and all(_is_int(x) for x in v),
+    "Pairs": lambda v: _is_rows(v, 2, int),
+    "Quads": lambda v: _is_rows(v, 4, int),
+    "Weights": lambda v: _is_rows(v, 2, float),
+    "Sets": lambda v: (
+        type(v) is tuple and len(v) <= LIST_MAX and all(type(r) is tuple and all(_is_int(x) for x in r) for r in v)
+    ),
+}
+Quads = tuple[tuple[int, int, int, int], ...]
+Sets = tuple[Ints, ...]
+
+
+class Message:
+    """Base of all messages: checks its fields by their annotations when made. Raises RemoteProtocolError."""
+
+    __slots__ = ()
+    CHECKED: ClassVar[tuple[tuple[str, str], ...]] = ()
+
+    def __post_init__(self) -> None:
+        for name, annotation in _checked(type(self)):
+            if not CHECKS[annotation](getattr(self, name)):
+                raise RemoteProtocolError(
+                    f"{type(self).__name__}.{name} is {_short(getattr(self, name))}, not {annotation}"
+                )
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+_CHECKED: dict[type, tuple[tuple[str, str], ...]] = {}
+
+
+def _checked(kind: type) -> tuple[tuple[str, str], ...]:
+    known = _CHECKED.get(kind)
+    if known is None:
+        known = tuple((f.name, str(f.type)) for f in fields(kind))  # type: ignore[arg-type]
+        _CHECKED[kind] = known
+    return known
+
+
+@dataclass(frozen=True, slots=True)
+class Hello(Message):
+    """Worker to coordinator: I want to join. `expect` is a msgpack map of the flags it was started with."""
+
+    token: str  # names this process and this attempt to join; a retry repeats it
+    host: str
+    expect: bytes = b""
+    identity: bytes = b""  # a public key, once links are authenticated
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome(Message):
+    """Coordinator to worker: your id, your rank, and the settings of the run (a msgpack map)."""
+
+    token: str
+    worker: int
+    rank: int
+    world_size: int
+    epoch: int
+    lease_ms: int
+    settings: bytes
+    ports: Ints  # of each shard, on the host that the worker dialled
+
+
+@dataclass(frozen=True, slots=True)
+class Declare(Message):
+    """Worker to coordinator: my model and optimizer (`Plan`, packed). From here on it counts as a member."""
+
+    worker: int
+    epoch: int
+    plan: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Ready(Message):
+    """Coordinator to worker: the key ranges of each shard, and the clock to start from."""
+
+    worker: int
+    epoch: int
+    clock: int
+    ranges: Sets  # per shard: begin, end, begin, end, ...
+    buffers: bytes  # newest module buffers of the run (BatchNorm), or empty
+
+
+@dataclass(frozen=True, slots=True)
+class NeedWeights(Message):
+    """Shard to worker: the run has no weights yet and yours are to be the first."""
+
+    worker: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class FirstWeights(Message):
+    """Worker to shard: one part of the first weights."""
+
+    worker: int
+    epoch: int
+    part: int
+    parts: int
+    begin: int
+    end: int
+    coding: bytes
+    payload: Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Push(Message):
+    """Worker to shard: one part of update `clock`, keys [begin, end). Part 0 carries `hyper`."""
+
+    worker: int
+    epoch: int
+    clock: int
+    part: int
+    parts: int
+    begin: int
+    end: int
+    samples: int
+    hyper: bytes  # msgpack of the optimizer's plain hyper-parameters (pushed gradients), or empty
+    coding: bytes
+    payload: Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class PushAck(Message):
+    """Shard to worker: the whole of update `clock` is here. `weight` is final once FOLDED (0.0 before)."""
+
+    worker: int
+    epoch: int
+    clock: int
+    status: int
+    weight: float
+    want_buffers: bool
+    received_ns: int
+    sent_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pull(Message):
+    """Worker to shard: the state for my clock, as soon as clock <= min_clock + s. `have`: publication held, or -1."""
+
+    worker: int
+    epoch: int
+    request: int
+    clock: int
+    have: int
+    master: bool  # the master copy itself, dense, at once: evaluation and the end of a run
+
+
+@dataclass(frozen=True, slots=True)
+class State(Message):
+    """Shard to worker: one part of an answer to Pull `request`.
+
+    `delta` false: keys [begin, end) of the published state itself. `delta` true: what publication `publication` added.
+    `contains`: own clocks >= min_clock that are in this state, each with the weight it was folded at.
+    """
+
+    worker: int
+    epoch: int
+    request: int
+    part: int
+    parts: int
+    begin: int
+    end: int
+    delta: bool
+    publication: int
+    min_clock: int
+    contains: Weights
+    received_ns: int
+    sent_ns: int
+    coding: bytes
+    payload: Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat(Message):
+    worker: int
+    epoch: int
+    sent_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class HeartbeatAck(Message):
+    worker: int
+    epoch: int
+    echo_ns: int  # the `sent_ns` that is answered
+    min_clock: int
+    live: int
+    started: bool
+    received_ns: int
+    sent_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Leave(Message):
+    """Worker (or the launcher, for a child that died) to coordinator. `clock`: its clock when it is done, else -1."""
+
+    token: str
+    clock: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveAck(Message):
+    token: str
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers(Message):
+    """Lowest live rank to coordinator: the module's buffers, packed, to go along with checkpoints."""
+
+    worker: int
+    epoch: int
+    payload: Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse(Message):
+    """Server to worker, one sentence. `epoch` is the one refused (0: none), so that a late refusal is known as such."""
+
+    code: int
+    worker: int
+    epoch: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger(Message):
+    """Coordinator to shard: all that the coordinator has decided. The newest replaces all before it."""
+
+    version: int
+    generation: int
+    restart_clock: int  # the checkpoint that this generation starts from, -1: none
+    epoch: int
+    started: bool
+    initialiser: int  # the worker whose weights are the first, -1: nobody yet
+    members: Quads  # worker, epoch joined, rank, clock joined
+    min_clock: int
+    sets: Sets  # of closed clocks that this shard may lack: clock, worker, worker, ...
+    norms: Weights  # clock, L2 norm of the folded mean over all shards (max_grad_norm)
+    checkpoint: int  # write one when this clock is published, -1: none asked for
+    over: bool
+    report_seen: int
+    plan: bytes  # empty once the shard has it
+
+
+@dataclass(frozen=True, slots=True)
+class Report(Message):
+    """Shard to coordinator: all that it has seen and done. The newest replaces all before it."""
+
+    shard: int
+    port: int
+    version: int
+    incarnation: int  # of this process: a new one means that it was restarted
+    generation: int
+    ledger_seen: int
+    epoch: int
+    planned: bool
+    weights_from: int
+    min_clock: int  # published
+    arrived: Pairs  # worker, clock: updates of it that are here whole
+    norms: Weights  # clock, squared L2 norm of the folded mean on this shard
+    checkpoints: Ints  # clocks of the checkpoints on disk
+
+
+KINDS: dict[int, type[Message]] = {
+    1: Hello,
+    2: Welcome,
+    3: Declare,
+    4: Ready,
+    5: NeedWeights,
+    6: FirstWeights,
+    7: Push,
+    8: PushAck,
+    9: Pull,
+    10: State,
+    11: Heartbeat,
+    12: HeartbeatAck,
+    13: Leave,
+    14: LeaveAck,
+    15: Refuse,
+    16: Buffers,
+    24: Ledger,
+    25: Report,
+}
+KIND_OF = {message: number for number, message in KINDS.items()}

@@ -1,0 +1,162 @@
+"""The sync modes as data, and the settings of a run.
+
+A sync mode is a row of `MODES`. `Settings.mode()` resolves the row with the flags; the machines read the resolved
+`Mode` and never a mode's name. `Settings` is what ps-serve is told and what every worker learns on joining.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields, replace
+from enum import Enum
+
+from narrows.protocols.errors import RemoteProtocolError, UsageError
+from narrows.protocols.messages import WORKERS_MAX
+from narrows.protocols.wire import pack, unpack
+
+SHARDS_MAX = 256
+STALENESS_MAX = 1 << 20
+WINDOW = 4  # updates in flight where no bound limits them (async); own updates that stand in for a mean
+
+
+class Rule(Enum):
+    """What a shard does with what is pushed."""
+
+    OPTIMIZER = "optimizer"  # gradients: a step of the script's optimizer
+    ADD = "add"  # updates: weighted addition
+    OUTER = "outer"  # updates: outer SGD with Nesterov momentum on their negative (DiLoCo, 2311.08105)
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """One resolved row of the table.
+
+    bound: staleness bound s; None: no bound. barrier: folded when every live worker has pushed, else at once.
+    push_choices: what may be pushed, the default first.
+    """
+
+    name: str
+    local_steps: int
+    bound: int | None
+    barrier: bool
+    push_choices: tuple[str, ...]
+    update_rule: Rule
+    takes_staleness: bool
+    takes_local_steps: bool
+    push: str = ""
+
+    @property
+    def rule(self) -> Rule:
+        return Rule.OPTIMIZER if self.push == "gradient" else self.update_rule
+
+    @property
+    def window(self) -> int:
+        """Updates of one worker that may be in flight."""
+        return WINDOW if self.bound is None else self.bound + 1
+
+    def allows(self, clock: int, min_clock: int) -> bool:
+        """Whether a worker may compute with `clock` on a state of `min_clock` (Ho et al. 2013, sec. 3)."""
+        return self.bound is None or clock <= min_clock + self.bound
+
+
+MODES: dict[str, Mode] = {
+    mode.name: mode
+    for mode in (
+        Mode("bsp", 1, 0, True, ("gradient", "update"), Rule.ADD, False, False),
+        Mode("ssp", 1, 1, False, ("update", "gradient"), Rule.ADD, True, False),
+        Mode("async", 1, None, False, ("update", "gradient"), Rule.ADD, False, False),
+        Mode("local", 10, 0, True, ("update",), Rule.OUTER, True, True),
+    )
+}
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """All that a run is told; the flags of ps-serve. -1, "" and 0 mean "not given", where the mode decides."""
+
+    sync: str = "ssp"
+    staleness: int = -1
+    local_steps: int = -1
+    push: str = ""
+    compress: str = "dense"
+    compress_down: str = ""
+    shards: int = 1
+    workers: int = 1
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+    lease: float = 10.0  # seconds
+    checkpoint_every: float = 0.0  # seconds; 0: at the end and on Ctrl-C only
+
+    def validated(self) -> Settings:
+        """Return the settings with every default filled in. Raises UsageError: one sentence that names the flag."""
+        if self.sync not in MODES:
+            raise UsageError(f"--sync {self.sync}: unknown mode; the modes are {', '.join(MODES)}")
+        row = MODES[self.sync]
+        for name, low, high in (
+            ("shards", 1, SHARDS_MAX),
+            ("workers", 1, WORKERS_MAX),
+            ("staleness", -1, STALENESS_MAX),
+            ("local_steps", -1, STALENESS_MAX),
+            ("lease", 0.1, 86400.0),
+            ("checkpoint_every", 0.0, 1e9),
+            ("outer_lr", 0.0, 1e6),
+        ):
+            value = getattr(self, name)
+            if not low <= value <= high or (name == "local_steps" and value == 0):
+                raise UsageError(f"{_flag(name)} {value}: give a value from {max(low, 0)} to {high}")
+        if not 0 <= self.outer_momentum < 1:
+            raise UsageError(f"--outer-momentum {self.outer_momentum}: give a value from 0 up to, not including, 1")
+        if self.staleness >= 0 and not row.takes_staleness:
+            have = ", ".join(m.name for m in MODES.values() if m.takes_staleness)
+            raise UsageError(f"--staleness: --sync {self.sync} has no staleness bound to set; {have} have one")
+        if self.local_steps > 0 and not row.takes_local_steps:
+            raise UsageError(f"--local-steps: --sync {self.sync} pushes every step; --sync local takes local steps")
+        if self.push and self.push not in row.push_choices:
+            choices = " or ".join(row.push_choices)
+            raise UsageError(f"--push {self.push}: --sync {self.sync} pushes {choices}")
+        return replace(
+            self,
+            staleness=self.staleness if self.staleness >= 0 or row.bound is None else row.bound,
+            local_steps=self.local_steps if self.local_steps > 0 else row.local_steps,
+            push=self.push or row.push_choices[0],
+            compress_down=self.compress_down or ("dense" if row.name == "bsp" else self.compress),
+        )
+
+    def mode(self) -> Mode:
+        """The resolved mode of validated settings. `local` with a staleness bound folds at once."""
+        row = MODES[self.sync]
+        bound = None if row.bound is None else self.staleness
+        barrier = row.barrier and bound == 0
+        return replace(row, local_steps=self.local_steps, bound=bound, barrier=barrier, push=self.push)
+
+    def packed(self) -> bytes:
+        return pack(asdict(self))
+
+    @staticmethod
+    def unpacked(packed: bytes) -> Settings:
+        """Raises RemoteProtocolError where `packed` holds no settings of this release."""
+        value = unpack(packed)
+        known = {f.name: f.type for f in fields(Settings)}
+        if not isinstance(value, dict) or set(value) != set(known):
+            raise RemoteProtocolError("the server's settings are not those of this release of narrows")
+        try:
+            return Settings(**value).validated()
+        except (TypeError, UsageError) as error:
+            raise RemoteProtocolError(f"the server's settings are not valid: {error}") from None
+
+
+def contradiction(expected: dict[str, object], actual: Settings) -> str | None:
+    """One sentence naming a flag that a worker was given against the server's, or None where they agree.
+
+    Only the flags of what travels on the link are compared: mode and compression come from the server.
+    """
+    for name in ("sync", "staleness", "local_steps", "push", "compress", "compress_down", "shards", "workers"):
+        if name in expected and expected[name] != getattr(actual, name):
+            return (
+                f"{_flag(name)} {expected[name]} contradicts the server, which runs {_flag(name)} "
+                f"{getattr(actual, name)}: leave the flag out, or start the server with it"
+            )
+    return None

@@ -1,0 +1,158 @@
+"""The house rules: arrows between the packages, who may import what, and the map that installs them."""
+
+import ast
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("protocols", "compression", "ps", "worker")
+
+# package -> what it may import of the others; folders that are no package (tests, bench) may import all.
+ARROWS = {
+    "protocols": set[str](),
+    "compression": set[str](),
+    "ps": {"protocols", "compression"},
+    "worker": {"protocols", "compression"},
+}
+
+# module -> files and folders that may import it; a rule for the packages, not for tests and bench.
+OWNERS = {
+    "zmq": ("ps/runner.py", "worker/runner.py"),
+    "torch": ("ps/optimizers.py", "worker/"),
+    "pickle": (),  # no pickle on the wire or on disk
+    "cloudpickle": (),
+    "marshal": (),
+    "shelve": (),
+}
+
+# What a deterministic machine cannot know: sockets, threads, clocks, files, processes, randomness, logs.
+IMPURE = {
+    *("socket", "socketserver", "select", "selectors", "ssl", "http", "urllib", "zmq"),
+    *("threading", "_thread", "asyncio", "concurrent", "queue", "sched", "signal", "multiprocessing", "subprocess"),
+    *("time", "datetime", "random", "secrets", "uuid"),
+    *("os", "io", "pathlib", "shutil", "tempfile", "glob", "fileinput", "mmap", "sqlite3", "logging"),
+    *("torch", "numba"),
+}
+
+
+def imported_names(path: str, source: str) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of each import in `source`, wherever it stands; relative ones are made absolute.
+
+    `from a.b import c` yields a.b.c: c may be a module, and where it is none the name says so much more.
+    """
+    folders = path.split("/")[:-1]
+    package = ["narrows", *folders] if folders[0] in PACKAGES else folders
+    for node in ast.walk(ast.parse(source, path)):
+        match node:
+            case ast.Import(names):
+                yield from ((node.lineno, alias.name) for alias in names)
+            case ast.ImportFrom(module, names, level):
+                base = package[: len(package) - (level - 1)] if level else []
+                stem = [*base, *(module.split(".") if module else [])]
+                yield from ((node.lineno, ".".join([*stem, alias.name])) for alias in names)
+            case ast.Call(ast.Name("__import__" | "import_module") | ast.Attribute(_, "import_module"), [first, *_]):
+                if isinstance(first, ast.Constant) and isinstance(first.value, str):
+                    yield node.lineno, first.value
+
+
+def complaint(path: str, name: str) -> str | None:
+    """Why the file at `path` must not import `name`, or None."""
+    here = path.split("/")[0]
+    parts = name.split(".")
+    top = parts[0]
+    if top in (*PACKAGES, "tests", "bench"):
+        return f"'{top}' is no top-level module: say narrows.{top}" if top in PACKAGES else f"'{top}' is not installed"
+    if top == "narrows" and (len(parts) == 1 or parts[1] not in PACKAGES):
+        return "'narrows' is a namespace: import from one of its packages"
+    if here not in PACKAGES:
+        return None
+    if top == "narrows" and parts[1] != here and parts[1] not in ARROWS[here]:
+        return f"{here} must not import {parts[1]}"
+    if top in OWNERS and not any(
+        path == owner or (owner.endswith("/") and path.startswith(owner)) for owner in OWNERS[top]
+    ):
+        return f"{top} may be imported only in {', '.join(OWNERS[top]) or 'no file'}"
+    if here == "protocols" and top in IMPURE:
+        return f"protocols is pure and must not import {top}"
+    return None
+
+
+def complaints(path: str, source: str) -> list[str]:
+    found = [(line, complaint(path, name)) for line, name in imported_names(path, source)]
+    return [f"{path}:{line}: {why}" for line, why in found if why]
+
+
+def sources() -> list[Path]:
+    return sorted(file for folder in (*PACKAGES, "tests", "bench") for file in (ROOT / folder).rglob("*.py"))
+
+
+def test_no_forbidden_import() -> None:
+    files = sources()
+    assert {file.relative_to(ROOT).parts[0] for file in files} >= set(PACKAGES)
+    found = [line for file in files for line in complaints(file.relative_to(ROOT).as_posix(), file.read_text("utf-8"))]
+    assert not found, "\n".join(found)
+
+
+FORBIDDEN = [
+    ("ps/shard.py", "from narrows.worker import rank", "ps must not import worker"),
+    ("worker/session.py", "import narrows.ps.cli", "worker must not import ps"),
+    ("worker/session.py", "def f():\n    from narrows import ps", "worker must not import ps"),
+    ("worker/launch.py", "import importlib\nimportlib.import_module('narrows.ps.cli')", "worker must not import ps"),
+    ("protocols/wire.py", "from narrows.compression import parse", "protocols must not import compression"),
+    ("protocols/wire.py", "from ..ps import cli", "protocols must not import ps"),
+    ("compression/kernels/cpu.py", "from ...protocols import wire", "compression must not import protocols"),
+    ("compression/spec.py", "from .. import worker", "compression must not import worker"),
+    ("compression/spec.py", "if TYPE_CHECKING:\n    import narrows.worker", "compression must not import worker"),
+    ("ps/shard.py", "from protocols.wire import encode", "'protocols' is no top-level module"),
+    ("tests/test_spec.py", "import compression", "'compression' is no top-level module"),
+    ("tests/test_tasks.py", "from bench.tasks import digits", "'bench' is not installed"),
+    ("bench/transport.py", "import narrows", "'narrows' is a namespace"),
+    ("ps/shard.py", "import zmq", "zmq may be imported only in ps/runner.py, worker/runner.py"),
+    ("worker/io.py", "from zmq.error import Again", "zmq may be imported only in ps/runner.py, worker/runner.py"),
+    ("ps/store.py", "import torch.optim", "torch may be imported only in ps/optimizers.py, worker/"),
+    ("compression/spec.py", "import torch", "torch may be imported only in ps/optimizers.py, worker/"),
+    ("worker/checkpoint.py", "import pickle", "pickle may be imported only in no file"),
+    ("protocols/clock.py", "import time", "protocols is pure and must not import time"),
+    ("protocols/clock.py", "def f():\n    from os.path import join", "protocols is pure and must not import os"),
+    ("protocols/simulator.py", "import math, random", "protocols is pure and must not import random"),
+]
+
+
+@pytest.mark.parametrize(("path", "source", "why"), FORBIDDEN)
+def test_each_rule_can_fail(path: str, source: str, why: str) -> None:
+    (found,) = complaints(path, source)
+    assert why in found
+
+
+ALLOWED = [
+    ("protocols/wire.py", "import struct\nimport msgpack\nfrom narrows.protocols.errors import ProtocolError"),
+    ("protocols/wire.py", "from . import errors\nfrom .errors import ProtocolError"),
+    ("compression/kernels/cpu.py", "import numba\nfrom ..buffers import FloatArray"),
+    ("ps/runner.py", "import time\nimport zmq\nfrom narrows import protocols\nfrom narrows.compression import parse"),
+    ("ps/optimizers.py", "import torch"),
+    ("worker/runner.py", "import torch, zmq"),
+    ("bench/transport.py", "import torch, zmq, narrows.ps.cli\nfrom narrows.worker import rank"),
+    ("tests/test_spec.py", "import random\nimport reference\nfrom narrows.compression import parse"),
+]
+
+
+@pytest.mark.parametrize(("path", "source"), ALLOWED)
+def test_what_is_allowed_passes(path: str, source: str) -> None:
+    assert complaints(path, source) == []
+
+
+def test_every_package_folder_is_in_the_map_and_the_reverse() -> None:
+    folders = {file.parent.relative_to(ROOT) for package in PACKAGES for file in (ROOT / package).rglob("*.py")}
+    bare = sorted(folder.as_posix() for folder in folders if not (ROOT / folder / "__init__.py").is_file())
+    assert not bare, f"modules in folders without an __init__.py: {bare}"
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]
+    assert setuptools["package-dir"] == {".".join(("narrows", *folder.parts)): folder.as_posix() for folder in folders}
+    assert sorted(setuptools["packages"]) == sorted(setuptools["package-dir"])
+
+
+def test_narrows_is_a_namespace_of_typed_packages() -> None:
+    assert not (ROOT / "__init__.py").exists()
+    assert [package for package in PACKAGES if not (ROOT / package / "py.typed").is_file()] == []
