@@ -18,7 +18,6 @@ demo: $(INSTALLED)
 	$(MAIN_JOB)
 
 test: $(INSTALLED)
-	$(MAIN_JOB) --steps 100
 	.venv/bin/pytest
 
 # mypy does not see the package-dir map of an editable install: it gets a folder with one symlink, `narrows`, instead.

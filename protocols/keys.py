@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from narrows.protocols.errors import IncompatibleError, RemoteProtocolError
 from narrows.protocols.wire import FRAME_VALUES, pack, unpack
@@ -63,9 +64,9 @@ class Plan:
     @staticmethod
     def unpacked(packed: bytes) -> Plan:
         """Raises RemoteProtocolError where `packed` is no plan."""
-        value = unpack(packed)
+        value: Any = unpack(packed)
         try:
-            tensors, optimizer, groups, norm = value  # type: ignore[misc]
+            tensors, optimizer, groups, norm = value
             plan = Plan(
                 tuple(TensorSpec(str(n)[:NAME_MAX], tuple(int(e) for e in s), str(d)) for n, s, d in tensors),
                 str(optimizer),

@@ -9,9 +9,10 @@ Rules
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from enum import IntEnum
-from typing import ClassVar
+from typing import Any
 
 from narrows.protocols.errors import RemoteProtocolError
 
@@ -42,6 +43,10 @@ class PushStatus(IntEnum):
     FOLDED = 2
 
 
+# How a payload is coded. The transport copies the number; only compression and the two ends look further.
+RAW_FLOAT32 = 0  # little-endian float32, one for each key: what `dense` sends, so that nothing is copied
+CODED = 1  # a payload of narrows.compression, which describes itself
+
 Pair = tuple[int, int]
 Pairs = tuple[Pair, ...]
 Weights = tuple[tuple[int, float], ...]
@@ -62,7 +67,7 @@ def _is_rows(value: object, width: int, last: type) -> bool:
 
 
 # One checker for each annotation that a message may use; the messages below use no other.
-CHECKS = {
+CHECKS: dict[str, Callable[[Any], bool]] = {
     "int": _is_int,
     "float": lambda v: type(v) is float,
     "bool": lambda v: type(v) is bool,
@@ -85,7 +90,6 @@ class Message:
     """Base of all messages: checks its fields by their annotations when made. Raises RemoteProtocolError."""
 
     __slots__ = ()
-    CHECKED: ClassVar[tuple[tuple[str, str], ...]] = ()
 
     def __post_init__(self) -> None:
         for name, annotation in _checked(type(self)):
@@ -103,10 +107,10 @@ def _short(value: object) -> str:
 _CHECKED: dict[type, tuple[tuple[str, str], ...]] = {}
 
 
-def _checked(kind: type) -> tuple[tuple[str, str], ...]:
+def _checked(kind: Any) -> tuple[tuple[str, str], ...]:
     known = _CHECKED.get(kind)
     if known is None:
-        known = tuple((f.name, str(f.type)) for f in fields(kind))  # type: ignore[arg-type]
+        known = tuple((f.name, str(f.type)) for f in fields(kind))
         _CHECKED[kind] = known
     return known
 
@@ -173,7 +177,7 @@ class FirstWeights(Message):
     parts: int
     begin: int
     end: int
-    coding: bytes
+    codec: int
     payload: Buffer
 
 
@@ -190,7 +194,7 @@ class Push(Message):
     end: int
     samples: int
     hyper: bytes  # msgpack of the optimizer's plain hyper-parameters (pushed gradients), or empty
-    coding: bytes
+    codec: int
     payload: Buffer
 
 
@@ -241,7 +245,7 @@ class State(Message):
     contains: Weights
     received_ns: int
     sent_ns: int
-    coding: bytes
+    codec: int
     payload: Buffer
 
 
