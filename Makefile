@@ -18,6 +18,7 @@ demo: $(INSTALLED)
 	$(MAIN_JOB)
 
 test: $(INSTALLED)
+	$(MAIN_JOB) --steps 100
 	.venv/bin/pytest
 
 # mypy does not see the package-dir map of an editable install: it gets a folder with one symlink, `narrows`, instead.

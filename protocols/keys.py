@@ -128,3 +128,17 @@ def covers(pieces: Sequence[tuple[int, int]], begin: int, end: int) -> bool:
             return False
         at = piece_end
     return at == end
+
+
+def pack_arrays(arrays: dict[str, tuple[str, tuple[int, ...], bytes]]) -> bytes:
+    """Named small arrays (module buffers) as bytes: name -> dtype, shape, raw little-endian values."""
+    return pack({name: [dtype, list(shape), raw] for name, (dtype, shape, raw) in arrays.items()})
+
+
+def unpack_arrays(packed: bytes) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """The inverse of `pack_arrays`; empty for no bytes. Raises RemoteProtocolError."""
+    value: Any = unpack(packed) if packed else {}
+    try:
+        return {str(n): (str(d), tuple(int(e) for e in s), bytes(r)) for n, (d, s, r) in value.items()}
+    except (AttributeError, TypeError, ValueError):
+        raise RemoteProtocolError("module buffers are named arrays") from None

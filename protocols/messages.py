@@ -54,7 +54,7 @@ Ints = tuple[int, ...]
 
 
 def _is_int(value: object) -> bool:
-    return type(value) is int and -1 <= value <= (1 << 63) - 1
+    return isinstance(value, int) and type(value) is not bool and -1 <= value <= (1 << 63) - 1
 
 
 def _is_rows(value: object, width: int, last: type) -> bool:

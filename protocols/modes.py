@@ -17,6 +17,12 @@ SHARDS_MAX = 256
 STALENESS_MAX = 1 << 20
 WINDOW = 4  # updates in flight where no bound limits them (async); own updates that stand in for a mean
 
+# Classes of torch.optim that step each value by itself, so that a piece of a tensor is stepped as the whole would be. Not
+# here: LBFGS (needs a closure), Adafactor and Muon (statistics of a matrix), SparseAdam (sparse gradients only).
+ELEMENTWISE = (
+    *("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD"),
+)
+
 
 class Rule(Enum):
     """What a shard does with what is pushed."""
@@ -109,10 +115,10 @@ class Settings:
                 raise UsageError(f"{_flag(name)} {value}: give a value from {max(low, 0)} to {high}")
         if not 0 <= self.outer_momentum < 1:
             raise UsageError(f"--outer-momentum {self.outer_momentum}: give a value from 0 up to, not including, 1")
-        if self.staleness >= 0 and not row.takes_staleness:
+        if self.staleness not in (-1, row.bound) and not row.takes_staleness:
             have = ", ".join(m.name for m in MODES.values() if m.takes_staleness)
             raise UsageError(f"--staleness: --sync {self.sync} has no staleness bound to set; {have} have one")
-        if self.local_steps > 0 and not row.takes_local_steps:
+        if self.local_steps not in (-1, row.local_steps) and not row.takes_local_steps:
             raise UsageError(f"--local-steps: --sync {self.sync} pushes every step; --sync local takes local steps")
         if self.push and self.push not in row.push_choices:
             choices = " or ".join(row.push_choices)

@@ -1,6 +1,30 @@
-"""The session of this process: who it is in the run, how far the run is, and what it records."""
+"""The session of this process: who it is in the run, how far the run is, and what it records.
+
+Opened by the first call that needs it; `ps-worker` names the server in NARROWS_SERVER. Without one the script runs alone.
+At exit a session that the script did not finish is finished, or, after an error, left at once.
+"""
 
 from __future__ import annotations
+
+import atexit
+import json
+import os
+import socket
+import sys
+import time
+import traceback
+import uuid
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from narrows.protocols.effects import NS, Joined, MemberEffect
+from narrows.protocols.errors import NarrowsError, UnreachableError
+from narrows.protocols.member import Timing
+from narrows.protocols.modes import Settings
+from narrows.worker.engine import Engine
+from narrows.worker.runner import Link
 
 
 class Alone:
@@ -8,38 +32,185 @@ class Alone:
 
     rank = 0
     world_size = 1
+    link: Link | None = None
+    engine: Engine | None = None
 
     def __init__(self) -> None:
         self.steps = 0
 
+    @property
+    def clock(self) -> int:
+        return self.steps
 
-_session = Alone()
+    @property
+    def step_count(self) -> int:
+        return self.steps
+
+    def record(self, values: dict[str, float]) -> None:
+        """Alone there is no record."""
 
 
-def current() -> Alone:
-    """The session of this process."""
+class Connected:
+    """The session of a worker of a run."""
+
+    def __init__(self, address: str) -> None:
+        from narrows.compression import warm_up
+
+        warm_up()  # before joining: compiling holds the interpreter, and heartbeats would stop
+        connect_s = float(os.environ.get("NARROWS_CONNECT_TIMEOUT", "30"))
+        token = os.environ.get("NARROWS_TOKEN") or uuid.uuid4().hex
+        expect = bytes.fromhex(os.environ.get("NARROWS_EXPECT", ""))
+        self.link = Link(address, token, socket.gethostname(), expect, Timing(connect_ns=int(connect_s * NS)))
+        joined: MemberEffect | None = None
+        deadline = time.monotonic() + connect_s + 1
+        while not isinstance(joined, Joined):
+            joined = self.link.take(0.5)
+            if time.monotonic() > deadline:
+                raise UnreachableError(f"{address}: the server did not let this worker in within {connect_s:.0f} s")
+        self.rank, self.world_size = joined.rank, joined.world_size
+        self.settings = Settings.unpacked(joined.settings)
+        self.engine: Engine | None = None
+        self._record = (
+            os.fdopen(int(os.environ["NARROWS_RECORD_FD"]), "w") if "NARROWS_RECORD_FD" in os.environ else None
+        )
+        self._pending: dict[str, Any] = {}
+        self._bytes = (0, 0)
+        self._note("hello", rank=self.rank, settings={f: getattr(self.settings, f) for f in self.settings.__slots__})
+
+    @property
+    def clock(self) -> int:
+        return self.engine.clock if self.engine is not None else 0
+
+    @property
+    def step_count(self) -> int:
+        if self.engine is None:
+            return 0
+        return self.engine.clock * self.engine.mode.local_steps + self.engine.local_step
+
+    def attach(self, model: torch.nn.Module, inner: torch.optim.Optimizer, max_grad_norm: float) -> Engine:
+        if self.engine is not None:
+            raise NarrowsError("a run has one DistributedOptimizer: pass all parameter groups to one optimizer")
+        self.engine = Engine(self.link, self.settings, model, inner, max_grad_norm)
+        self._note("model", parameters=self.engine.flat.size)
+        return self.engine
+
+    def stepped(self) -> None:
+        """After each step: what it cost, to be written with what record() is given before the next."""
+        self._flush()
+        engine = self.engine
+        assert engine is not None
+        up, down = self.link.bytes_up, self.link.bytes_down
+        self._pending = {
+            "clock": engine.clock,
+            "push_bytes": up - self._bytes[0],
+            "pull_bytes": down - self._bytes[1],
+            "wait_seconds": round(engine.wait_s, 6),
+            "staleness": engine.staleness,
+        }
+        self._bytes = (up, down)
+
+    def record(self, values: dict[str, float]) -> None:
+        self._pending |= {name: float(value) for name, value in values.items()}
+        if self.engine is not None and self.engine.finished:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._pending:
+            self._note("step" if "clock" in self._pending else "last", **self._pending)
+            self._pending = {}
+
+    def _note(self, event: str, **values: Any) -> None:
+        if self._record is not None:
+            try:
+                self._record.write(json.dumps({"event": event, **values}) + "\n")
+                self._record.flush()
+            except OSError:
+                self._record = None  # the launcher is gone
+
+    def close(self, failed: bool) -> None:
+        """At exit."""
+        engine = self.engine
+        try:
+            if engine is not None and not engine.finished:
+                if failed:
+                    engine.leave(-1)
+                else:
+                    engine.finish()
+            elif engine is None:
+                self.link.call(lambda member, now: member.leave(-1, now))
+            self._flush()
+            self._note("bytes", up=self.link.bytes_up, down=self.link.bytes_down)
+        finally:
+            self.link.close()
+
+
+_session: Alone | Connected | None = None
+_failed = False
+
+
+def current() -> Alone | Connected:
+    """The session of this process; opens it."""
+    global _session
+    if _session is None:
+        address = os.environ.get("NARROWS_SERVER", "")
+        if address:
+            _install_hook()
+            _session = Connected(address)
+            atexit.register(_at_exit)
+        else:
+            _session = Alone()
     return _session
 
 
+def _install_hook() -> None:
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        global _failed
+        _failed = True
+        if isinstance(error, NarrowsError):
+            if os.environ.get("NARROWS_DEBUG"):
+                traceback.print_exception(kind, error, trace)
+            print(f"ps-worker: {error}", file=sys.stderr, flush=True)
+            if isinstance(_session, Connected):
+                _session.link.close()
+            sys.stdout.flush()
+            os._exit(error.exit_code)
+        before(kind, error, trace)
+
+    sys.excepthook = hook
+
+
+def _at_exit() -> None:
+    if isinstance(_session, Connected):
+        try:
+            _session.close(_failed)
+        except NarrowsError as error:
+            print(f"ps-worker: {error}", file=sys.stderr, flush=True)
+            sys.stdout.flush()
+            os._exit(error.exit_code)
+
+
 def rank() -> int:
-    """Rank of this worker among the live ones, from 0."""
-    return _session.rank
+    """Rank of this worker among the live ones, from 0. Opens the session."""
+    return current().rank
 
 
 def world_size() -> int:
-    """Number of workers that the run was started for."""
-    return _session.world_size
+    """Number of workers that the run was started for. Opens the session."""
+    return current().world_size
 
 
 def clock() -> int:
-    """The run's clock: updates that this worker has completed."""
-    return _session.steps
+    """The run's clock: updates that this worker has completed, from which a script sets epoch and schedule."""
+    return current().clock
 
 
 def step_count() -> int:
     """Optimizer steps of this run so far: the clock times the local steps, plus those since."""
-    return _session.steps
+    return current().step_count
 
 
 def record(**values: float) -> None:
-    """Feed named figures to the record of the run; alone there is none."""
+    """Feed named figures (loss=..., accuracy=...) to the record of the run and its progress line."""
+    current().record(values)

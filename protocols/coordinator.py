@@ -1,0 +1,432 @@
+"""The coordinator of a cluster: who is a member, in which epoch, and which clocks are closed over which members.
+
+It lives with shard 0 and is the one owner of membership. Rules
+- Two state messages carry all of it: `Ledger` (what is decided) down, `Report` (what a shard has seen and done) up. Each
+  replaces the one before and is sent again until the other side has shown that it has it, so losing one costs time only.
+- A worker joins in two steps: Hello reserves a rank; Declare makes it a member in a new epoch, at the live members'
+  min_clock. Ready is sent once every shard knows the epoch.
+- min_clock advances when every live member's update has arrived at every shard. With a barrier the set of a clock is
+  closed at that moment: the members, and those who left since, whose update is on all shards. So a worker that died
+  between two shards is in the set of all of them or of none.
+- A restarted shard begins a generation: every shard goes back to the newest checkpoint they share, all must rejoin.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from narrows.protocols import messages as m
+from narrows.protocols.effects import NS, Log, Send, ServerEffect, Stop
+from narrows.protocols.errors import IncompatibleError, RemoteProtocolError
+from narrows.protocols.keys import Plan, split
+from narrows.protocols.modes import Settings, contradiction
+from narrows.protocols.wire import unpack
+
+LEDGER_RETRY_NS = NS // 5  # unseen ledgers are sent again this often
+LEASE_STEPS = 3  # a lease is never under three measured steps
+WAITING_MAX = 1024  # joiners that wait for the shards to report
+
+
+@dataclass(slots=True)
+class Member:
+    """One worker. `epoch` is the one it joined in (0 until it has declared); `arrived[i]` its clock on shard i."""
+
+    worker: int
+    token: str
+    host: str
+    rank: int
+    peer: bytes
+    seen_ns: int
+    epoch: int = 0
+    start: int = 0
+    arrived: list[int] = field(default_factory=list)
+    ready_sent: bool = False
+    leaving: int = -1  # its final clock, once it is done
+    moved_ns: int = 0
+    step_ns: int = 0  # longest recent time between two of its updates
+
+    @property
+    def clock(self) -> int:
+        return min(self.arrived)
+
+
+class Coordinator:
+    """Messages from workers and Reports in, effects out. `first_epoch` is greater than any epoch of an earlier life."""
+
+    def __init__(self, settings: Settings, first_epoch: int, restart_clock: int = -1) -> None:
+        self.settings = settings
+        self.mode = settings.mode()
+        self.shards = settings.shards
+        self.epoch = first_epoch
+        self.generation = first_epoch
+        self.restart_clock = restart_clock
+        self.needed = settings.workers
+        self.min_clock = max(restart_clock, 0)
+        self.started = False
+        self.over = False
+        self.over_version = 0
+        self.plan: Plan | None = None
+        self.plan_packed = b""
+        self.members: dict[int, Member] = {}
+        self.departed: dict[int, tuple[int, tuple[int, ...]]] = {}  # worker -> start, clocks, while they may count
+        self.sets: dict[int, tuple[int, ...]] = {}
+        self.norms: dict[int, float] = {}
+        self.shard_norms: dict[int, dict[int, float]] = {}
+        self.reports: dict[int, m.Report] = {}
+        self.shard_peers: dict[int, bytes] = {0: b""}
+        self.shard_seen: list[int] = [-1] * self.shards
+        self.buffers: bytes = b""
+        self.buffers_ns = 0
+        self.checkpoint = -1
+        self.checkpoint_ns = 0
+        self.version = 1
+        self.sent_ns = [0] * self.shards
+        self.next_worker = 0
+        self.gone: dict[str, None] = {}  # tokens that left; bounded by WAITING_MAX
+        self.waiting: dict[str, tuple[bytes, m.Hello]] = {}
+        self.generation_ns = 0
+        self.finished_once = False
+
+    # What a runner or a machine beside it may read.
+
+    @property
+    def declared(self) -> list[Member]:
+        return [member for member in self.members.values() if member.epoch]
+
+    @property
+    def initialiser(self) -> int:
+        """Whose weights are the first: the longest-standing member, while the run has none."""
+        if self.started or self.restart_clock >= 0:
+            return -1
+        return min((member.worker for member in self.declared), default=-1)
+
+    def adopt_plan(self, packed: bytes) -> None:
+        """The plan of an earlier life, from its checkpoint."""
+        self.plan, self.plan_packed = Plan.unpacked(packed), packed
+
+    # Messages.
+
+    def handle(self, peer: bytes, message: m.Message, now_ns: int) -> list[ServerEffect]:
+        """Return the effects of a message from `peer`. Raises RemoteProtocolError for one that no worker sends."""
+        if isinstance(message, m.Report):
+            return self._report(peer, message, now_ns)
+        if isinstance(message, m.Hello):
+            return self._hello(peer, message, now_ns)
+        if isinstance(message, m.Leave):
+            return self._leave(peer, message, now_ns)
+        if isinstance(message, (m.Declare, m.Heartbeat, m.Buffers)):
+            member = self.members.get(message.worker)
+            if member is None or message.epoch not in (0, member.epoch):
+                return [self._not_a_member(peer, message.worker, message.epoch)]
+            member.seen_ns, member.peer = now_ns, peer
+            if isinstance(message, m.Declare):
+                return self._declare(member, message, now_ns)
+            if isinstance(message, m.Heartbeat):
+                return [Send(peer, self._pulse(member, message, now_ns))]
+            self.buffers, self.buffers_ns = bytes(message.payload), now_ns
+            return []
+        raise RemoteProtocolError(f"a coordinator takes no {type(message).__name__}")
+
+    def heard(self, worker: int, now_ns: int) -> None:
+        """Any message of a member to shard 0 renews its lease."""
+        member = self.members.get(worker)
+        if member is not None:
+            member.seen_ns = now_ns
+
+    def wants_buffers(self, worker: int, now_ns: int) -> bool:
+        """Whether this worker, the lowest live rank, should send its module's buffers now."""
+        member = self.members.get(worker)
+        if member is None or any(other.rank < member.rank for other in self.declared):
+            return False
+        every = self.settings.checkpoint_every or self.settings.lease
+        return not self.buffers_ns or now_ns - self.buffers_ns >= every * NS / 2
+
+    def _not_a_member(self, peer: bytes, worker: int, epoch: int) -> Send:
+        text = f"worker {worker} is no member of this run (its lease expired, or the server was restarted)"
+        return Send(peer, m.Refuse(m.RefuseCode.NOT_A_MEMBER, worker, epoch, text))
+
+    def _hello(self, peer: bytes, hello: m.Hello, now_ns: int) -> list[ServerEffect]:
+        if self.over:
+            return [Send(peer, m.Refuse(m.RefuseCode.OVER, -1, 0, "the run has ended; start the server again"))]
+        if hello.token in self.gone:
+            return []
+        expect = unpack(hello.expect) if hello.expect else {}
+        conflict = contradiction(expect, self.settings) if isinstance(expect, dict) else "the flags are no map"
+        if conflict:
+            return [Send(peer, m.Refuse(m.RefuseCode.INCOMPATIBLE, -1, 0, conflict))]
+        if len(self.reports) < self.shards:
+            if len(self.waiting) < WAITING_MAX:
+                self.waiting[hello.token] = (peer, hello)
+            return []
+        member = next((w for w in self.members.values() if w.token == hello.token), None)
+        effects: list[ServerEffect] = []
+        if member is None:
+            if len(self.members) >= m.WORKERS_MAX:
+                return [Send(peer, m.Refuse(m.RefuseCode.INCOMPATIBLE, -1, 0, "the run is full"))]
+            taken = {w.rank for w in self.members.values()}
+            rank = next(r for r in range(len(taken) + 1) if r not in taken)
+            member = Member(self.next_worker, hello.token, hello.host, rank, peer, now_ns)
+            self.members[member.worker] = member
+            self.next_worker += 1
+            effects.append(self._event("joined", member))
+        member.peer, member.seen_ns = peer, now_ns
+        ports = tuple(self.reports[i].port for i in range(self.shards))
+        lease_ms = int(self.settings.lease * 1000)
+        welcome = m.Welcome(
+            hello.token,
+            member.worker,
+            member.rank,
+            self.settings.workers,
+            self.epoch,
+            lease_ms,
+            self.settings.packed(),
+            ports,
+        )
+        return [*effects, Send(peer, welcome)]
+
+    def _declare(self, member: Member, declare: m.Declare, now_ns: int) -> list[ServerEffect]:
+        if member.epoch:
+            return self._readies(only=member)
+        plan = Plan.unpacked(declare.plan)
+        if self.plan is None:
+            self.plan, self.plan_packed = plan, declare.plan
+        try:
+            self.plan.check_same(plan)
+        except IncompatibleError as error:
+            refuse = m.Refuse(m.RefuseCode.INCOMPATIBLE, member.worker, 0, str(error))
+            return [Send(member.peer, refuse), *self._remove(member, "refused", now_ns)]
+        self.epoch += 1
+        member.epoch, member.start, member.moved_ns = self.epoch, self.min_clock, now_ns
+        member.arrived = [self.min_clock] * self.shards
+        self._decide(now_ns)
+        return self._broadcast(now_ns)
+
+    def _readies(self, only: Member | None = None) -> list[ServerEffect]:
+        """Ready for each member whose epoch every shard knows by now."""
+        effects: list[ServerEffect] = []
+        if self.plan is None or len(self.reports) < self.shards:
+            return effects
+        known = min(r.epoch if r.planned and r.generation == self.generation else 0 for r in self.reports.values())
+        ranges = tuple(split(self.plan.size, self.shards))
+        for member in [only] if only is not None else self.declared:
+            if member.epoch and member.epoch <= known and (only is not None or not member.ready_sent):
+                member.ready_sent = True
+                ready = m.Ready(member.worker, member.epoch, member.start, ranges, self.buffers)
+                effects.append(Send(member.peer, ready))
+        return effects
+
+    def _pulse(self, member: Member, beat: m.Heartbeat, now_ns: int) -> m.HeartbeatAck:
+        return m.HeartbeatAck(
+            member.worker,
+            member.epoch,
+            beat.sent_ns,
+            self.min_clock,
+            len(self.declared),
+            self.started,
+            now_ns,
+            now_ns,
+        )
+
+    def _leave(self, peer: bytes, leave: m.Leave, now_ns: int) -> list[ServerEffect]:
+        ack = Send(peer, m.LeaveAck(leave.token))
+        self.waiting.pop(leave.token, None)
+        if leave.token in self.gone:
+            return [ack]
+        member = next((w for w in self.members.values() if w.token == leave.token), None)
+        if member is None:
+            self._forget(leave.token)
+            if not self.started:  # it died before it could join: the others need not wait for it
+                self.needed = max(1, self.needed - 1)
+                self._decide(now_ns)
+            return [ack, *self._broadcast(now_ns)]
+        if leave.clock >= 0 and member.epoch:
+            # Its last update may be known to a shard and not yet to us: it stays until every shard has reported it.
+            member.leaving, member.seen_ns = leave.clock, now_ns
+            return [ack, *self._settle(now_ns)]
+        return [ack, *self._remove(member, "left", now_ns)]
+
+    def _forget(self, token: str) -> None:
+        self.gone[token] = None
+        while len(self.gone) > WAITING_MAX:
+            self.gone.pop(next(iter(self.gone)))
+
+    def _remove(self, member: Member, how: str, now_ns: int) -> list[ServerEffect]:
+        del self.members[member.worker]
+        if how != "expired":
+            self._forget(member.token)
+        if member.epoch:
+            self.epoch += 1
+            if self.mode.barrier and max(member.arrived) > self.min_clock:
+                self.departed[member.worker] = (member.start, tuple(member.arrived))
+        if not self.started and how != "refused":
+            self.needed = max(1, self.needed - 1)
+        self._decide(now_ns)
+        if member.leaving >= 0:
+            self.finished_once = True
+        if not self.members and self.finished_once:
+            self._end()
+        return [self._event(how, member), *self._broadcast(now_ns)]
+
+    def _event(self, how: str, member: Member) -> Log:
+        values: dict[str, object] = {"worker": member.worker, "rank": member.rank, "host": member.host, "how": how}
+        return Log("member", values | {"clock": self.min_clock, "live": len(self.members)})
+
+    # Reports and decisions.
+
+    def _report(self, peer: bytes, report: m.Report, now_ns: int) -> list[ServerEffect]:
+        index = report.shard
+        if not 0 <= index < self.shards:
+            raise RemoteProtocolError(f"there is no shard {index}")
+        before = self.reports.get(index)
+        if before is not None and report.incarnation == before.incarnation and report.version <= before.version:
+            return []
+        self.shard_peers[index] = peer
+        self.reports[index] = report
+        effects: list[ServerEffect] = []
+        if before is not None and report.incarnation != before.incarnation:
+            effects += self._new_generation(index, now_ns)
+        elif report.generation == self.generation:
+            for worker, clock in report.arrived:
+                member = self.members.get(worker)
+                if member is not None and member.epoch and clock > member.arrived[index]:
+                    member.arrived[index] = clock
+                    if index == 0:
+                        member.step_ns = max(now_ns - member.moved_ns, member.step_ns // 2)
+                        member.moved_ns = now_ns
+            for clock, squares in report.norms:
+                if clock not in self.norms:
+                    self.shard_norms.setdefault(clock, {})[index] = squares
+        if len(self.reports) == self.shards:
+            for peer_, hello in self.waiting.values():
+                effects += self._hello(peer_, hello, now_ns)
+            self.waiting.clear()
+        effects += self._settle(now_ns)
+        return [*effects, *self._readies()]
+
+    def _new_generation(self, index: int, now_ns: int) -> list[ServerEffect]:
+        shared = set.intersection(*(set(report.checkpoints) for report in self.reports.values()))
+        lost_from = max(shared, default=-1)
+        lost: dict[str, object] = {"shard": index, "from_clock": max(lost_from, 0), "to_clock": self.min_clock}
+        self.epoch += 1
+        self.generation = self.epoch
+        self.restart_clock = lost_from
+        self.min_clock = max(lost_from, 0)
+        self.started = False
+        self.needed = max(1, len(self.declared))
+        self.generation_ns = now_ns
+        self.members.clear()
+        self.departed.clear()
+        self.sets.clear()
+        self.norms.clear()
+        self.shard_norms.clear()
+        self.checkpoint = -1
+        return [Log("restart", lost), *self._broadcast(now_ns)]
+
+    def _settle(self, now_ns: int) -> list[ServerEffect]:
+        """Decide all that can be decided, and tell the shards if anything was."""
+        version = self.version
+        self._decide(now_ns)
+        effects: list[ServerEffect] = []
+        for member in [w for w in self.members.values() if w.leaving >= 0 and w.clock >= w.leaving]:
+            effects += self._remove(member, "left", now_ns)
+        if self.version != version:
+            effects += self._broadcast(now_ns)
+        if self.over and all(self._at_rest(r) for r in self.reports.values()) and len(self.reports) == self.shards:
+            effects.append(Stop())
+        return effects
+
+    def _at_rest(self, report: m.Report) -> bool:
+        """Whether a shard has seen the end and done all that comes before it."""
+        return report.ledger_seen >= self.over_version and report.min_clock >= self.min_clock
+
+    def _decide(self, now_ns: int) -> None:
+        declared = self.declared
+        fresh = self.restart_clock < 0
+        current = [r for r in self.reports.values() if r.generation == self.generation and r.planned]
+        if not self.started and declared and len(current) == self.shards:
+            enough = len(declared) >= self.needed
+            if self.generation_ns and now_ns - self.generation_ns > self.settings.lease * NS:
+                enough = True
+            if enough and (not fresh or all(r.weights_from == self.initialiser for r in current)):
+                self.started = True
+                self.version += 1
+        while self.started and declared and all(member.clock > self.min_clock for member in declared):
+            clock = self.min_clock
+            if self.mode.barrier:
+                inside = [w.worker for w in declared if w.start <= clock < w.clock]
+                inside += [w for w, (start, clocks) in self.departed.items() if start <= clock < min(clocks)]
+                self.sets[clock] = tuple(sorted(inside))
+            self.min_clock += 1
+            self.version += 1
+        self.departed = {w: kept for w, kept in self.departed.items() if max(kept[1]) > self.min_clock}
+        for clock, by_shard in list(self.shard_norms.items()):
+            if len(by_shard) == self.shards:
+                self.norms[clock] = sum(by_shard[i] for i in range(self.shards)) ** 0.5
+                del self.shard_norms[clock]
+                self.version += 1
+        if len(self.reports) == self.shards:
+            done = min(report.min_clock for report in self.reports.values())
+            for table in (self.sets, self.norms):
+                for clock in [c for c in table if c < done]:
+                    del table[clock]
+
+    def _end(self) -> None:
+        """The run is over; every shard writes its last checkpoint, of the clock reached."""
+        self.over, self.checkpoint, self.over_version = True, self.min_clock, self.version + 1
+
+    def stop(self, now_ns: int) -> list[ServerEffect]:
+        """Ctrl-C: checkpoint at the clock reached, and end."""
+        self._end()
+        return self._broadcast(now_ns)
+
+    def tick(self, now_ns: int) -> list[ServerEffect]:
+        """Expire leases, ask for checkpoints, send unseen ledgers again."""
+        effects: list[ServerEffect] = []
+        if self.generation_ns == 0:
+            self.generation_ns = self.checkpoint_ns = now_ns
+            if self.restart_clock < 0:
+                self.generation_ns = 0
+        for member in list(self.members.values()):
+            lease_ns = max(int(self.settings.lease * NS), LEASE_STEPS * member.step_ns)
+            if now_ns - member.seen_ns > lease_ns:
+                effects += self._remove(member, "expired", now_ns)
+        every = int(self.settings.checkpoint_every * NS)
+        if every and self.started and not self.over and now_ns - self.checkpoint_ns >= every:
+            self.checkpoint, self.checkpoint_ns = self.min_clock + 1, now_ns
+            effects += self._broadcast(now_ns)
+        effects += self._settle(now_ns)
+        for index in range(1, self.shards):
+            report = self.reports.get(index)
+            late = now_ns - self.sent_ns[index] >= LEDGER_RETRY_NS
+            unseen = report is not None and (report.ledger_seen < self.version or report.generation != self.generation)
+            if report is not None and late and (unseen or self.shard_seen[index] < report.version):
+                effects.append(self._ledger(index, now_ns))
+        return effects
+
+    def _broadcast(self, now_ns: int) -> list[ServerEffect]:
+        self.version += 1
+        return [self._ledger(index, now_ns) for index in self.shard_peers]
+
+    def _ledger(self, index: int, now_ns: int) -> Send:
+        report = self.reports.get(index)
+        self.sent_ns[index] = now_ns
+        self.shard_seen[index] = report.version if report is not None else -1
+        published = report.min_clock if report is not None else 0
+        planned = report is not None and report.planned and report.generation == self.generation
+        ledger = m.Ledger(
+            version=self.version,
+            generation=self.generation,
+            restart_clock=self.restart_clock,
+            epoch=self.epoch,
+            started=self.started,
+            initialiser=self.initialiser,
+            members=tuple((w.worker, w.epoch, w.rank, w.start) for w in self.declared),
+            min_clock=self.min_clock,
+            sets=tuple((clock, *workers) for clock, workers in self.sets.items() if clock >= published),
+            norms=tuple((clock, norm) for clock, norm in self.norms.items() if clock >= published),
+            checkpoint=self.checkpoint,
+            over=self.over,
+            report_seen=self.shard_seen[index],
+            plan=b"" if planned else self.plan_packed,
+        )
+        return Send(self.shard_peers[index], ledger)

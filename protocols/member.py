@@ -1,0 +1,285 @@
+"""The member machine: one worker's side of the protocol, toward every shard of its server. No I/O.
+
+Rules
+- A request is repeated under the same id until it is answered; its timer starts anew with each sign of progress. Only a
+  definite refusal (another epoch) settles a push as not folded; silence settles nothing.
+- HELD stops the repeats of a push; FOLDED, or a pulled state with min_clock above it, settles it.
+- At most `window` pushes of a shard are in flight: `push` beyond that is a LocalProtocolError.
+- NOT_A_MEMBER for the present epoch means: join again under a new token, and begin anew from the run's clock.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from narrows.protocols import effects as e
+from narrows.protocols import messages as m
+from narrows.protocols.effects import NS, MemberEffect, Send
+from narrows.protocols.errors import LocalProtocolError
+from narrows.protocols.modes import Mode, Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Limits of every wait, in ns."""
+
+    join_retry_ns: int = NS // 2
+    request_retry_ns: int = 5 * NS
+    bytes_per_second: int = 125_000  # the slowest link: a request of n bytes gets n / this on top
+    lost_ns: int = 30 * NS  # no sign of the server for so long: it is lost
+    connect_ns: int = 30 * NS  # no first answer for so long: it cannot be reached
+
+
+@dataclass(slots=True)
+class PushRecord:
+    """One update on its way to one shard."""
+
+    messages: list[m.Push]
+    sent_ns: int
+    held: bool = False
+
+    @property
+    def bytes(self) -> int:
+        return sum(len(message.payload) for message in self.messages)
+
+
+@dataclass(slots=True)
+class Session:
+    """Toward one shard."""
+
+    pushes: OrderedDict[int, PushRecord] = field(default_factory=OrderedDict)
+    pull: m.Pull | None = None
+    pull_ns: int = 0
+    state: dict[int, m.State] = field(default_factory=dict)
+    requests: int = 0
+
+
+class Member:
+    """Commands and messages in, effects out. `peer` of a Send is the shard's number."""
+
+    def __init__(self, token: str, host: str, expect: bytes = b"", timing: Timing | None = None) -> None:
+        self.base_token, self.host, self.expect = token, host, expect
+        self.timing = timing or Timing()
+        self.attempt = 0
+        self.worker, self.epoch, self.rank = -1, 0, -1
+        self.settings: Settings | None = None
+        self.mode: Mode | None = None
+        self.sessions: list[Session] = []
+        self.plan = b""
+        self.phase = "new"  # new, hello, welcome, declared, running, leaving, over
+        self.again = False
+        self.heard_ns = 0
+        self.asked_ns = 0
+        self.beat_ns = 0
+        self.lease_ns = 0
+        self.final_clock = -1
+        self.round_trip_ns = 0
+        self.run_started = False
+        self.ever_heard = False
+
+    @property
+    def token(self) -> str:
+        return f"{self.base_token}.{self.attempt}" if self.attempt else self.base_token
+
+    # Commands.
+
+    def join(self, now_ns: int) -> list[MemberEffect]:
+        self.phase, self.heard_ns, self.asked_ns = "hello", now_ns, now_ns
+        return [Send(0, m.Hello(self.token, self.host, self.expect))]
+
+    def declare(self, plan: bytes, now_ns: int) -> list[MemberEffect]:
+        self.plan, self.asked_ns = plan, now_ns
+        if self.phase != "welcome":
+            return []
+        self.phase = "declared"
+        return [Send(0, m.Declare(self.worker, 0, plan))]
+
+    def first_weights(self, shard: int, messages: list[m.FirstWeights]) -> list[MemberEffect]:
+        return [Send(shard, message) for message in messages]
+
+    def push(self, shard: int, messages: list[m.Push], now_ns: int) -> list[MemberEffect]:
+        """Send update `clock` (all its parts) to a shard; parts may be added by further calls (overlap)."""
+        session = self.sessions[shard]
+        clock = messages[0].clock
+        record = session.pushes.get(clock)
+        if record is None:
+            if self.mode is not None and len(session.pushes) >= self.mode.window:
+                raise LocalProtocolError(
+                    f"{len(session.pushes)} pushes in flight to shard {shard}: no more may be sent"
+                )
+            session.pushes[clock] = PushRecord(list(messages), now_ns)
+        else:
+            record.messages += messages
+            record.sent_ns = now_ns
+        return [Send(shard, message) for message in messages]
+
+    def pull(self, shard: int, clock: int, have: int, master: bool, now_ns: int) -> list[MemberEffect]:
+        """Ask for a state; a newer pull replaces an older one."""
+        session = self.sessions[shard]
+        session.requests += 1
+        session.pull = m.Pull(self.worker, self.epoch, session.requests, clock, have, master)
+        session.pull_ns = now_ns
+        session.state.clear()
+        return [Send(shard, session.pull)]
+
+    def buffers(self, packed: bytes) -> list[MemberEffect]:
+        return [Send(0, m.Buffers(self.worker, self.epoch, packed))]
+
+    def leave(self, clock: int, now_ns: int) -> list[MemberEffect]:
+        """Go. `clock` >= 0: done, after that many updates; -1: the script failed."""
+        self.phase, self.final_clock, self.asked_ns = "leaving", clock, now_ns
+        return [Send(0, m.Leave(self.token, clock))]
+
+    # Messages.
+
+    def receive(self, shard: int, message: m.Message, now_ns: int) -> list[MemberEffect]:
+        self.heard_ns = now_ns
+        self.ever_heard = True
+        if isinstance(message, m.Refuse):
+            return self._refused(shard, message, now_ns)
+        if isinstance(message, m.LeaveAck):
+            if self.phase == "leaving" and message.token == self.token:
+                self.phase = "over"
+                return [e.Left()]
+            return []
+        if isinstance(message, m.Welcome):
+            return self._welcome(message, now_ns)
+        if isinstance(message, m.Ready):
+            return self._ready(message, now_ns)
+        if isinstance(message, m.HeartbeatAck):
+            if message.worker == self.worker:
+                self.round_trip_ns = now_ns - message.echo_ns
+                self.run_started = message.started
+            return []
+        if self.phase not in ("running", "leaving") or message.epoch != self.epoch:  # type: ignore[attr-defined]
+            return []  # of an earlier epoch
+        session = self.sessions[shard]
+        if isinstance(message, m.NeedWeights):
+            return [e.GiveWeights(shard)]
+        if isinstance(message, m.PushAck):
+            return self._acked(session, shard, message)
+        if isinstance(message, m.State):
+            return self._state(session, shard, message, now_ns)
+        return []
+
+    def _welcome(self, message: m.Welcome, now_ns: int) -> list[MemberEffect]:
+        if self.phase != "hello" or message.token != self.token:
+            return []
+        self.phase, self.worker, self.rank = "welcome", message.worker, message.rank
+        self.settings = Settings.unpacked(message.settings)
+        self.mode = self.settings.mode()
+        self.lease_ns = message.lease_ms * 1_000_000
+        self.sessions = [Session() for _ in message.ports]
+        joined = e.Joined(message.worker, message.rank, message.world_size, message.settings, message.ports)
+        return [joined, *(self.declare(self.plan, now_ns) if self.plan else [])]
+
+    def _ready(self, message: m.Ready, now_ns: int) -> list[MemberEffect]:
+        if self.phase != "declared" or message.worker != self.worker:
+            return []
+        self.phase, self.epoch = "running", message.epoch
+        ranges = tuple((r[0], r[1]) for r in message.ranges)
+        again, self.again = self.again, True
+        return [e.Started(message.clock, ranges, message.buffers, again)]
+
+    def _acked(self, session: Session, shard: int, ack: m.PushAck) -> list[MemberEffect]:
+        effects: list[MemberEffect] = [e.BuffersWanted()] if ack.want_buffers else []
+        record = session.pushes.get(ack.clock)
+        if record is None:
+            return effects
+        if ack.status == m.PushStatus.FOLDED:
+            del session.pushes[ack.clock]
+            return [*effects, e.PushSettled(shard, ack.clock, True, ack.weight)]
+        record.held = True
+        return effects
+
+    def _state(self, session: Session, shard: int, state: m.State, now_ns: int) -> list[MemberEffect]:
+        pull = session.pull
+        if pull is None or state.request != pull.request or not 0 <= state.part < state.parts <= m.PARTS_MAX:
+            return []
+        session.pull_ns = now_ns
+        session.state[state.part] = state
+        if len(session.state) < state.parts:
+            return []
+        whole = tuple(session.state[part] for part in sorted(session.state))
+        session.state = {}
+        session.pull = None
+        effects: list[MemberEffect] = []
+        if not pull.master:
+            for clock in [c for c in session.pushes if c < whole[-1].min_clock]:
+                del session.pushes[clock]
+                effects.append(e.PushSettled(shard, clock, True, 0.0))
+        return [*effects, e.StateArrived(shard, pull.clock, pull.master, whole)]
+
+    def _refused(self, shard: int, refuse: m.Refuse, now_ns: int) -> list[MemberEffect]:
+        if refuse.code != m.RefuseCode.NOT_A_MEMBER:
+            self.phase = "over"
+            return [e.Failed(refuse.code, refuse.text)]
+        if refuse.worker != self.worker or refuse.epoch not in (0, self.epoch) or self.phase in ("hello", "over"):
+            return []
+        if self.phase == "leaving":
+            self.phase = "over"
+            return [e.Left()]
+        settled: list[MemberEffect] = [
+            e.PushSettled(i, clock, False, 0.0)
+            for i, session in enumerate(self.sessions)
+            for clock, record in session.pushes.items()
+            if not record.held
+        ]
+        self.attempt += 1
+        self.epoch = 0
+        return [*settled, *self.join(now_ns)]
+
+    # Time.
+
+    def reconnected(self, shard: int, now_ns: int) -> list[MemberEffect]:
+        """The link was down: what was on it may be lost, so ask again at once."""
+        return self._repeat(shard, now_ns, at_once=True) if self.phase == "running" else []
+
+    def _repeat(self, shard: int, now_ns: int, at_once: bool = False) -> list[MemberEffect]:
+        session, effects = self.sessions[shard], []
+        for record in session.pushes.values():
+            wait = self.timing.request_retry_ns + record.bytes * NS // self.timing.bytes_per_second
+            if not record.held and (at_once or now_ns - record.sent_ns >= wait):
+                record.sent_ns = now_ns
+                effects += [Send(shard, message) for message in record.messages]
+        if session.pull is not None and (at_once or now_ns - session.pull_ns >= self._pull_wait()):
+            session.pull_ns = now_ns
+            effects.append(Send(shard, session.pull))
+        return list(effects)
+
+    def _pull_wait(self) -> int:
+        from narrows.protocols.wire import FRAME_BYTES
+
+        return self.timing.request_retry_ns + FRAME_BYTES * NS // self.timing.bytes_per_second
+
+    def tick(self, now_ns: int) -> list[MemberEffect]:
+        """Repeat what is unanswered, beat, and find the server lost."""
+        timing = self.timing
+        if self.phase in ("new", "over"):
+            return []
+        limit = timing.lost_ns if self.ever_heard else timing.connect_ns
+        if now_ns - self.heard_ns > limit:
+            code = m.RefuseCode.SERVER_LOST if self.ever_heard else m.RefuseCode.UNREACHABLE
+            self.phase = "over"
+            how = "has not answered" if self.ever_heard else "did not answer"
+            return [e.Failed(int(code), f"the server {how} for {limit // NS} s")]
+        effects: list[MemberEffect] = []
+        if self.phase in ("hello", "declared", "leaving") and now_ns - self.asked_ns >= timing.join_retry_ns:
+            self.asked_ns = now_ns
+            effects.append(Send(0, self._joining()))
+        if self.phase in ("running", "leaving"):
+            for shard in range(len(self.sessions)):
+                effects += self._repeat(shard, now_ns)
+        beat = min(self.lease_ns // 4 or NS, timing.lost_ns // 4)
+        if self.worker >= 0 and self.phase != "hello" and now_ns - self.beat_ns >= beat:
+            self.beat_ns = now_ns
+            effects.append(Send(0, m.Heartbeat(self.worker, self.epoch, now_ns)))
+        return effects
+
+    def _joining(self) -> m.Message:
+        if self.phase == "hello":
+            return m.Hello(self.token, self.host, self.expect)
+        if self.phase == "declared":
+            return m.Declare(self.worker, 0, self.plan)
+        return m.Leave(self.token, self.final_clock)

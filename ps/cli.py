@@ -1,0 +1,259 @@
+"""ps-serve: one command that starts the shard processes of a cluster, shows what happens, and ends them.
+
+It owns the processes and the console; each process owns its shard. Exit codes: docs/architecture.md.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from narrows.protocols.errors import NarrowsError, UsageError
+from narrows.protocols.flags import given, run_flags
+from narrows.protocols.modes import Settings
+
+START_S = 120.0  # a cold machine compiles kernels first
+END_S = 40.0  # a shard that does not end within this after the stop is killed
+
+
+def parse_bind(address: str) -> tuple[str, int]:
+    """(host, port) of tcp://host:port. Raises UsageError."""
+    host, colon, port = address.removeprefix("tcp://").rpartition(":")
+    if not address.startswith("tcp://") or not colon or not host or not (port.isdigit() and int(port) < 65536):
+        raise UsageError(f"--bind {address}: write it as tcp://HOST:PORT, for example tcp://127.0.0.1:5555")
+    return host, int(port)
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class Cluster:
+    """The shard processes of one ps-serve, and their events in one bounded queue."""
+
+    def __init__(self, settings: Settings, host: str, port: int, checkpoint_dir: str, resume: bool) -> None:
+        self.settings, self.host, self.port = settings, host, port
+        self.checkpoint_dir, self.resume = checkpoint_dir, resume
+        self.processes: list[subprocess.Popen[str]] = []
+        self.ports: list[int] = []
+        self.events: queue.Queue[tuple[int, dict[str, Any] | None]] = queue.Queue(10_000)
+        self.first_epoch = time.time_ns() // 1_000_000 << 10  # greater than in any earlier life of this run
+
+    def start(self) -> None:
+        for index in range(self.settings.shards):
+            port = self.port + index if self.port else 0
+            upward = (
+                f"tcp://{'127.0.0.1' if self.host in ('0.0.0.0', '*') else self.host}:{self.ports[0]}" if index else ""
+            )
+            told = {
+                "index": index,
+                "settings": asdict(self.settings),
+                "bind": f"tcp://{self.host}:{port}",
+                "coordinator": upward,
+                "first_epoch": self.first_epoch,
+                "checkpoint_dir": self.checkpoint_dir,
+                "resume": self.resume,
+            }
+            process = subprocess.Popen(
+                [sys.executable, "-m", "narrows.ps.process"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"},
+            )
+            self.processes.append(process)
+            assert process.stdin is not None
+            process.stdin.write(json.dumps(told) + "\n")
+            process.stdin.flush()
+            threading.Thread(target=self._read, args=(index, process), daemon=True).start()
+            if index == 0:
+                self._await_bound(1)
+        self._await_bound(self.settings.shards)
+
+    def _read(self, index: int, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            try:
+                self.events.put((index, json.loads(line)))
+            except ValueError:
+                print(line, end="", file=sys.stderr)
+        self.events.put((index, None))
+
+    def _await_bound(self, count: int) -> None:
+        deadline = time.monotonic() + START_S
+        bound: dict[int, int] = dict(enumerate(self.ports))
+        while len(bound) < count:
+            try:
+                index, event = self.events.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise NarrowsError(f"a shard process did not start within {START_S:.0f} s") from None
+            if event is None:
+                raise NarrowsError(f"shard {index} ended while it started; its message is above")
+            if event["event"] == "error":
+                error = UsageError(event["text"]) if event["code"] == 2 else NarrowsError(event["text"])
+                raise error
+            if event["event"] == "bound":
+                bound[index] = event["port"]
+        self.ports = [bound[i] for i in sorted(bound)]
+
+    def stop(self) -> None:
+        """Ask process 0 to checkpoint and end the run; the others follow."""
+        stdin = self.processes[0].stdin
+        if stdin is not None and not stdin.closed:
+            stdin.close()
+
+    def kill(self) -> None:
+        """End what is left, by pid."""
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+
+def say(text: str) -> None:
+    click.echo(text)
+
+
+def describe(name: str, values: dict[str, Any]) -> str | None:
+    """One line for the console, or None for events that only a record wants."""
+    if name == "member":
+        return f"worker {values['worker']} (rank {values['rank']}, {values['host']}) {values['how']} at clock {values['clock']}; {values['live']} live"  # fmt: skip  # noqa: E501
+    if name == "discarded":
+        return f"update {values['clock']} of worker {values['worker']} was discarded on shard {values['shard']}: {values['why']}"  # fmt: skip  # noqa: E501
+    if name == "restart":
+        return f"shard {values['shard']} was restarted: clocks {values['from_clock']} to {values['to_clock']} are lost"
+    if name == "checkpoint":
+        return f"shard {values['shard']}: checkpoint of clock {values['clock']}"
+    return str(values.get("text", values))
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--bind", default="tcp://127.0.0.1:5555", help="address of shard 0; shard i takes the port i above it")
+@run_flags()
+@click.option("--insecure", is_flag=True, help="allow other than loopback addresses without authentication")
+@click.option("--checkpoint-dir", default="", help="where checkpoints go; none: no checkpoints")
+@click.option("--resume", is_flag=True, help="go on from the newest checkpoint in --checkpoint-dir")
+@click.option("--ready-file", default="", help="written, as JSON, once workers can join")
+def main(**flags: Any) -> None:
+    """Serve one cluster's model: N shards in N processes, one sync mode."""
+    try:
+        code = serve(**flags)
+    except NarrowsError as error:
+        click.echo(f"ps-serve: {error}", err=True)
+        code = error.exit_code
+    sys.exit(code)
+
+
+def serve(bind: str, insecure: bool, checkpoint_dir: str, resume: bool, ready_file: str, **flags: Any) -> int:
+    settings = Settings(**given(flags)).validated()
+    from narrows.compression import SpecError, parse
+
+    for name in ("compress", "compress_down"):
+        try:
+            parse(getattr(settings, name))
+        except SpecError as error:
+            raise UsageError(f"--{name.replace('_', '-')} {getattr(settings, name)}: {error}") from None
+    settings = replace(settings)
+    host, port = parse_bind(bind)
+    if not is_loopback(host) and not insecure:
+        raise UsageError(f"--bind {bind}: anyone who reaches it could join; keep to loopback or say --insecure")
+    if resume and not checkpoint_dir:
+        raise UsageError("--resume: name the folder with --checkpoint-dir")
+    if checkpoint_dir:
+        Path(checkpoint_dir).mkdir(parents=True, exist_ok=True)
+    cluster = Cluster(settings, host, port, checkpoint_dir, resume)
+    asked = {"times": 0}
+
+    def on_signal(number: int, frame: object) -> None:
+        asked["times"] += 1
+        asked["number"] = number
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, on_signal)
+    embedded = os.environ.get("NARROWS_EMBEDDED") == "1"
+    if embedded:
+        threading.Thread(target=_until_stdin_ends, daemon=True).start()
+    try:
+        cluster.start()
+        shown = socket.gethostname() if host in ("0.0.0.0", "*") else host
+        address = f"tcp://{shown}:{cluster.ports[0]}"
+        if ready_file:
+            temporary = Path(f"{ready_file}.{os.getpid()}.tmp")
+            temporary.write_text(json.dumps({"address": address, "ports": cluster.ports, "pid": os.getpid()}))
+            os.replace(temporary, ready_file)
+        if not embedded:
+            say(f"serving {settings.shards} shards, --sync {settings.sync}; on a worker machine:")
+            say(f"    ps-worker --server {address} SCRIPT.py")
+        return _watch(cluster, asked, quiet=embedded)
+    finally:
+        cluster.kill()
+
+
+def _until_stdin_ends() -> None:
+    while sys.stdin.read(1):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _watch(cluster: Cluster, asked: dict[str, int], quiet: bool) -> int:
+    """Show events until every process has ended; a shard that ends before the others is an error."""
+    ended: set[int] = set()
+    done: set[int] = set()
+    code, stopping, deadline, last = 0, False, float("inf"), -1
+    while len(ended) < cluster.settings.shards:
+        if asked["times"] and not stopping:
+            stopping, deadline = True, time.monotonic() + END_S
+            cluster.stop()
+        if time.monotonic() > deadline or asked["times"] > 1:
+            click.echo("ps-serve: a shard did not end in time and was killed", err=True)
+            return 1
+        try:
+            index, event = cluster.events.get(timeout=0.1)
+        except queue.Empty:
+            continue
+        if event is None:
+            ended.add(index)
+            if index not in done:
+                click.echo(f"ps-serve: shard {index} died; the run ends. --resume goes on from a checkpoint", err=True)
+                return 1
+            deadline = min(deadline, time.monotonic() + END_S)
+        elif event["event"] == "done":
+            done.add(index)
+        elif event["event"] == "error":
+            click.echo(f"ps-serve: shard {index}: {event['text']}", err=True)
+            code = event["code"]
+        elif event["event"] == "log":
+            line = describe(event["name"], event["values"])
+            if event["name"] == "checkpoint" and event["values"]["shard"] == 0:
+                last = event["values"]["clock"]
+            if line and (not quiet or event["name"] in ("discarded", "restart", "refused", "hyper")
+                         or event["values"].get("how") == "expired"):  # fmt: skip
+                click.echo(f"ps-serve: {line}", err=quiet)
+    if last >= 0 and cluster.checkpoint_dir:
+        from narrows.ps import checkpoints
+
+        folder = Path(cluster.checkpoint_dir)
+        path = checkpoints.merge(folder, cluster.settings.shards, last, checkpoints.buffers(folder, last))
+        if not quiet:
+            say(f"the model at clock {last} is in {path}")
+    return 128 + asked["number"] if asked["times"] and not quiet else code
+
+
+if __name__ == "__main__":
+    main()

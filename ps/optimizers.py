@@ -1,0 +1,118 @@
+"""The script's optimizer on a shard: any elementwise class of torch.optim, rebuilt by name from plain values.
+
+Each tensor's piece inside the shard is one parameter, a view of the shard's flat weights, so an elementwise optimizer
+does to it what it would do to the whole tensor. Pieces without a gradient this step are skipped, as in one process.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from narrows.protocols.errors import RemoteProtocolError
+from narrows.protocols.keys import Plan
+from narrows.protocols.modes import ELEMENTWISE
+from narrows.protocols.wire import unpack
+from narrows.ps.store import FloatArray
+
+
+class TorchOptimizer:
+    """Steps the pieces of one shard. Raises RemoteProtocolError for hyper-parameters that torch refuses."""
+
+    def __init__(self, plan: Plan, begin: int, end: int) -> None:
+        if plan.optimizer not in ELEMENTWISE:
+            raise RemoteProtocolError(f"the server cannot rebuild optimizer {plan.optimizer!r}; use --push update")
+        self.kind: Any = getattr(torch.optim, plan.optimizer)
+        self.known = set(inspect.signature(self.kind.__init__).parameters) - {"self", "params"}
+        offsets = plan.offsets()
+        self.pieces: list[list[tuple[int, int, int, torch.nn.Parameter]]] = []  # per group: tensor, low, high, view
+        for group in plan.groups:
+            pieces = []
+            for tensor in group:
+                low, high = max(offsets[tensor], begin), min(offsets[tensor + 1], end)
+                if low < high:
+                    empty = torch.nn.Parameter(torch.empty(high - low), requires_grad=False)
+                    pieces.append((tensor, low - begin, high - begin, empty))
+            self.pieces.append(pieces)
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.base: FloatArray | None = None
+        self.pending: dict[str, FloatArray] = {}
+
+    def step(
+        self, weights: FloatArray, gradient: FloatArray, hyper: bytes, absent: Sequence[int], scale: float
+    ) -> None:
+        groups = self._groups(hyper)
+        whole = torch.from_numpy(weights)
+        if weights is not self.base:
+            for pieces in self.pieces:
+                for _, low, high, parameter in pieces:
+                    parameter.data = whole[low:high]
+            self.base = weights
+        if self.optimizer is None:
+            self.optimizer = self._build(groups)
+        grad = torch.from_numpy(gradient)
+        missing = set(absent)
+        for target, values in zip(self._live_groups(), groups, strict=True):
+            target.update(values)
+            target["lr"] = float(values.get("lr", target["lr"])) * scale
+        for pieces in self.pieces:
+            for tensor, low, high, parameter in pieces:
+                parameter.grad = None if tensor in missing else grad[low:high]
+        with torch.no_grad():
+            self.optimizer.step()
+
+    def _groups(self, hyper: bytes) -> list[dict[str, Any]]:
+        value = unpack(hyper) if hyper else None
+        if not isinstance(value, list) or len(value) != len(self.pieces):
+            raise RemoteProtocolError("hyper-parameters are a list with one map for each parameter group")
+        groups = []
+        for group in value:
+            if not isinstance(group, dict) or not set(group) <= self.known:
+                raise RemoteProtocolError(f"hyper-parameters that {self.kind.__name__} does not know")
+            groups.append({k: tuple(v) if isinstance(v, list) else v for k, v in group.items()})
+        return groups
+
+    def _live_groups(self) -> list[dict[str, Any]]:
+        assert self.optimizer is not None
+        return self.optimizer.param_groups
+
+    def _build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        lists = []
+        for pieces, values in zip(self.pieces, groups, strict=True):
+            lists.append({"params": [piece[3] for piece in pieces], **values})
+        try:
+            built: torch.optim.Optimizer = self.kind(lists)
+        except (TypeError, ValueError) as error:
+            raise RemoteProtocolError(f"{self.kind.__name__} refuses its hyper-parameters: {error}") from None
+        if self.pending:
+            self._restore(built)
+        return built
+
+    def state(self) -> dict[str, FloatArray]:
+        """Optimizer state by "group.piece.name", float32 arrays."""
+        if self.optimizer is None:
+            return dict(self.pending)
+        arrays = {}
+        for g, pieces in enumerate(self.pieces):
+            for i, piece in enumerate(pieces):
+                for name, value in self.optimizer.state.get(piece[3], {}).items():
+                    if value is not None:
+                        tensor = torch.as_tensor(value, dtype=torch.float32).detach()
+                        arrays[f"{g}.{i}.{name}"] = np.array(tensor.numpy(), np.float32)
+        return arrays
+
+    def load(self, state: dict[str, FloatArray]) -> None:
+        """State of an earlier life; it takes effect with the first step."""
+        self.pending, self.optimizer, self.base = {k: v.copy() for k, v in state.items()}, None, None
+
+    def _restore(self, built: torch.optim.Optimizer) -> None:
+        for key, value in self.pending.items():
+            g, i, name = key.split(".", 2)
+            parameter = self.pieces[int(g)][int(i)][3]
+            tensor = torch.from_numpy(value.copy()).reshape(() if value.ndim == 0 else value.shape)
+            built.state[parameter][name] = tensor
+        self.pending = {}

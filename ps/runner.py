@@ -1,0 +1,245 @@
+"""Runs one server process over ZeroMQ: the only file of ps/ that knows sockets, clocks and files together.
+
+A ROUTER takes workers (and, in process 0, the other shards); process i > 0 also dials process 0 with a DEALER. One thread
+owns everything. It has no rule of its own: messages and ticks go into the machine, effects are carried out.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from narrows.protocols import messages as m
+from narrows.protocols.coordinator import Coordinator
+from narrows.protocols.effects import NS, Checkpoint, Load, Log, Send, ServerEffect, Stop
+from narrows.protocols.errors import NarrowsError, RemoteProtocolError, UsageError
+from narrows.protocols.modes import Settings
+from narrows.protocols.wire import HEADER_BYTES_MAX, PAYLOAD_BYTES_MAX, decode, encode
+from narrows.ps import checkpoints
+from narrows.ps.server import Server
+from narrows.ps.shard import COORDINATOR, Shard
+
+TICK_MS = 20  # longest time without a tick
+QUEUE_MESSAGES_MAX = 4 * m.PARTS_MAX  # one state of the largest shard, four times: beyond it a slow peer loses messages
+ZERO_COPY_BYTES = 1 << 16  # below it pyzmq copies anyway
+LINGER_MS = 2000  # what was sent last may take so long to leave
+STOP_S = 20.0  # shards that do not come to rest within this are ended as they are
+BURST = 64  # messages handled between two looks at the clock
+
+
+@dataclass(frozen=True)
+class Process:
+    """What one server process is told."""
+
+    index: int
+    settings: Settings
+    bind: str  # tcp://host:port; port 0 or * takes any
+    coordinator: str  # address of process 0, "" in it
+    first_epoch: int
+    checkpoint_dir: str
+    resume: bool
+
+
+class Lent:
+    """Trackers of the frames that ZeroMQ may still read."""
+
+    def __init__(self) -> None:
+        self.trackers: list[zmq.MessageTracker] = []
+
+    def __call__(self) -> bool:
+        self.trackers = [tracker for tracker in self.trackers if not tracker.done]
+        return bool(self.trackers)
+
+
+def bind(router: zmq.Socket[bytes], address: str) -> int:
+    """Bind and return the port. Raises UsageError naming the address."""
+    try:
+        router.bind(address.removesuffix(":0") + ":*" if address.endswith(":0") else address)
+    except zmq.ZMQError as error:
+        raise UsageError(f"cannot listen on {address}: {error.strerror}; is another ps-serve running there?") from None
+    return int(router.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
+
+
+def emit(event: str, **values: Any) -> None:
+    """One line of JSON for the parent process."""
+    print(json.dumps({"event": event, **values}), flush=True)
+
+
+def limit(socket: zmq.Socket[bytes]) -> None:
+    socket.setsockopt(zmq.LINGER, LINGER_MS)
+    socket.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES_MAX)
+    socket.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES_MAX)
+    socket.setsockopt(zmq.MAXMSGSIZE, max(PAYLOAD_BYTES_MAX, HEADER_BYTES_MAX))
+
+
+class Runner:
+    """Carries out the effects of one `Server`."""
+
+    def __init__(
+        self, process: Process, router: zmq.Socket[bytes], upward: zmq.Socket[bytes] | None, port: int
+    ) -> None:
+        from narrows.ps.optimizers import TorchOptimizer
+
+        self.process, self.router, self.upward = process, router, upward
+        self.folder = Path(process.checkpoint_dir) if process.checkpoint_dir else None
+        self.lent = Lent()
+        kept = checkpoints.clocks(self.folder, process.index) if self.folder and process.resume else ()
+        shard = Shard(
+            process.index,
+            process.settings,
+            incarnation=time.time_ns(),
+            port=port,
+            optimizer=TorchOptimizer,
+            lent=self.lent,
+            checkpoints=kept,
+        )
+        coordinator = None
+        if process.index == 0:
+            restart = self._restart_clock() if process.resume else -1
+            coordinator = Coordinator(process.settings, process.first_epoch, restart)
+            if restart >= 0 and self.folder is not None:
+                _, facts = checkpoints.read(self.folder, 0, restart)
+                coordinator.adopt_plan(bytes.fromhex(facts["plan"]))
+                coordinator.buffers = bytes.fromhex(facts.get("buffers", ""))
+        self.server = Server(shard, coordinator)
+        self.stopping = False
+        self.stop_by = float("inf")
+        self.running = True
+
+    def _restart_clock(self) -> int:
+        assert self.folder is not None
+        shared = [set(checkpoints.clocks(self.folder, i)) for i in range(self.process.settings.shards)]
+        return max(set.intersection(*shared), default=-1)
+
+    def apply(self, effects: list[ServerEffect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Send):
+                self._send(effect)
+            elif isinstance(effect, Log):
+                emit("log", name=effect.event, values=effect.values)
+            elif isinstance(effect, Checkpoint):
+                self._checkpoint(effect.clock)
+            elif isinstance(effect, Load):
+                self._load(effect.clock)
+            elif isinstance(effect, Stop):
+                self.running = False
+
+    def _send(self, effect: Send) -> None:
+        frames = encode(effect.message)
+        upward = effect.peer == COORDINATOR
+        socket = self.upward if upward else self.router
+        assert socket is not None and isinstance(effect.peer, bytes)
+        head = [frames[0]] if upward else [effect.peer, frames[0]]
+        try:
+            if len(frames) == 2 and len(frames[1]) >= ZERO_COPY_BYTES:
+                socket.send_multipart(head, zmq.SNDMORE | zmq.NOBLOCK)
+                tracker = socket.send(frames[1], zmq.NOBLOCK, copy=False, track=True)
+                assert tracker is not None
+                self.lent.trackers.append(tracker)
+            else:
+                socket.send_multipart([*head, *frames[1:]], zmq.NOBLOCK)
+        except zmq.Again:
+            pass  # its queue is full; it will ask again
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:  # gone: its lease will tell
+                raise
+
+    def _checkpoint(self, clock: int) -> None:
+        shard = self.server.shard
+        if self.folder is None or shard.store is None or shard.plan is None or shard.store.publication < 0:
+            return
+        coordinator = self.server.coordinator
+        facts = {
+            "publication": shard.store.publication,
+            "plan": shard.plan.packed().hex(),
+            "buffers": coordinator.buffers.hex() if coordinator is not None else "",
+        }
+        kept = checkpoints.write(self.folder, shard.index, clock, shard.store.arrays(), facts)
+        shard.wrote_checkpoint(clock, kept)
+        emit("log", name="checkpoint", values={"shard": shard.index, "clock": clock})
+
+    def _load(self, clock: int) -> None:
+        store = self.server.shard.store
+        assert self.folder is not None and store is not None
+        arrays, facts = checkpoints.read(self.folder, self.process.index, clock)
+        if arrays["x"].size != store.size:
+            raise NarrowsError(f"the checkpoint of clock {clock} has {arrays['x'].size} keys here, not {store.size}")
+        store.load(arrays, int(facts["publication"]))
+
+    def receive(self, frames: list[zmq.Frame], now_ns: int, from_coordinator: bool) -> None:
+        peer = COORDINATOR if from_coordinator else frames[0].bytes
+        try:
+            message = decode([frame.buffer for frame in (frames if from_coordinator else frames[1:])])
+            effects = self.server.handle(peer, message, now_ns)
+        except NarrowsError as error:
+            if from_coordinator:
+                raise
+            emit("log", name="refused", values={"text": str(error)})
+            if isinstance(error, RemoteProtocolError) or error.exit_code == m.RefuseCode.INCOMPATIBLE:
+                self._send(Send(peer, m.Refuse(m.RefuseCode.INCOMPATIBLE, -1, 0, str(error)[: m.TEXT_MAX])))
+            return
+        self.apply(effects)
+
+    def stop(self) -> None:
+        """Ctrl-C or the end of the parent."""
+        self.stopping, self.stop_by = True, time.monotonic() + STOP_S
+        self.apply(self.server.stop(time.monotonic_ns()))
+
+    def loop(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self.router, zmq.POLLIN)
+        if self.upward is not None:
+            poller.register(self.upward, zmq.POLLIN)
+        poller.register(sys.stdin.fileno(), zmq.POLLIN)
+        self.apply(self.server.start(time.monotonic_ns()))
+        ticked = time.monotonic_ns()
+        while self.running:
+            ready = dict(poller.poll(TICK_MS))
+            if sys.stdin.fileno() in ready and not self.stopping:
+                poller.unregister(sys.stdin.fileno())
+                self.stop()
+            for socket in (self.router, self.upward):
+                for _ in range(BURST if socket is not None and socket in ready else 0):
+                    assert socket is not None
+                    try:
+                        frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                    except zmq.Again:
+                        break
+                    self.receive(frames, time.monotonic_ns(), from_coordinator=socket is self.upward)
+            now_ns = time.monotonic_ns()
+            if now_ns - ticked >= TICK_MS * NS // 1000:
+                ticked = now_ns
+                self.apply(self.server.tick(now_ns))
+            ledger = self.server.shard.ledger
+            if self.server.coordinator is None and ledger is not None and ledger.over:
+                self.running = self.server.shard.min_clock < ledger.min_clock  # its last report is on its way
+            if time.monotonic() > self.stop_by:
+                break
+
+
+def run(process: Process, ready: Callable[[int], None]) -> None:
+    """Serve until the run is over or stdin ends. `ready` is called with the port once it is bound."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        limit(router)
+        router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        port = bind(router, process.bind)
+        upward = None
+        if process.coordinator:
+            upward = context.socket(zmq.DEALER)
+            limit(upward)
+            upward.connect(process.coordinator)
+        try:
+            runner = Runner(process, router, upward, port)
+            ready(port)
+            runner.loop()
+        finally:
+            if upward is not None:
+                upward.close()
+    emit("done")

@@ -1,0 +1,67 @@
+"""The machine of one server process: a shard, and in process 0 the coordinator beside it. No I/O."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from narrows.protocols import messages as m
+from narrows.protocols.coordinator import Coordinator
+from narrows.protocols.effects import Send, ServerEffect
+from narrows.protocols.errors import RemoteProtocolError
+from narrows.ps.shard import COORDINATOR, Shard
+
+FOR_COORDINATOR = (m.Hello, m.Declare, m.Heartbeat, m.Leave, m.Buffers, m.Report)
+
+
+class Server:
+    """Routes messages to the two machines; what they tell each other in one process never leaves it."""
+
+    def __init__(self, shard: Shard, coordinator: Coordinator | None) -> None:
+        self.shard, self.coordinator = shard, coordinator
+        if coordinator is not None:
+            shard.wants_buffers = coordinator.wants_buffers
+
+    def start(self, now_ns: int) -> list[ServerEffect]:
+        """The first report of this shard."""
+        return self._local([Send(COORDINATOR, self.shard.report())], now_ns)
+
+    def handle(self, peer: bytes, message: m.Message, now_ns: int) -> list[ServerEffect]:
+        """Return the effects of a message. Raises RemoteProtocolError; then nothing has changed."""
+        coordinator = self.coordinator
+        if isinstance(message, FOR_COORDINATOR):
+            if coordinator is None:
+                raise RemoteProtocolError("this is not the coordinator: dial the address of ps-serve, shard 0")
+            return self._local(coordinator.handle(peer, message, now_ns), now_ns)
+        if isinstance(message, m.Ledger):
+            return self._local(self.shard.handle_ledger(message, now_ns), now_ns)
+        if coordinator is not None and isinstance(message, (m.Push, m.Pull, m.FirstWeights)):
+            coordinator.heard(message.worker, now_ns)
+        return self._local(self.shard.handle(peer, message, now_ns), now_ns)
+
+    def tick(self, now_ns: int) -> list[ServerEffect]:
+        effects = self.shard.tick(now_ns)
+        if self.coordinator is not None:
+            effects = effects + self.coordinator.tick(now_ns)
+        return self._local(effects, now_ns)
+
+    def stop(self, now_ns: int) -> list[ServerEffect]:
+        """Ctrl-C, told to the coordinator."""
+        return self._local(self.coordinator.stop(now_ns), now_ns) if self.coordinator is not None else []
+
+    def _local(self, effects: list[ServerEffect], now_ns: int) -> list[ServerEffect]:
+        """Carry out what shard 0 and the coordinator send each other, until only effects for the runner are left."""
+        if self.coordinator is None:
+            return effects
+        out: list[ServerEffect] = []
+        queue = deque(effects)
+        while queue:
+            effect = queue.popleft()
+            if isinstance(effect, Send) and effect.peer == COORDINATOR:
+                if isinstance(effect.message, m.Ledger):
+                    more = self.shard.handle_ledger(effect.message, now_ns)
+                else:
+                    more = self.coordinator.handle(COORDINATOR, effect.message, now_ns)
+                queue.extendleft(reversed(more))
+            else:
+                out.append(effect)
+        return out

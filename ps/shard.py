@@ -1,0 +1,471 @@
+"""The shard machine: one key range, its store, and the pushes and pulls of every member. No I/O.
+
+Rules
+- A push is held until all its parts are here. Update c of a worker is accepted after update c-1, exactly once.
+- At once: an accepted push is folded and acked FOLDED. With a barrier it is acked HELD, and folded when the ledger closes
+  its clock over a set that holds its worker; what no set holds is discarded, named and counted.
+- What a message says is checked before anything changes. The ledger is obeyed, never second-guessed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from narrows.protocols import messages as m
+from narrows.protocols.effects import NS, Checkpoint, Load, Log, Send, ServerEffect
+from narrows.protocols.errors import RemoteProtocolError
+from narrows.protocols.keys import Plan, covers, parts, split
+from narrows.protocols.modes import Rule, Settings
+from narrows.protocols.wire import unpack
+from narrows.ps.store import FloatArray, ServerOptimizer, Store, check_payload
+
+REPORT_RETRY_NS = NS // 5
+COORDINATOR = b""  # the peer that a shard's report goes to
+
+
+@dataclass(slots=True)
+class Inbox:
+    """One member on this shard. `clock`: updates of it accepted here."""
+
+    worker: int
+    epoch: int
+    rank: int
+    clock: int
+    peer: bytes = b""
+    samples: int = 0
+    partial: dict[int, dict[int, m.Push]] = field(default_factory=dict)
+    contained: deque[tuple[int, float, int]] = field(default_factory=deque)  # clock, weight, publication it is in
+    pull: m.Pull | None = None
+    pull_ns: int = 0
+
+
+class Shard:
+    """Messages of workers and ledgers in, effects out."""
+
+    def __init__(
+        self,
+        index: int,
+        settings: Settings,
+        incarnation: int,
+        port: int = 0,
+        *,
+        optimizer: Callable[[Plan, int, int], ServerOptimizer] | None = None,
+        lent: Callable[[], bool] = lambda: True,
+        checkpoints: tuple[int, ...] = (),
+    ) -> None:
+        self.index, self.settings, self.mode = index, settings, settings.mode()
+        self.incarnation, self.port = incarnation, port
+        self.make_optimizer, self.lent = optimizer, lent
+        self.checkpoints = list(checkpoints)
+        self.store: Store | None = None
+        self.plan: Plan | None = None
+        self.ledger: m.Ledger | None = None
+        self.inboxes: dict[int, Inbox] = {}
+        self.held: dict[int, dict[int, list[m.Push]]] = {}  # clock -> worker -> parts
+        self.first: dict[int, m.FirstWeights] = {}
+        self.weights_from = -1
+        self.min_clock = 0  # of the newest publication
+        self.generation = 0
+        self.epoch = 0
+        self.folds = 0  # since the last publication (async)
+        self.means: dict[int, tuple[FloatArray, bytes, tuple[int, ...]]] = {}  # folded, waiting for the norm
+        self.norms: dict[int, float] = {}
+        self.written = -1
+        self.version = 0
+        self.report_seen = -1
+        self.reported_ns = 0
+        self.discarded = 0
+        self.hyper_differs = False
+        self.wants_buffers: Callable[[int, int], bool] = lambda worker, now_ns: False
+
+    # The ledger.
+
+    def handle_ledger(self, ledger: m.Ledger, now_ns: int) -> list[ServerEffect]:
+        """Obey the newest decisions of the coordinator."""
+        self.report_seen = max(self.report_seen, ledger.report_seen)
+        if self.ledger is not None and ledger.version <= self.ledger.version and ledger.generation <= self.generation:
+            return []
+        effects: list[ServerEffect] = []
+        if ledger.plan and (self.plan is None or ledger.generation != self.generation):
+            self._adopt_plan(Plan.unpacked(ledger.plan))
+        if ledger.generation != self.generation:
+            if ledger.restart_clock >= 0 and self.plan is None:
+                return effects  # the plan comes with the checkpoint or the next ledger
+            effects += self._restart(ledger)
+        self.ledger = ledger
+        effects += self._members(ledger, now_ns)
+        effects += self._advance(ledger, now_ns)
+        effects += self._answer_pulls(now_ns)
+        return [*effects, self._report(now_ns)]
+
+    def _adopt_plan(self, plan: Plan) -> None:
+        self.plan = plan
+        begin, end = split(plan.size, self.settings.shards)[self.index]
+        rule = self.mode.rule
+        self.store = Store(
+            begin,
+            end,
+            at_once=not self.mode.barrier,
+            compress_down=self.settings.compress_down,
+            outer=(self.settings.outer_lr, self.settings.outer_momentum) if rule is Rule.OUTER else None,
+            lent=self.lent,
+        )
+        if rule is Rule.OPTIMIZER:
+            if self.make_optimizer is None:
+                raise RemoteProtocolError("this server has no optimizer for pushed gradients")
+            self.store.optimizer = self.make_optimizer(plan, begin, end)
+
+    def _restart(self, ledger: m.Ledger) -> list[ServerEffect]:
+        """A new generation: forget every member and go back to its checkpoint."""
+        lost = sum(len(workers) for workers in self.held.values()) + sum(len(i.partial) for i in self.inboxes.values())
+        self.generation = ledger.generation
+        self.inboxes.clear()
+        self.held.clear()
+        self.first.clear()
+        self.means.clear()
+        self.norms.clear()
+        self.discarded += lost
+        self.weights_from, self.folds = -1, 0
+        self.min_clock = max(ledger.restart_clock, 0)
+        self.checkpoints = [clock for clock in self.checkpoints if clock <= ledger.restart_clock]
+        if ledger.restart_clock >= 0:
+            return [Load(ledger.restart_clock)]
+        return []
+
+    def _members(self, ledger: m.Ledger, now_ns: int) -> list[ServerEffect]:
+        effects: list[ServerEffect] = []
+        if ledger.epoch == self.epoch:
+            return effects
+        self.epoch = ledger.epoch
+        now_members = {worker: (epoch, rank, clock) for worker, epoch, rank, clock in ledger.members}
+        for worker in [w for w in self.inboxes if w not in now_members]:
+            inbox = self.inboxes.pop(worker)
+            for clock, pieces in inbox.partial.items():
+                effects.append(self._discard(worker, clock, f"{len(pieces)} of its parts had come"))
+        for worker, (epoch, rank, clock) in now_members.items():
+            if worker not in self.inboxes:
+                self.inboxes[worker] = Inbox(worker, epoch, rank, clock)
+        return effects
+
+    def _discard(self, worker: int, clock: int, why: str) -> Log:
+        self.discarded += 1
+        return Log("discarded", {"worker": worker, "clock": clock, "shard": self.index, "why": why})
+
+    def _advance(self, ledger: m.Ledger, now_ns: int) -> list[ServerEffect]:
+        effects: list[ServerEffect] = []
+        sets = {row[0]: row[1:] for row in ledger.sets}
+        norms = dict(ledger.norms)
+        while self.min_clock < ledger.min_clock and self.store is not None:
+            clock = self.min_clock
+            if self.mode.barrier:
+                if clock not in sets:
+                    break
+                done, more = self._close(clock, sets[clock], norms)
+                effects += more
+                if not done:
+                    break
+            self.min_clock += 1
+            if self.mode.bound is not None:
+                self._publish()
+            if ledger.checkpoint == self.min_clock and self.written != self.min_clock:
+                effects.append(self._checkpoint())
+        at = ledger.checkpoint == self.min_clock == ledger.min_clock and self.written != self.min_clock
+        if at and self.store is not None and self.store.publication >= 0:
+            effects.append(self._checkpoint())
+        return effects
+
+    def _checkpoint(self) -> Checkpoint:
+        self.written = self.min_clock
+        return Checkpoint(self.min_clock)
+
+    def wrote_checkpoint(self, clock: int, kept: tuple[int, ...]) -> None:
+        """The runner wrote it; `kept` are the clocks now on disk."""
+        self.checkpoints = list(kept)
+
+    def _close(self, clock: int, workers: m.Ints, norms: dict[int, float]) -> tuple[bool, list[ServerEffect]]:
+        """Fold the closed set of `clock`. False while the norm over all shards is awaited."""
+        store, effects = self.store, []
+        assert store is not None
+        if clock not in self.means:
+            held = self.held.pop(clock, {})
+            missing = [w for w in workers if w not in held]
+            assert not missing, f"shard {self.index} lacks updates of {missing} in the set of clock {clock}"
+            for worker in sorted(set(held) - set(workers)):
+                effects.append(self._discard(worker, clock, "it left before all shards had it"))
+            total = sum(held[w][0].samples for w in workers)
+            pushes = [(held[w][0].samples / total, held[w]) for w in workers]
+            if not pushes:
+                return True, list(effects)
+            if self.mode.rule is Rule.ADD:
+                for weight, pieces in pushes:
+                    store.fold_update(pieces, weight)
+                return True, list(effects)
+            mean = store.mean(pushes)
+            if self.mode.rule is Rule.OUTER:
+                store.fold_outer(mean)
+                return True, list(effects)
+            hyper, absent, differs = self._hyper(held, workers)
+            if differs and not self.hyper_differs:
+                self.hyper_differs = True
+                effects.append(Log("hyper", {"clock": clock, "text": "learning rates or other hyper-parameters differ "
+                                             "between workers; those of the longest-standing member hold"}))  # fmt: skip
+            self.means[clock] = (mean, hyper, absent)
+        mean, hyper, absent = self.means[clock]
+        assert self.plan is not None
+        if self.plan.max_grad_norm > 0:
+            self.norms[clock] = float(np.dot(mean, mean))
+            if clock not in norms:
+                return False, list(effects)
+            coefficient = self.plan.max_grad_norm / (norms[clock] + 1e-6)  # torch.nn.utils.clip_grad_norm_
+            if coefficient < 1.0:
+                mean *= np.float32(coefficient)
+            self.norms.pop(clock)
+        store.fold_gradient(mean, hyper, absent, 1.0)
+        del self.means[clock]
+        return True, list(effects)
+
+    def _hyper(self, held: dict[int, list[m.Push]], workers: m.Ints) -> tuple[bytes, tuple[int, ...], bool]:
+        """Hyper-parameters of the longest-standing member, tensors that no one has a gradient of, and whether any differ."""
+        values = []
+        for worker in workers:
+            hyper, absent = _unpack_hyper(held[worker][0].hyper)
+            values.append((hyper, set(absent)))
+        absent_in_all = set.intersection(*(absent for _, absent in values))
+        return values[0][0], tuple(sorted(absent_in_all)), any(hyper != values[0][0] for hyper, _ in values)
+
+    def _publish(self) -> None:
+        assert self.store is not None
+        self.store.publish()
+        self.folds = 0
+
+    # Messages of workers.
+
+    def handle(self, peer: bytes, message: m.Message, now_ns: int) -> list[ServerEffect]:
+        """Return the effects of a worker's message. Raises RemoteProtocolError for one that is none."""
+        if not isinstance(message, (m.Push, m.Pull, m.FirstWeights)):
+            raise RemoteProtocolError(f"a shard takes no {type(message).__name__}")
+        inbox = self.inboxes.get(message.worker)
+        if inbox is None or message.epoch != inbox.epoch:
+            if self.ledger is not None and message.epoch > self.epoch:
+                return []  # joined in an epoch that has not reached this shard; it will ask again
+            text = f"worker {message.worker} is no member (its lease expired, or the server was restarted)"
+            return [Send(peer, m.Refuse(m.RefuseCode.NOT_A_MEMBER, message.worker, message.epoch, text))]
+        inbox.peer = peer
+        if isinstance(message, m.Push):
+            return self._push(inbox, message, now_ns)
+        if isinstance(message, m.FirstWeights):
+            return self._first_weights(inbox, message, now_ns)
+        inbox.pull, inbox.pull_ns = message, now_ns
+        return self._answer(inbox, now_ns)
+
+    def _check_part(self, message: m.Push | m.FirstWeights) -> Store:
+        store = self.store
+        if store is None:
+            raise RemoteProtocolError("a push before any model was declared")
+        inside = store.begin <= message.begin <= message.end <= store.end
+        if not inside or not 0 <= message.part < message.parts <= m.PARTS_MAX:
+            raise RemoteProtocolError(
+                f"part {message.part} of {message.parts}, keys [{message.begin}, {message.end}), is not within "
+                f"this shard's [{store.begin}, {store.end})"
+            )
+        check_payload(message)
+        return store
+
+    def _first_weights(self, inbox: Inbox, message: m.FirstWeights, now_ns: int) -> list[ServerEffect]:
+        ledger = self.ledger
+        assert ledger is not None
+        if ledger.started or ledger.initialiser != inbox.worker or self.weights_from == inbox.worker:
+            return []
+        store = self._check_part(message)
+        if any(part.worker != inbox.worker for part in self.first.values()):
+            self.first.clear()
+        self.first[message.part] = message
+        pieces = list(self.first.values())
+        if len(pieces) < message.parts:
+            return []
+        if not covers([(p.begin, p.end) for p in pieces], store.begin, store.end):
+            self.first.clear()
+            raise RemoteProtocolError("the first weights do not cover this shard's keys exactly once")
+        store.first_weights(pieces)
+        self.first.clear()
+        self.weights_from = inbox.worker
+        return [self._report(now_ns)]
+
+    def _push(self, inbox: Inbox, push: m.Push, now_ns: int) -> list[ServerEffect]:
+        ledger = self.ledger
+        assert ledger is not None
+        if push.clock < inbox.clock:
+            return [self._ack(inbox, push.clock, now_ns)]
+        if not ledger.started:
+            return []
+        if push.clock >= inbox.clock + self.mode.window:
+            raise RemoteProtocolError(
+                f"update {push.clock} of worker {inbox.worker}, whose clock is {inbox.clock}: "
+                f"at most {self.mode.window} may be in flight"
+            )
+        if not 0 < push.samples <= m.CLOCK_MAX:
+            raise RemoteProtocolError(f"{push.samples} samples")
+        store = self._check_part(push)
+        inbox.partial.setdefault(push.clock, {})[push.part] = push
+        effects: list[ServerEffect] = []
+        while True:
+            pieces = inbox.partial.get(inbox.clock)
+            if pieces is None or len(pieces) < pieces[min(pieces)].parts:
+                break
+            ordered = [pieces[part] for part in sorted(pieces)]
+            del inbox.partial[inbox.clock]
+            if not covers([(p.begin, p.end) for p in ordered], store.begin, store.end):
+                raise RemoteProtocolError("the parts of a push do not cover this shard's keys exactly once")
+            effects += self._accept(inbox, ordered, now_ns)
+        return effects
+
+    def _accept(self, inbox: Inbox, pieces: list[m.Push], now_ns: int) -> list[ServerEffect]:
+        clock = inbox.clock
+        inbox.samples = pieces[0].samples
+        if self.mode.barrier:
+            if clock >= self.min_clock:
+                self.held.setdefault(clock, {})[inbox.worker] = pieces
+        else:
+            weight = self._weight(inbox)
+            self._fold_at_once(pieces, weight)
+            assert self.store is not None
+            inbox.contained.append((clock, weight, self.store.publication + 1))
+            while len(inbox.contained) > 4 * self.mode.window:
+                inbox.contained.popleft()
+        inbox.clock += 1
+        effects: list[ServerEffect] = [self._ack(inbox, clock, now_ns)]
+        if self.mode.bound is None:
+            self.folds += 1
+            if self.folds >= len(self.inboxes):
+                self._publish()
+                effects += self._answer_pulls(now_ns)
+        return [*effects, self._report(now_ns)]
+
+    def _weight(self, inbox: Inbox) -> float:
+        """samples over the sum of the last known samples of the live members; unknown ones count as this one's."""
+        return inbox.samples / sum(other.samples or inbox.samples for other in self.inboxes.values())
+
+    def _fold_at_once(self, pieces: list[m.Push], weight: float) -> None:
+        store, rule = self.store, self.mode.rule
+        assert store is not None
+        if rule is Rule.ADD:
+            store.fold_update(pieces, weight)
+        elif rule is Rule.OUTER:
+            store.fold_outer(store.mean([(weight, pieces)]))
+        else:
+            assert self.plan is not None
+            hyper, absent = _unpack_hyper(pieces[0].hyper)
+            store.fold_gradient(store.mean([(1.0, pieces)]), hyper, absent, weight)
+
+    def _ack(self, inbox: Inbox, clock: int, now_ns: int) -> Send:
+        folded = not self.mode.barrier or clock < self.min_clock
+        weight = next((w for c, w, _ in inbox.contained if c == clock), 0.0)
+        status = m.PushStatus.FOLDED if folded else m.PushStatus.HELD
+        wants = self.wants_buffers(inbox.worker, now_ns)
+        ack = m.PushAck(inbox.worker, inbox.epoch, clock, int(status), weight, wants, now_ns, now_ns)
+        return Send(inbox.peer, ack)
+
+    # Pulls.
+
+    def _answer_pulls(self, now_ns: int) -> list[ServerEffect]:
+        effects: list[ServerEffect] = []
+        for inbox in self.inboxes.values():
+            if inbox.pull is not None:
+                effects += self._answer(inbox, now_ns)
+        return effects
+
+    def _answer(self, inbox: Inbox, now_ns: int) -> list[ServerEffect]:
+        ledger, store, pull = self.ledger, self.store, inbox.pull
+        assert ledger is not None and pull is not None
+        if not ledger.started or store is None or store.publication < 0:
+            if ledger.initialiser == inbox.worker and self.weights_from != inbox.worker:
+                return [Send(inbox.peer, m.NeedWeights(inbox.worker, inbox.epoch))]
+            return []
+        if not pull.master and not self.mode.allows(pull.clock, self.min_clock):
+            return []
+        inbox.pull = None
+        since = None if pull.master else store.since(pull.have)
+        if not pull.master and pull.have == store.publication:
+            since = []
+        while inbox.contained and inbox.contained[0][0] < self.min_clock:
+            inbox.contained.popleft()
+        contains = tuple((c, w) for c, w, publication in inbox.contained if publication <= store.publication)
+        pieces: list[tuple[int, int, bool, int, int, m.Buffer]]
+        if since is not None:
+            pieces = [(store.begin, store.end, True, number, m.CODED, delta) for number, delta in since]
+            pieces = pieces or [(store.begin, store.end, True, store.publication, m.CODED, b"")]
+        else:
+            array = store.p
+            if pull.master and not store.shared:
+                array = store.x.copy()
+            whole = array.view(np.uint8).data
+            pieces = [
+                (b, e, False, store.publication, m.RAW_FLOAT32, whole[4 * (b - store.begin) : 4 * (e - store.begin)])
+                for b, e in parts(store.begin, store.end)
+            ]
+        return [
+            Send(
+                inbox.peer,
+                m.State(
+                    worker=inbox.worker,
+                    epoch=inbox.epoch,
+                    request=pull.request,
+                    part=part,
+                    parts=len(pieces),
+                    begin=begin,
+                    end=end,
+                    delta=delta,
+                    publication=publication,
+                    min_clock=self.min_clock,
+                    contains=contains,
+                    received_ns=inbox.pull_ns,
+                    sent_ns=now_ns,
+                    codec=codec,
+                    payload=payload,
+                ),
+            )
+            for part, (begin, end, delta, publication, codec, payload) in enumerate(pieces)
+        ]
+
+    # Reports.
+
+    def report(self) -> m.Report:
+        """What this shard has seen and done, under a new version."""
+        self.version += 1
+        return m.Report(
+            shard=self.index,
+            port=self.port,
+            version=self.version,
+            incarnation=self.incarnation,
+            generation=self.generation,
+            ledger_seen=self.ledger.version if self.ledger is not None else 0,
+            epoch=self.epoch,
+            planned=self.plan is not None,
+            weights_from=self.weights_from,
+            min_clock=self.min_clock,
+            arrived=tuple((inbox.worker, inbox.clock) for inbox in self.inboxes.values()),
+            norms=tuple(self.norms.items()),
+            checkpoints=tuple(self.checkpoints),
+        )
+
+    def _report(self, now_ns: int) -> Send:
+        self.reported_ns = now_ns
+        return Send(COORDINATOR, self.report())
+
+    def tick(self, now_ns: int) -> list[ServerEffect]:
+        """Report again what the coordinator has not seen."""
+        if self.report_seen < self.version and now_ns - self.reported_ns >= REPORT_RETRY_NS:
+            return [self._report(now_ns)]
+        return []
+
+
+def _unpack_hyper(packed: bytes) -> tuple[bytes, tuple[int, ...]]:
+    """(packed groups, tensors without a gradient)."""
+    value = unpack(packed)
+    if not isinstance(value, list) or len(value) != 2 or not isinstance(value[0], bytes):
+        raise RemoteProtocolError("hyper-parameters are packed groups and a list of tensors without a gradient")
+    return value[0], tuple(int(i) for i in value[1])

@@ -1,0 +1,192 @@
+"""Runs a `Member` over ZeroMQ in a thread of its own: the only file of worker/ that knows sockets.
+
+One DEALER for each shard (several connects on one socket would take turns). The thread owns the sockets and the machine;
+other threads hand it commands with `call` and take what it delivers with `take`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+from narrows.protocols import messages as m
+from narrows.protocols.effects import Failed, Joined, Left, MemberEffect, Send
+from narrows.protocols.errors import BY_EXIT_CODE, NarrowsError, RemoteProtocolError, UnreachableError
+from narrows.protocols.member import Member, Timing
+from narrows.protocols.wire import HEADER_BYTES_MAX, PAYLOAD_BYTES_MAX, decode, encode
+
+TICK_MS = 50
+QUEUE_MESSAGES_MAX = 4 * m.PARTS_MAX
+LINGER_MS = 2000
+BURST = 64
+ZERO_COPY_BYTES = 1 << 16
+
+Command = Callable[[Member, int], list[MemberEffect]]
+
+
+def check_address(address: str) -> tuple[str, int]:
+    """(host, port). Raises UnreachableError in one sentence."""
+    host, colon, port = address.removeprefix("tcp://").rpartition(":")
+    if not address.startswith("tcp://") or not colon or not host or not port.isdigit():
+        raise UnreachableError(f"--server {address}: write it as tcp://HOST:PORT, as ps-serve printed it")
+    return host, int(port)
+
+
+class Link:
+    """The session of this process with its server. Close it; it is a context manager of nothing but its own thread."""
+
+    def __init__(self, address: str, token: str, host: str, expect: bytes, timing: Timing | None = None) -> None:
+        self.address = address
+        self.host, self.port = check_address(address)
+        self.member = Member(token, host, expect, timing)
+        self._commands: deque[Command] = deque()
+        self._events: deque[MemberEffect] = deque()
+        self._changed = threading.Condition()
+        self._error: BaseException | None = None
+        self._closing = False
+        self.bytes_up = self.bytes_down = 0
+        self._context = zmq.Context()
+        wake = f"inproc://narrows-{id(self)}"
+        self._wake_in = self._context.socket(zmq.PAIR)
+        self._wake_in.bind(wake)
+        self._wake_out = self._context.socket(zmq.PAIR)
+        self._wake_out.connect(wake)
+        self._wake_lock = threading.Lock()
+        self._sockets: list[zmq.Socket[bytes]] = []
+        self._thread = threading.Thread(target=self._main, name="narrows-io", daemon=True)
+        self._thread.start()
+        self.call(lambda member, now: member.join(now))
+
+    # Any thread.
+
+    def call(self, command: Command) -> None:
+        """Have the I/O thread run `command` and carry out its effects."""
+        self._commands.append(command)
+        with self._wake_lock:
+            self._wake_out.send(b"")
+
+    def take(self, timeout_s: float) -> MemberEffect | None:
+        """The next event, or None after `timeout_s`. Raises the error that ended the session."""
+        with self._changed:
+            if not self._events and self._error is None:
+                self._changed.wait(timeout_s)
+            if self._events:
+                return self._events.popleft()
+            if self._error is not None:
+                raise self._error
+        return None
+
+    def close(self) -> None:
+        """End the thread and its sockets; what was sent last has LINGER_MS to leave."""
+        if not self._closing:
+            self._closing = True
+            with self._wake_lock:
+                self._wake_out.send(b"")
+            self._thread.join(10.0)
+            self._wake_out.close(0)
+            self._context.term() if not self._thread.is_alive() else None
+
+    # The I/O thread.
+
+    def _deliver(self, event: MemberEffect) -> None:
+        with self._changed:
+            self._events.append(event)
+            self._changed.notify_all()
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def _connect(self, poller: zmq.Poller, port: int) -> None:
+        socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, LINGER_MS)
+        socket.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES_MAX)
+        socket.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES_MAX)
+        socket.setsockopt(zmq.MAXMSGSIZE, max(PAYLOAD_BYTES_MAX, HEADER_BYTES_MAX))
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+        socket.connect(f"tcp://{self.host}:{port}")
+        poller.register(socket, zmq.POLLIN)
+        self._sockets.append(socket)
+
+    def _main(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._wake_in, zmq.POLLIN)
+        try:
+            self._connect(poller, self.port)
+            ticked = time.monotonic_ns()
+            while not self._closing or self._commands:
+                ready = dict(poller.poll(TICK_MS))
+                if self._wake_in in ready:
+                    self._wake_in.recv()
+                while self._commands:
+                    command = self._commands.popleft()
+                    self._apply(poller, command(self.member, time.monotonic_ns()))
+                for shard, socket in enumerate(list(self._sockets)):
+                    for _ in range(BURST if socket in ready else 0):
+                        try:
+                            frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                        except zmq.Again:
+                            break
+                        self.bytes_down += sum(len(frame.buffer) for frame in frames)
+                        message = decode([frame.buffer for frame in frames])
+                        self._apply(poller, self.member.receive(shard, message, time.monotonic_ns()))
+                now = time.monotonic_ns()
+                if now - ticked >= TICK_MS * 1_000_000:
+                    ticked = now
+                    self._apply(poller, self.member.tick(now))
+        except BaseException as error:
+            if isinstance(error, RemoteProtocolError):
+                error = type(error)(f"{self.address}: {error}")
+            self._fail(error)
+        finally:
+            for socket in self._sockets:
+                socket.close()
+            self._wake_in.close(0)
+
+    def _apply(self, poller: zmq.Poller, effects: list[MemberEffect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Send):
+                self._send(effect)
+            elif isinstance(effect, Failed):
+                kind: Any = BY_EXIT_CODE.get(effect.code, NarrowsError)
+                self._fail(kind(f"{self.address}: {effect.text}"))
+            else:
+                if isinstance(effect, Joined):
+                    for port in effect.ports[len(self._sockets) :]:
+                        self._connect(poller, port)
+                self._deliver(effect)
+                if isinstance(effect, Left):
+                    return
+
+    def _send(self, effect: Send) -> None:
+        assert isinstance(effect.peer, int)
+        if effect.peer >= len(self._sockets):
+            return
+        frames = encode(effect.message)
+        self.bytes_up += sum(map(len, frames))
+        socket = self._sockets[effect.peer]
+        try:
+            if len(frames) == 2 and len(frames[1]) >= ZERO_COPY_BYTES:
+                socket.send(frames[0], zmq.SNDMORE | zmq.NOBLOCK)
+                socket.send(frames[1], zmq.NOBLOCK, copy=False)
+            else:
+                socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            pass  # its queue is full: the request is repeated
+
+
+def tell_left(address: str, token: str) -> None:
+    """Tell a coordinator that the worker of `token` is gone, a few times, without waiting for its answer."""
+    message = m.Leave(token, -1)
+    host, port = check_address(address)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, LINGER_MS)
+        socket.connect(f"tcp://{host}:{port}")
+        socket.send_multipart(encode(message))
+        socket.poll(LINGER_MS)
