@@ -1,0 +1,123 @@
+"""A whole cluster in one process: the real machines and the real engine, joined by function calls instead of sockets.
+
+Each worker runs in a thread of its own, since an engine waits; one lock makes the machines take turns.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from narrows.protocols.coordinator import Coordinator
+from narrows.protocols.effects import Failed, MemberEffect, Send, ServerEffect
+from narrows.protocols.member import Member
+from narrows.protocols.modes import Settings
+from narrows.protocols.wire import decode, encode
+from narrows.ps.optimizers import TorchOptimizer
+from narrows.ps.server import Server
+from narrows.ps.shard import COORDINATOR, Shard
+
+
+class Cluster:
+    """Servers of one run and the links to them."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings.validated()
+        self.changed = threading.Condition()
+        self.links: dict[bytes, tuple[Link, int]] = {}
+        self.servers: list[Server] = []
+        for index in range(self.settings.shards):
+            shard = Shard(index, self.settings, incarnation=1, port=1 + index, optimizer=TorchOptimizer)
+            self.servers.append(Server(shard, Coordinator(self.settings, 1 << 20) if index == 0 else None))
+        with self.changed:
+            for index, server in enumerate(self.servers):
+                self._apply(index, server.start(self.now()))
+
+    @staticmethod
+    def now() -> int:
+        return time.monotonic_ns()
+
+    def _apply(self, index: int, effects: Sequence[ServerEffect]) -> None:
+        """Carry out a server's effects; shards know each other as b"shard-<index>"."""
+        for effect in effects:
+            if isinstance(effect, Send):
+                peer = effect.peer
+                assert isinstance(peer, bytes)
+                message = decode([bytes(frame) for frame in encode(effect.message)])
+                if peer == COORDINATOR:
+                    self._apply(0, self.servers[0].handle(b"shard-%d" % index, message, self.now()))
+                elif peer.startswith(b"shard-"):
+                    self._apply(int(peer[6:]), self.servers[int(peer[6:])].handle(COORDINATOR, message, self.now()))
+                elif peer in self.links:
+                    link, shard = self.links[peer]
+                    link.deliver(link.member.receive(shard, message, self.now()))
+
+    def send(self, link: Link, shard: int, frames: list[bytes]) -> None:
+        peer = b"%d.%d" % (id(link), shard)
+        self.links[peer] = (link, shard)
+        self._apply(shard, self.servers[shard].handle(peer, decode(frames), self.now()))
+
+
+class Link:
+    """What worker.engine needs of worker.runner.Link."""
+
+    def __init__(self, cluster: Cluster, token: str) -> None:
+        self.cluster = cluster
+        self.member = Member(token, "here")
+        self.events: deque[MemberEffect] = deque()
+        self.error = ""
+        self.bytes_up = self.bytes_down = 0
+        self.call(lambda member, now: member.join(now))
+        assert self.take(1.0) is not None
+
+    def call(self, command: Callable[[Member, int], list[MemberEffect]]) -> None:
+        with self.cluster.changed:
+            self.deliver(command(self.member, self.cluster.now()))
+
+    def deliver(self, effects: Sequence[MemberEffect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Send):
+                assert isinstance(effect.peer, int)
+                frames = [bytes(frame) for frame in encode(effect.message)]
+                self.bytes_up += sum(map(len, frames))
+                self.cluster.send(self, effect.peer, frames)
+            elif isinstance(effect, Failed):
+                self.error = effect.text
+            else:
+                self.events.append(effect)
+        self.cluster.changed.notify_all()
+
+    def take(self, timeout_s: float) -> MemberEffect | None:
+        with self.cluster.changed:
+            if not self.events and not self.error:
+                self.cluster.changed.wait(timeout_s)
+            if self.events:
+                return self.events.popleft()
+            if self.error:
+                raise RuntimeError(self.error)
+        return None
+
+
+def together(work: Callable[[int], Any], workers: int) -> list[Any]:
+    """Run work(0), work(1), ... each in a thread; return their results in order, or raise the first error."""
+    results: list[Any] = [None] * workers
+    errors: list[BaseException] = []
+
+    def one(worker: int) -> None:
+        try:
+            results[worker] = work(worker)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=one, args=(worker,), daemon=True) for worker in range(workers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(100.0)
+    if errors:
+        raise errors[0]
+    assert not any(thread.is_alive() for thread in threads)
+    return results
