@@ -59,6 +59,8 @@ class Joined:
 class Started:
     """Member: our place in the run. Comes again, with `again` set, when we had to rejoin: begin anew from `clock`."""
 
+    worker: int
+    epoch: int
     clock: int
     ranges: tuple[tuple[int, int], ...]
     buffers: bytes

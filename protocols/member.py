@@ -100,6 +100,8 @@ class Member:
 
     def push(self, shard: int, messages: list[m.Push], now_ns: int) -> list[MemberEffect]:
         """Send update `clock` (all its parts) to a shard; parts may be added by further calls (overlap)."""
+        if self.phase != "running" or messages[0].epoch != self.epoch:
+            return []  # made before a rejoin that its maker has not seen yet
         session = self.sessions[shard]
         clock = messages[0].clock
         record = session.pushes.get(clock)
@@ -116,6 +118,8 @@ class Member:
 
     def pull(self, shard: int, clock: int, have: int, master: bool, now_ns: int) -> list[MemberEffect]:
         """Ask for a state; a newer pull replaces an older one."""
+        if self.phase != "running":
+            return []  # asked before a rejoin: Started comes, and with it the reason to ask again
         session = self.sessions[shard]
         session.requests += 1
         session.pull = m.Pull(self.worker, self.epoch, session.requests, clock, have, master)
@@ -180,7 +184,7 @@ class Member:
         self.phase, self.epoch = "running", message.epoch
         ranges = tuple((r[0], r[1]) for r in message.ranges)
         again, self.again = self.again, True
-        return [e.Started(message.clock, ranges, message.buffers, again)]
+        return [e.Started(message.worker, message.epoch, message.clock, ranges, message.buffers, again)]
 
     def _acked(self, session: Session, shard: int, ack: m.PushAck) -> list[MemberEffect]:
         effects: list[MemberEffect] = [e.BuffersWanted()] if ack.want_buffers else []

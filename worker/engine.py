@@ -28,6 +28,7 @@ from narrows.protocols.modes import ELEMENTWISE, Rule, Settings
 from narrows.protocols.replica import stand_in
 from narrows.protocols.wire import pack
 from narrows.worker.flat import FlatModel, FloatArray
+from narrows.worker.overlap import Overlap
 from narrows.worker.runner import Link
 
 START_LIMIT_S = 600.0  # the other workers of a run come within this
@@ -74,26 +75,36 @@ class Engine:
     """One worker's part of a run, from the declared model to the last update."""
 
     def __init__(
-        self, link: Link, settings: Settings, model: torch.nn.Module, inner: torch.optim.Optimizer, max_grad_norm: float
+        self,
+        link: Link,
+        settings: Settings,
+        model: torch.nn.Module,
+        inner: torch.optim.Optimizer,
+        max_grad_norm: float,
+        overlap: int = 0,
     ) -> None:
+        """`overlap`: backward passes of a step whose gradients leave during the last one; 0: they leave at step()."""
         self.link, self.settings, self.mode = link, settings, settings.mode()
         self.model, self.inner, self.max_grad_norm = model, inner, max_grad_norm
         self.flat = FlatModel(model, inner)
         self.gradients = self.mode.rule is Rule.OPTIMIZER
-        self.clock = 0
+        self.worker, self.epoch, self.clock = -1, 0, 0
         self.local_step = 0
         self.samples = 1
         self.samples_pending = 0
         self.views: list[ShardView] = []
         self.pulled: FloatArray = np.zeros(self.flat.size, np.float32)
         self.replica: FloatArray = self.pulled if self.gradients else np.zeros(self.flat.size, np.float32)
+        # What the parameters were set to: the replica as their dtype rounds it. An update is measured from there, or the
+        # rounding of a bf16 worker would be pushed into the fp32 master.
+        exact = all(p.dtype == torch.float32 for p in self.flat.parameters) or self.gradients
+        self.start: FloatArray = self.replica if exact else np.zeros(self.flat.size, np.float32)
         self.own: OrderedDict[int, list[list[tuple[int, int, int, m.Buffer]]]] = OrderedDict()
         self.wait_s = 0.0
         self.staleness = 0
         self.finished = self.left = False
         self.final: FloatArray | None = None
         self._started = False
-        self._restarted = False
         name = type(inner).__name__ if self.gradients else ""
         if self.gradients and type(inner).__module__.split(".")[:2] != ["torch", "optim"]:
             raise UsageError(self._cannot_rebuild(f"{type(inner).__module__}.{name} is not in torch.optim"))
@@ -106,7 +117,22 @@ class Engine:
         self.link.call(lambda member, now: member.declare(packed, now))
         self._wait(lambda: self._started, START_LIMIT_S, "the server to admit this worker")
         self._wait_ready(START_LIMIT_S)
+        # Buffers of pushes: one is free again once its push is settled and no longer stands in the replica.
+        self.ring = [np.zeros(self.flat.size, np.float32) for _ in range(self.mode.window + 2)]
+        self.overlap: Overlap | None = None
+        self.opened_epoch = 0
+        if overlap and self.gradients:
+            if not parse(self.settings.compress).lossless:
+                raise UsageError(
+                    f"overlap=True sends gradients part by part, --compress {self.settings.compress} selects over all of "
+                    "them: use --compress dense, or leave out overlap=True"
+                )
+            self.overlap = Overlap(self.flat, [(v.begin, v.end) for v in self.views], overlap, self._send_part)
         self._compose()
+        self._open_overlap()
+
+    def _buffer(self) -> FloatArray:
+        return self.ring[self.clock % len(self.ring)]
 
     def _cannot_rebuild(self, why: str) -> str:
         return f"--push gradient needs an optimizer that the server can rebuild, but {why}: use --push update"
@@ -144,7 +170,6 @@ class Engine:
 
     def _start(self, event: e.Started) -> None:
         if event.again:
-            self._restarted = True
             residuals = [view.feedback for view in self.views]
         else:
             compressor = parse(self.settings.compress)
@@ -153,7 +178,7 @@ class Engine:
             ShardView(begin, end, feedback) for (begin, end), feedback in zip(event.ranges, residuals, strict=True)
         ]
         self.own.clear()
-        self.clock = event.clock
+        self.worker, self.epoch, self.clock = event.worker, event.epoch, event.clock
         self._started = True
         if event.buffers:
             self._load_buffers(event.buffers)
@@ -168,13 +193,10 @@ class Engine:
 
     def _give_weights(self, shard: int) -> None:
         view = self.views[shard]
-        link_member = self.link.member
         cuts = list(parts(view.begin, view.end))
         whole = self.first.view(np.uint8).data
         messages = [
-            m.FirstWeights(
-                link_member.worker, link_member.epoch, i, len(cuts), b, end, m.RAW_FLOAT32, whole[4 * b : 4 * end]
-            )
+            m.FirstWeights(self.worker, self.epoch, i, len(cuts), b, end, m.RAW_FLOAT32, whole[4 * b : 4 * end])
             for i, (b, end) in enumerate(cuts)
         ]
         self.link.call(lambda member, now: member.first_weights(shard, messages))
@@ -251,6 +273,8 @@ class Engine:
                 if not any(clock in view.in_flight for view in self.views):
                     del self.own[clock]
         self.flat.write(self.replica)
+        if self.start is not self.replica:
+            self.flat.read(self.start)
 
     @staticmethod
     def _add(codec: int, payload: m.Buffer, weight: float, target: FloatArray) -> None:
@@ -268,9 +292,7 @@ class Engine:
         self.poll()
         self.local_step += 1
         if self.gradients:
-            gradient = np.empty(self.flat.size, np.float32)
-            absent = self.flat.read_gradients(gradient)
-            self._push(gradient, pack([hyper_of(self.inner), absent]))
+            self._push_gradients()
             self._next()
             return
         if self.max_grad_norm > 0:
@@ -280,18 +302,50 @@ class Engine:
             self._push(self._update(), b"")
             self._next()
 
+    def _push_gradients(self) -> None:
+        if self.overlap is None:
+            gradient = self._buffer()
+            absent = self.flat.read_gradients(gradient)
+            self._push(gradient, pack([hyper_of(self.inner), absent]))
+            return
+        gradient, absent = self.overlap.close()
+        hyper = pack([hyper_of(self.inner), absent])
+        rejoined = self.opened_epoch != self.epoch  # what has left was for another life: send all of it again
+        for shard, cuts in enumerate(self.overlap.cuts):
+            for part, (begin, end) in enumerate(cuts if rejoined else cuts[:1]):
+                self._send_part(shard, part, len(cuts), begin, end, gradient, hyper)
+        self._pushed()
+
+    def _send_part(
+        self, shard: int, part: int, count: int, begin: int, end: int, flat: FloatArray, hyper: bytes = b""
+    ) -> None:
+        """One part of the gradients of the present clock; from autograd's threads too."""
+        clock, samples = self.clock, self.samples_pending or self.samples
+        payload = flat[begin:end].view(np.uint8).data
+        push = m.Push(self.worker, self.epoch, clock, part, count, begin, end, samples, hyper, m.RAW_FLOAT32, payload)
+        self.views[shard].in_flight.add(clock)
+        self.link.call(lambda member, now: member.push(shard, [push], now))
+
+    def _open_overlap(self) -> None:
+        """Backward may begin: its parts need a free place in the window."""
+        if self.overlap is not None:
+            window = self.mode.window
+            self._wait(lambda: all(len(v.in_flight) < window for v in self.views), WAIT_LIMIT_S, "updates in flight")
+            self.opened_epoch = self.epoch
+            self.overlap.open(self._buffer())
+
     def _update(self) -> FloatArray:
-        update = np.empty(self.flat.size, np.float32)
+        update = self._buffer()
         self.flat.read(update)
-        update -= self.replica
+        update -= self.start
         return update
 
     def _push(self, values: FloatArray, hyper: bytes, dense: bool = False) -> None:
         """Send update `clock` to every shard."""
         window = self.mode.window
         self._wait(lambda: all(len(v.in_flight) < window for v in self.views), WAIT_LIMIT_S, "updates in flight")
-        clock, self.local_step, self._restarted = self.clock, 0, False
-        samples, self.samples_pending = self.samples_pending or self.samples, 0
+        clock = self.clock
+        samples = self.samples_pending or self.samples
         sent: list[list[tuple[int, int, int, m.Buffer]]] = []
         for view in self.views:
             piece = values[view.begin : view.end]
@@ -309,15 +363,19 @@ class Engine:
             else:
                 sent.append([(m.CODED, view.begin, view.end, view.feedback.encode(piece))])
         self.own[clock] = sent
-        worker, epoch = self.link.member.worker, self.link.member.epoch
         for shard, (view, payloads) in enumerate(zip(self.views, sent, strict=True)):
             messages = [
-                m.Push(worker, epoch, clock, i, len(payloads), b, end, samples, hyper, codec, payload)
+                m.Push(self.worker, self.epoch, clock, i, len(payloads), b, end, samples, hyper, codec, payload)
                 for i, (codec, b, end, payload) in enumerate(payloads)
             ]
             view.in_flight.add(clock)
             self.link.call(lambda member, now, shard=shard, messages=messages: member.push(shard, messages, now))  # type: ignore[misc]
-        self.clock = clock + 1
+        self._pushed()
+
+    def _pushed(self) -> None:
+        """The update of this clock is on its way: ask for the state of the next."""
+        self.clock += 1
+        self.local_step = self.samples_pending = 0
         ahead = 0 if self.mode.bound == 0 else 1
         for shard, view in enumerate(self.views):
             if not view.pulling:
@@ -326,6 +384,7 @@ class Engine:
     def _next(self) -> None:
         self._wait_ready()
         self._compose()
+        self._open_overlap()
 
     # The shared model and the end.
 

@@ -19,6 +19,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     It shares param_groups, state and defaults with `inner` by reference, so schedulers, gradient accumulation, clipping and
     AMP work on it as on any optimizer. Run as plain python it does what `inner` does.
 
+    overlap: let gradients leave during the last of the `accumulate` backward passes of a step (modes that push gradients;
+    pushed updates hide the link behind the next forward and backward anyway). p.grad must then stay untouched until step().
     max_grad_norm: L2 norm to clip to: of the folded mean where gradients are pushed (as DDP clips), else of the worker's own
     gradient. Raises UsageError for what cannot be pushed, IncompatibleError where the model is not the run's.
     """
@@ -29,8 +31,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         model: torch.nn.Module,
         *,
         overlap: bool = False,
+        accumulate: int = 1,
         max_grad_norm: float | None = None,
     ) -> None:
+        if accumulate < 1:
+            raise UsageError(f"accumulate={accumulate}: give the number of backward passes that make a step")
         self._engine: Engine | None = None
         self._building = True
         super().__init__(inner.param_groups, inner.defaults)
@@ -40,7 +45,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.max_grad_norm = max_grad_norm
         self._session = session.current()
         if isinstance(self._session, session.Connected):
-            self._engine = self._session.attach(model, inner, max_grad_norm or 0.0)
+            self._engine = self._session.attach(model, inner, max_grad_norm or 0.0, accumulate if overlap else 0)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of the run: returns the closure's loss, if one is given."""

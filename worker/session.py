@@ -87,10 +87,12 @@ class Connected:
             return 0
         return self.engine.clock * self.engine.mode.local_steps + self.engine.local_step
 
-    def attach(self, model: torch.nn.Module, inner: torch.optim.Optimizer, max_grad_norm: float) -> Engine:
+    def attach(
+        self, model: torch.nn.Module, inner: torch.optim.Optimizer, max_grad_norm: float, overlap: int
+    ) -> Engine:
         if self.engine is not None:
             raise NarrowsError("a run has one DistributedOptimizer: pass all parameter groups to one optimizer")
-        self.engine = Engine(self.link, self.settings, model, inner, max_grad_norm)
+        self.engine = Engine(self.link, self.settings, model, inner, max_grad_norm, overlap)
         self._note("model", parameters=self.engine.flat.size)
         return self.engine
 

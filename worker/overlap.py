@@ -1,0 +1,112 @@
+"""Gradients that leave while backward still runs, part by part, from autograd's own threads.
+
+Rules
+- A part leaves once every tensor in it has its gradient of the last backward of the step. The first part of each shard
+  waits for step(): it carries the hyper-parameters and names the tensors that got no gradient.
+- Between backward and step() nothing may touch p.grad, since it has left: that is found by the tensor's version counter.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+
+from narrows.protocols.errors import UsageError
+from narrows.protocols.keys import parts
+from narrows.protocols.wire import FRAME_VALUES
+from narrows.worker.flat import FlatModel, FloatArray
+
+PART_VALUES = FRAME_VALUES // 2  # 1 MiB: finer parts leave earlier, and move as fast as those of 2 MiB
+
+SendPart = Callable[[int, int, int, int, int, FloatArray], None]  # shard, part, parts, begin, end, flat
+
+
+class Overlap:
+    """Hooks on every parameter of `flat`; `accumulate` backward passes make one step."""
+
+    def __init__(self, flat: FlatModel, ranges: list[tuple[int, int]], accumulate: int, send: SendPart) -> None:
+        self.flat, self.accumulate, self.send = flat, accumulate, send
+        self.cuts = [list(parts(begin, end, PART_VALUES)) for begin, end in ranges]
+        self.parts_of: list[list[tuple[int, int]]] = [[] for _ in flat.parameters]
+        self.tensors_in: list[list[int]] = [[0] * len(cuts) for cuts in self.cuts]
+        for shard, cuts in enumerate(self.cuts):
+            for part, (begin, end) in enumerate(cuts):
+                for tensor in range(len(flat.parameters)):
+                    if flat.offsets[tensor] < end and begin < flat.offsets[tensor + 1]:
+                        self.parts_of[tensor].append((shard, part))
+                        self.tensors_in[shard][part] += 1
+        self.lock = threading.Lock()
+        self.target: FloatArray | None = None
+        self.sent_early = 0  # parts that left during the last backward: for traces
+        self._begin()
+        for tensor, parameter in enumerate(flat.parameters):
+            parameter.register_post_accumulate_grad_hook(self._hook(tensor))
+
+    def _begin(self) -> None:
+        self.left = [list(counts) for counts in self.tensors_in]
+        self.calls = [0] * len(self.flat.parameters)
+        self.versions: list[tuple[int, int]] = [(0, -1)] * len(self.flat.parameters)
+        self.gone: set[tuple[int, int]] = set()
+
+    def _hook(self, tensor: int) -> Callable[[torch.Tensor], None]:
+        def ready(parameter: torch.Tensor) -> None:
+            with self.lock:
+                self.calls[tensor] += 1
+                if self.calls[tensor] == self.accumulate and self.target is not None:
+                    self._copy(tensor, parameter)
+
+        return ready
+
+    def _copy(self, tensor: int, parameter: torch.Tensor) -> None:
+        assert self.target is not None and parameter.grad is not None
+        if parameter.grad.is_sparse:
+            raise UsageError(f"the gradient of {self.flat.names[tensor]!r} is sparse: use --push update")
+        begin, end = self.flat.offsets[tensor], self.flat.offsets[tensor + 1]
+        with torch.no_grad():
+            torch.from_numpy(self.target[begin:end]).view(parameter.shape).copy_(parameter.grad)
+        self.versions[tensor] = (id(parameter.grad), parameter.grad._version)
+        for shard, part in self.parts_of[tensor]:
+            self.left[shard][part] -= 1
+            if self.left[shard][part] == 0 and part != 0:
+                self._send(shard, part)
+
+    def _send(self, shard: int, part: int) -> None:
+        assert self.target is not None
+        begin, end = self.cuts[shard][part]
+        self.gone.add((shard, part))
+        self.send(shard, part, len(self.cuts[shard]), begin, end, self.target)
+
+    def open(self, target: FloatArray) -> None:
+        """The next backward may fill and send `target`, which stays untouched until its push is settled."""
+        with self.lock:
+            self.target = target
+
+    def close(self) -> tuple[FloatArray, list[int]]:
+        """At step(): send all parts but the first of each shard. Returns the gradients and the tensors without any."""
+        with self.lock:
+            assert self.target is not None
+            absent = []
+            for tensor, parameter in enumerate(self.flat.parameters):
+                if self.calls[tensor] == 0:
+                    absent.append(tensor)
+                    self.target[self.flat.offsets[tensor] : self.flat.offsets[tensor + 1]] = 0
+                elif self.calls[tensor] != self.accumulate:
+                    raise UsageError(
+                        f"{self.flat.names[tensor]!r} got {self.calls[tensor]} gradients this step, not {self.accumulate}: "
+                        "tell DistributedOptimizer(overlap=True, accumulate=...) how many backward passes make a step"
+                    )
+                elif parameter.grad is None or (id(parameter.grad), parameter.grad._version) != self.versions[tensor]:
+                    raise UsageError(
+                        f"the gradient of {self.flat.names[tensor]!r} was changed between backward() and step(), but with "
+                        "overlap=True it has left already: clip with max_grad_norm=, or leave out overlap=True"
+                    )
+            self.sent_early = len(self.gone)
+            for shard, cuts in enumerate(self.cuts):
+                for part in range(1, len(cuts)):
+                    if (shard, part) not in self.gone:
+                        self._send(shard, part)
+            flat, self.target = self.target, None
+            self._begin()
+            return flat, absent
