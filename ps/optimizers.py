@@ -65,6 +65,14 @@ class TorchOptimizer:
         with torch.no_grad():
             self.optimizer.step()
 
+    def check(self, hyper: bytes) -> None:
+        """Raise RemoteProtocolError for hyper-parameters that torch refuses; asked before anything is folded."""
+        stand_ins = [{"params": [torch.zeros(1)], **values} for values in self._groups(hyper)]
+        try:
+            self.kind(stand_ins)
+        except (TypeError, ValueError) as error:
+            raise RemoteProtocolError(f"{self.kind.__name__} refuses its hyper-parameters: {error}") from None
+
     def _groups(self, hyper: bytes) -> list[dict[str, Any]]:
         value = unpack(hyper) if hyper else None
         if not isinstance(value, list) or len(value) != len(self.pieces):
@@ -84,10 +92,7 @@ class TorchOptimizer:
         lists = []
         for pieces, values in zip(self.pieces, groups, strict=True):
             lists.append({"params": [piece[3] for piece in pieces], **values})
-        try:
-            built: torch.optim.Optimizer = self.kind(lists)
-        except (TypeError, ValueError) as error:
-            raise RemoteProtocolError(f"{self.kind.__name__} refuses its hyper-parameters: {error}") from None
+        built: torch.optim.Optimizer = self.kind(lists)
         if self.pending:
             self._restore(built)
         return built

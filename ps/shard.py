@@ -310,6 +310,8 @@ class Shard:
         if not 0 < push.samples <= m.CLOCK_MAX:
             raise RemoteProtocolError(f"{push.samples} samples")
         store = self._check_part(push)
+        if push.part == 0 and store.optimizer is not None:
+            store.optimizer.check(_unpack_hyper(push.hyper)[0])
         inbox.partial.setdefault(push.clock, {})[push.part] = push
         effects: list[ServerEffect] = []
         while True:

@@ -34,6 +34,9 @@ class ServerOptimizer(Protocol):
     ) -> None:
         """Change `weights` in place. `absent`: tensors without a gradient. `scale` multiplies the learning rate."""
 
+    def check(self, hyper: bytes) -> None:
+        """Raise RemoteProtocolError for hyper-parameters that a step would refuse."""
+
     def state(self) -> dict[str, FloatArray]: ...
 
     def load(self, state: dict[str, FloatArray]) -> None: ...
