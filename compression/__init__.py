@@ -14,7 +14,7 @@ import numpy as np
 from narrows.compression.compressor import Compressor
 from narrows.compression.errors import NonFiniteError, PayloadError, SpecError
 from narrows.compression.feedback import ErrorFeedback
-from narrows.compression.payload import accumulate, check, decode
+from narrows.compression.payload import accumulate, add_raw, check, decode
 from narrows.compression.spec import parse
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "PayloadError",
     "SpecError",
     "accumulate",
+    "add_raw",
     "check",
     "decode",
     "parse",
@@ -43,3 +44,4 @@ def warm_up() -> None:
         payload = feedback.encode(values)
         decode(payload, np.empty_like(values))
         accumulate(payload, 0.5, np.zeros_like(values))
+    add_raw(values.data, 0.5, np.zeros_like(values))

@@ -19,10 +19,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from narrows.compression.buffers import ByteArray, FloatArray, Payload, bytes_view, check_out
+from narrows.compression.buffers import ByteArray, FloatArray, Payload, bytes_view, check_out, section
 from narrows.compression.byte_codings import BYTE_CODINGS, PLAIN_BYTES
 from narrows.compression.errors import PayloadError
 from narrows.compression.index_codings import EVERY_INDEX, INDEX_CODINGS
+from narrows.compression.kernels import cpu
 from narrows.compression.value_codings import VALUE_CODINGS, CodedValues
 
 LAYOUT_VERSION = 1
@@ -148,3 +149,15 @@ def accumulate(payload: Payload, weight: float, out: FloatArray) -> None:
     """
     check_out(out)
     _open(payload, out.size).accumulate(np.float32(weight), out)
+
+
+def add_raw(raw: Payload, weight: float, out: FloatArray) -> None:
+    """out += float32(weight) * values, for bytes that are float32[count] and nothing else; rounded as in `accumulate`.
+
+    PayloadError, with out as it was, where there are more or fewer than 4 * count bytes.
+    """
+    check_out(out)
+    data = bytes_view(raw)
+    if data.size != 4 * out.size:
+        raise PayloadError(f"{out.size} raw values are {4 * out.size} bytes, not {data.size}")
+    cpu.add_fp32(section(data, 0, out.size, np.float32), np.float32(weight), out)

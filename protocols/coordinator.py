@@ -57,6 +57,7 @@ class Coordinator:
         self.settings = settings
         self.mode = settings.mode()
         self.shards = settings.shards
+        self.first_epoch = first_epoch  # worker ids begin anew in each life of the coordinator: older epochs mean others
         self.epoch = first_epoch
         self.generation = first_epoch
         self.restart_clock = restart_clock
@@ -80,11 +81,13 @@ class Coordinator:
         self.checkpoint = -1
         self.checkpoint_ns = 0
         self.version = 1
+        self.reached_ns: dict[int, int] = {}  # when min_clock came to each of the last s + 1 clocks
         self.sent_ns = [0] * self.shards
         self.next_worker = 0
         self.gone: dict[str, None] = {}  # tokens that left; bounded by WAITING_MAX
         self.waiting: dict[str, tuple[bytes, m.Hello]] = {}
-        self.generation_ns = 0
+        self.generation_ns = 0  # when members were last told to rejoin, 0: never
+        self.ticked = False
         self.finished_once = False
 
     # What a runner or a machine beside it may read.
@@ -116,7 +119,7 @@ class Coordinator:
             return self._leave(peer, message, now_ns)
         if isinstance(message, (m.Declare, m.Heartbeat, m.Buffers)):
             member = self.members.get(message.worker)
-            if member is None or message.epoch not in (0, member.epoch):
+            if member is None or message.epoch < self.first_epoch:
                 return [self._not_a_member(peer, message.worker, message.epoch)]
             member.seen_ns, member.peer = now_ns, peer
             if isinstance(message, m.Declare):
@@ -278,11 +281,14 @@ class Coordinator:
         if not 0 <= index < self.shards:
             raise RemoteProtocolError(f"there is no shard {index}")
         before = self.reports.get(index)
-        if before is not None and report.incarnation == before.incarnation and report.version <= before.version:
-            return []
+        if before is not None and (report.incarnation, report.version) <= (before.incarnation, before.version):
+            return []  # overtaken by a newer one, be it of the process that came after
         self.shard_peers[index] = peer
         self.reports[index] = report
         effects: list[ServerEffect] = []
+        if before is None and 0 < report.generation < self.first_epoch:
+            # It outlived the coordinator before this one, so shard 0 was restarted; only the others know how far they were.
+            effects.append(self._restarted(0, report.min_clock))
         if before is not None and report.incarnation != before.incarnation:
             effects += self._new_generation(index, now_ns)
         elif report.generation == self.generation:
@@ -291,7 +297,9 @@ class Coordinator:
                 if member is not None and member.epoch and clock > member.arrived[index]:
                     member.arrived[index] = clock
                     if index == 0:
-                        member.step_ns = max(now_ns - member.moved_ns, member.step_ns // 2)
+                        # Waiting for others is no step, or one death would lengthen the lease of all who waited for it.
+                        began_ns = max(member.moved_ns, self.reached_ns.get(clock - 1 - (self.mode.bound or 0), 0))
+                        member.step_ns = max(now_ns - began_ns, member.step_ns // 2)
                         member.moved_ns = now_ns
             for clock, squares in report.norms:
                 if clock not in self.norms:
@@ -305,14 +313,13 @@ class Coordinator:
 
     def _new_generation(self, index: int, now_ns: int) -> list[ServerEffect]:
         shared = set.intersection(*(set(report.checkpoints) for report in self.reports.values()))
-        lost_from = max(shared, default=-1)
-        lost: dict[str, object] = {"shard": index, "from_clock": max(lost_from, 0), "to_clock": self.min_clock}
+        reached, self.restart_clock = self.min_clock, max(shared, default=-1)
         self.epoch += 1
         self.generation = self.epoch
-        self.restart_clock = lost_from
-        self.min_clock = max(lost_from, 0)
+        self.min_clock = max(self.restart_clock, 0)
         self.started = False
         self.needed = max(1, len(self.declared))
+        self.finished_once |= any(member.leaving >= 0 for member in self.declared)  # these do not come back
         self.generation_ns = now_ns
         self.members.clear()
         self.departed.clear()
@@ -320,7 +327,10 @@ class Coordinator:
         self.norms.clear()
         self.shard_norms.clear()
         self.checkpoint = -1
-        return [Log("restart", lost), *self._broadcast(now_ns)]
+        return [self._restarted(index, reached), *self._broadcast(now_ns)]
+
+    def _restarted(self, index: int, reached: int) -> Log:
+        return Log("restart", {"shard": index, "from_clock": self.min_clock, "to_clock": reached})
 
     def _settle(self, now_ns: int) -> list[ServerEffect]:
         """Decide all that can be decided, and tell the shards if anything was."""
@@ -349,6 +359,7 @@ class Coordinator:
                 enough = True
             if enough and (not fresh or all(r.weights_from == self.initialiser for r in current)):
                 self.started = True
+                self.reached_ns = {self.min_clock: now_ns}
                 self.version += 1
         while self.started and declared and all(member.clock > self.min_clock for member in declared):
             clock = self.min_clock
@@ -358,6 +369,8 @@ class Coordinator:
                 self.sets[clock] = tuple(sorted(inside))
             self.min_clock += 1
             self.version += 1
+            self.reached_ns[self.min_clock] = now_ns
+            self.reached_ns.pop(self.min_clock - (self.mode.bound or 0) - 1, None)
         self.departed = {w: kept for w, kept in self.departed.items() if max(kept[1]) > self.min_clock}
         for clock, by_shard in list(self.shard_norms.items()):
             if len(by_shard) == self.shards:
@@ -382,16 +395,22 @@ class Coordinator:
     def tick(self, now_ns: int) -> list[ServerEffect]:
         """Expire leases, ask for checkpoints, send unseen ledgers again."""
         effects: list[ServerEffect] = []
-        if self.generation_ns == 0:
-            self.generation_ns = self.checkpoint_ns = now_ns
-            if self.restart_clock < 0:
-                self.generation_ns = 0
+        if not self.ticked:
+            self.ticked, self.checkpoint_ns = True, now_ns
+            if self.restart_clock >= 0:
+                self.generation_ns = now_ns
         for member in list(self.members.values()):
             lease_ns = max(int(self.settings.lease * NS), LEASE_STEPS * member.step_ns)
             if now_ns - member.seen_ns > lease_ns:
                 effects += self._remove(member, "expired", now_ns)
+        waited = self.generation_ns and now_ns - self.generation_ns > self.settings.lease * NS
+        if waited and self.finished_once and not self.members and not self.over:
+            self._end()  # all that there were had finished when a shard was restarted: nobody comes back
+            effects += self._broadcast(now_ns)
         every = int(self.settings.checkpoint_every * NS)
-        if every and self.started and not self.over and now_ns - self.checkpoint_ns >= every:
+        # One at a time: a shard keeps few, and the run can only go back to one that all shards have.
+        written = all(self.checkpoint in (-1, *report.checkpoints) for report in self.reports.values())
+        if every and written and self.started and not self.over and now_ns - self.checkpoint_ns >= every:
             self.checkpoint, self.checkpoint_ns = self.min_clock + 1, now_ns
             effects += self._broadcast(now_ns)
         effects += self._settle(now_ns)

@@ -34,7 +34,8 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Read the checkpoint of `clock` into the store before the next message is handled."""
+    """Go back to the checkpoint of `clock` before the next message is handled: read it into the store, and drop every
+    later one, which is of a life that is over. -1: there is none to read."""
 
     clock: int
 
@@ -72,6 +73,14 @@ class GiveWeights:
     """Member: the run has no weights yet, ours are the first: call `Member.first_weights` for this shard."""
 
     shard: int
+
+
+@dataclass(frozen=True, slots=True)
+class StatePart:
+    """Member: one dense part of an answer that is still arriving, for who can use it at once."""
+
+    shard: int
+    state: State
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,5 +122,5 @@ class Left:
 
 
 ServerEffect = Send | Log | Checkpoint | Load | Stop
-MemberEffect = Send | Joined | Started | GiveWeights | StateArrived | PushSettled | BuffersWanted | Failed | Left
+MemberEffect = Send | Joined | Started | GiveWeights | StatePart | StateArrived | PushSettled | BuffersWanted | Failed | Left
 Payloads = tuple[Buffer, ...]

@@ -9,6 +9,10 @@ import click
 
 from narrows.protocols.modes import MODES
 
+# How glibc is to keep memory in the processes that ps-serve and ps-worker start, unless the user says otherwise: messages
+# of a few MiB come and go at every step, and giving their pages back to the kernel each time costs more than copying them.
+ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": str(512 << 20), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
+
 # name in Settings, type, default shown, help
 RUN_FLAGS: tuple[tuple[str, Any, str, str], ...] = (
     ("shards", int, "1", "server processes that the model is cut over"),

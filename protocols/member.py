@@ -63,6 +63,7 @@ class Member:
         self.timing = timing or Timing()
         self.attempt = 0
         self.worker, self.epoch, self.rank = -1, 0, -1
+        self.welcomed = 0  # the epoch that the coordinator was in when it let us in: it names that life of it
         self.settings: Settings | None = None
         self.mode: Mode | None = None
         self.sessions: list[Session] = []
@@ -93,7 +94,7 @@ class Member:
         if self.phase != "welcome":
             return []
         self.phase = "declared"
-        return [Send(0, m.Declare(self.worker, 0, plan))]
+        return [Send(0, m.Declare(self.worker, self.welcomed, plan))]
 
     def first_weights(self, shard: int, messages: list[m.FirstWeights]) -> list[MemberEffect]:
         return [Send(shard, message) for message in messages]
@@ -171,6 +172,7 @@ class Member:
         if self.phase != "hello" or message.token != self.token:
             return []
         self.phase, self.worker, self.rank = "welcome", message.worker, message.rank
+        self.welcomed = message.epoch
         self.settings = Settings.unpacked(message.settings)
         self.mode = self.settings.mode()
         self.lease_ns = message.lease_ms * 1_000_000
@@ -203,12 +205,13 @@ class Member:
             return []
         session.pull_ns = now_ns
         session.state[state.part] = state
+        arrived: list[MemberEffect] = [] if state.delta or pull.master else [e.StatePart(shard, state)]
         if len(session.state) < state.parts:
-            return []
+            return arrived
         whole = tuple(session.state[part] for part in sorted(session.state))
         session.state = {}
         session.pull = None
-        effects: list[MemberEffect] = []
+        effects = arrived
         if not pull.master:
             for clock in [c for c in session.pushes if c < whole[-1].min_clock]:
                 del session.pushes[clock]
@@ -219,20 +222,16 @@ class Member:
         if refuse.code != m.RefuseCode.NOT_A_MEMBER:
             self.phase = "over"
             return [e.Failed(refuse.code, refuse.text)]
-        if refuse.worker != self.worker or refuse.epoch not in (0, self.epoch) or self.phase in ("hello", "over"):
+        epoch = self.epoch or self.welcomed
+        if refuse.worker != self.worker or refuse.epoch != epoch or self.phase in ("hello", "over"):
             return []
         if self.phase == "leaving":
             self.phase = "over"
             return [e.Left()]
-        settled: list[MemberEffect] = [
-            e.PushSettled(i, clock, False, 0.0)
-            for i, session in enumerate(self.sessions)
-            for clock, record in session.pushes.items()
-            if not record.held
-        ]
+        # What is in flight is given up, not given back: the shard may have folded it, and its ack was lost.
         self.attempt += 1
         self.epoch = 0
-        return [*settled, *self.join(now_ns)]
+        return self.join(now_ns)
 
     # Time.
 
@@ -278,12 +277,12 @@ class Member:
         beat = min(self.lease_ns // 4 or NS, timing.lost_ns // 4)
         if self.worker >= 0 and self.phase != "hello" and now_ns - self.beat_ns >= beat:
             self.beat_ns = now_ns
-            effects.append(Send(0, m.Heartbeat(self.worker, self.epoch, now_ns)))
+            effects.append(Send(0, m.Heartbeat(self.worker, self.epoch or self.welcomed, now_ns)))
         return effects
 
     def _joining(self) -> m.Message:
         if self.phase == "hello":
             return m.Hello(self.token, self.host, self.expect)
         if self.phase == "declared":
-            return m.Declare(self.worker, 0, self.plan)
+            return m.Declare(self.worker, self.welcomed, self.plan)
         return m.Leave(self.token, self.final_clock)

@@ -60,10 +60,15 @@ def _is_int(value: object) -> bool:
 def _is_rows(value: object, width: int, last: type) -> bool:
     if type(value) is not tuple or len(value) > LIST_MAX:
         return False
+    checks = [_is_int] * (width - 1) + [_is_int if last is int else CHECKS["float"]]
     return all(
-        type(row) is tuple and len(row) == width and all(_is_int(v) for v in row[:-1]) and type(row[-1]) is last
+        type(row) is tuple and len(row) == width and all(check(v) for check, v in zip(checks, row, strict=True))
         for row in value
     )
+
+
+def _is_ints(value: object) -> bool:
+    return type(value) is tuple and len(value) <= LIST_MAX and all(_is_int(v) for v in value)
 
 
 # One checker for each annotation that a message may use; the messages below use no other.
@@ -74,13 +79,11 @@ CHECKS: dict[str, Callable[[Any], bool]] = {
     "str": lambda v: type(v) is str and len(v) <= TEXT_MAX,
     "bytes": lambda v: type(v) is bytes,
     "Buffer": lambda v: isinstance(v, (bytes, bytearray, memoryview)),
-    "Ints": lambda v: type(v) is tuple and len(v) <= LIST_MAX and all(_is_int(x) for x in v),
+    "Ints": _is_ints,
     "Pairs": lambda v: _is_rows(v, 2, int),
     "Quads": lambda v: _is_rows(v, 4, int),
     "Weights": lambda v: _is_rows(v, 2, float),
-    "Sets": lambda v: (
-        type(v) is tuple and len(v) <= LIST_MAX and all(type(r) is tuple and all(_is_int(x) for x in r) for r in v)
-    ),
+    "Sets": lambda v: type(v) is tuple and len(v) <= LIST_MAX and all(map(_is_ints, v)),
 }
 Quads = tuple[tuple[int, int, int, int], ...]
 Sets = tuple[Ints, ...]
@@ -221,7 +224,7 @@ class Pull(Message):
     request: int
     clock: int
     have: int
-    master: bool  # the master copy itself, dense, at once: evaluation and the end of a run
+    master: bool  # the master copy itself, dense, as soon as clock <= min_clock: evaluation and the end of a run
 
 
 @dataclass(frozen=True, slots=True)

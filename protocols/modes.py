@@ -112,7 +112,9 @@ class Settings:
         ):
             value = getattr(self, name)
             if not low <= value <= high or (name == "local_steps" and value == 0):
-                raise UsageError(f"{_flag(name)} {value}: give a value from {max(low, 0)} to {high}")
+                raise UsageError(
+                    f"{_flag(name)} {value}: give a value from {1 if name == 'local_steps' else max(low, 0)} to {high}"
+                )
         if not 0 <= self.outer_momentum < 1:
             raise UsageError(f"--outer-momentum {self.outer_momentum}: give a value from 0 up to, not including, 1")
         if self.staleness not in (-1, row.bound) and not row.takes_staleness:
@@ -145,24 +147,29 @@ class Settings:
     def unpacked(packed: bytes) -> Settings:
         """Raises RemoteProtocolError where `packed` holds no settings of this release."""
         value = unpack(packed)
-        known = {f.name: f.type for f in fields(Settings)}
+        known = {f.name: str(f.type) for f in fields(Settings)}
         if not isinstance(value, dict) or set(value) != set(known):
             raise RemoteProtocolError("the server's settings are not those of this release of narrows")
+        for name, kind in known.items():
+            if type(value[name]).__name__ != kind and not (kind == "float" and type(value[name]) is int):
+                raise RemoteProtocolError(f"the server's settings are not valid: {_flag(name)} is no {kind}")
         try:
             return Settings(**value).validated()
-        except (TypeError, UsageError) as error:
+        except UsageError as error:
             raise RemoteProtocolError(f"the server's settings are not valid: {error}") from None
 
 
 def contradiction(expected: dict[str, object], actual: Settings) -> str | None:
     """One sentence naming a flag that a worker was given against the server's, or None where they agree.
 
-    Only the flags of what travels on the link are compared: mode and compression come from the server.
+    Every flag of a run is compared: mode, compression and all the rest come from the server.
     """
-    for name in ("sync", "staleness", "local_steps", "push", "compress", "compress_down", "shards", "workers"):
-        if name in expected and expected[name] != getattr(actual, name):
+    for name in Settings.__slots__:
+        has = getattr(actual, name)
+        if name in expected and expected[name] != has:
+            runs = f"runs {_flag(name)} {has}" if has != -1 else f"has no {_flag(name)} under --sync {actual.sync}"
             return (
-                f"{_flag(name)} {expected[name]} contradicts the server, which runs {_flag(name)} "
-                f"{getattr(actual, name)}: leave the flag out, or start the server with it"
+                f"{_flag(name)} {expected[name]} contradicts the server, which {runs}: "
+                "leave the flag out, or start the server with it"
             )
     return None

@@ -1,7 +1,8 @@
 """Checkpoints: one safetensors file per shard and clock, and the whole model by tensor names at the end of a run.
 
-    DIR/shard-0.clock-120.safetensors     x, p, optimizer state; metadata: clock, publication, plan, settings
-    DIR/model.safetensors                 every tensor of the model by name, float32, and the module's buffers
+    DIR/shard-0.clock-120.safetensors     x, p, optimizer state, float32; metadata: clock, publication, checksums, ...
+    DIR/model.safetensors                 what a plain model loads: its parameters by every name they have, in the dtype
+                                          of the workers, and its buffers. Not what no worker trains: frozen parameters
 
 Every write goes to a temporary file first and is renamed, so a file is whole or absent. The newest two clocks are kept.
 """
@@ -11,33 +12,88 @@ from __future__ import annotations
 import json
 import os
 import re
+import struct
+import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from narrows.protocols.errors import IncompatibleError
-from narrows.protocols.keys import Plan, unpack_arrays
+from narrows.protocols.keys import DTYPE_BYTES, NamedArray, Plan, unpack_arrays
 
 KEPT = 2
 _NAME = re.compile(r"shard-(\d+)\.clock-(\d+)\.safetensors")
+_BYTES = "bytes."  # facts that are bytes are arrays of this name: a header is no place for megabytes
+_CODES = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "uint16": "U16",
+    "int16": "I16",
+    "uint32": "U32",
+    "int32": "I32",
+    "uint64": "U64",
+    "int64": "I64",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float32": "F32",
+    "float64": "F64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "complex64": "C64",
+}
 
 
-def _write(path: Path, arrays: dict[str, Any], metadata: dict[str, str]) -> None:
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, temporary, metadata)
-    with open(temporary, "rb") as file:
+def _write(path: Path, tensors: Mapping[str, NamedArray], metadata: dict[str, str]) -> None:
+    """Write a safetensors file. By hand: its own writer knows NumPy's dtypes only, and bfloat16 is none of them."""
+    header: dict[str, Any] = {"__metadata__": metadata}
+    ordered = sorted(tensors.items(), key=lambda item: (-DTYPE_BYTES[item[1][0]], item[0]))  # so that all are aligned
+    end = 0
+    for name, (dtype, shape, raw) in ordered:
+        header[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [end, end + len(raw)]}
+        end += len(raw)
+    packed = json.dumps(header).encode()
+    packed += b" " * (-len(packed) % 8)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with open(temporary, "wb") as file:
+        file.write(struct.pack("<Q", len(packed)) + packed)
+        for _, (_, _, raw) in ordered:
+            file.write(raw)
+        file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # the new name too
+    finally:
+        os.close(folder)
+
+
+def _named(array: npt.NDArray[Any]) -> NamedArray:
+    return str(array.dtype), array.shape, memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
 
 
 def clocks(folder: Path, shard: int) -> tuple[int, ...]:
     """Clocks of which `folder` holds a checkpoint of this shard, ascending."""
     found = [_NAME.fullmatch(path.name) for path in folder.glob("shard-*.safetensors")] if folder.is_dir() else []
     return tuple(sorted(int(match[2]) for match in found if match and int(match[1]) == shard))
+
+
+def newest(folder: Path, shards: int) -> int:
+    """The newest clock of which all shards have a checkpoint, -1: none. IncompatibleError for another number of shards."""
+    have = [clocks(folder, shard) for shard in range(shards)]
+    if have[0]:
+        _, facts = read(folder, 0, have[0][-1], only=())
+        if facts.get("shards", shards) != shards:
+            raise IncompatibleError(
+                f"the checkpoints in {folder} are those of a run with --shards {facts['shards']}, this one has --shards "
+                f"{shards}: resume with theirs"
+            )
+    return max(set(have[0]).intersection(*have[1:]), default=-1)
 
 
 def path_of(folder: Path, shard: int, clock: int) -> Path:
@@ -47,45 +103,98 @@ def path_of(folder: Path, shard: int, clock: int) -> Path:
 def write(
     folder: Path, shard: int, clock: int, arrays: dict[str, npt.NDArray[np.float32]], facts: dict[str, Any]
 ) -> tuple[int, ...]:
-    """Write a shard's checkpoint, drop all but the newest KEPT, and return the clocks on disk."""
+    """Write a shard's checkpoint, drop later ones and all but the newest KEPT, and return the clocks on disk."""
     folder.mkdir(parents=True, exist_ok=True)
-    _write(path_of(folder, shard, clock), arrays, {"narrows": json.dumps(facts | {"clock": clock})})
+    for left in folder.glob(f"shard-{shard}.clock-*.tmp"):
+        left.unlink(missing_ok=True)  # of a process that was killed while it wrote
+    tensors = {name: _named(array) for name, array in arrays.items()}
+    tensors |= {_BYTES + name: ("uint8", (len(f),), f) for name, f in facts.items() if isinstance(f, bytes)}
+    plain = {name: fact for name, fact in facts.items() if not isinstance(fact, bytes)}
+    sums = {name: zlib.crc32(raw) for name, (_, _, raw) in tensors.items()}
+    _write(path_of(folder, shard, clock), tensors, {"narrows": json.dumps(plain | {"clock": clock, "crc32": sums})})
+    drop_after(folder, shard, clock)  # of an earlier run: they would count as newer, and this one be dropped for them
     for old in clocks(folder, shard)[:-KEPT]:
         path_of(folder, shard, old).unlink(missing_ok=True)
     return clocks(folder, shard)
 
 
-def read(folder: Path, shard: int, clock: int) -> tuple[dict[str, npt.NDArray[np.float32]], dict[str, Any]]:
-    """The arrays and facts of a shard's checkpoint. Raises IncompatibleError where the file is no checkpoint."""
+def drop_after(folder: Path, shard: int, clock: int) -> None:
+    """Drop the checkpoints of this shard that are later than `clock`: they are of a life that is over."""
+    for late in clocks(folder, shard):
+        if late > clock:
+            path_of(folder, shard, late).unlink(missing_ok=True)
+
+
+def read(
+    folder: Path, shard: int, clock: int, only: tuple[str, ...] | None = None
+) -> tuple[dict[str, npt.NDArray[np.float32]], dict[str, Any]]:
+    """The arrays (all, or `only` these) and facts of a shard's checkpoint. IncompatibleError for a file that is none."""
     path = path_of(folder, shard, clock)
+    arrays: dict[str, npt.NDArray[np.float32]] = {}
     try:
         with safe_open(path, framework="numpy") as file:
             facts = json.loads((file.metadata() or {})["narrows"])
-            return {name: file.get_tensor(name) for name in file.keys()}, facts  # noqa: SIM118 - not a dict
-    except (OSError, SafetensorError, KeyError, ValueError) as error:
-        raise IncompatibleError(f"{path} is no checkpoint of Narrows: {error}") from None
+            sums = facts.pop("crc32")
+            for name in sums:
+                if only is None or name in only or name.startswith(_BYTES):
+                    array = file.get_tensor(name)
+                    if zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8)) != sums[name]:
+                        raise ValueError(f"{name} is not what was written")
+                    if name.startswith(_BYTES):
+                        facts[name.removeprefix(_BYTES)] = array.tobytes()
+                    else:
+                        arrays[name] = array
+            missing = {"clock", "publication", "plan"} - set(facts) or {"x", "p"} - set(sums)
+            if missing or facts["clock"] != clock:
+                raise ValueError(f"it lacks {', '.join(sorted(missing)) or f'clock {clock}'}")
+    except FileNotFoundError:
+        raise IncompatibleError(f"{path} is missing: the other shards have a checkpoint of clock {clock}") from None
+    except (OSError, SafetensorError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise IncompatibleError(
+            f"{path} is damaged or no checkpoint of Narrows ({error}): remove it, and --resume goes on from the one before"
+        ) from None
+    return arrays, facts
 
 
-def merge(folder: Path, shards: int, clock: int, buffers: dict[str, npt.NDArray[Any]]) -> Path:
+def _bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+    """The upper half of each float32, rounded to nearest, ties to even."""
+    bits = values.view(np.uint32)
+    rounded = ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
+    return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
+
+
+def _as_on_workers(values: npt.NDArray[np.float32], shape: tuple[int, ...], dtype: str) -> NamedArray:
+    """A tensor of the model in the dtype that the workers hold it in; float32 for one that NumPy cannot round to."""
+    if dtype == "bfloat16":
+        return dtype, shape, _bfloat16(values).tobytes()
+    if dtype in ("float16", "float64"):
+        with np.errstate(over="ignore"):
+            return dtype, shape, values.astype(dtype).tobytes()
+    return "float32", shape, values.tobytes()
+
+
+def merge(folder: Path, shards: int, clock: int, buffers: dict[str, NamedArray]) -> Path:
     """Write model.safetensors from the shards' checkpoints of `clock`; return its path."""
     flat = []
     facts: dict[str, Any] = {}
     for shard in range(shards):
-        arrays, facts = read(folder, shard, clock)
+        arrays, facts = read(folder, shard, clock, only=("x",))
         flat.append(arrays["x"])
     whole = np.concatenate(flat)
-    plan = Plan.unpacked(bytes.fromhex(facts["plan"]))
+    plan = Plan.unpacked(facts["plan"])
+    if whole.size != plan.size:
+        raise IncompatibleError(f"the checkpoints of clock {clock} in {folder} have {whole.size} keys, not {plan.size}")
     offsets = plan.offsets()
-    tensors: dict[str, npt.NDArray[Any]] = dict(buffers)
+    tensors = dict(buffers)
     for i, tensor in enumerate(plan.tensors):
-        tensors[tensor.name] = whole[offsets[i] : offsets[i + 1]].reshape(tensor.shape)
+        tensors[tensor.name] = _as_on_workers(whole[offsets[i] : offsets[i + 1]], tensor.shape, tensor.dtype)
+    tensors |= {name: tensors[plan.tensors[i].name] for name, i in plan.aliases}
     path = folder / "model.safetensors"
-    _write(path, tensors, {"narrows": json.dumps({"clock": clock})})
+    _write(path, tensors, {"format": "pt", "narrows": json.dumps({"clock": clock})})
     return path
 
 
-def buffers(folder: Path, clock: int) -> dict[str, npt.NDArray[Any]]:
+def buffers(folder: Path, clock: int) -> dict[str, NamedArray]:
     """The module buffers that went along with the checkpoint of `clock`, by name."""
-    _, facts = read(folder, 0, clock)
-    packed = unpack_arrays(bytes.fromhex(facts.get("buffers", "")))
-    return {name: np.frombuffer(raw, dtype).reshape(shape) for name, (dtype, shape, raw) in packed.items()}
+    _, facts = read(folder, 0, clock, only=())
+    return unpack_arrays(facts.get("buffers", b""))

@@ -22,7 +22,7 @@ from typing import Any
 import click
 
 from narrows.protocols.errors import NarrowsError, UsageError
-from narrows.protocols.flags import given, run_flags
+from narrows.protocols.flags import ALLOCATOR, given, run_flags
 from narrows.protocols.modes import Settings
 
 START_S = 120.0  # a cold machine compiles kernels first
@@ -75,7 +75,7 @@ class Cluster:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
-                env=os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"},
+                env=ALLOCATOR | os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"},
             )
             self.processes.append(process)
             assert process.stdin is not None

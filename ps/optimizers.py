@@ -19,6 +19,9 @@ from narrows.protocols.modes import ELEMENTWISE
 from narrows.protocols.wire import unpack
 from narrows.ps.store import FloatArray
 
+# How a step is computed on the worker's device, not what it computes: the server's device is its own.
+IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
+
 
 class TorchOptimizer:
     """Steps the pieces of one shard. Raises RemoteProtocolError for hyper-parameters that torch refuses."""
@@ -28,6 +31,7 @@ class TorchOptimizer:
             raise RemoteProtocolError(f"the server cannot rebuild optimizer {plan.optimizer!r}; use --push update")
         self.kind: Any = getattr(torch.optim, plan.optimizer)
         self.known = set(inspect.signature(self.kind.__init__).parameters) - {"self", "params"}
+        self.checked = b""
         offsets = plan.offsets()
         self.pieces: list[list[tuple[int, int, int, torch.nn.Parameter]]] = []  # per group: tensor, low, high, view
         for group in plan.groups:
@@ -67,11 +71,18 @@ class TorchOptimizer:
 
     def check(self, hyper: bytes) -> None:
         """Raise RemoteProtocolError for hyper-parameters that torch refuses; asked before anything is folded."""
-        stand_ins = [{"params": [torch.zeros(1)], **values} for values in self._groups(hyper)]
-        try:
-            self.kind(stand_ins)
-        except (TypeError, ValueError) as error:
-            raise RemoteProtocolError(f"{self.kind.__name__} refuses its hyper-parameters: {error}") from None
+        if hyper == self.checked:
+            return
+        groups = self._groups(hyper)
+        stand_ins = [torch.zeros(1, requires_grad=True) for _ in groups]
+        for stand_in in stand_ins:
+            stand_in.grad = torch.zeros(1)
+        try:  # a step too: some values are looked at only there
+            self.kind([{"params": [p], **values} for p, values in zip(stand_ins, groups, strict=True)]).step()
+        except Exception as error:  # whatever torch says to values of any type
+            text = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise RemoteProtocolError(f"{self.kind.__name__} refuses its hyper-parameters: {text[:200]}") from None
+        self.checked = hyper
 
     def _groups(self, hyper: bytes) -> list[dict[str, Any]]:
         value = unpack(hyper) if hyper else None
@@ -81,7 +92,8 @@ class TorchOptimizer:
         for group in value:
             if not isinstance(group, dict) or not set(group) <= self.known:
                 raise RemoteProtocolError(f"hyper-parameters that {self.kind.__name__} does not know")
-            groups.append({k: tuple(v) if isinstance(v, list) else v for k, v in group.items()})
+            plain = {k: tuple(v) if isinstance(v, list) else v for k, v in group.items()}
+            groups.append({k: v for k, v in plain.items() if k not in IMPLEMENTATION})
         return groups
 
     def _live_groups(self) -> list[dict[str, Any]]:
@@ -92,7 +104,8 @@ class TorchOptimizer:
         lists = []
         for pieces, values in zip(self.pieces, groups, strict=True):
             lists.append({"params": [piece[3] for piece in pieces], **values})
-        built: torch.optim.Optimizer = self.kind(lists)
+        # The first group's values are the defaults too: Adagrad fills its sums from the argument, not from the group.
+        built: torch.optim.Optimizer = self.kind(lists, **groups[0])
         if self.pending:
             self._restore(built)
         return built

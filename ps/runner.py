@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from narrows.protocols.coordinator import Coordinator
 from narrows.protocols.effects import NS, Checkpoint, Load, Log, Send, ServerEffect, Stop
 from narrows.protocols.errors import NarrowsError, RemoteProtocolError, UsageError
 from narrows.protocols.modes import Settings
-from narrows.protocols.wire import HEADER_BYTES_MAX, PAYLOAD_BYTES_MAX, decode, encode
+from narrows.protocols.wire import HEADER_BYTES_MAX, LOCAL_HOSTS, PAYLOAD_BYTES_MAX, decode, encode, local_endpoint
 from narrows.ps import checkpoints
 from narrows.ps.server import Server
 from narrows.ps.shard import COORDINATOR, Shard
@@ -64,7 +64,10 @@ def bind(router: zmq.Socket[bytes], address: str) -> int:
         router.bind(address.removesuffix(":0") + ":*" if address.endswith(":0") else address)
     except zmq.ZMQError as error:
         raise UsageError(f"cannot listen on {address}: {error.strerror}; is another ps-serve running there?") from None
-    return int(router.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
+    host, port = router.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("tcp://").rsplit(":", 1)
+    if sys.platform == "linux" and host in ("0.0.0.0", *LOCAL_HOSTS):
+        router.bind(local_endpoint(int(port)))
+    return int(port)
 
 
 def emit(event: str, **values: Any) -> None:
@@ -105,9 +108,9 @@ class Runner:
             restart = self._restart_clock() if process.resume else -1
             coordinator = Coordinator(process.settings, process.first_epoch, restart)
             if restart >= 0 and self.folder is not None:
-                _, facts = checkpoints.read(self.folder, 0, restart)
-                coordinator.adopt_plan(bytes.fromhex(facts["plan"]))
-                coordinator.buffers = bytes.fromhex(facts.get("buffers", ""))
+                _, facts = checkpoints.read(self.folder, 0, restart, only=())
+                coordinator.adopt_plan(facts["plan"])
+                coordinator.buffers = facts["buffers"]
         self.server = Server(shard, coordinator)
         self.stopping = False
         self.stop_by = float("inf")
@@ -115,10 +118,9 @@ class Runner:
 
     def _restart_clock(self) -> int:
         assert self.folder is not None
-        shared = [set(checkpoints.clocks(self.folder, i)) for i in range(self.process.settings.shards)]
-        return max(set.intersection(*shared), default=-1)
+        return checkpoints.newest(self.folder, self.process.settings.shards)
 
-    def apply(self, effects: list[ServerEffect]) -> None:
+    def apply(self, effects: Iterable[ServerEffect]) -> None:
         for effect in effects:
             if isinstance(effect, Send):
                 self._send(effect)
@@ -158,8 +160,9 @@ class Runner:
         coordinator = self.server.coordinator
         facts = {
             "publication": shard.store.publication,
-            "plan": shard.plan.packed().hex(),
-            "buffers": coordinator.buffers.hex() if coordinator is not None else "",
+            "shards": self.process.settings.shards,
+            "plan": shard.plan.packed(),
+            "buffers": coordinator.buffers if coordinator is not None else b"",
         }
         kept = checkpoints.write(self.folder, shard.index, clock, shard.store.arrays(), facts)
         shard.wrote_checkpoint(clock, kept)
@@ -167,7 +170,11 @@ class Runner:
 
     def _load(self, clock: int) -> None:
         store = self.server.shard.store
-        assert self.folder is not None and store is not None
+        assert self.folder is not None
+        checkpoints.drop_after(self.folder, self.process.index, clock)
+        if clock < 0:
+            return
+        assert store is not None
         arrays, facts = checkpoints.read(self.folder, self.process.index, clock)
         if arrays["x"].size != store.size:
             raise NarrowsError(f"the checkpoint of clock {clock} has {arrays['x'].size} keys here, not {store.size}")

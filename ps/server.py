@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Iterator
 
 from narrows.protocols import messages as m
 from narrows.protocols.coordinator import Coordinator
@@ -21,12 +21,12 @@ class Server:
         if coordinator is not None:
             shard.wants_buffers = coordinator.wants_buffers
 
-    def start(self, now_ns: int) -> list[ServerEffect]:
+    def start(self, now_ns: int) -> Iterator[ServerEffect]:
         """The first report of this shard."""
         return self._local([Send(COORDINATOR, self.shard.report())], now_ns)
 
-    def handle(self, peer: bytes, message: m.Message, now_ns: int) -> list[ServerEffect]:
-        """Return the effects of a message. Raises RemoteProtocolError; then nothing has changed."""
+    def handle(self, peer: bytes, message: m.Message, now_ns: int) -> Iterator[ServerEffect]:
+        """Return the effects of a message, all to be taken. Raises RemoteProtocolError; then nothing has changed."""
         coordinator = self.coordinator
         if isinstance(message, FOR_COORDINATOR):
             if coordinator is None:
@@ -38,30 +38,35 @@ class Server:
             coordinator.heard(message.worker, now_ns)
         return self._local(self.shard.handle(peer, message, now_ns), now_ns)
 
-    def tick(self, now_ns: int) -> list[ServerEffect]:
+    def tick(self, now_ns: int) -> Iterator[ServerEffect]:
         effects = self.shard.tick(now_ns)
         if self.coordinator is not None:
             effects = effects + self.coordinator.tick(now_ns)
         return self._local(effects, now_ns)
 
-    def stop(self, now_ns: int) -> list[ServerEffect]:
+    def stop(self, now_ns: int) -> Iterator[ServerEffect]:
         """Ctrl-C, told to the coordinator."""
-        return self._local(self.coordinator.stop(now_ns), now_ns) if self.coordinator is not None else []
+        return self._local(self.coordinator.stop(now_ns) if self.coordinator is not None else [], now_ns)
 
-    def _local(self, effects: list[ServerEffect], now_ns: int) -> list[ServerEffect]:
-        """Carry out what shard 0 and the coordinator send each other, until only effects for the runner are left."""
-        if self.coordinator is None:
-            return effects
-        out: list[ServerEffect] = []
-        queue = deque(effects)
-        while queue:
-            effect = queue.popleft()
-            if isinstance(effect, Send) and effect.peer == COORDINATOR:
-                if isinstance(effect.message, m.Ledger):
-                    more = self.shard.handle_ledger(effect.message, now_ns)
-                else:
-                    more = self.coordinator.handle(COORDINATOR, effect.message, now_ns)
-                queue.extendleft(reversed(more))
-            else:
-                out.append(effect)
-        return out
+    def _local(self, effects: list[ServerEffect], now_ns: int) -> Iterator[ServerEffect]:
+        """The effects for the runner; what shard 0 and the coordinator send each other is carried out here.
+
+        Made as they are taken: a ledger that closes a clock is on its way to the other shards before this one folds, so
+        that all shards fold at the same time.
+        """
+        inner = [effect for effect in effects if self._is_local(effect)]
+        yield from (effect for effect in effects if not self._is_local(effect))
+        for effect in inner:
+            yield from self._local(self._take(effect, now_ns), now_ns)
+
+    def _is_local(self, effect: ServerEffect) -> bool:
+        return self.coordinator is not None and isinstance(effect, Send) and effect.peer == COORDINATOR
+
+    def _take(self, effect: ServerEffect, now_ns: int) -> list[ServerEffect]:
+        assert isinstance(effect, Send) and self.coordinator is not None
+        if isinstance(effect.message, m.Ledger):
+            return self.shard.handle_ledger(effect.message, now_ns)
+        effects = self.coordinator.handle(COORDINATOR, effect.message, now_ns)
+        if isinstance(effect.message, m.Report):
+            self.shard.seen(effect.message.version)
+        return effects

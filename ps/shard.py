@@ -24,6 +24,7 @@ from narrows.protocols.wire import unpack
 from narrows.ps.store import FloatArray, ServerOptimizer, Store, check_payload
 
 REPORT_RETRY_NS = NS // 5
+REPORT_AGAIN_NS = NS  # a restarted coordinator knows no shard until it hears from it
 COORDINATOR = b""  # the peer that a shard's report goes to
 
 
@@ -77,6 +78,7 @@ class Shard:
         self.written = -1
         self.version = 0
         self.report_seen = -1
+        self.newest: m.Report | None = None
         self.reported_ns = 0
         self.discarded = 0
         self.hyper_differs = False
@@ -86,16 +88,18 @@ class Shard:
 
     def handle_ledger(self, ledger: m.Ledger, now_ns: int) -> list[ServerEffect]:
         """Obey the newest decisions of the coordinator."""
-        self.report_seen = max(self.report_seen, ledger.report_seen)
-        if self.ledger is not None and ledger.version <= self.ledger.version and ledger.generation <= self.generation:
+        if ledger.generation < self.generation:
+            return []  # of a coordinator before this one: its versions count for nothing
+        self.seen(ledger.report_seen)
+        if self.ledger is not None and (ledger.generation, ledger.version) <= (self.generation, self.ledger.version):
             return []
         effects: list[ServerEffect] = []
-        if ledger.plan and (self.plan is None or ledger.generation != self.generation):
-            self._adopt_plan(Plan.unpacked(ledger.plan))
         if ledger.generation != self.generation:
-            if ledger.restart_clock >= 0 and self.plan is None:
-                return effects  # the plan comes with the checkpoint or the next ledger
+            if ledger.restart_clock >= 0 and not ledger.plan:
+                return effects  # it comes with the next ledger
             effects += self._restart(ledger)
+        if ledger.plan and self.plan is None:
+            self._adopt_plan(Plan.unpacked(ledger.plan))
         self.ledger = ledger
         effects += self._members(ledger, now_ns)
         effects += self._advance(ledger, now_ns)
@@ -120,7 +124,7 @@ class Shard:
             self.store.optimizer = self.make_optimizer(plan, begin, end)
 
     def _restart(self, ledger: m.Ledger) -> list[ServerEffect]:
-        """A new generation: forget every member and go back to its checkpoint."""
+        """A new generation: forget every member and all of the store, and go back to its checkpoint."""
         lost = sum(len(workers) for workers in self.held.values()) + sum(len(i.partial) for i in self.inboxes.values())
         self.generation = ledger.generation
         self.inboxes.clear()
@@ -129,12 +133,12 @@ class Shard:
         self.means.clear()
         self.norms.clear()
         self.discarded += lost
-        self.weights_from, self.folds = -1, 0
+        self.plan = self.store = None
+        self.weights_from, self.written, self.folds = -1, -1, 0
         self.min_clock = max(ledger.restart_clock, 0)
+        load = ledger.restart_clock >= 0 or self.checkpoints
         self.checkpoints = [clock for clock in self.checkpoints if clock <= ledger.restart_clock]
-        if ledger.restart_clock >= 0:
-            return [Load(ledger.restart_clock)]
-        return []
+        return [Load(ledger.restart_clock)] if load else []
 
     def _members(self, ledger: m.Ledger, now_ns: int) -> list[ServerEffect]:
         effects: list[ServerEffect] = []
@@ -183,8 +187,9 @@ class Shard:
         return Checkpoint(self.min_clock)
 
     def wrote_checkpoint(self, clock: int, kept: tuple[int, ...]) -> None:
-        """The runner wrote it; `kept` are the clocks now on disk."""
+        """The runner wrote it; `kept` are the clocks now on disk. The next tick reports it."""
         self.checkpoints = list(kept)
+        self.version += 1
 
     def _close(self, clock: int, workers: m.Ints, norms: dict[int, float]) -> tuple[bool, list[ServerEffect]]:
         """Fold the closed set of `clock`. False while the norm over all shards is awaited."""
@@ -250,8 +255,8 @@ class Shard:
             raise RemoteProtocolError(f"a shard takes no {type(message).__name__}")
         inbox = self.inboxes.get(message.worker)
         if inbox is None or message.epoch != inbox.epoch:
-            if self.ledger is not None and message.epoch > self.epoch:
-                return []  # joined in an epoch that has not reached this shard; it will ask again
+            if self.ledger is None or message.epoch > self.epoch:
+                return []  # who is a member has not reached this shard yet; it will ask again
             text = f"worker {message.worker} is no member (its lease expired, or the server was restarted)"
             return [Send(peer, m.Refuse(m.RefuseCode.NOT_A_MEMBER, message.worker, message.epoch, text))]
         inbox.peer = peer
@@ -259,6 +264,8 @@ class Shard:
             return self._push(inbox, message, now_ns)
         if isinstance(message, m.FirstWeights):
             return self._first_weights(inbox, message, now_ns)
+        if inbox.pull is not None and message.request < inbox.pull.request:
+            return []  # overtaken by a newer one, which it must not replace
         inbox.pull, inbox.pull_ns = message, now_ns
         return self._answer(inbox, now_ns)
 
@@ -387,7 +394,7 @@ class Shard:
             if ledger.initialiser == inbox.worker and self.weights_from != inbox.worker:
                 return [Send(inbox.peer, m.NeedWeights(inbox.worker, inbox.epoch))]
             return []
-        if not pull.master and not self.mode.allows(pull.clock, self.min_clock):
+        if pull.clock > self.min_clock if pull.master else not self.mode.allows(pull.clock, self.min_clock):
             return []
         inbox.pull = None
         since = None if pull.master else store.since(pull.have)
@@ -438,7 +445,7 @@ class Shard:
     def report(self) -> m.Report:
         """What this shard has seen and done, under a new version."""
         self.version += 1
-        return m.Report(
+        self.newest = m.Report(
             shard=self.index,
             port=self.port,
             version=self.version,
@@ -453,21 +460,33 @@ class Shard:
             norms=tuple(self.norms.items()),
             checkpoints=tuple(self.checkpoints),
         )
+        return self.newest
+
+    def seen(self, version: int) -> None:
+        """The coordinator has the report of this version."""
+        self.report_seen = max(self.report_seen, version)
 
     def _report(self, now_ns: int) -> Send:
         self.reported_ns = now_ns
         return Send(COORDINATOR, self.report())
 
     def tick(self, now_ns: int) -> list[ServerEffect]:
-        """Report again what the coordinator has not seen."""
+        """Report again what the coordinator has not seen; and now and then all, to one that was restarted."""
         if self.report_seen < self.version and now_ns - self.reported_ns >= REPORT_RETRY_NS:
             return [self._report(now_ns)]
+        if self.newest is not None and now_ns - self.reported_ns >= REPORT_AGAIN_NS:
+            self.reported_ns = now_ns
+            return [Send(COORDINATOR, self.newest)]
         return []
 
 
 def _unpack_hyper(packed: bytes) -> tuple[bytes, tuple[int, ...]]:
     """(packed groups, tensors without a gradient)."""
     value = unpack(packed)
-    if not isinstance(value, list) or len(value) != 2 or not isinstance(value[0], bytes):
+    if (
+        not isinstance(value, list)
+        or [type(v) for v in value] != [bytes, list]
+        or any(type(i) is not int for i in value[1])
+    ):
         raise RemoteProtocolError("hyper-parameters are packed groups and a list of tensors without a gradient")
-    return value[0], tuple(int(i) for i in value[1])
+    return value[0], tuple(value[1])

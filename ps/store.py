@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from narrows.compression import PayloadError, accumulate, check, parse
+from narrows.compression import PayloadError, accumulate, add_raw, check, parse
 from narrows.protocols import messages as m
 from narrows.protocols.errors import RemoteProtocolError
 
@@ -74,15 +74,18 @@ def check_payload(message: Payloads) -> None:
 
 def add(message: Payloads, weight: float, out: FloatArray, origin: int) -> None:
     """out += weight * payload, at the message's keys; out[0] is key `origin`. One pass, straight from the bytes."""
+    add_coded = accumulate if message.codec == m.CODED else add_raw
+    add_coded(message.payload, weight, out[message.begin - origin : message.end - origin])
+
+
+def put(message: Payloads, weight: float, out: FloatArray, origin: int) -> None:
+    """out = weight * payload, at the message's keys."""
     target = out[message.begin - origin : message.end - origin]
     if message.codec == m.CODED:
+        target.fill(0.0)
         accumulate(message.payload, weight, target)
-        return
-    values = np.frombuffer(message.payload, np.float32)
-    if weight == 1.0:
-        np.add(target, values, out=target)
     else:
-        np.add(target, values * np.float32(weight), out=target)
+        np.multiply(np.frombuffer(message.payload, np.float32), np.float32(weight), out=target)
 
 
 class Store:
@@ -108,6 +111,7 @@ class Store:
         self.p: FloatArray = self.x
         self.outer = outer
         self.momentum: FloatArray | None = np.zeros(self.size, np.float32) if outer else None
+        self.total: FloatArray | None = None  # of `mean`, kept: fresh memory costs more than the sum itself
         self.optimizer: ServerOptimizer | None = None
         self.deltas: OrderedDict[int, bytes] = OrderedDict()
         self.shared = not at_once and self.down.lossless  # p is x itself: between two barriers neither changes
@@ -137,12 +141,13 @@ class Store:
             add(part, weight, x, self.begin)
 
     def mean(self, pushes: Sequence[tuple[float, Sequence[Payloads]]]) -> FloatArray:
-        """Sum of weight * push in the order given, float32[size]."""
-        total = np.zeros(self.size, np.float32)
-        for weight, parts in pushes:
+        """Sum of weight * push in the order given, float32[size]; it holds until the next call."""
+        if self.total is None:
+            self.total = np.empty(self.size, np.float32)
+        for turn, (weight, parts) in enumerate(pushes):
             for part in parts:
-                add(part, weight, total, self.begin)
-        return total
+                (add if turn else put)(part, weight, self.total, self.begin)
+        return self.total
 
     def fold_outer(self, mean: FloatArray) -> None:
         """Outer SGD with Nesterov momentum on the pseudo-gradient -mean (DiLoCo, 2311.08105, alg. 1)."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from narrows.protocols.coordinator import Coordinator
@@ -40,9 +40,9 @@ class Cluster:
     def now() -> int:
         return time.monotonic_ns()
 
-    def _apply(self, index: int, effects: Sequence[ServerEffect]) -> None:
+    def _apply(self, index: int, effects: Iterable[ServerEffect]) -> None:
         """Carry out a server's effects; shards know each other as b"shard-<index>"."""
-        for effect in effects:
+        for effect in list(effects):  # all of them first: what is sent here arrives at once, and comes back
             if isinstance(effect, Send):
                 peer = effect.peer
                 assert isinstance(peer, bytes)

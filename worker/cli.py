@@ -22,7 +22,7 @@ from typing import Any, TextIO
 import click
 
 from narrows.protocols.errors import NarrowsError, UnreachableError, UsageError
-from narrows.protocols.flags import given, run_flags
+from narrows.protocols.flags import ALLOCATOR, given, run_flags
 from narrows.protocols.modes import Settings
 from narrows.protocols.wire import pack
 
@@ -165,7 +165,7 @@ class Launcher:
                 env.setdefault(name, threads)
             child = subprocess.Popen(
                 [sys.executable, *self.command],
-                env=env,
+                env=ALLOCATOR | env,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

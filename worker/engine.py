@@ -12,27 +12,29 @@ from __future__ import annotations
 import inspect
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from narrows.compression import ErrorFeedback, accumulate, parse
+from narrows.compression import ErrorFeedback, NonFiniteError, PayloadError, accumulate, add_raw, parse
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
 from narrows.protocols.effects import MemberEffect
 from narrows.protocols.errors import NarrowsError, RemoteProtocolError, UsageError
-from narrows.protocols.keys import pack_arrays, parts, unpack_arrays
+from narrows.protocols.keys import covers, parts
 from narrows.protocols.modes import ELEMENTWISE, Rule, Settings
 from narrows.protocols.replica import stand_in
 from narrows.protocols.wire import pack
-from narrows.worker.flat import FlatModel, FloatArray
+from narrows.worker.flat import FlatModel, FloatArray, load_buffers, pack_buffers
 from narrows.worker.overlap import Overlap
 from narrows.worker.runner import Link
 
 START_LIMIT_S = 600.0  # the other workers of a run come within this
 WAIT_LIMIT_S = 3600.0  # no barrier is waited for longer; a dead worker costs a lease, a dead server is found sooner
+Coded = tuple[int, int, int, m.Buffer]  # codec, begin, end, payload
 PLAIN = (bool, int, float, str, type(None))
 
 
@@ -51,6 +53,10 @@ class ShardView:
     master: FloatArray | None = None
 
 
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+
 def hyper_of(optimizer: torch.optim.Optimizer) -> bytes:
     """Plain hyper-parameters of each group. Raises UsageError naming one that is not plain."""
     groups = []
@@ -60,15 +66,39 @@ def hyper_of(optimizer: torch.optim.Optimizer) -> bytes:
         for name, value in group.items():
             if name == "params" or name not in known:
                 continue
-            if isinstance(value, torch.Tensor) and value.numel() == 1:
-                value = value.item()
-            if isinstance(value, tuple):
-                value = list(value)
-            if not isinstance(value, (*PLAIN, list)):
+            value = [_plain(v) for v in value] if isinstance(value, (tuple, list)) else _plain(value)
+            if not all(isinstance(v, PLAIN) for v in (value if isinstance(value, list) else [value])):
                 raise UsageError(f"hyper-parameter {name!r} is no plain value: use --push update")
             values[name] = value
         groups.append(values)
     return pack(groups)
+
+
+def clipped_step(
+    optimizer: torch.optim.Optimizer,
+    parameters: list[torch.nn.Parameter],
+    norm: float,
+    closure: Callable[[], Any] | None,
+) -> Any:
+    """`optimizer.step(closure)`; each gradient that it steps along is clipped to the L2 norm `norm`, 0: not at all."""
+    if norm > 0 and closure is None:
+        torch.nn.utils.clip_grad_norm_(parameters, norm)
+    elif norm > 0:
+        plain = closure
+
+        def closure() -> Any:
+            loss = plain()
+            torch.nn.utils.clip_grad_norm_(parameters, norm)
+            return loss
+
+    return optimizer.step() if closure is None else optimizer.step(closure)
+
+
+def _accumulate(payload: m.Buffer, target: FloatArray) -> None:
+    try:
+        accumulate(payload, 1.0, target)
+    except PayloadError as error:
+        raise RemoteProtocolError(f"the server sent a payload that is none: {error}") from None
 
 
 class Engine:
@@ -99,7 +129,12 @@ class Engine:
         # rounding of a bf16 worker would be pushed into the fp32 master.
         exact = all(p.dtype == torch.float32 for p in self.flat.parameters) or self.gradients
         self.start: FloatArray = self.replica if exact else np.zeros(self.flat.size, np.float32)
-        self.own: OrderedDict[int, list[list[tuple[int, int, int, m.Buffer]]]] = OrderedDict()
+        # Pushed gradients at bound 0: the parameters are the pulled state, nothing changes them but a state that step()
+        # waits for, and gradients stay as they are until their push is folded. So neither needs a copy of ours.
+        self.direct = (
+            self.gradients and self.mode.bound == 0 and self.flat.plain and parse(self.settings.compress_down).lossless
+        )
+        self.own: OrderedDict[int, list[list[Coded]]] = OrderedDict()
         self.wait_s = 0.0
         self.staleness = 0
         self.finished = self.left = False
@@ -127,7 +162,7 @@ class Engine:
                     f"overlap=True sends gradients part by part, --compress {self.settings.compress} selects over all of "
                     "them: use --compress dense, or leave out overlap=True"
                 )
-            self.overlap = Overlap(self.flat, [(v.begin, v.end) for v in self.views], overlap, self._send_part)
+            self.overlap = Overlap(self.flat, [(v.begin, v.end) for v in self.views], overlap, self._send_gradient)
         self._compose()
         self._open_overlap()
 
@@ -159,6 +194,10 @@ class Engine:
             self._start(event)
         elif isinstance(event, e.GiveWeights):
             self._give_weights(event.shard)
+        elif isinstance(event, e.StatePart):
+            if self.direct:
+                self._check_raw(event.shard, event.state)
+                self.flat.write_keys(event.state.begin, np.frombuffer(event.state.payload, np.float32))
         elif isinstance(event, e.StateArrived):
             self._state(event)
         elif isinstance(event, e.PushSettled):
@@ -181,7 +220,7 @@ class Engine:
         self.worker, self.epoch, self.clock = event.worker, event.epoch, event.clock
         self._started = True
         if event.buffers:
-            self._load_buffers(event.buffers)
+            load_buffers(self.model, event.buffers)
         for shard in range(len(self.views)):
             self._pull(shard, self.clock)
 
@@ -209,11 +248,11 @@ class Engine:
         last = event.parts[-1]
         if event.master:
             view.master = np.empty(view.end - view.begin, np.float32)
+        pieces = [(state.begin, state.end) for state in event.parts]
+        whole = [(view.begin, view.end)] * len(pieces)
+        if pieces != whole if last.delta else not covers(pieces, view.begin, view.end):
+            raise RemoteProtocolError(f"shard {event.shard} sent a state that does not cover its keys exactly once")
         for state in event.parts:
-            if not view.begin <= state.begin <= state.end <= view.end:
-                raise RemoteProtocolError(
-                    f"shard {event.shard} sent keys [{state.begin}, {state.end}), which it does not own"
-                )
             if event.master:
                 assert view.master is not None
                 target = view.master[state.begin - view.begin : state.end - view.begin]
@@ -221,21 +260,34 @@ class Engine:
                 target = self.pulled[state.begin : state.end]
             if state.delta:
                 if len(state.payload):
-                    accumulate(state.payload, 1.0, target)
-            else:
+                    _accumulate(state.payload, target)
+            elif event.master or not self.direct:
+                self._check_raw(event.shard, state)
                 np.copyto(target, np.frombuffer(state.payload, np.float32))
         if not event.master:
             view.publication, view.min_clock = last.publication, last.min_clock
             view.contains = dict(last.contains)
 
+    def _check_raw(self, shard: int, state: m.State) -> None:
+        view, count = self.views[shard], state.end - state.begin
+        inside = view.begin <= state.begin <= state.end <= view.end
+        if not inside or state.codec != m.RAW_FLOAT32 or len(state.payload) != 4 * count:
+            raise RemoteProtocolError(
+                f"shard {shard} sent {len(state.payload)} bytes for keys [{state.begin}, {state.end}), which are not raw "
+                "values of keys that it owns"
+            )
+
     def _settled(self, event: e.PushSettled) -> None:
         view = self.views[event.shard]
         view.in_flight.discard(event.clock)
         if not event.folded and not self.gradients:
-            for codec, _, _, payload in self.own.get(event.clock, [[]] * len(self.views))[event.shard]:
-                if codec == m.RAW_FLOAT32 or not len(payload):
-                    continue  # lossless: there is no residual to give it back to
-                view.feedback.restore(payload)
+            for codec, begin, end, payload in self.own.get(event.clock, [[]] * len(self.views))[event.shard]:
+                if codec == m.CODED:
+                    view.feedback.restore(payload)
+                    continue
+                if view.feedback.residual is None:
+                    view.feedback.residual = np.zeros(view.end - view.begin, np.float32)
+                add_raw(payload, 1.0, view.feedback.residual[begin - view.begin : end - view.begin])
 
     def _wait_ready(self, limit_s: float = WAIT_LIMIT_S) -> None:
         """Until every shard's state may be computed on with the present clock."""
@@ -272,105 +324,124 @@ class Engine:
             for clock in [c for c in self.own if c < oldest or (self.mode.bound is None and c < keep)]:
                 if not any(clock in view.in_flight for view in self.views):
                     del self.own[clock]
-        self.flat.write(self.replica)
+        if not self.direct:
+            self.flat.write(self.replica)
         if self.start is not self.replica:
             self.flat.read(self.start)
 
     @staticmethod
     def _add(codec: int, payload: m.Buffer, weight: float, target: FloatArray) -> None:
-        if codec == m.CODED:
-            accumulate(payload, weight, target)
-        else:
-            target += np.frombuffer(payload, np.float32) * np.float32(weight)
+        (accumulate if codec == m.CODED else add_raw)(payload, weight, target)
 
     # Steps.
 
-    def step(self) -> None:
-        """After backward: one optimizer step of this run."""
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """After backward: one optimizer step of this run. Returns the loss of `closure`, which does the backward."""
         if self.finished:
             raise UsageError("step() after finish(): the run is over for this worker")
         self.poll()
         self.local_step += 1
         if self.gradients:
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
             self._push_gradients()
             self._next()
-            return
-        if self.max_grad_norm > 0:
-            torch.nn.utils.clip_grad_norm_(self.flat.parameters, self.max_grad_norm)
-        self.inner.step()
+            return loss
+        loss = clipped_step(self.inner, self.flat.parameters, self.max_grad_norm, closure)
         if self.local_step >= self.mode.local_steps:
-            self._push(self._update(), b"")
+            self._push(self._update())
             self._next()
+        return loss
 
     def _push_gradients(self) -> None:
         if self.overlap is None:
-            gradient = self._buffer()
-            absent = self.flat.read_gradients(gradient)
-            self._push(gradient, pack([hyper_of(self.inner), absent]))
+            self._push(self._gradient, pack([hyper_of(self.inner), self.flat.absent()]))
             return
         gradient, absent = self.overlap.close()
         hyper = pack([hyper_of(self.inner), absent])
         rejoined = self.opened_epoch != self.epoch  # what has left was for another life: send all of it again
         for shard, cuts in enumerate(self.overlap.cuts):
             for part, (begin, end) in enumerate(cuts if rejoined else cuts[:1]):
-                self._send_part(shard, part, len(cuts), begin, end, gradient, hyper)
+                raw = (m.RAW_FLOAT32, begin, end, gradient[begin:end].view(np.uint8).data)
+                self._send_part(shard, part, len(cuts), raw, hyper)
         self._pushed()
 
-    def _send_part(
-        self, shard: int, part: int, count: int, begin: int, end: int, flat: FloatArray, hyper: bytes = b""
-    ) -> None:
-        """One part of the gradients of the present clock; from autograd's threads too."""
-        clock, samples = self.clock, self.samples_pending or self.samples
-        payload = flat[begin:end].view(np.uint8).data
-        push = m.Push(self.worker, self.epoch, clock, part, count, begin, end, samples, hyper, m.RAW_FLOAT32, payload)
+    def _send_part(self, shard: int, part: int, count: int, coded: Coded, hyper: bytes = b"") -> None:
+        """One part of the update of the present clock; under overlap from autograd's threads."""
+        (codec, begin, end, payload), clock = coded, self.clock
+        samples = self.samples_pending or self.samples
+        head = b"" if part else hyper
+        push = m.Push(self.worker, self.epoch, clock, part, count, begin, end, samples, head, codec, payload)
         self.views[shard].in_flight.add(clock)
         self.link.call(lambda member, now: member.push(shard, [push], now))
+
+    def _send_gradient(self, shard: int, part: int, count: int, begin: int, end: int, flat: FloatArray) -> None:
+        self._send_part(shard, part, count, (m.RAW_FLOAT32, begin, end, flat[begin:end].view(np.uint8).data))
+
+    def _wait_window(self) -> None:
+        """Until one more update may be in flight to every shard."""
+        window = self.mode.window
+        self._wait(lambda: all(len(v.in_flight) < window for v in self.views), WAIT_LIMIT_S, "updates in flight")
 
     def _open_overlap(self) -> None:
         """Backward may begin: its parts need a free place in the window."""
         if self.overlap is not None:
-            window = self.mode.window
-            self._wait(lambda: all(len(v.in_flight) < window for v in self.views), WAIT_LIMIT_S, "updates in flight")
+            self._wait_window()
             self.opened_epoch = self.epoch
             self.overlap.open(self._buffer())
 
-    def _update(self) -> FloatArray:
+    def _update(self) -> Callable[[int, int], FloatArray]:
         update = self._buffer()
         self.flat.read(update)
         update -= self.start
-        return update
+        return lambda begin, end: update[begin:end]
 
-    def _push(self, values: FloatArray, hyper: bytes, dense: bool = False) -> None:
-        """Send update `clock` to every shard."""
-        window = self.mode.window
-        self._wait(lambda: all(len(v.in_flight) < window for v in self.views), WAIT_LIMIT_S, "updates in flight")
-        clock = self.clock
-        samples = self.samples_pending or self.samples
-        sent: list[list[tuple[int, int, int, m.Buffer]]] = []
-        for view in self.views:
-            piece = values[view.begin : view.end]
-            if dense or view.feedback.compressor.lossless:
-                if view.feedback.residual is not None:
-                    piece = piece + view.feedback.residual
-                    view.feedback.residual.fill(0)
-                raw = piece.view(np.uint8).data
-                sent.append(
-                    [
-                        (m.RAW_FLOAT32, b, end, raw[4 * (b - view.begin) : 4 * (end - view.begin)])
-                        for b, end in parts(view.begin, view.end)
-                    ]
-                )
-            else:
-                sent.append([(m.CODED, view.begin, view.end, view.feedback.encode(piece))])
-        self.own[clock] = sent
-        for shard, (view, payloads) in enumerate(zip(self.views, sent, strict=True)):
-            messages = [
-                m.Push(self.worker, self.epoch, clock, i, len(payloads), b, end, samples, hyper, codec, payload)
-                for i, (codec, b, end, payload) in enumerate(payloads)
-            ]
-            view.in_flight.add(clock)
-            self.link.call(lambda member, now, shard=shard, messages=messages: member.push(shard, messages, now))  # type: ignore[misc]
+    def _gradient(self, begin: int, end: int) -> FloatArray:
+        """Keys [begin, end) of the gradients, as they lie in p.grad where that will stay as it is until they are folded."""
+        lent = self.flat.lend_gradient(begin, end) if self.direct else None
+        if lent is None:
+            lent = self._buffer()[begin:end]
+            self.flat.read_gradients(begin, lent)
+        return lent
+
+    def _push(self, piece: Callable[[int, int], FloatArray], hyper: bytes = b"", dense: bool = False) -> None:
+        """Send update `clock` to every shard; `piece` gives its values of keys [begin, end)."""
+        self._wait_window()
+        sent: list[list[Coded]] = [[] for _ in self.views]
+        if not dense and not self.views[0].feedback.compressor.lossless:
+            for shard, view in enumerate(self.views):  # all before the first leaves: a value that is not finite raises
+                sent[shard] = [(m.CODED, view.begin, view.end, self._encode(view, piece(view.begin, view.end)))]
+            for shard, (coded,) in enumerate(sent):
+                self._send_part(shard, 0, 1, coded, hyper)
+        else:
+            for shard, view in enumerate(self.views):
+                cuts, residual = list(parts(view.begin, view.end)), view.feedback.residual
+                for part, (begin, end) in enumerate(cuts):
+                    values = piece(begin, end)
+                    if residual is not None:
+                        values = values + residual[begin - view.begin : end - view.begin]
+                    raw = (m.RAW_FLOAT32, begin, end, values.view(np.uint8).data)
+                    sent[shard].append(raw)
+                    self._send_part(shard, part, len(cuts), raw, hyper)
+                if residual is not None:
+                    residual.fill(0)
+        if not self.gradients:
+            self.own[self.clock] = sent
         self._pushed()
+
+    def _encode(self, view: ShardView, values: FloatArray) -> m.Buffer:
+        try:
+            return view.feedback.encode(values)
+        except NonFiniteError as error:
+            wrong = ~np.isfinite(values)
+            name = self.flat.name_of(view.begin + int(np.argmax(wrong))) if wrong.any() else "the residual"
+            what = "gradient" if self.gradients else "update"
+            raise NarrowsError(
+                f"the {what} of clock {self.clock} is not finite, first in {name!r} ({error}): it was not sent; lower the "
+                f"learning rate or clip, --compress {self.settings.compress} can only send finite values"
+            ) from None
 
     def _pushed(self) -> None:
         """The update of this clock is on its way: ask for the state of the next."""
@@ -388,19 +459,19 @@ class Engine:
 
     # The shared model and the end.
 
-    def _master(self) -> FloatArray:
-        """The server's own state, whole."""
+    def _master(self, clock: int) -> FloatArray:
+        """The server's own state, whole, once every live worker's updates before `clock` are in it."""
         self._wait(lambda: not any(v.in_flight for v in self.views) or self.mode.barrier, WAIT_LIMIT_S, "own updates")
         self._wait(lambda: not any(v.pulling for v in self.views) or self.mode.bound != 0, WAIT_LIMIT_S, "states")
         for shard, view in enumerate(self.views):
             view.master = None
-            self._pull(shard, self.clock, master=True)
+            self._pull(shard, clock, master=True)
         self._wait(lambda: all(v.master is not None for v in self.views), WAIT_LIMIT_S, "the shared model")
         return np.concatenate([v.master for v in self.views if v.master is not None])
 
     def show_shared(self) -> None:
         """Put the server's state into the parameters."""
-        self.flat.write(self.final if self.final is not None else self._master())
+        self.flat.write(self.final if self.final is not None else self._master(0))
 
     def hide_shared(self, kept: FloatArray) -> None:
         """Put the parameters back to what they were."""
@@ -418,10 +489,10 @@ class Engine:
             return
         left = [v.feedback.residual for v in self.views if v.feedback.residual is not None]
         if not self.gradients and (self.local_step or any(r.any() for r in left)):
-            self._push(self._update(), b"", dense=True)
+            self._push(self._update(), dense=True)
             if self.mode.barrier:
                 self._wait_ready()
-        self.final = self._master()
+        self.final = self._master(self.clock)  # what the others flush included: all end with one model
         self._send_buffers()
         self.finished = True
         self.leave(self.clock)
@@ -436,21 +507,36 @@ class Engine:
         except NarrowsError:
             return  # its lease will tell
 
+    # The residual, for state_dict.
+
+    def residual(self) -> FloatArray | None:
+        """A copy of what is still to be sent, float32[size], or None where nothing ever is."""
+        kept = [view.feedback.residual for view in self.views]
+        if all(residual is None for residual in kept):
+            return None
+        whole = np.zeros(self.flat.size, np.float32)
+        for view, residual in zip(self.views, kept, strict=True):
+            if residual is not None:
+                whole[view.begin : view.end] = residual
+        return whole
+
+    def load_residual(self, whole: FloatArray) -> None:
+        """Take over a residual of any number of shards, and show it in the replica."""
+        if whole.shape != (self.flat.size,) or whole.dtype != np.float32:
+            raise UsageError(
+                f"the residual in this state_dict is {whole.dtype}{list(whole.shape)}, this model needs "
+                f"float32[{self.flat.size}]"
+            )
+        if self.gradients and parse(self.settings.compress).lossless:
+            return  # of another mode: an update is no gradient
+        for view in self.views:
+            view.feedback.load_state_dict({"residual": whole[view.begin : view.end]})
+        if not self.local_step:
+            self._compose()
+
     # Module buffers (BatchNorm).
 
     def _send_buffers(self) -> None:
-        arrays = {}
-        for name, buffer in self.model.named_buffers():
-            if buffer is not None and buffer.dtype != torch.bfloat16:
-                array = buffer.detach().cpu().numpy()
-                arrays[name] = (str(array.dtype), tuple(array.shape), array.tobytes())
-        if arrays:
-            packed = pack_arrays(arrays)
+        packed = pack_buffers(self.model)
+        if packed:
             self.link.call(lambda member, now: member.buffers(packed))
-
-    def _load_buffers(self, packed: bytes) -> None:
-        mine = dict(self.model.named_buffers())
-        with torch.no_grad():
-            for name, (dtype, shape, raw) in unpack_arrays(packed).items():
-                if name in mine and tuple(mine[name].shape) == shape:
-                    mine[name].copy_(torch.from_numpy(np.frombuffer(raw, dtype).reshape(shape).copy()))

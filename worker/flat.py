@@ -6,14 +6,15 @@ optimizer does not have are not.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from narrows.protocols.errors import UsageError
-from narrows.protocols.keys import Plan, TensorSpec
+from narrows.protocols.keys import DTYPE_BYTES, NamedArray, Plan, TensorSpec, pack_arrays, unpack_arrays
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -32,6 +33,12 @@ class FlatModel:
         if not named:
             raise UsageError("the optimizer has no trainable parameter of the model given to DistributedOptimizer")
         self.names = [name for name, _ in named]
+        index = {id(p): i for i, (_, p) in enumerate(named)}
+        self.aliases = tuple(
+            (name, index[id(p)])
+            for name, p in model.named_parameters(remove_duplicate=False)
+            if id(p) in index and name != self.names[index[id(p)]]
+        )
         self.parameters = [p for _, p in named]
         self.group_of = [position[id(p)] for p in self.parameters]
         self.groups = len(optimizer.param_groups)
@@ -39,14 +46,48 @@ class FlatModel:
         self.offsets = Plan(self.specs, "", ()).offsets()
         self.size = self.offsets[-1]
 
+    @property
+    def plain(self) -> bool:
+        """Every parameter is float32, contiguous and on the CPU: keys [begin, end) of it are memory that NumPy can name."""
+        return all(_plain(parameter) for parameter in self.parameters)
+
     def plan(self, optimizer: str, max_grad_norm: float) -> Plan:
         groups = tuple(tuple(i for i, g in enumerate(self.group_of) if g == group) for group in range(self.groups))
-        return Plan(self.specs, optimizer, groups, max_grad_norm)
+        return Plan(self.specs, optimizer, groups, max_grad_norm, self.aliases)
+
+    def name_of(self, key: int) -> str:
+        """The tensor that has this key."""
+        return self.names[bisect_right(self.offsets, key) - 1]
 
     def _pieces(self, flat: FloatArray) -> Iterable[tuple[torch.Tensor, torch.nn.Parameter]]:
         whole = torch.from_numpy(flat)
         for i, parameter in enumerate(self.parameters):
             yield whole[self.offsets[i] : self.offsets[i + 1]].view(parameter.shape), parameter
+
+    def _within(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """(tensor, low, high) of each tensor that has keys in [begin, end): its keys there are [low, high)."""
+        tensor = bisect_right(self.offsets, begin) - 1
+        while tensor < len(self.parameters) and self.offsets[tensor] < end:
+            low, high = max(begin, self.offsets[tensor]), min(end, self.offsets[tensor + 1])
+            if low < high:
+                yield tensor, low, high
+            tensor += 1
+
+    def write_keys(self, begin: int, values: FloatArray) -> None:
+        """Set keys [begin, begin + values.size) of plain parameters, in one pass."""
+        for tensor, low, high in self._within(begin, begin + values.size):
+            flat = self.parameters[tensor].detach().view(-1).numpy()
+            at = self.offsets[tensor]
+            np.copyto(flat[low - at : high - at], values[low - begin : high - begin])
+
+    def lend_gradient(self, begin: int, end: int) -> FloatArray | None:
+        """Keys [begin, end) of the gradients as they lie in memory, or None where they are not one plain run."""
+        tensor = bisect_right(self.offsets, begin) - 1
+        gradient = self.parameters[tensor].grad
+        if end > self.offsets[tensor + 1] or gradient is None or not _plain(gradient):
+            return None
+        flat: FloatArray = gradient.detach().view(-1).numpy()
+        return flat[begin - self.offsets[tensor] : end - self.offsets[tensor]]
 
     @torch.no_grad()
     def read(self, out: FloatArray) -> None:
@@ -60,19 +101,58 @@ class FlatModel:
         for piece, parameter in self._pieces(flat):
             parameter.copy_(piece)
 
-    @torch.no_grad()
-    def read_gradients(self, out: FloatArray) -> list[int]:
-        """Copy the gradients into `out`; return the indices of the tensors that have none (zeros there)."""
-        absent = []
-        for i, (piece, parameter) in enumerate(self._pieces(out)):
-            if parameter.grad is None:
-                absent.append(i)
-                piece.zero_()
-            elif parameter.grad.is_sparse:
+    def absent(self) -> list[int]:
+        """Indices of the tensors that have no gradient. Raises UsageError for a sparse one."""
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            if parameter.grad is not None and parameter.grad.is_sparse:
                 raise UsageError(
-                    f"the gradient of {self.names[i]!r} is sparse, which cannot be pushed as a gradient: "
+                    f"the gradient of {name!r} is sparse, which cannot be pushed as a gradient: "
                     "use --push update, or Embedding(sparse=False)"
                 )
+        return [i for i, parameter in enumerate(self.parameters) if parameter.grad is None]
+
+    @torch.no_grad()
+    def read_gradients(self, begin: int, out: FloatArray) -> None:
+        """Copy keys [begin, begin + out.size) of the gradients into `out`, zeros where there is none."""
+        for tensor, low, high in self._within(begin, begin + out.size):
+            target = out[low - begin : high - begin]
+            gradient = self.parameters[tensor].grad
+            if gradient is None:
+                target.fill(0.0)
             else:
-                piece.copy_(parameter.grad)
-        return absent
+                at = self.offsets[tensor]
+                torch.from_numpy(target).copy_(gradient.reshape(-1)[low - at : high - at])
+
+
+def _plain(tensor: torch.Tensor) -> bool:
+    return (
+        tensor.dtype == torch.float32
+        and tensor.device.type == "cpu"
+        and tensor.layout == torch.strided
+        and tensor.is_contiguous()
+    )
+
+
+# Module buffers (BatchNorm): those that a checkpoint of the model itself would have.
+
+
+def pack_buffers(model: torch.nn.Module) -> bytes:
+    """The persistent buffers of `model` by name, or b"" where it has none."""
+    kept = model.state_dict(keep_vars=True)
+    arrays: dict[str, NamedArray] = {}
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        dtype = str(buffer.dtype).removeprefix("torch.")
+        if name in kept and dtype in DTYPE_BYTES and buffer.layout == torch.strided:
+            flat = buffer.detach().cpu().contiguous().reshape(-1)
+            arrays[name] = (dtype, tuple(buffer.shape), flat.view(torch.uint8).numpy().tobytes())
+    return pack_arrays(arrays) if arrays else b""
+
+
+def load_buffers(model: torch.nn.Module, packed: bytes) -> None:
+    """Set the buffers of `model` that `packed` has under the same name and shape. Raises RemoteProtocolError."""
+    mine = dict(model.named_buffers(remove_duplicate=False))
+    with torch.no_grad():
+        for name, (dtype, shape, raw) in unpack_arrays(packed).items():
+            if name in mine and tuple(mine[name].shape) == shape and raw:
+                flat = torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(getattr(torch, dtype))
+                mine[name].copy_(flat.reshape(shape))

@@ -10,7 +10,7 @@ import torch
 
 from narrows.protocols.errors import UsageError
 from narrows.worker import session
-from narrows.worker.engine import Engine
+from narrows.worker.engine import Engine, clipped_step
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -21,6 +21,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     overlap: let gradients leave during the last of the `accumulate` backward passes of a step (modes that push gradients;
     pushed updates hide the link behind the next forward and backward anyway). p.grad must then stay untouched until step().
+    closure: where gradients are pushed it is called once a step, else as often as the inner optimizer calls it.
     max_grad_norm: L2 norm to clip to: of the folded mean where gradients are pushed (as DDP clips), else of the worker's own
     gradient. Raises UsageError for what cannot be pushed, IncompatibleError where the model is not the run's.
     """
@@ -49,21 +50,31 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of the run: returns the closure's loss, if one is given."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        parameters = [p for group in self.param_groups for p in group["params"]]
         if self._engine is None:
-            if self.max_grad_norm is not None:
-                torch.nn.utils.clip_grad_norm_([p for g in self.param_groups for p in g["params"]], self.max_grad_norm)
-            self.inner.step()
+            loss = clipped_step(self.inner, parameters, self.max_grad_norm or 0.0, closure)
             assert isinstance(self._session, session.Alone)
             self._session.steps += 1
-        else:
-            self._engine.step()
-            assert isinstance(self._session, session.Connected)
-            self._session.stepped()
+            return loss
+        if sum(p.requires_grad for p in parameters) > len(self._engine.flat.parameters):
+            raise UsageError(
+                "a parameter that was frozen when the run began now requires a gradient, and no other worker has it: "
+                "freeze parameters after DistributedOptimizer was made, not before"
+            )
+        loss = self._engine.step(closure)
+        assert isinstance(self._session, session.Connected)
+        self._session.stepped()
         return loss
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """GradScaler.step asks for it, and unscales p.grad without a trace in its version counter."""
+        if self._engine is not None and self._engine.overlap is not None:
+            raise UsageError(
+                "a GradScaler changes gradients between backward() and step(), but with overlap=True they have left "
+                "already: leave out overlap=True, or train in bfloat16, which needs no scaler"
+            )
+        return False
 
     def step_samples(self, samples: int) -> None:
         """Weight of the next push among the workers': the samples it was computed on (default 1)."""
@@ -78,16 +89,24 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise UsageError(
                 "add_param_group after the run has begun: pass every group to the optimizer before wrapping it"
             )
-        super().add_param_group(param_group)
-        if not self._building:
-            self.inner.param_groups = self.param_groups
+        if self._building:
+            super().add_param_group(param_group)
+        else:
+            self.inner.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state, and under "narrows" the residual (float32) and the clock."""
+        """The inner optimizer's state, and under "narrows" the clock and the residual (float32[parameters], or None).
+
+        Save the model beside it inside `shared()`: outside, its parameters hold this worker's residual already. Where
+        gradients are pushed, the optimizer's moments are the server's, and in its checkpoints.
+        """
         state = self.inner.state_dict()
         if self._engine is not None:
-            residuals = [view.feedback.state_dict() for view in self._engine.views]
-            state["narrows"] = {"clock": self._engine.clock, "residuals": residuals}
+            residual = self._engine.residual()
+            state["narrows"] = {
+                "clock": self._engine.clock,
+                "residual": None if residual is None else torch.from_numpy(residual),
+            }
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -96,9 +115,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         ours = state.pop("narrows", None)
         self.inner.load_state_dict(state)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
-        if ours is not None and self._engine is not None:
-            for view, residual in zip(self._engine.views, ours["residuals"], strict=True):
-                view.feedback.load_state_dict(residual)
+        if ours is not None and self._engine is not None and ours["residual"] is not None:
+            self._engine.load_residual(ours["residual"].numpy())
 
     def finish(self) -> None:
         """End this worker's part: send what is left, wait until it is folded, leave. At exit it is called for you."""

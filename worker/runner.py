@@ -6,6 +6,9 @@ other threads hand it commands with `call` and take what it delivers with `take`
 
 from __future__ import annotations
 
+import contextlib
+import socket
+import sys
 import threading
 import time
 from collections import deque
@@ -18,7 +21,7 @@ from narrows.protocols import messages as m
 from narrows.protocols.effects import Failed, Joined, Left, MemberEffect, Send
 from narrows.protocols.errors import BY_EXIT_CODE, NarrowsError, RemoteProtocolError, UnreachableError
 from narrows.protocols.member import Member, Timing
-from narrows.protocols.wire import HEADER_BYTES_MAX, PAYLOAD_BYTES_MAX, decode, encode
+from narrows.protocols.wire import HEADER_BYTES_MAX, LOCAL_HOSTS, PAYLOAD_BYTES_MAX, decode, encode, local_endpoint
 
 TICK_MS = 50
 QUEUE_MESSAGES_MAX = 4 * m.PARTS_MAX
@@ -37,6 +40,17 @@ def check_address(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
+def endpoint(host: str, port: int) -> str:
+    """Where to dial: the Unix socket of a server on this machine, where there is one, else TCP."""
+    if sys.platform == "linux" and host in LOCAL_HOSTS:
+        local = local_endpoint(port)
+        with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(OSError):
+            probe.settimeout(1.0)
+            probe.connect("\0" + local.removeprefix("ipc://@"))
+            return local
+    return f"tcp://{host}:{port}"
+
+
 class Link:
     """The session of this process with its server. Close it; it is a context manager of nothing but its own thread."""
 
@@ -50,7 +64,7 @@ class Link:
         self._error: BaseException | None = None
         self._closing = False
         self.bytes_up = self.bytes_down = 0
-        self._context = zmq.Context()
+        self._context = zmq.Context(io_threads=2)
         wake = f"inproc://narrows-{id(self)}"
         self._wake_in = self._context.socket(zmq.PAIR)
         self._wake_in.bind(wake)
@@ -104,15 +118,15 @@ class Link:
             self._changed.notify_all()
 
     def _connect(self, poller: zmq.Poller, port: int) -> None:
-        socket = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.LINGER, LINGER_MS)
-        socket.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES_MAX)
-        socket.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES_MAX)
-        socket.setsockopt(zmq.MAXMSGSIZE, max(PAYLOAD_BYTES_MAX, HEADER_BYTES_MAX))
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
-        socket.connect(f"tcp://{self.host}:{port}")
-        poller.register(socket, zmq.POLLIN)
-        self._sockets.append(socket)
+        dealer = self._context.socket(zmq.DEALER)
+        dealer.setsockopt(zmq.LINGER, LINGER_MS)
+        dealer.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES_MAX)
+        dealer.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES_MAX)
+        dealer.setsockopt(zmq.MAXMSGSIZE, max(PAYLOAD_BYTES_MAX, HEADER_BYTES_MAX))
+        dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+        dealer.connect(endpoint(self.host, port))
+        poller.register(dealer, zmq.POLLIN)
+        self._sockets.append(dealer)
 
     def _main(self) -> None:
         poller = zmq.Poller()
@@ -127,10 +141,10 @@ class Link:
                 while self._commands:
                     command = self._commands.popleft()
                     self._apply(poller, command(self.member, time.monotonic_ns()))
-                for shard, socket in enumerate(list(self._sockets)):
-                    for _ in range(BURST if socket in ready else 0):
+                for shard, dealer in enumerate(list(self._sockets)):
+                    for _ in range(BURST if dealer in ready else 0):
                         try:
-                            frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                            frames = dealer.recv_multipart(zmq.NOBLOCK, copy=False)
                         except zmq.Again:
                             break
                         self.bytes_down += sum(len(frame.buffer) for frame in frames)
@@ -145,8 +159,8 @@ class Link:
                 error = type(error)(f"{self.address}: {error}")
             self._fail(error)
         finally:
-            for socket in self._sockets:
-                socket.close()
+            for dealer in self._sockets:
+                dealer.close()
             self._wake_in.close(0)
 
     def _apply(self, poller: zmq.Poller, effects: list[MemberEffect]) -> None:
@@ -170,13 +184,13 @@ class Link:
             return
         frames = encode(effect.message)
         self.bytes_up += sum(map(len, frames))
-        socket = self._sockets[effect.peer]
+        dealer = self._sockets[effect.peer]
         try:
             if len(frames) == 2 and len(frames[1]) >= ZERO_COPY_BYTES:
-                socket.send(frames[0], zmq.SNDMORE | zmq.NOBLOCK)
-                socket.send(frames[1], zmq.NOBLOCK, copy=False)
+                dealer.send(frames[0], zmq.SNDMORE | zmq.NOBLOCK)
+                dealer.send(frames[1], zmq.NOBLOCK, copy=False)
             else:
-                socket.send_multipart(frames, zmq.NOBLOCK)
+                dealer.send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:
             pass  # its queue is full: the request is repeated
 
@@ -185,8 +199,8 @@ def tell_left(address: str, token: str) -> None:
     """Tell a coordinator that the worker of `token` is gone, a few times, without waiting for its answer."""
     message = m.Leave(token, -1)
     host, port = check_address(address)
-    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.setsockopt(zmq.LINGER, LINGER_MS)
-        socket.connect(f"tcp://{host}:{port}")
-        socket.send_multipart(encode(message))
-        socket.poll(LINGER_MS)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.setsockopt(zmq.LINGER, LINGER_MS)
+        dealer.connect(endpoint(host, port))
+        dealer.send_multipart(encode(message))
+        dealer.poll(LINGER_MS)

@@ -1,0 +1,349 @@
+"""Every sync mode on every task against the same script alone in one process: its metric, seconds, bytes up and down.
+
+    python bench/convergence.py --preset modes                 # MNIST-5k, 4 workers, each mode at its default flags
+    python bench/convergence.py --preset modes --task digits
+    python bench/convergence.py --preset sparse                # byte GPT, 2 workers, 5 % and 1 % of each update
+    python bench/convergence.py --preset sparse --show         # print what the last campaign found, as Markdown
+
+Rules
+- Real `ps-serve` and `ps-worker --record` commands on loopback; all figures but the single process's are from the record.
+- Every worker, server and the single process has one thread. Runs follow one another, all rows of a seed first.
+- A held row goes through proxy.py, which holds every chunk for the median step of the first `bsp` row, each way.
+- Each run is written to the JSON at once; one that is there for this commit is not run again without --again.
+- A run that fails is reported and the others go on; the exit code is then 1.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import re
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import click
+import launch
+from launch import CommandFailed
+from proxy import LISTEN, Proxy
+
+PROBE_STEPS = 40
+POINT = 0.01  # of accuracy: how far below the single process the claim allows a mode's mean
+
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A script of bench/tasks. `metric` is the name that it records; its last line ends with the figure."""
+
+    name: str
+    metric: str
+    steps: int
+    steps_per_epoch: int = 0  # 0: the script takes --steps
+
+    def arguments(self, steps: int, seed: int) -> list[str]:
+        flag = ["--epochs", steps // self.steps_per_epoch] if self.steps_per_epoch else ["--steps", steps]
+        return [str(launch.ROOT / "bench" / "tasks" / f"{self.name}.py"), *map(str, flag), "--seed", str(seed)]
+
+    def rounded(self, steps: int) -> int:
+        """What the script can run: whole epochs."""
+        whole = self.steps_per_epoch or 1
+        return max(1, steps // whole) * whole
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: flags of ps-serve, or none for the single process."""
+
+    name: str
+    flags: tuple[str, ...] = ()
+    held: bool = False
+
+    @property
+    def key(self) -> str:
+        return self.name + (", held" if self.held else "")
+
+
+SINGLE, DENSE = Row("single process"), Row("bsp", ("--sync", "bsp"))
+
+
+def ssp(staleness: int, compress: str, push: str = "") -> Row:
+    flags = ("--sync", "ssp", "--staleness", str(staleness), "--compress", compress)
+    name = f"ssp, s = {staleness}, {compress}"
+    return Row(f"{name}, push {push}", (*flags, "--push", push)) if push else Row(name, flags)
+
+
+@dataclass(frozen=True)
+class Preset:
+    tasks: tuple[Task, ...]
+    workers: int
+    rows: tuple[Row, ...]
+
+
+SPARSE = tuple(ssp(s, compress, push) for push in ("", "gradient") for s, compress in ((1, "topk:0.05+int8"), (2, "topk:0.01+int8")))  # fmt: skip  # noqa: E501
+PRESETS = {
+    "modes": Preset(
+        (Task("mnist5k", "accuracy", 744, steps_per_epoch=62), Task("digits", "accuracy", 600)),
+        workers=4,
+        rows=(SINGLE, *(Row(mode, ("--sync", mode)) for mode in ("bsp", "ssp", "async", "local"))),
+    ),
+    "sparse": Preset(
+        (Task("bytelm", "loss", 400),),
+        workers=2,
+        rows=(SINGLE, *(replace(row, held=held) for row in (DENSE, *SPARSE) for held in (False, True))),
+    ),
+}
+
+
+# Runs.
+
+
+def single(task: Task, steps: int, seed: int, limit_s: float) -> Result:
+    """The script as plain python. Raises CommandFailed."""
+    said, seconds = launch.run([sys.executable, *task.arguments(steps, seed)], limit_s)
+    step = re.search(r"median step ([\d.]+) s", said)
+    metric = float(re.findall(r"\d+\.\d+", said.strip().splitlines()[-1])[-1])
+    return {"metric": metric, "seconds": seconds, "median_step_s": float(step[1]) if step else None}
+
+
+def cluster(task: Task, row: Row, workers: int, steps: int, seed: int, hold_s: float, limit_s: float) -> Result:
+    """A server, perhaps the proxy, and the workers. Raises CommandFailed."""
+    ports = launch.free_ports(1)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        launch.serving([*row.flags, "--workers", str(workers)], ports),
+        Proxy(ports, 1000 * hold_s) if row.held else nullcontext(),
+    ):
+        record = Path(folder) / "record.jsonl"
+        address = f"tcp://{LISTEN if row.held else '127.0.0.1'}:{ports[0]}"
+        command = [sys.executable, "-m", "narrows.worker.cli", "--server", address, "-n", str(workers)]
+        _, seconds = launch.run([*command, "--record", str(record), *task.arguments(steps, seed)], limit_s)
+        events = [json.loads(line) for line in record.read_text().splitlines()]
+    held = {"hold_ms": 1000 * hold_s} if row.held else {}
+    return read(events, task.metric) | {"seconds": seconds, "workers": workers, "flags": list(row.flags)} | held
+
+
+def read(events: list[Result], metric: str) -> Result:
+    """The figures of one record. A worker's first step, which carries its first state, is in the totals alone."""
+    done = events[-1]
+    by_worker: dict[int, list[Result]] = {}
+    for event in events:
+        if event["event"] == "step":
+            by_worker.setdefault(event["worker"], []).append(event)
+    steps = [step for own in by_worker.values() for step in own[1:]]
+    between = [b["seconds"] - a["seconds"] for own in by_worker.values() for a, b in pairwise(own)]
+    return {
+        "metric": done["last"][metric],
+        "median_step_s": statistics.median(between),
+        "step_bytes_up": statistics.fmean(step["push_bytes"] for step in steps),
+        "step_bytes_down": statistics.fmean(step["pull_bytes"] for step in steps),
+        "bytes_up": done["bytes_up"],
+        "bytes_down": done["bytes_down"],
+        "staleness": {str(n): count for n, count in sorted(Counter(step["staleness"] for step in steps).items())},
+        "wait_s": statistics.fmean(sum(step["wait_seconds"] for step in own) for own in by_worker.values()),
+    }
+
+
+class Campaign:
+    """The runs of one preset and task, and the JSON that holds them."""
+
+    def __init__(self, preset: Preset, task: Task, steps: int, path: Path, limit_s: float) -> None:
+        self.preset, self.task, self.steps, self.path, self.limit_s = preset, task, steps, path, limit_s
+        self.results: list[Result] = json.loads(path.read_text()) if path.exists() else []
+        self.facts = launch.facts()
+        self.failed: list[str] = []
+
+    def found(self, commit: str, row: Row, seed: int | None = None) -> list[Result]:
+        """Runs of this row, oldest seed first."""
+        wanted = {"task": self.task.name, "row": row.key, "steps": self.steps, "commit": commit}
+        hits = [
+            result for result in self.results if wanted.items() <= result.items() and seed in (None, result["seed"])
+        ]
+        return sorted(hits, key=lambda result: int(result["seed"]))
+
+    def hold_s(self, seed: int) -> float:
+        """One step's time, the same for all held rows of a campaign: what they had so far, or the first bsp row's."""
+        commit = self.facts["commit"]
+        before = [result for row in self.preset.rows if row.held for result in self.found(commit, row)]
+        if before:
+            return float(before[0]["hold_ms"]) / 1000
+        dense = self.found(commit, DENSE)
+        if not dense:
+            dense = [cluster(self.task, DENSE, self.preset.workers, PROBE_STEPS, seed, 0, self.limit_s)]
+        click.echo(f"held rows hold for the median step of bsp, {1000 * dense[0]['median_step_s']:.1f} ms, each way")
+        return float(dense[0]["median_step_s"])
+
+    def run(self, row: Row, seed: int, again: bool) -> None:
+        if self.found(self.facts["commit"], row, seed) and not again:
+            return
+        name = f"{self.task.name}, {row.key}, {self.steps} steps, seed {seed}"
+        try:
+            if row.flags:
+                hold_s = self.hold_s(seed) if row.held else 0.0
+                figures = cluster(self.task, row, self.preset.workers, self.steps, seed, hold_s, self.limit_s)
+            else:
+                figures = single(self.task, self.steps, seed, self.limit_s)
+        except (CommandFailed, OSError) as error:
+            self.failed.append(name)
+            click.echo(f"FAILED {name}: {error}", err=True)
+            return
+        key = {"task": self.task.name, "row": row.key, "seed": seed, "steps": self.steps}
+        old = self.found(self.facts["commit"], row, seed)
+        self.results = [result for result in self.results if result not in old]
+        self.results.append(key | self.facts | {"date": time.strftime("%Y-%m-%dT%H:%M:%S%z")} | figures)
+        launch.save(self.path, self.results)
+        click.echo(f"{name}: {self.task.metric} {figures['metric']:.4f} in {figures['seconds']:.0f} s")
+
+    def newest_commit(self) -> str:
+        """Of the runs of these steps."""
+        mine = [r for r in self.results if r["task"] == self.task.name and r["steps"] == self.steps]
+        return str(mine[-1]["commit"]) if mine else "none"
+
+
+# Tables.
+
+
+def mean(results: list[Result], name: str) -> float | None:
+    values = [result[name] for result in results if result.get(name) is not None]
+    return statistics.fmean(values) if values else None
+
+
+def shown(value: float | None, digits: int, scale: float = 1.0) -> str:
+    return "-" if value is None else f"{value * scale:,.{digits}f}"
+
+
+def seeds(results: list[Result], digits: int, scale: float = 1.0) -> str:
+    return " ".join(f"{result['metric'] * scale:.{digits}f}" for result in results)
+
+
+def histogram(results: list[Result]) -> str:
+    """Percent of the steps at each staleness; `async` has a long tail, shown as one entry."""
+    count: Counter[int] = Counter()
+    for result in results:
+        count.update({min(int(n), 4): hits for n, hits in result.get("staleness", {}).items()})
+    return " ".join(f"{n}{'+' if n == 4 else ''}:{100 * count[n] / count.total():.0f}" for n in sorted(count)) or "-"
+
+
+def accuracy_table(rows: list[tuple[Row, list[Result]]]) -> list[str]:
+    base = mean({row.key: found for row, found in rows}.get(SINGLE.key, []), "metric")
+    lines = [
+        "| mode | accuracy, % | seeds | to single, points | claim | MB up | MB down | wait, s | staleness, % | step, ms | s |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row, found in rows:
+        metric = mean(found, "metric")
+        gap = None if base is None or metric is None or not row.flags else metric - base
+        claim = "-" if gap is None else "holds" if gap >= -POINT - 1e-9 else "MISSED"
+        cells = [
+            *(row.key, shown(metric, 2, 100), seeds(found, 1, 100), "-" if gap is None else f"{100 * gap:+.2f}", claim),
+            *(shown(mean(found, "bytes_up"), 1, 1e-6), shown(mean(found, "bytes_down"), 1, 1e-6)),
+            *(shown(mean(found, "wait_s"), 1), histogram(found), shown(mean(found, "median_step_s"), 1, 1000)),
+            shown(mean(found, "seconds"), 0),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def loss_table(rows: list[tuple[Row, list[Result]]]) -> list[str]:
+    by_key = {row.key: found for row, found in rows}
+    base, dense = mean(by_key.get(SINGLE.key, []), "metric"), by_key.get(DENSE.key, [])
+    lines = [
+        "| run | loss | seeds | to single | kB up | of dense | kB down | of dense | wait, s | staleness, % | step, ms | s |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row, found in rows:
+        metric = mean(found, "metric")
+        gap = "-" if base is None or metric is None or not row.flags else f"{100 * (metric / base - 1):+.1f} %"
+        link: list[str] = []
+        for name in ("step_bytes_up", "step_bytes_down"):
+            bytes_, full = mean(found, name), mean(dense, name)
+            link += [shown(bytes_, 1, 1e-3), "-" if not bytes_ or not full else f"1/{full / bytes_:.0f}"]
+        cells = [
+            *(row.key, shown(metric, 3), seeds(found, 3), gap, *link, shown(mean(found, "wait_s"), 1)),
+            *(histogram(found), shown(mean(found, "median_step_s"), 1, 1000), shown(mean(found, "seconds"), 0)),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def markdown(campaign: Campaign, commit: str) -> str:
+    """The table of one commit, and below it what its figures are worth nothing without."""
+    rows = [(row, campaign.found(commit, row)) for row in campaign.preset.rows]
+    rows = [(row, found) for row, found in rows if found]
+    task = campaign.task
+    if not rows:
+        return f"{campaign.path} holds no run of {task.name}, {campaign.steps} steps, at commit {commit}"
+    lines = accuracy_table(rows) if task.metric == "accuracy" else loss_table(rows)
+    runs = [result for _, found in rows for result in found]
+    holds = sorted({f"{result['hold_ms']:.0f}" for result in runs if "hold_ms" in result})
+    facts = runs[-1]
+    lines += [
+        "",
+        f"{task.name}, {campaign.steps} steps, {campaign.preset.workers} workers, one thread each; commit {commit}; "
+        f"{facts['machine']}; torch {facts['torch']}; {min(r['date'] for r in runs)[:16]} to "
+        f"{max(r['date'] for r in runs)[:16]}. kB are a worker's mean step after its first, MB the whole run of all workers; "
+        "wait is a worker's mean total; s is the whole command"
+        + (f"; held: every chunk for {' or '.join(holds)} ms, each way." if holds else "."),
+    ]
+    return "\n".join(lines)
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--preset", "name", type=click.Choice(list(PRESETS)), required=True)
+@click.option("--task", "task_name", help="of the preset; the first by default")
+@click.option("--seeds", "seed_list", default="0,1,2", help="comma-separated")
+@click.option("--rows", "pattern", default="*", help="only rows whose name matches, such as '*held' or 'bsp*'")
+@click.option("--steps", type=int, help="for quick looks; whole epochs where the script counts those")
+@click.option("--again", is_flag=True, help="run what the JSON already holds for this commit")
+@click.option("--show", is_flag=True, help="run nothing, print the table")
+@click.option("--commit", help="whose runs --show prints; the newest by default")
+@click.option("--out", type=click.Path(path_type=Path), help="the JSON; bench/out/PRESET.json by default")
+@click.option("--limit", "limit_s", type=float, default=3600.0, help="seconds after which a run counts as failed")
+def main(
+    name: str,
+    task_name: str | None,
+    seed_list: str,
+    pattern: str,
+    steps: int | None,
+    again: bool,
+    show: bool,
+    commit: str | None,
+    out: Path | None,
+    limit_s: float,
+) -> None:
+    """Compare sync modes with the same script alone in one process."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # children are then ended too
+    preset = PRESETS[name]
+    task = next((task for task in preset.tasks if task_name in (None, task.name)), None)
+    if task is None:
+        raise click.BadParameter(f"--preset {name} has {', '.join(t.name for t in preset.tasks)}", param_hint="--task")
+    path = out or launch.OUT / f"{name}.json"
+    campaign = Campaign(preset, task, task.rounded(steps or task.steps), path, limit_s)
+    if show:
+        click.echo(markdown(campaign, commit or campaign.newest_commit()))
+        return
+    chosen = [row for row in preset.rows if fnmatch.fnmatchcase(row.key, pattern)]
+    if not chosen:
+        raise click.BadParameter(
+            f"no row matches {pattern!r}; {'; '.join(r.key for r in preset.rows)}", param_hint="--rows"
+        )
+    for seed in map(int, seed_list.split(",")):
+        for row in chosen:
+            campaign.run(row, seed, again)
+    click.echo(f"\n{markdown(campaign, campaign.facts['commit'])}")
+    if campaign.failed:
+        click.echo("failed: " + "; ".join(campaign.failed), err=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

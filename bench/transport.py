@@ -1,0 +1,207 @@
+"""Push and pull of dense models through a real ps-serve, beside a raw ZeroMQ echo of the same bytes and a memcpy.
+
+    python bench/transport.py                       1, 4, 25 and 100 MiB, 1 and 2 workers, under bsp
+    python bench/transport.py --sync ssp --sizes 25
+
+Rules
+- What is timed is `optimizer.step()` whole: gradient out of p.grad, to the server, folded there (a step of SGD, or the
+  addition of an update), the new state back and written into the parameters. Under bsp a step waits for all of that; under
+  ssp and async the answer to the step before is on its way meanwhile, and every second call of a pair waits.
+- The echo is DEALER to ROUTER and back with no copy of ours at either end: the same bytes each way, in frames of 1, 2 and
+  4 MiB, by the same worker processes, each round right after a step, so that all see the same noise. The best of the three counts.
+- A figure is the median over all rounds of the slowest worker; two workers send twice the bytes, so their MiB/s is the sum.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import torch
+import zmq
+from torch import nn
+
+from narrows.worker import DistributedOptimizer, rank
+
+MIB = 1 << 20
+FRAMES_MIB = (1, 2, 4)
+LIMIT_S = 300.0
+HERE = Path(__file__).resolve()
+BIN = Path(sys.executable).parent
+
+
+def echo_once(socket: zmq.Socket[bytes], values: memoryview, frame: int) -> float:
+    """Seconds to send `values` in frames and have all of them back."""
+    begin = time.perf_counter()
+    count = 0
+    for at in range(0, len(values), frame):
+        socket.send(values[at : at + frame], copy=False)
+        count += 1
+    for _ in range(count):
+        if not socket.poll(10_000):
+            raise SystemExit("the echo does not answer")
+        socket.recv(copy=False)
+    return time.perf_counter() - begin
+
+
+@click.group(invoke_without_command=True)
+@click.option("--sizes", default="1,4,25,100", help="MiB of float32 parameters [1,4,25,100]")
+@click.option("--workers", default="1,2", help="how many at once [1,2]")
+@click.option("--sync", default="bsp", help="mode of the server [bsp]")
+@click.option("--shards", default=1, help="server processes [1]")
+@click.option("--rounds", default=0, help="rounds of 3 steps and 3 echoes [so that each takes some seconds]")
+@click.option("--json", "json_file", default="bench/out/transport.json", help="where the figures go")
+@click.pass_context
+def main(context: click.Context, sizes: str, workers: str, sync: str, shards: int, rounds: int, json_file: str) -> None:
+    """Time push + pull against a raw echo."""
+    if context.invoked_subcommand:
+        return
+    rows = []
+    click.echo("| MiB | workers | step ms | push+pull MiB/s | echo ms (frame) | of echo | memcpy ms |\n|" + "---|" * 7)
+    for size in map(int, sizes.split(",")):
+        for count in map(int, workers.split(",")):
+            row = measure(size, count, sync, shards, rounds or max(5, min(60, 800 // size)))
+            rows.append(row)
+            click.echo(
+                f"| {size} | {count} | {row['step_ms']:.2f} | {row['mib_per_second']:.0f} | "
+                f"{row['echo_ms']:.2f} ({row['echo_frame_mib']}) | {row['of_echo']:.2f} | {row['memcpy_ms']:.2f} |"
+            )
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=HERE.parent)
+    machine = {"cores": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version()}
+    Path(json_file).parent.mkdir(parents=True, exist_ok=True)
+    facts = {"commit": commit.stdout.strip(), "sync": sync, **machine, "rows": rows}
+    Path(json_file).write_text(json.dumps(facts, indent=1) + "\n")
+
+
+def measure(size: int, count: int, sync: str, shards: int, rounds: int) -> dict[str, Any]:
+    """Run `count` workers of `size` MiB; one row of the table."""
+    with tempfile.TemporaryDirectory() as folder:
+        ready = Path(folder) / "ready"
+        serve: list[str] = [
+            str(BIN / "ps-serve"),
+            "--bind",
+            "tcp://127.0.0.1:0",
+            "--sync",
+            sync,
+            "--ready-file",
+            str(ready),
+        ]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        server = subprocess.Popen(
+            [*serve, "--workers", str(count), "--shards", str(shards)],
+            stdout=subprocess.DEVNULL,
+            env=environment,
+            cwd=folder,
+        )
+        echo = subprocess.Popen(
+            [sys.executable, str(HERE), "echo"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        try:
+            assert echo.stdout is not None
+            port = echo.stdout.readline().strip()
+            deadline = time.monotonic() + LIMIT_S
+            while not (ready.exists() and ready.read_text()):
+                if server.poll() is not None or time.monotonic() > deadline:
+                    raise SystemExit("ps-serve did not start")
+                time.sleep(0.05)
+            address = json.loads(ready.read_text())["address"]
+            script = [
+                str(HERE),
+                "worker",
+                "--echo",
+                port,
+                "--size",
+                str(size),
+                "--rounds",
+                str(rounds),
+                "--out",
+                folder,
+            ]
+            worker = [str(BIN / "ps-worker"), "--server", address, "-n", str(count), *script]
+            subprocess.run(worker, check=True, timeout=LIMIT_S, stdout=subprocess.DEVNULL, env=environment)
+        finally:
+            for process in (server, echo):
+                process.terminate()
+                process.wait(30)
+        times = [json.loads((Path(folder) / f"{i}.json").read_text()) for i in range(count)]
+    medians = {key: max(statistics.median(one[key]) for one in times) for key in times[0]}
+    frame = min(FRAMES_MIB, key=lambda mib: medians[f"echo{mib}"])
+    return {
+        "mib": size,
+        "workers": count,
+        "step_ms": 1e3 * medians["step"],
+        "mib_per_second": 2 * size * count / medians["step"],
+        "echo_ms": 1e3 * medians[f"echo{frame}"],
+        "echo_frame_mib": frame,
+        "of_echo": medians[f"echo{frame}"] / medians["step"],
+        "memcpy_ms": 1e3 * medians["memcpy"],
+        "rounds": rounds,
+    }
+
+
+@main.command(hidden=True)
+@click.option("--echo", "port", type=int)
+@click.option("--size", type=int)
+@click.option("--rounds", type=int)
+@click.option("--out", type=Path)
+def worker(port: int, size: int, rounds: int, out: Path) -> None:
+    """One worker, under ps-worker."""
+    count = size * MIB // 4 // 4
+    model = nn.ParameterList([nn.Parameter(torch.zeros(count)) for _ in range(4)])
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), model)
+    for parameter in model:
+        parameter.grad = torch.ones(count)
+    source, target = np.ones(4 * count, np.float32), np.zeros(4 * count, np.float32)
+    times: dict[str, list[float]] = {name: [] for name in ("step", "memcpy", *(f"echo{mib}" for mib in FRAMES_MIB))}
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(f"tcp://127.0.0.1:{port}")
+        for turn in range(-1, rounds):
+            for mib in FRAMES_MIB:
+                begin = time.perf_counter()
+                optimizer.step()
+                stepped = time.perf_counter() - begin
+                echoed = echo_once(socket, source.view(np.uint8).data, mib * MIB)
+                if turn >= 0:
+                    times["step"].append(stepped)
+                    times[f"echo{mib}"].append(echoed)
+            begin = time.perf_counter()
+            np.copyto(target, source)
+            times["memcpy"].append(time.perf_counter() - begin)
+    # The fold was really done: lr * 1 off every weight for each step, whoever took part in it.
+    steps = 3 * (rounds + 1)
+    with optimizer.shared():
+        off = max(float((p + 0.5 * steps).abs().max()) for p in model)
+    if off > 1e-3 * steps:
+        raise SystemExit(f"after {steps} steps the weights are {off} from where they should be")
+    (out / f"{rank()}.json").write_text(json.dumps(times))
+
+
+@main.command(hidden=True)
+def echo() -> None:
+    """Send every message back until stdin ends."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        print(socket.bind_to_random_port("tcp://127.0.0.1"), flush=True)
+        poller = zmq.Poller()
+        poller.register(socket, zmq.POLLIN)
+        poller.register(sys.stdin.fileno(), zmq.POLLIN)
+        while True:
+            ready = dict(poller.poll())
+            if sys.stdin.fileno() in ready:
+                return
+            socket.send_multipart(socket.recv_multipart(copy=False), copy=False)
+
+
+if __name__ == "__main__":
+    main()

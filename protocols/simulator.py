@@ -1,0 +1,175 @@
+"""A network that is not there: virtual time, and machines whose messages are delayed, lost, repeated and reordered.
+
+Rules
+- All follows from the seed: one generator, one heap of events, ties in the order in which they were made.
+- It knows no message and no machine, only that a machine handles and ticks. A machine speaks through `send`.
+- A link is a pair of addresses. It keeps the order of what is sent unless a fault strikes. What is under way to a machine
+  that has crashed reaches the next one at that address, or nobody.
+- `struck` counts what the faults really did to a machine that is there, not what was drawn.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import Any, Generic, Protocol, TypeVar
+
+from narrows.protocols.effects import NS
+
+MS = NS // 1000
+_MASK = (1 << 64) - 1
+
+Message = TypeVar("Message")
+Heard = TypeVar("Heard", contravariant=True)
+
+
+class Random:
+    """SplitMix64 (Steele, Lea, Flood 2014): sixty-four bits of state, and the same stream everywhere."""
+
+    __slots__ = ("state",)
+
+    def __init__(self, seed: int) -> None:
+        self.state = seed & _MASK
+
+    def next(self) -> int:
+        """The next of 2**64 values."""
+        self.state = z = (self.state + 0x9E3779B97F4A7C15) & _MASK
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+        return z ^ (z >> 31)
+
+    def between(self, low: int, high: int) -> int:
+        """A whole number from `low` to `high`, both included."""
+        return low + (self.next() * (high - low + 1) >> 64)
+
+    def chance(self, probability: float) -> bool:
+        return self.next() < probability * (_MASK + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """What a link does to each message: probabilities, and delays in ns."""
+
+    loss: float = 0.0
+    duplication: float = 0.0
+    reordering: float = 0.0  # of being held back, so that later ones overtake it
+    delay_ns: tuple[int, int] = (MS, 20 * MS)
+    late_ns: int = NS  # the longest that a message is held back, or its copy comes after it
+
+
+class Machine(Protocol[Heard]):
+    """What stands at an address. Both calls may `send`, `start` and `crash`."""
+
+    def handle(self, source: str, message: Heard, now_ns: int) -> None: ...
+
+    def tick(self, now_ns: int) -> None: ...
+
+
+@dataclass(slots=True)
+class _Link:
+    sent: int = 0
+    newest: int = -1  # the greatest number that has arrived
+    free_ns: int = 0  # what is sent next does not arrive before this
+    cut_ns: int = 0  # until then it loses everything
+
+
+class Simulator(Generic[Message]):
+    """Runs machines on one heap of events. `trace`, where given, takes a line for each event."""
+
+    def __init__(self, seed: int, faults: Faults, tick_ns: int, trace: Callable[[str], None] | None = None) -> None:
+        self.random = Random(seed)
+        self.faults, self.tick_ns, self.trace = faults, tick_ns, trace
+        self.now_ns = 0
+        self.struck: Counter[str] = Counter()
+        self.digest = 0  # of all events so far: two runs are the same where it is
+        self._machines: dict[str, Machine[Message]] = {}
+        self._links: dict[tuple[str, str], _Link] = {}
+        self._events: list[tuple[int, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._made = 0
+
+    # Machines.
+
+    def start(self, machine: Machine[Message], *addresses: str) -> None:
+        """Put a machine at its addresses; it ticks from now on, out of step with the others."""
+        for address in addresses:
+            self._machines[address] = machine
+        self.note(f"start {' '.join(addresses)}")
+        self.at(self.now_ns + self.random.between(1, self.tick_ns), self._tick, addresses[0], machine)
+
+    def crash(self, *addresses: str) -> None:
+        """Take away the machine at these addresses."""
+        for address in addresses:
+            del self._machines[address]
+        self.note(f"crash {' '.join(addresses)}")
+
+    def alive(self, address: str) -> bool:
+        return address in self._machines
+
+    # Messages.
+
+    def send(self, source: str, target: str, message: Message) -> None:
+        random, faults = self.random, self.faults
+        link = self._link(source, target)
+        number, link.sent = link.sent, link.sent + 1
+        if self.now_ns < link.cut_ns or random.chance(faults.loss):
+            self.struck["cut off" if self.now_ns < link.cut_ns else "lost"] += target in self._machines
+            return
+        arrival = link.free_ns = max(self.now_ns + random.between(*faults.delay_ns), link.free_ns)
+        if random.chance(faults.reordering):
+            arrival += random.between(0, faults.late_ns)
+        self.at(arrival, self._deliver, link, number, False, source, target, message)
+        if random.chance(faults.duplication):
+            arrival += random.between(0, faults.late_ns)
+            self.at(arrival, self._deliver, link, number, True, source, target, message)
+
+    def cut(self, one: str, other: str, until_ns: int) -> None:
+        """Lose all that is sent between two addresses until then."""
+        self._link(one, other).cut_ns = self._link(other, one).cut_ns = until_ns
+
+    def _link(self, source: str, target: str) -> _Link:
+        link = self._links.get((source, target))
+        if link is None:
+            link = self._links[source, target] = _Link()
+        return link
+
+    # Time.
+
+    def at(self, time_ns: int, action: Callable[..., None], *arguments: Any) -> None:
+        """Call `action` then; an event like any other."""
+        self._made += 1
+        heappush(self._events, (time_ns, self._made, action, arguments))
+
+    def step(self) -> bool:
+        """One event. False where there is none left."""
+        if not self._events:
+            return False
+        self.now_ns, _, action, arguments = heappop(self._events)
+        action(*arguments)
+        return True
+
+    def note(self, text: str) -> None:
+        """A line of the trace, and part of the digest."""
+        self.digest = zlib.crc32(b"%d %s" % (self.now_ns, text.encode()), self.digest)
+        if self.trace is not None:
+            self.trace(f"{self.now_ns / NS:9.4f} {text}")
+
+    def _deliver(self, link: _Link, number: int, copy: bool, source: str, target: str, message: Message) -> None:
+        machine = self._machines.get(target)
+        if machine is None:
+            self.struck["to nobody"] += 1
+            return
+        if copy:
+            self.struck["duplicated"] += 1
+        elif number < link.newest:
+            self.struck["reordered"] += 1
+        link.newest = max(link.newest, number)
+        self.note(f"{source} > {target} {message if self.trace is not None else type(message).__name__}")
+        machine.handle(source, message, self.now_ns)
+
+    def _tick(self, address: str, machine: Machine[Message]) -> None:
+        if self._machines.get(address) is machine:
+            machine.tick(self.now_ns)
+            self.at(self.now_ns + self.tick_ns, self._tick, address, machine)

@@ -1,0 +1,141 @@
+"""Training scripts as users write them, run in threads: each worker has a session of its own, on an in-process cluster.
+
+`session.current` is per process by design; here it is per thread. All else is the real thing, sockets aside.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import in_process
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from in_process import Cluster, together
+from torch import nn
+
+from narrows.protocols.effects import NS, Joined
+from narrows.protocols.modes import Settings
+from narrows.worker import session
+
+Array = npt.NDArray[np.float32]
+BATCH = 16
+_here = threading.local()
+_seeding = threading.Lock()
+
+
+class Link(in_process.Link):
+    """An in-process link whose session has yet to see that it joined."""
+
+    def __init__(self, cluster: Cluster, token: str) -> None:
+        super().__init__(cluster, token)
+        member = self.member
+        ports = tuple(1 + shard for shard in range(cluster.settings.shards))
+        self.events.appendleft(
+            Joined(member.worker, member.rank, cluster.settings.workers, cluster.settings.packed(), ports)
+        )
+
+    def close(self) -> None:
+        """There is no thread to end."""
+
+
+class Run:
+    """One cluster and the sessions of its workers; made by `run`."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.sessions: list[session.Connected] = []
+
+    def join(self) -> session.Connected:
+        """A new worker, whose session is from now on that of the calling thread."""
+        joined = session.Connected("tcp://in-process:1")
+        self.sessions.append(joined)
+        _here.session = joined
+        return joined
+
+    def become(self, worker: int) -> None:
+        """Give the calling thread the session of `worker`."""
+        _here.session = self.sessions[worker]
+
+    def together(self, script: Callable[[int], Any]) -> list[Any]:
+        """Run script(worker) for every session, each in a thread of its own."""
+
+        def work(worker: int) -> Any:
+            torch.set_num_threads(1)
+            self.become(worker)
+            return script(worker)
+
+        return together(work, len(self.sessions))
+
+    def expire(self, worker: int) -> None:
+        """Let the lease of this one worker run out: its next message is refused, and it joins again."""
+        cluster, expired = self.cluster, cast(Link, self.sessions[worker].link).member.worker
+        coordinator = cluster.servers[0].coordinator
+        assert coordinator is not None
+        with cluster.changed:
+            later = cluster.now() + int(3 * cluster.settings.lease * NS)
+            for other in coordinator.members:
+                if other != expired:
+                    coordinator.heard(other, later)
+            cluster._apply(0, cluster.servers[0].tick(later))
+            assert expired not in coordinator.members
+
+
+@contextmanager
+def run(settings: Settings, cluster: Cluster | None = None) -> Iterator[Run]:
+    """A run with all its workers joined, in the order of their ranks."""
+    cluster = cluster or Cluster(settings)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session, "Link", lambda address, token, *rest: Link(cluster, token))
+        patch.setattr(session, "current", lambda: _here.session)
+        started = Run(cluster)
+        for worker in range(cluster.settings.workers):
+            assert started.join().rank == worker
+        yield started
+
+
+@contextmanager
+def alone() -> Iterator[session.Alone]:
+    """The session of a script that runs as plain python."""
+    with pytest.MonkeyPatch.context() as patch:
+        only = session.Alone()
+        patch.setattr(session, "current", lambda: only)
+        yield only
+
+
+# A small model and its data, the same in every process.
+
+
+def seeded(make: Callable[[], nn.Module], seed: int = 7) -> nn.Module:
+    """make() from a seed: torch's generator is one for all threads."""
+    with _seeding:
+        torch.manual_seed(seed)
+        return make()
+
+
+def build(seed: int = 7) -> nn.Module:
+    return seeded(lambda: nn.Sequential(nn.Linear(9, 17), nn.Tanh(), nn.LayerNorm(17), nn.Linear(17, 5)), seed)
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 + step)
+    return torch.randn(BATCH, 9, generator=generator), torch.randint(0, 5, (BATCH,), generator=generator)
+
+
+def loss_of(model: nn.Module, step: int, worker: int = 0, of: int = 1) -> torch.Tensor:
+    """Of every `of`th row of the batch, from row `worker` on."""
+    x, y = batch(step)
+    return nn.functional.cross_entropy(model(x[worker::of]), y[worker::of])
+
+
+def flat(model: nn.Module) -> Array:
+    return np.concatenate([p.detach().float().reshape(-1).numpy() for p in model.parameters()])
+
+
+def distance(a: Array, b: Array) -> float:
+    """Relative, in L2 norm."""
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
