@@ -7,6 +7,7 @@
 
 Rules
 - Real `ps-serve` and `ps-worker --record` commands on loopback; all figures but the single process's are from the record.
+- Workers that dial 127.0.0.1 reach the server over a Unix socket, those behind the proxy over TCP.
 - Every worker, server and the single process has one thread. Runs follow one another, all rows of a seed first.
 - A held row goes through proxy.py, which holds every chunk for the median step of the first `bsp` row, each way.
 - Each run is written to the JSON at once; one that is there for this commit is not run again without --again.
@@ -22,7 +23,6 @@ import signal
 import statistics
 import sys
 import tempfile
-import time
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -156,8 +156,9 @@ def read(events: list[Result], metric: str) -> Result:
 class Campaign:
     """The runs of one preset and task, and the JSON that holds them."""
 
-    def __init__(self, preset: Preset, task: Task, steps: int, path: Path, limit_s: float) -> None:
+    def __init__(self, preset: Preset, task: Task, steps: int, path: Path, limit_s: float, hold_ms: float) -> None:
         self.preset, self.task, self.steps, self.path, self.limit_s = preset, task, steps, path, limit_s
+        self.hold_ms = hold_ms  # 0: one step's time
         self.results: list[Result] = json.loads(path.read_text()) if path.exists() else []
         self.facts = launch.facts()
         self.failed: list[str] = []
@@ -172,6 +173,8 @@ class Campaign:
 
     def hold_s(self, seed: int) -> float:
         """One step's time, the same for all held rows of a campaign: what they had so far, or the first bsp row's."""
+        if self.hold_ms:
+            return self.hold_ms / 1000
         commit = self.facts["commit"]
         before = [result for row in self.preset.rows if row.held for result in self.found(commit, row)]
         if before:
@@ -199,7 +202,8 @@ class Campaign:
         key = {"task": self.task.name, "row": row.key, "seed": seed, "steps": self.steps}
         old = self.found(self.facts["commit"], row, seed)
         self.results = [result for result in self.results if result not in old]
-        self.results.append(key | self.facts | {"date": time.strftime("%Y-%m-%dT%H:%M:%S%z")} | figures)
+        now = {name: value for name, value in launch.facts().items() if name != "commit"}
+        self.results.append(key | self.facts | now | figures)
         launch.save(self.path, self.results)
         click.echo(f"{name}: {self.task.metric} {figures['metric']:.4f} in {figures['seconds']:.0f} s")
 
@@ -285,14 +289,13 @@ def markdown(campaign: Campaign, commit: str) -> str:
     lines = accuracy_table(rows) if task.metric == "accuracy" else loss_table(rows)
     runs = [result for _, found in rows for result in found]
     holds = sorted({f"{result['hold_ms']:.0f}" for result in runs if "hold_ms" in result})
-    facts = runs[-1]
+    facts, loads, dates = runs[-1], [run["load"] for run in runs], [run["date"][:16] for run in runs]
     lines += [
         "",
         f"{task.name}, {campaign.steps} steps, {campaign.preset.workers} workers, one thread each; commit {commit}; "
-        f"{facts['machine']}; torch {facts['torch']}; {min(r['date'] for r in runs)[:16]} to "
-        f"{max(r['date'] for r in runs)[:16]}. kB are a worker's mean step after its first, MB the whole run of all workers; "
-        "wait is a worker's mean total; s is the whole command"
-        + (f"; held: every chunk for {' or '.join(holds)} ms, each way." if holds else "."),
+        f"{facts['machine']}, load {min(loads)} to {max(loads)}; torch {facts['torch']}; {min(dates)} to {max(dates)}. kB "
+        "are a worker's mean step after its first, MB the whole run of all workers; wait is a worker's mean total; s is the "
+        "whole command" + (f"; held: every chunk for {' or '.join(holds)} ms, each way." if holds else "."),
     ]
     return "\n".join(lines)
 
@@ -307,6 +310,7 @@ def markdown(campaign: Campaign, commit: str) -> str:
 @click.option("--show", is_flag=True, help="run nothing, print the table")
 @click.option("--commit", help="whose runs --show prints; the newest by default")
 @click.option("--out", type=click.Path(path_type=Path), help="the JSON; bench/out/PRESET.json by default")
+@click.option("--hold-ms", default=0.0, help="of held rows, each way; 0: the median step of bsp, measured first")
 @click.option("--limit", "limit_s", type=float, default=3600.0, help="seconds after which a run counts as failed")
 def main(
     name: str,
@@ -319,6 +323,7 @@ def main(
     commit: str | None,
     out: Path | None,
     limit_s: float,
+    hold_ms: float,
 ) -> None:
     """Compare sync modes with the same script alone in one process."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # children are then ended too
@@ -327,7 +332,7 @@ def main(
     if task is None:
         raise click.BadParameter(f"--preset {name} has {', '.join(t.name for t in preset.tasks)}", param_hint="--task")
     path = out or launch.OUT / f"{name}.json"
-    campaign = Campaign(preset, task, task.rounded(steps or task.steps), path, limit_s)
+    campaign = Campaign(preset, task, task.rounded(steps or task.steps), path, limit_s, hold_ms)
     if show:
         click.echo(markdown(campaign, commit or campaign.newest_commit()))
         return

@@ -52,6 +52,7 @@ def facts() -> dict[str, Any]:
         "machine": f"{processor}, {len(os.sched_getaffinity(0))} cores",
         "python": platform.python_version(),
         "torch": version("torch"),
+        "load": round(os.getloadavg()[0], 1),  # ours and everybody's, over the last minute
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
     }
 
@@ -63,7 +64,7 @@ def environment(**extra: str) -> dict[str, str]:
     return env | dict.fromkeys(threads, "1") | {"PYTHONUNBUFFERED": "1"} | extra
 
 
-def free_ports(count: int, hosts: Sequence[str] = ("127.0.0.1", "127.0.0.2")) -> list[int]:
+def free_ports(count: int, hosts: Sequence[str] = ("127.0.0.1", "127.0.0.2", "127.0.0.3")) -> list[int]:
     """`count` ports in a row that nobody listens on at any of the hosts."""
     for _ in range(100):
         ports = list(range(first := random.randrange(FIRST_PORT, LAST_PORT), first + count))
@@ -115,12 +116,12 @@ def run(command: Sequence[str], limit_s: float, env: dict[str, str] | None = Non
 
 
 @contextmanager
-def serving(flags: Sequence[str], ports: Sequence[int]) -> Iterator[None]:
-    """ps-serve on 127.0.0.1, one shard a port. It ends by itself after its workers. Raises CommandFailed."""
+def serving(flags: Sequence[str], ports: Sequence[int], host: str = "127.0.0.1") -> Iterator[None]:
+    """ps-serve, one shard a port. It ends by itself after its workers. Raises CommandFailed."""
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as said:
         ready = Path(folder) / "ready"
-        command = [sys.executable, "-m", "narrows.ps.cli", "--bind", f"tcp://127.0.0.1:{ports[0]}", *flags]
-        command += ["--shards", str(len(ports)), "--ready-file", str(ready)]
+        command = [sys.executable, "-m", "narrows.ps.cli", "--bind", f"tcp://{host}:{ports[0]}", *flags]
+        command += ["--shards", str(len(ports)), "--ready-file", str(ready), "--checkpoint-dir", "none"]
         process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=said, stderr=said)
         try:
             deadline = time.monotonic() + SERVER_START_S
@@ -138,6 +139,22 @@ def serving(flags: Sequence[str], ports: Sequence[int]) -> Iterator[None]:
             raise CommandFailed(f"{' '.join(command)}\ndid not end by itself; its last words:\n{tail(said)}") from None
         finally:
             end(process)
+
+
+@contextmanager
+def started(command: Sequence[str], env: dict[str, str] | None = None) -> Iterator[None]:
+    """A command that runs while the block does, and is to end well at its end. Raises CommandFailed."""
+    with tempfile.TemporaryFile("w+") as said:
+        process = subprocess.Popen(command, cwd=ROOT, env=env or environment(), stdout=said, stderr=said)
+        try:
+            yield
+            code = process.wait(TERMINATE_S)
+        except (ConnectionError, TimeoutError, subprocess.TimeoutExpired) as error:
+            raise CommandFailed(f"{' '.join(command)}\n{error}; its last words:\n{tail(said)}") from None
+        finally:
+            end(process)
+        if code != 0:
+            raise CommandFailed(f"{' '.join(command)}\nexit code {code}; its last words:\n{tail(said)}")
 
 
 def save(path: Path, value: Any) -> None:

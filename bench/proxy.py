@@ -16,9 +16,11 @@ In a test or a benchmark: `with Proxy([5555, 5556], hold_ms=30): ...`. Its loop 
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 import click
@@ -70,8 +72,11 @@ class Side(asyncio.Protocol):
             self.transport.resume_reading() if room else self.transport.pause_reading()
 
     def data_received(self, data: bytes) -> None:
-        self.proxy.bytes_up += len(data) if self.port else 0
-        self.proxy.bytes_down += 0 if self.port else len(data)
+        if self.port:
+            self.proxy.bytes_up += len(data)
+            self.proxy.seen_up((time.monotonic(), len(data)))
+        else:
+            self.proxy.bytes_down += len(data)
         self._hold(data)
         self._read_on()
 
@@ -133,8 +138,17 @@ class Side(asyncio.Protocol):
 class Proxy:
     """Forwards listen:port to target:port for each port while the `with` block lasts. Raises OSError if one is taken."""
 
-    def __init__(self, ports: Sequence[int], hold_ms: float, listen: str = LISTEN, target: str = TARGET) -> None:
+    def __init__(
+        self,
+        ports: Sequence[int],
+        hold_ms: float,
+        listen: str = LISTEN,
+        target: str = TARGET,
+        seen_up: Callable[[tuple[float, int]], object] = lambda chunk: None,
+    ) -> None:
+        """`seen_up` gets (time.monotonic(), size) of each chunk that begins to be held on its way up."""
         self.ports, self.hold_s, self.listen, self.target = list(ports), hold_ms / 1000, listen, target
+        self.seen_up = seen_up
         self.sides: set[Side] = set()
         self.connections = self.bytes_up = self.bytes_down = 0  # up: from who dialled
         self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), name="proxy", daemon=True)
@@ -180,9 +194,10 @@ class Proxy:
 @click.option("--target", default=TARGET, help="address that the servers listen on")
 def main(hold_ms: float, ports: str, listen: str, target: str) -> None:
     """Hold every chunk of bytes between workers and servers for a fixed time."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with Proxy([int(port) for port in ports.split(",")], hold_ms, listen, target) as proxy:
-            click.echo(f"{listen} -> {target}, ports {ports}, {hold_ms:g} ms each way; Ctrl-C ends it", err=True)
+            click.echo(f"{listen} -> {target}, ports {ports}, {hold_ms:g} ms each way; Ctrl-C ends this", err=True)
             threading.Event().wait()
     except KeyboardInterrupt:
         click.echo(f"{proxy.connections} connections, {proxy.bytes_up:,} B up, {proxy.bytes_down:,} B down", err=True)

@@ -6,9 +6,10 @@
 Rules
 - What is timed is `optimizer.step()` whole: gradient out of p.grad, to the server, folded there (a step of SGD, or the
   addition of an update), the new state back and written into the parameters. Under bsp a step waits for all of that; under
-  ssp and async the answer to the step before is on its way meanwhile, and every second call of a pair waits.
+  ssp and async the answer to the step before is on its way meanwhile.
 - The echo is DEALER to ROUTER and back with no copy of ours at either end: the same bytes each way, in frames of 1, 2 and
-  4 MiB, by the same worker processes, each round right after a step, so that all see the same noise. The best of the three counts.
+  4 MiB, over TCP and over a Unix socket, by the same worker processes, each right after a step, so that all see the same
+  noise. The best frame size counts. An echo has both directions under way at once; a push has to end before it is answered.
 - A figure is the median over all rounds of the slowest worker; two workers send twice the bytes, so their MiB/s is the sum.
 """
 
@@ -34,10 +35,14 @@ from torch import nn
 from narrows.worker import DistributedOptimizer, rank
 
 MIB = 1 << 20
-FRAMES_MIB = (1, 2, 4)
+ECHOES = [(kind, mib) for kind in ("tcp", "unix") for mib in (1, 2, 4)]
 LIMIT_S = 300.0
 HERE = Path(__file__).resolve()
 BIN = Path(sys.executable).parent
+
+
+def echo_address(kind: str, port: int) -> str:
+    return f"tcp://127.0.0.1:{port}" if kind == "tcp" else f"ipc://@narrows-echo-{port}"
 
 
 def echo_once(socket: zmq.Socket[bytes], values: memoryview, frame: int) -> float:
@@ -59,7 +64,7 @@ def echo_once(socket: zmq.Socket[bytes], values: memoryview, frame: int) -> floa
 @click.option("--workers", default="1,2", help="how many at once [1,2]")
 @click.option("--sync", default="bsp", help="mode of the server [bsp]")
 @click.option("--shards", default=1, help="server processes [1]")
-@click.option("--rounds", default=0, help="rounds of 3 steps and 3 echoes [so that each takes some seconds]")
+@click.option("--rounds", default=0, help="rounds of 6 steps and 6 echoes [so that each takes some seconds]")
 @click.option("--json", "json_file", default="bench/out/transport.json", help="where the figures go")
 @click.pass_context
 def main(context: click.Context, sizes: str, workers: str, sync: str, shards: int, rounds: int, json_file: str) -> None:
@@ -67,14 +72,26 @@ def main(context: click.Context, sizes: str, workers: str, sync: str, shards: in
     if context.invoked_subcommand:
         return
     rows = []
-    click.echo("| MiB | workers | step ms | push+pull MiB/s | echo ms (frame) | of echo | memcpy ms |\n|" + "---|" * 7)
+    columns = (
+        "MiB",
+        "workers",
+        "step ms",
+        "push+pull MiB/s",
+        "echo ms (frame)",
+        "of echo",
+        "Unix echo",
+        "of it",
+        "memcpy ms",
+    )
+    click.echo("| " + " | ".join(columns) + " |\n|" + "---|" * len(columns))
     for size in map(int, sizes.split(",")):
         for count in map(int, workers.split(",")):
-            row = measure(size, count, sync, shards, rounds or max(5, min(60, 800 // size)))
+            row = measure(size, count, sync, shards, rounds or max(4, min(40, 500 // size)))
             rows.append(row)
             click.echo(
                 f"| {size} | {count} | {row['step_ms']:.2f} | {row['mib_per_second']:.0f} | "
-                f"{row['echo_ms']:.2f} ({row['echo_frame_mib']}) | {row['of_echo']:.2f} | {row['memcpy_ms']:.2f} |"
+                f"{row['tcp_ms']:.2f} ({row['tcp_frame_mib']}) | {row['of_tcp']:.2f} | "
+                f"{row['unix_ms']:.2f} ({row['unix_frame_mib']}) | {row['of_unix']:.2f} | {row['memcpy_ms']:.2f} |"
             )
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=HERE.parent)
     machine = {"cores": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version()}
@@ -135,18 +152,18 @@ def measure(size: int, count: int, sync: str, shards: int, rounds: int) -> dict[
                 process.wait(30)
         times = [json.loads((Path(folder) / f"{i}.json").read_text()) for i in range(count)]
     medians = {key: max(statistics.median(one[key]) for one in times) for key in times[0]}
-    frame = min(FRAMES_MIB, key=lambda mib: medians[f"echo{mib}"])
-    return {
+    row = {
         "mib": size,
         "workers": count,
         "step_ms": 1e3 * medians["step"],
         "mib_per_second": 2 * size * count / medians["step"],
-        "echo_ms": 1e3 * medians[f"echo{frame}"],
-        "echo_frame_mib": frame,
-        "of_echo": medians[f"echo{frame}"] / medians["step"],
         "memcpy_ms": 1e3 * medians["memcpy"],
         "rounds": rounds,
     }
+    for kind in ("tcp", "unix"):
+        echo_s, frame = min((medians[f"{kind}{mib}"], mib) for k, mib in ECHOES if k == kind)
+        row |= {f"{kind}_ms": 1e3 * echo_s, f"{kind}_frame_mib": frame, f"of_{kind}": echo_s / medians["step"]}
+    return row
 
 
 @main.command(hidden=True)
@@ -162,25 +179,27 @@ def worker(port: int, size: int, rounds: int, out: Path) -> None:
     for parameter in model:
         parameter.grad = torch.ones(count)
     source, target = np.ones(4 * count, np.float32), np.zeros(4 * count, np.float32)
-    times: dict[str, list[float]] = {name: [] for name in ("step", "memcpy", *(f"echo{mib}" for mib in FRAMES_MIB))}
-    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.connect(f"tcp://127.0.0.1:{port}")
+    times: dict[str, list[float]] = {name: [] for name in ("step", "memcpy", *(f"{k}{mib}" for k, mib in ECHOES))}
+    with zmq.Context() as context, context.socket(zmq.DEALER) as tcp, context.socket(zmq.DEALER) as unix:
+        sockets = {"tcp": tcp, "unix": unix}
+        for kind, socket in sockets.items():
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.connect(echo_address(kind, port))
         for turn in range(-1, rounds):
-            for mib in FRAMES_MIB:
+            for kind, mib in ECHOES:
                 begin = time.perf_counter()
                 optimizer.step()
                 stepped = time.perf_counter() - begin
-                echoed = echo_once(socket, source.view(np.uint8).data, mib * MIB)
+                echoed = echo_once(sockets[kind], source.view(np.uint8).data, mib * MIB)
                 if turn >= 0:
                     times["step"].append(stepped)
-                    times[f"echo{mib}"].append(echoed)
+                    times[f"{kind}{mib}"].append(echoed)
             begin = time.perf_counter()
             np.copyto(target, source)
             times["memcpy"].append(time.perf_counter() - begin)
     # The fold was really done: lr * 1 off every weight for each step, whoever took part in it.
-    steps = 3 * (rounds + 1)
-    with optimizer.shared():
+    steps = len(ECHOES) * (rounds + 1)
+    with optimizer.shared(), torch.no_grad():
         off = max(float((p + 0.5 * steps).abs().max()) for p in model)
     if off > 1e-3 * steps:
         raise SystemExit(f"after {steps} steps the weights are {off} from where they should be")
@@ -192,7 +211,9 @@ def echo() -> None:
     """Send every message back until stdin ends."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
-        print(socket.bind_to_random_port("tcp://127.0.0.1"), flush=True)
+        port = socket.bind_to_random_port("tcp://127.0.0.1")
+        socket.bind(echo_address("unix", port))
+        print(port, flush=True)
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
         poller.register(sys.stdin.fileno(), zmq.POLLIN)

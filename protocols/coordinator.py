@@ -57,7 +57,7 @@ class Coordinator:
         self.settings = settings
         self.mode = settings.mode()
         self.shards = settings.shards
-        self.first_epoch = first_epoch  # worker ids begin anew in each life of the coordinator: older epochs mean others
+        self.first_epoch = first_epoch  # worker ids begin anew in each life: with an older epoch they mean others
         self.epoch = first_epoch
         self.generation = first_epoch
         self.restart_clock = restart_clock
@@ -238,6 +238,7 @@ class Coordinator:
         member = next((w for w in self.members.values() if w.token == leave.token), None)
         if member is None:
             self._forget(leave.token)
+            self.finished_once |= leave.clock >= 0  # it was done, and forgotten when a shard was restarted
             if not self.started:  # it died before it could join: the others need not wait for it
                 self.needed = max(1, self.needed - 1)
                 self._decide(now_ns)
@@ -286,9 +287,6 @@ class Coordinator:
         self.shard_peers[index] = peer
         self.reports[index] = report
         effects: list[ServerEffect] = []
-        if before is None and 0 < report.generation < self.first_epoch:
-            # It outlived the coordinator before this one, so shard 0 was restarted; only the others know how far they were.
-            effects.append(self._restarted(0, report.min_clock))
         if before is not None and report.incarnation != before.incarnation:
             effects += self._new_generation(index, now_ns)
         elif report.generation == self.generation:
@@ -319,7 +317,7 @@ class Coordinator:
         self.min_clock = max(self.restart_clock, 0)
         self.started = False
         self.needed = max(1, len(self.declared))
-        self.finished_once |= any(member.leaving >= 0 for member in self.declared)  # these do not come back
+        self.finished_once |= any(member.leaving >= 0 for member in self.declared)
         self.generation_ns = now_ns
         self.members.clear()
         self.departed.clear()
@@ -327,10 +325,8 @@ class Coordinator:
         self.norms.clear()
         self.shard_norms.clear()
         self.checkpoint = -1
-        return [self._restarted(index, reached), *self._broadcast(now_ns)]
-
-    def _restarted(self, index: int, reached: int) -> Log:
-        return Log("restart", {"shard": index, "from_clock": self.min_clock, "to_clock": reached})
+        lost: dict[str, object] = {"shard": index, "from_clock": self.min_clock, "to_clock": reached}
+        return [Log("restart", lost), *self._broadcast(now_ns)]
 
     def _settle(self, now_ns: int) -> list[ServerEffect]:
         """Decide all that can be decided, and tell the shards if anything was."""
@@ -388,9 +384,15 @@ class Coordinator:
         self.over, self.checkpoint, self.over_version = True, self.min_clock, self.version + 1
 
     def stop(self, now_ns: int) -> list[ServerEffect]:
-        """Ctrl-C: checkpoint at the clock reached, and end."""
+        """Ctrl-C: checkpoint at the clock reached, and end. Who is still there need not find out by silence."""
+        text = f"the server was stopped at clock {self.min_clock}"
+        refuse = [
+            Send(w.peer, m.Refuse(m.RefuseCode.SERVER_LOST, w.worker, w.epoch, text))
+            for w in self.members.values()
+            if w.leaving < 0
+        ]
         self._end()
-        return self._broadcast(now_ns)
+        return [*refuse, *self._broadcast(now_ns)]
 
     def tick(self, now_ns: int) -> list[ServerEffect]:
         """Expire leases, ask for checkpoints, send unseen ledgers again."""

@@ -122,5 +122,7 @@ class Left:
 
 
 ServerEffect = Send | Log | Checkpoint | Load | Stop
-MemberEffect = Send | Joined | Started | GiveWeights | StatePart | StateArrived | PushSettled | BuffersWanted | Failed | Left
+MemberEffect = (
+    Send | Joined | Started | GiveWeights | StatePart | StateArrived | PushSettled | BuffersWanted | Failed | Left
+)
 Payloads = tuple[Buffer, ...]

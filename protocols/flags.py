@@ -1,17 +1,25 @@
-"""The flags of a run, once: ps-serve takes them, and ps-worker for the server it embeds. Each has NARROWS_<FLAG>."""
+"""The flags of a run, once: ps-serve takes them, and ps-worker for the server it embeds. Each has NARROWS_<FLAG>.
+
+`run` is the one way out of both commands: an error is one sentence on stderr and its exit code.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
+from narrows.protocols.errors import NarrowsError, UsageError
 from narrows.protocols.modes import MODES
 
 # How glibc is to keep memory in the processes that ps-serve and ps-worker start, unless the user says otherwise: messages
 # of a few MiB come and go at every step, and giving their pages back to the kernel each time costs more than copying them.
 ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": str(512 << 20), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
+
+COMMAND: dict[str, Any] = {"auto_envvar_prefix": "NARROWS", "max_content_width": 120}  # click's context_settings
 
 # name in Settings, type, default shown, help
 RUN_FLAGS: tuple[tuple[str, Any, str, str], ...] = (
@@ -30,22 +38,35 @@ RUN_FLAGS: tuple[tuple[str, Any, str, str], ...] = (
 )
 
 
-def run_flags(skip: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A click decorator that adds every run flag; one that was not given arrives as None."""
-
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        for name, kind, default, text in reversed(RUN_FLAGS):
-            if name not in skip:
-                flag = "--" + name.replace("_", "-")
-                help_text = f"{text} [{default}]"
-                envvar = f"NARROWS_{name.upper()}"
-                function = click.option(flag, name, type=kind, default=None, help=help_text, envvar=envvar)(function)
-        return function
-
-    return decorate
+def run_flags(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add every run flag to a click command; one that was not given arrives as None."""
+    for name, kind, default, text in reversed(RUN_FLAGS):
+        flag = "--" + name.replace("_", "-")
+        function = click.option(flag, name, type=kind, default=None, help=f"{text} [{default}]")(function)
+    return function
 
 
 def given(values: dict[str, Any]) -> dict[str, Any]:
     """Those of `values` that are run flags and were given."""
     names = {name for name, *_ in RUN_FLAGS}
     return {name: value for name, value in values.items() if name in names and value is not None}
+
+
+def run(command: click.Command, name: str) -> NoReturn:
+    """Parse the command line, run `command`, and exit with the code that it returns or that its error has."""
+    text = ""
+    try:
+        code = command.main(prog_name=name, standalone_mode=False)
+    except click.Abort:
+        code = 130
+    except click.ClickException as error:
+        code, text = UsageError.exit_code, error.format_message()
+    except NarrowsError as error:
+        code, text = error.exit_code, str(error)
+    except BrokenPipeError:  # `ps-worker ... | head`
+        with contextlib.suppress(BrokenPipeError):
+            sys.stdout.close()  # or the interpreter fails once more at its end
+        code = 1
+    if text:
+        click.echo(f"{name}: {text}", err=True)
+    sys.exit(code)

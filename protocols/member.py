@@ -1,8 +1,9 @@
 """The member machine: one worker's side of the protocol, toward every shard of its server. No I/O.
 
 Rules
-- A request is repeated under the same id until it is answered; its timer starts anew with each sign of progress. Only a
-  definite refusal (another epoch) settles a push as not folded; silence settles nothing.
+- A request is repeated under the same id until it is answered; its timer starts anew with each sign of progress. Silence
+  settles nothing, and neither does a refusal: a push in flight when we must join again may have been folded, and its ack
+  lost. It is given up, never given back, or it could be folded a second time.
 - HELD stops the repeats of a push; FOLDED, or a pulled state with min_clock above it, settles it.
 - At most `window` pushes of a shard are in flight: `push` beyond that is a LocalProtocolError.
 - NOT_A_MEMBER for the present epoch means: join again under a new token, and begin anew from the run's clock.
@@ -161,7 +162,10 @@ class Member:
             return []  # of an earlier epoch
         session = self.sessions[shard]
         if isinstance(message, m.NeedWeights):
-            return [e.GiveWeights(shard)]
+            # A late one, to a member that has had a state since, must not make it pull anew from a publication it is about
+            # to leave: the same delta would be added twice.
+            wanted = session.pull is not None and session.pull.have < 0
+            return [e.GiveWeights(shard)] if wanted else []
         if isinstance(message, m.PushAck):
             return self._acked(session, shard, message)
         if isinstance(message, m.State):
@@ -226,9 +230,7 @@ class Member:
         if refuse.worker != self.worker or refuse.epoch != epoch or self.phase in ("hello", "over"):
             return []
         if self.phase == "leaving":
-            self.phase = "over"
-            return [e.Left()]
-        # What is in flight is given up, not given back: the shard may have folded it, and its ack was lost.
+            return []  # the coordinator may have forgotten us with a restart, and must still hear that we are done
         self.attempt += 1
         self.epoch = 0
         return self.join(now_ns)
@@ -265,8 +267,12 @@ class Member:
         if now_ns - self.heard_ns > limit:
             code = m.RefuseCode.SERVER_LOST if self.ever_heard else m.RefuseCode.UNREACHABLE
             self.phase = "over"
-            how = "has not answered" if self.ever_heard else "did not answer"
-            return [e.Failed(int(code), f"the server {how} for {limit // NS} s")]
+            text = f"the server has not answered for {limit / NS:g} s"
+            if not self.ever_heard:
+                text = (
+                    f"no server answered within {limit / NS:g} s; check that ps-serve runs there and its ports are open"
+                )
+            return [e.Failed(int(code), text)]
         effects: list[MemberEffect] = []
         if self.phase in ("hello", "declared", "leaving") and now_ns - self.asked_ns >= timing.join_retry_ns:
             self.asked_ns = now_ns

@@ -77,9 +77,15 @@ class _Link:
 
 
 class Simulator(Generic[Message]):
-    """Runs machines on one heap of events. `trace`, where given, takes a line for each event."""
+    """Runs machines on one heap of events. `trace`, where given, is told of each: when, what, and the message in it."""
 
-    def __init__(self, seed: int, faults: Faults, tick_ns: int, trace: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        seed: int,
+        faults: Faults,
+        tick_ns: int,
+        trace: Callable[[int, str, Message | None], None] | None = None,
+    ) -> None:
         self.random = Random(seed)
         self.faults, self.tick_ns, self.trace = faults, tick_ns, trace
         self.now_ns = 0
@@ -150,11 +156,11 @@ class Simulator(Generic[Message]):
         action(*arguments)
         return True
 
-    def note(self, text: str) -> None:
+    def note(self, text: str, message: Message | None = None) -> None:
         """A line of the trace, and part of the digest."""
         self.digest = zlib.crc32(b"%d %s" % (self.now_ns, text.encode()), self.digest)
         if self.trace is not None:
-            self.trace(f"{self.now_ns / NS:9.4f} {text}")
+            self.trace(self.now_ns, text, message)
 
     def _deliver(self, link: _Link, number: int, copy: bool, source: str, target: str, message: Message) -> None:
         machine = self._machines.get(target)
@@ -166,7 +172,7 @@ class Simulator(Generic[Message]):
         elif number < link.newest:
             self.struck["reordered"] += 1
         link.newest = max(link.newest, number)
-        self.note(f"{source} > {target} {message if self.trace is not None else type(message).__name__}")
+        self.note(f"{source} > {target} {type(message).__name__}", message)
         machine.handle(source, message, self.now_ns)
 
     def _tick(self, address: str, machine: Machine[Message]) -> None:

@@ -74,7 +74,7 @@ def _write(path: Path, tensors: Mapping[str, NamedArray], metadata: dict[str, st
 
 
 def _named(array: npt.NDArray[Any]) -> NamedArray:
-    return str(array.dtype), array.shape, memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    return str(array.dtype), array.shape, np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def clocks(folder: Path, shard: int) -> tuple[int, ...]:
@@ -138,7 +138,7 @@ def read(
             for name in sums:
                 if only is None or name in only or name.startswith(_BYTES):
                     array = file.get_tensor(name)
-                    if zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8)) != sums[name]:
+                    if zlib.crc32(_named(array)[2]) != sums[name]:
                         raise ValueError(f"{name} is not what was written")
                     if name.startswith(_BYTES):
                         facts[name.removeprefix(_BYTES)] = array.tobytes()

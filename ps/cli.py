@@ -5,6 +5,7 @@ It owns the processes and the console; each process owns its shard. Exit codes: 
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import json
 import os
@@ -15,18 +16,20 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 
 from narrows.protocols.errors import NarrowsError, UsageError
-from narrows.protocols.flags import ALLOCATOR, given, run_flags
+from narrows.protocols.flags import ALLOCATOR, COMMAND, given, run, run_flags
 from narrows.protocols.modes import Settings
 
 START_S = 120.0  # a cold machine compiles kernels first
 END_S = 40.0  # a shard that does not end within this after the stop is killed
+CHECKPOINTS = "checkpoints"
+EMBEDDED = os.environ.get("NARROWS_EMBEDDED") == "1"  # in a ps-worker, which ends us by closing our stdin
 
 
 def parse_bind(address: str) -> tuple[str, int]:
@@ -126,8 +129,9 @@ class Cluster:
             process.wait()
 
 
-def say(text: str) -> None:
-    click.echo(text)
+def say(text: str, error: bool = False) -> None:
+    """One line for the console. That of an embedded server is ps-worker's, whose stdout is the script's."""
+    click.echo(f"{'ps-worker' if EMBEDDED else 'ps-serve'}: {text}", err=error or EMBEDDED)
 
 
 def describe(name: str, values: dict[str, Any]) -> str | None:
@@ -143,21 +147,54 @@ def describe(name: str, values: dict[str, Any]) -> str | None:
     return str(values.get("text", values))
 
 
-@click.command(context_settings={"show_default": True})
-@click.option("--bind", default="tcp://127.0.0.1:5555", help="address of shard 0; shard i takes the port i above it")
-@run_flags()
+@click.command(context_settings=COMMAND)
+@click.option("--bind", default="tcp://127.0.0.1:5555", show_default=True,
+              help="address of shard 0; shard i takes the port i above it")  # fmt: skip
+@run_flags
 @click.option("--insecure", is_flag=True, help="allow other than loopback addresses without authentication")
-@click.option("--checkpoint-dir", default="", help="where checkpoints go; none: no checkpoints")
-@click.option("--resume", is_flag=True, help="go on from the newest checkpoint in --checkpoint-dir")
+@click.option("--checkpoint-dir", default="", help="where checkpoints and the final model.safetensors go; none: nowhere "
+              "[checkpoints/DATE-TIME]")  # fmt: skip
+@click.option("--resume", is_flag=True, help="go on from the newest checkpoint in --checkpoint-dir, if it has one")
 @click.option("--ready-file", default="", help="written, as JSON, once workers can join")
-def main(**flags: Any) -> None:
-    """Serve one cluster's model: N shards in N processes, one sync mode."""
+def command(**flags: Any) -> int:
+    """Serve one cluster's model: N shards in N processes, one sync mode.
+
+    Each flag has a variable, NARROWS_<FLAG>, for example NARROWS_BIND; the flag wins. It ends with its last worker; Ctrl-C
+    writes a checkpoint and ends it.
+    """
+    return serve(**flags)
+
+
+def main() -> None:
+    run(command, "ps-worker" if EMBEDDED else "ps-serve")
+
+
+def checkpoint_folder(told: str, resume: bool) -> str:
+    """Make and return the folder of --checkpoint-dir; "" for none. UsageError for one that holds another run."""
+    if told == "none" or (not told and resume):
+        if resume:
+            raise UsageError("--resume: name the folder with --checkpoint-dir")
+        return ""
     try:
-        code = serve(**flags)
-    except NarrowsError as error:
-        click.echo(f"ps-serve: {error}", err=True)
-        code = error.exit_code
-    sys.exit(code)
+        if told:
+            folder = Path(told)
+            folder.mkdir(parents=True, exist_ok=True)
+            if not resume and any(folder.glob("*.safetensors")):
+                raise UsageError(
+                    f"--checkpoint-dir {told} holds the model of a run: go on with it by --resume, or name another folder"
+                )
+            return told
+        Path(CHECKPOINTS).mkdir(exist_ok=True)
+        now = time.strftime("%Y-%m-%d-%H%M%S")
+        for name in (now, *(f"{now}-{again}" for again in range(2, 100))):
+            with contextlib.suppress(FileExistsError):
+                Path(CHECKPOINTS, name).mkdir()
+                return f"{CHECKPOINTS}/{name}"
+        raise UsageError(f"--checkpoint-dir: {CHECKPOINTS}/{now} and all its like are taken, name another folder")
+    except OSError as error:
+        raise UsageError(
+            f"--checkpoint-dir {told or CHECKPOINTS}: {error.strerror}; name another folder, or none"
+        ) from None
 
 
 def serve(bind: str, insecure: bool, checkpoint_dir: str, resume: bool, ready_file: str, **flags: Any) -> int:
@@ -169,40 +206,41 @@ def serve(bind: str, insecure: bool, checkpoint_dir: str, resume: bool, ready_fi
             parse(getattr(settings, name))
         except SpecError as error:
             raise UsageError(f"--{name.replace('_', '-')} {getattr(settings, name)}: {error}") from None
-    settings = replace(settings)
     host, port = parse_bind(bind)
     if not is_loopback(host) and not insecure:
         raise UsageError(f"--bind {bind}: anyone who reaches it could join; keep to loopback or say --insecure")
-    if resume and not checkpoint_dir:
-        raise UsageError("--resume: name the folder with --checkpoint-dir")
-    if checkpoint_dir:
-        Path(checkpoint_dir).mkdir(parents=True, exist_ok=True)
-    cluster = Cluster(settings, host, port, checkpoint_dir, resume)
-    asked = {"times": 0}
-
-    def on_signal(number: int, frame: object) -> None:
-        asked["times"] += 1
-        asked["number"] = number
-
+    if port + settings.shards - 1 >= 65536:
+        raise UsageError(
+            f"--bind {bind}: --shards {settings.shards} take the ports from there on, and 65535 is the last"
+        )
+    folder = checkpoint_folder(checkpoint_dir, resume)
+    cluster = Cluster(settings, host, port, folder, resume)
+    signals: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, on_signal)
-    embedded = os.environ.get("NARROWS_EMBEDDED") == "1"
-    if embedded:
+        signal.signal(number, lambda number, frame: signals.append(number))
+    if EMBEDDED:
         threading.Thread(target=_until_stdin_ends, daemon=True).start()
     try:
         cluster.start()
         shown = socket.gethostname() if host in ("0.0.0.0", "*") else host
         address = f"tcp://{shown}:{cluster.ports[0]}"
         if ready_file:
+            pids = [process.pid for process in cluster.processes]
+            told = {"address": address, "ports": cluster.ports, "pid": os.getpid(), "shard_pids": pids}
             temporary = Path(f"{ready_file}.{os.getpid()}.tmp")
-            temporary.write_text(json.dumps({"address": address, "ports": cluster.ports, "pid": os.getpid()}))
+            temporary.write_text(json.dumps(told))
             os.replace(temporary, ready_file)
-        if not embedded:
-            say(f"serving {settings.shards} shards, --sync {settings.sync}; on a worker machine:")
-            say(f"    ps-worker --server {address} SCRIPT.py")
-        return _watch(cluster, asked, quiet=embedded)
+        if not EMBEDDED:
+            noun = "shard" if settings.shards == 1 else "shards"
+            say(f"serves {settings.shards} {noun}, --sync {settings.sync}; on a worker machine:")
+            click.echo(f"    ps-worker --server {address} SCRIPT.py")
+        return _watch(cluster, signals)
     finally:
         cluster.kill()
+        if not checkpoint_dir and folder:
+            for empty in (folder, CHECKPOINTS):
+                with contextlib.suppress(OSError):
+                    os.rmdir(empty)
 
 
 def _until_stdin_ends() -> None:
@@ -211,17 +249,17 @@ def _until_stdin_ends() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _watch(cluster: Cluster, asked: dict[str, int], quiet: bool) -> int:
+def _watch(cluster: Cluster, signals: list[int]) -> int:
     """Show events until every process has ended; a shard that ends before the others is an error."""
     ended: set[int] = set()
     done: set[int] = set()
     code, stopping, deadline, last = 0, False, float("inf"), -1
     while len(ended) < cluster.settings.shards:
-        if asked["times"] and not stopping:
+        if signals and not stopping:
             stopping, deadline = True, time.monotonic() + END_S
             cluster.stop()
-        if time.monotonic() > deadline or asked["times"] > 1:
-            click.echo("ps-serve: a shard did not end in time and was killed", err=True)
+        if time.monotonic() > deadline or len(signals) > 1:
+            say("a shard did not end in time and was killed")
             return 1
         try:
             index, event = cluster.events.get(timeout=0.1)
@@ -230,29 +268,30 @@ def _watch(cluster: Cluster, asked: dict[str, int], quiet: bool) -> int:
         if event is None:
             ended.add(index)
             if index not in done:
-                click.echo(f"ps-serve: shard {index} died; the run ends. --resume goes on from a checkpoint", err=True)
-                return 1
+                if code == 0:
+                    go_on = f"; --checkpoint-dir {cluster.checkpoint_dir} --resume goes on from clock {last}"
+                    say(f"shard {index} died and the run ends{go_on if last >= 0 else ''}", error=True)
+                return code or 1
             deadline = min(deadline, time.monotonic() + END_S)
         elif event["event"] == "done":
             done.add(index)
         elif event["event"] == "error":
-            click.echo(f"ps-serve: shard {index}: {event['text']}", err=True)
+            say(f"shard {index}: {event['text']}", error=True)
             code = event["code"]
         elif event["event"] == "log":
             line = describe(event["name"], event["values"])
             if event["name"] == "checkpoint" and event["values"]["shard"] == 0:
                 last = event["values"]["clock"]
-            if line and (not quiet or event["name"] in ("discarded", "restart", "refused", "hyper")
+            if line and (not EMBEDDED or event["name"] in ("discarded", "restart", "lost", "refused", "hyper")
                          or event["values"].get("how") == "expired"):  # fmt: skip
-                click.echo(f"ps-serve: {line}", err=quiet)
+                say(line)
     if last >= 0 and cluster.checkpoint_dir:
         from narrows.ps import checkpoints
 
         folder = Path(cluster.checkpoint_dir)
         path = checkpoints.merge(folder, cluster.settings.shards, last, checkpoints.buffers(folder, last))
-        if not quiet:
-            say(f"the model at clock {last} is in {path}")
-    return 128 + asked["number"] if asked["times"] and not quiet else code
+        say(f"the model at clock {last} is in {path}")
+    return 128 + signals[0] if signals and not EMBEDDED else code
 
 
 if __name__ == "__main__":

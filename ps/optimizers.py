@@ -74,11 +74,11 @@ class TorchOptimizer:
         if hyper == self.checked:
             return
         groups = self._groups(hyper)
-        stand_ins = [torch.zeros(1, requires_grad=True) for _ in groups]
-        for stand_in in stand_ins:
-            stand_in.grad = torch.zeros(1)
-        try:  # a step too: some values are looked at only there
-            self.kind([{"params": [p], **values} for p, values in zip(stand_ins, groups, strict=True)]).step()
+        try:
+            for values in groups:  # as arguments: in a group, torch looks at none of them
+                stand_in = torch.zeros(1, requires_grad=True)
+                stand_in.grad = torch.zeros(1)
+                self.kind([stand_in], **values).step()  # a step too: some are looked at only there
         except Exception as error:  # whatever torch says to values of any type
             text = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise RemoteProtocolError(f"{self.kind.__name__} refuses its hyper-parameters: {text[:200]}") from None

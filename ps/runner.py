@@ -6,7 +6,9 @@ owns everything. It has no rule of its own: messages and ticks go into the machi
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -20,11 +22,13 @@ from narrows.protocols import messages as m
 from narrows.protocols.coordinator import Coordinator
 from narrows.protocols.effects import NS, Checkpoint, Load, Log, Send, ServerEffect, Stop
 from narrows.protocols.errors import NarrowsError, RemoteProtocolError, UsageError
-from narrows.protocols.modes import Settings
+from narrows.protocols.keys import Plan
+from narrows.protocols.modes import Rule, Settings
 from narrows.protocols.wire import HEADER_BYTES_MAX, LOCAL_HOSTS, PAYLOAD_BYTES_MAX, decode, encode, local_endpoint
 from narrows.ps import checkpoints
 from narrows.ps.server import Server
 from narrows.ps.shard import COORDINATOR, Shard
+from narrows.ps.store import ServerOptimizer
 
 TICK_MS = 20  # longest time without a tick
 QUEUE_MESSAGES_MAX = 4 * m.PARTS_MAX  # one state of the largest shard, four times: beyond it a slow peer loses messages
@@ -45,6 +49,12 @@ class Process:
     first_epoch: int
     checkpoint_dir: str
     resume: bool
+
+
+def _optimizers() -> Callable[[Plan, int, int], ServerOptimizer]:
+    from narrows.ps.optimizers import TorchOptimizer  # seconds of importing torch, which adding updates can do without
+
+    return TorchOptimizer
 
 
 class Lent:
@@ -71,8 +81,9 @@ def bind(router: zmq.Socket[bytes], address: str) -> int:
 
 
 def emit(event: str, **values: Any) -> None:
-    """One line of JSON for the parent process."""
-    print(json.dumps({"event": event, **values}), flush=True)
+    """One line of JSON for the parent process, if it is still there."""
+    with contextlib.suppress(BrokenPipeError):
+        os.write(sys.stdout.fileno(), json.dumps({"event": event, **values}).encode() + b"\n")
 
 
 def limit(socket: zmq.Socket[bytes]) -> None:
@@ -88,8 +99,6 @@ class Runner:
     def __init__(
         self, process: Process, router: zmq.Socket[bytes], upward: zmq.Socket[bytes] | None, port: int
     ) -> None:
-        from narrows.ps.optimizers import TorchOptimizer
-
         self.process, self.router, self.upward = process, router, upward
         self.folder = Path(process.checkpoint_dir) if process.checkpoint_dir else None
         self.lent = Lent()
@@ -99,7 +108,7 @@ class Runner:
             process.settings,
             incarnation=time.time_ns(),
             port=port,
-            optimizer=TorchOptimizer,
+            optimizer=_optimizers() if process.settings.mode().rule is Rule.OPTIMIZER else None,
             lent=self.lent,
             checkpoints=kept,
         )

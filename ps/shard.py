@@ -75,6 +75,7 @@ class Shard:
         self.folds = 0  # since the last publication (async)
         self.means: dict[int, tuple[FloatArray, bytes, tuple[int, ...]]] = {}  # folded, waiting for the norm
         self.norms: dict[int, float] = {}
+        self.summed: dict[tuple[int, int], tuple[tuple[int, float], ...]] = {}  # parts of the mean taken early, of whom
         self.written = -1
         self.version = 0
         self.report_seen = -1
@@ -125,6 +126,7 @@ class Shard:
 
     def _restart(self, ledger: m.Ledger) -> list[ServerEffect]:
         """A new generation: forget every member and all of the store, and go back to its checkpoint."""
+        effects: list[ServerEffect] = []
         lost = sum(len(workers) for workers in self.held.values()) + sum(len(i.partial) for i in self.inboxes.values())
         self.generation = ledger.generation
         self.inboxes.clear()
@@ -132,13 +134,20 @@ class Shard:
         self.first.clear()
         self.means.clear()
         self.norms.clear()
+        self.summed.clear()
         self.discarded += lost
         self.plan = self.store = None
         self.weights_from, self.written, self.folds = -1, -1, 0
-        self.min_clock = max(ledger.restart_clock, 0)
+        reached, self.min_clock = self.min_clock, max(ledger.restart_clock, 0)
+        if reached > self.min_clock:  # said by each shard: where shard 0 was restarted, its coordinator does not know
+            where = {"shard": self.index, "from_clock": self.min_clock, "to_clock": reached}
+            text = (
+                f"shard {self.index} goes back from clock {reached} to {self.min_clock}: what was folded since is lost"
+            )
+            effects.append(Log("lost", where | {"text": text}))
         load = ledger.restart_clock >= 0 or self.checkpoints
         self.checkpoints = [clock for clock in self.checkpoints if clock <= ledger.restart_clock]
-        return [Load(ledger.restart_clock)] if load else []
+        return [*effects, Load(ledger.restart_clock)] if load else effects
 
     def _members(self, ledger: m.Ledger, now_ns: int) -> list[ServerEffect]:
         effects: list[ServerEffect] = []
@@ -209,7 +218,10 @@ class Shard:
                 for weight, pieces in pushes:
                     store.fold_update(pieces, weight)
                 return True, list(effects)
-            mean = store.mean(pushes)
+            by_whom = tuple((w, held[w][0].samples) for w in workers)
+            early = all(self.summed.get((part.begin, part.end)) == by_whom for w in workers for part in held[w])
+            mean = store.total() if early else store.mean(pushes)
+            self.summed.clear()
             if self.mode.rule is Rule.OUTER:
                 store.fold_outer(mean)
                 return True, list(effects)
@@ -320,6 +332,8 @@ class Shard:
         if push.part == 0 and store.optimizer is not None:
             store.optimizer.check(_unpack_hyper(push.hyper)[0])
         inbox.partial.setdefault(push.clock, {})[push.part] = push
+        if self.mode.barrier and push.clock == self.min_clock and self.mode.rule is not Rule.ADD:
+            self._sum_early(push.clock, push.part)
         effects: list[ServerEffect] = []
         while True:
             pieces = inbox.partial.get(inbox.clock)
@@ -331,6 +345,24 @@ class Shard:
                 raise RemoteProtocolError("the parts of a push do not cover this shard's keys exactly once")
             effects += self._accept(inbox, ordered, now_ns)
         return effects
+
+    def _sum_early(self, clock: int, part: int) -> None:
+        """Take the mean of one part as soon as all live members have sent it, while other parts are still on their way.
+
+        Most likely they are the set that the clock is closed over; `_close` looks whether they were, and else begins anew.
+        """
+        pieces: list[tuple[int, m.Push]] = []
+        for worker in sorted(self.inboxes):
+            accepted = self.held.get(clock, {}).get(worker)
+            found = dict(enumerate(accepted)) if accepted else self.inboxes[worker].partial.get(clock, {})
+            if part not in found:
+                return
+            pieces.append((worker, found[part]))
+        keys = {(piece.begin, piece.end) for _, piece in pieces}
+        if len(keys) == 1 and self.store is not None:
+            total = sum(piece.samples for _, piece in pieces)
+            self.store.mean([(piece.samples / total, [piece]) for _, piece in pieces])
+            self.summed[keys.pop()] = tuple((worker, piece.samples) for worker, piece in pieces)
 
     def _accept(self, inbox: Inbox, pieces: list[m.Push], now_ns: int) -> list[ServerEffect]:
         clock = inbox.clock
@@ -396,17 +428,16 @@ class Shard:
             return []
         if pull.clock > self.min_clock if pull.master else not self.mode.allows(pull.clock, self.min_clock):
             return []
+        if not pull.master and pull.have == store.publication:
+            return []  # it has the newest: the next publication is its answer
         inbox.pull = None
         since = None if pull.master else store.since(pull.have)
-        if not pull.master and pull.have == store.publication:
-            since = []
         while inbox.contained and inbox.contained[0][0] < self.min_clock:
             inbox.contained.popleft()
         contains = tuple((c, w) for c, w, publication in inbox.contained if publication <= store.publication)
         pieces: list[tuple[int, int, bool, int, int, m.Buffer]]
         if since is not None:
             pieces = [(store.begin, store.end, True, number, m.CODED, delta) for number, delta in since]
-            pieces = pieces or [(store.begin, store.end, True, store.publication, m.CODED, b"")]
         else:
             array = store.p
             if pull.master and not store.shared:
@@ -482,11 +513,7 @@ class Shard:
 
 def _unpack_hyper(packed: bytes) -> tuple[bytes, tuple[int, ...]]:
     """(packed groups, tensors without a gradient)."""
-    value = unpack(packed)
-    if (
-        not isinstance(value, list)
-        or [type(v) for v in value] != [bytes, list]
-        or any(type(i) is not int for i in value[1])
-    ):
-        raise RemoteProtocolError("hyper-parameters are packed groups and a list of tensors without a gradient")
-    return value[0], tuple(value[1])
+    match unpack(packed):
+        case [bytes(groups), list(absent)] if all(type(tensor) is int for tensor in absent):
+            return groups, tuple(absent)
+    raise RemoteProtocolError("hyper-parameters are packed groups and a list of tensors without a gradient")

@@ -111,7 +111,7 @@ class Store:
         self.p: FloatArray = self.x
         self.outer = outer
         self.momentum: FloatArray | None = np.zeros(self.size, np.float32) if outer else None
-        self.total: FloatArray | None = None  # of `mean`, kept: fresh memory costs more than the sum itself
+        self._total: FloatArray | None = None  # of `mean`, kept: fresh memory costs more than the sum itself
         self.optimizer: ServerOptimizer | None = None
         self.deltas: OrderedDict[int, bytes] = OrderedDict()
         self.shared = not at_once and self.down.lossless  # p is x itself: between two barriers neither changes
@@ -140,14 +140,19 @@ class Store:
         for part in parts:
             add(part, weight, x, self.begin)
 
+    def total(self) -> FloatArray:
+        """What `mean` has written, float32[size]."""
+        if self._total is None:
+            self._total = np.empty(self.size, np.float32)
+        return self._total
+
     def mean(self, pushes: Sequence[tuple[float, Sequence[Payloads]]]) -> FloatArray:
-        """Sum of weight * push in the order given, float32[size]; it holds until the next call."""
-        if self.total is None:
-            self.total = np.empty(self.size, np.float32)
+        """`total`, where the pushes have keys: the sum of weight * push in the order given."""
+        total = self.total()
         for turn, (weight, parts) in enumerate(pushes):
             for part in parts:
-                (add if turn else put)(part, weight, self.total, self.begin)
-        return self.total
+                (add if turn else put)(part, weight, total, self.begin)
+        return total
 
     def fold_outer(self, mean: FloatArray) -> None:
         """Outer SGD with Nesterov momentum on the pseudo-gradient -mean (DiLoCo, 2311.08105, alg. 1)."""

@@ -6,9 +6,10 @@ The servers' own runner writes and reads them; only its sockets are replaced, by
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -121,9 +122,10 @@ def test_a_crash_while_writing_leaves_the_checkpoint_before(tmp_path: Path, monk
         raise KeyboardInterrupt
 
     for call in ("fsync", "replace"):
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(checkpoints.os, call, killed)
-            write(tmp_path, 1, 10, store_of(seed=4), facts)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, killed)
+            with pytest.raises(KeyboardInterrupt):
+                write(tmp_path, 1, 10, store_of(seed=4), facts)
         left = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.suffix != ".tmp"}
         assert left == before and newest(tmp_path, 2) == 5
     assert np.array_equal(read(tmp_path, 1, 5)[0]["x"], store_of(seed=1)["x"])
@@ -158,13 +160,12 @@ def test_a_damaged_file_is_one_sentence_that_names_it(tmp_path: Path) -> None:
     for what, damaged in cut(data):
         assert damaged != data, what
         path.write_bytes(damaged)
-        for use in (lambda: read(tmp_path, 0, 5), lambda: merge(tmp_path, 1, 5, {}) and read(tmp_path, 0, 5)):
-            with pytest.raises(IncompatibleError) as caught:
-                use()
-            text = str(caught.value)
-            assert str(path) in text and "\n" not in text and len(text) < 600, (what, text)
-            seen += 1
-    assert seen > 40
+        with pytest.raises(IncompatibleError) as caught:
+            read(tmp_path, 0, 5)
+        text = str(caught.value)
+        assert str(path) in text and "\n" not in text and len(text) < 600, (what, text)
+        seen += 1
+    assert seen > 20
     path.unlink()
     with pytest.raises(IncompatibleError, match="is missing"):
         read(tmp_path, 0, 5)
@@ -270,7 +271,7 @@ class OnDisk(in_process.Cluster):
     def carry(self, index: int, effect: Send) -> None:
         super()._apply(index, [effect])
 
-    def _apply(self, index: int, effects: Sequence[ServerEffect]) -> None:
+    def _apply(self, index: int, effects: Iterable[ServerEffect]) -> None:
         self.runners[index].apply(list(effects))
 
     def checkpoint_soon(self) -> None:
@@ -372,8 +373,10 @@ def test_a_crash_goes_back_to_the_newest_checkpoint_that_all_shards_have(tmp_pat
     path_of(tmp_path, 1, 9).unlink()
     (tmp_path / "shard-1.clock-9.safetensors.12345.tmp").write_bytes(data[: len(data) // 2])
     assert newest(tmp_path, 2) == 4
-    cluster = OnDisk(settings, tmp_path, resume=True)
-    with run(settings, cluster) as started:
+    with run(settings, OnDisk(settings, tmp_path, resume=True)) as started:
+        train(started, make, 5, finish=False)  # and dies again
+    assert [clocks(tmp_path, shard) for shard in range(2)] == [(4,), (4,)]
+    with run(settings, OnDisk(settings, tmp_path, resume=True)) as started:
         resumed = train(started, make, STEPS, finish=True, checkpoint_at=(6,), seed=99)
     assert np.array_equal(resumed, straight(settings, make))
     assert [clocks(tmp_path, shard) for shard in range(2)] == [(7, STEPS), (7, STEPS)]
@@ -389,6 +392,11 @@ def test_another_number_of_shards_is_refused_in_one_sentence(shards: int, tmp_pa
         OnDisk(Settings(sync="bsp", workers=2, shards=shards), tmp_path, resume=True)
 
 
+def resume_once(folder: Path) -> None:
+    with run(BSP, OnDisk(BSP, folder, resume=True)) as started:
+        train(started, OPTIMIZERS["SGD"], STEPS, finish=True)
+
+
 def test_a_damaged_checkpoint_stops_a_resume_in_one_sentence(tmp_path: Path) -> None:
     cluster = OnDisk(BSP, tmp_path)
     with run(BSP, cluster) as started:
@@ -399,8 +407,7 @@ def test_a_damaged_checkpoint_stops_a_resume_in_one_sentence(tmp_path: Path) -> 
         path = path_of(broken, shard, 3)
         path.write_bytes(path.read_bytes()[:-7])
         with pytest.raises(IncompatibleError, match=rf"shard-{shard}\.clock-3\.safetensors is damaged"):
-            with run(BSP, OnDisk(BSP, broken, resume=True)) as started:
-                train(started, OPTIMIZERS["SGD"], STEPS, finish=True)
+            resume_once(broken)
 
 
 def test_another_model_or_optimizer_than_the_checkpoints_is_refused(tmp_path: Path) -> None:

@@ -4,53 +4,35 @@ Rules
 - One clock is one push to every shard. Before it computes with clock c the worker needs, from every shard, a state with
   min_clock >= c - s. Right after a push it asks for the state that the next clock needs, so that with s >= 1 the link's
   time lies under the next forward and backward.
-- replica = pulled + residual + own writes (protocols/replica.py), composed here and nowhere else.
+- The replica is composed shard by shard (worker/view.py), and then is what the parameters show.
 """
 
 from __future__ import annotations
 
 import inspect
 import time
-from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from narrows.compression import ErrorFeedback, NonFiniteError, PayloadError, accumulate, add_raw, parse
+from narrows.compression import ErrorFeedback, NonFiniteError, parse
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
 from narrows.protocols.effects import MemberEffect
-from narrows.protocols.errors import NarrowsError, RemoteProtocolError, UsageError
-from narrows.protocols.keys import covers, parts
+from narrows.protocols.errors import NarrowsError, UsageError
+from narrows.protocols.keys import parts
 from narrows.protocols.modes import ELEMENTWISE, Rule, Settings
-from narrows.protocols.replica import stand_in
 from narrows.protocols.wire import pack
 from narrows.worker.flat import FlatModel, FloatArray, load_buffers, pack_buffers
 from narrows.worker.overlap import Overlap
 from narrows.worker.runner import Link
+from narrows.worker.view import Coded, ShardView, raw_values
 
 START_LIMIT_S = 600.0  # the other workers of a run come within this
 WAIT_LIMIT_S = 3600.0  # no barrier is waited for longer; a dead worker costs a lease, a dead server is found sooner
-Coded = tuple[int, int, int, m.Buffer]  # codec, begin, end, payload
 PLAIN = (bool, int, float, str, type(None))
-
-
-@dataclass(slots=True)
-class ShardView:
-    """What this worker holds of one shard: keys [begin, end)."""
-
-    begin: int
-    end: int
-    feedback: ErrorFeedback
-    publication: int = -1
-    min_clock: int = -1
-    contains: dict[int, float] = field(default_factory=dict)
-    pulling: bool = False
-    in_flight: set[int] = field(default_factory=set)
-    master: FloatArray | None = None
 
 
 def _plain(value: Any) -> Any:
@@ -81,24 +63,18 @@ def clipped_step(
     closure: Callable[[], Any] | None,
 ) -> Any:
     """`optimizer.step(closure)`; each gradient that it steps along is clipped to the L2 norm `norm`, 0: not at all."""
-    if norm > 0 and closure is None:
-        torch.nn.utils.clip_grad_norm_(parameters, norm)
-    elif norm > 0:
-        plain = closure
-
-        def closure() -> Any:
-            loss = plain()
+    if closure is None:
+        if norm > 0:
             torch.nn.utils.clip_grad_norm_(parameters, norm)
-            return loss
+        return optimizer.step()
 
-    return optimizer.step() if closure is None else optimizer.step(closure)
+    def clipped() -> Any:
+        loss = closure()
+        if norm > 0:
+            torch.nn.utils.clip_grad_norm_(parameters, norm)
+        return loss
 
-
-def _accumulate(payload: m.Buffer, target: FloatArray) -> None:
-    try:
-        accumulate(payload, 1.0, target)
-    except PayloadError as error:
-        raise RemoteProtocolError(f"the server sent a payload that is none: {error}") from None
+    return optimizer.step(clipped)
 
 
 class Engine:
@@ -134,7 +110,6 @@ class Engine:
         self.direct = (
             self.gradients and self.mode.bound == 0 and self.flat.plain and parse(self.settings.compress_down).lossless
         )
-        self.own: OrderedDict[int, list[list[Coded]]] = OrderedDict()
         self.wait_s = 0.0
         self.staleness = 0
         self.finished = self.left = False
@@ -196,12 +171,11 @@ class Engine:
             self._give_weights(event.shard)
         elif isinstance(event, e.StatePart):
             if self.direct:
-                self._check_raw(event.shard, event.state)
-                self.flat.write_keys(event.state.begin, np.frombuffer(event.state.payload, np.float32))
+                self.flat.write_keys(event.state.begin, raw_values(event.state))
         elif isinstance(event, e.StateArrived):
-            self._state(event)
+            self.views[event.shard].arrived(event)
         elif isinstance(event, e.PushSettled):
-            self._settled(event)
+            self.views[event.shard].in_flight.discard(event.clock)
         elif isinstance(event, e.BuffersWanted):
             self._send_buffers()
         elif isinstance(event, e.Left):
@@ -213,10 +187,10 @@ class Engine:
         else:
             compressor = parse(self.settings.compress)
             residuals = [ErrorFeedback(compressor, end - begin) for begin, end in event.ranges]
-        self.views = [
-            ShardView(begin, end, feedback) for (begin, end), feedback in zip(event.ranges, residuals, strict=True)
-        ]
-        self.own.clear()
+        self.views = []
+        for (begin, end), feedback in zip(event.ranges, residuals, strict=True):
+            pulled = None if self.direct else self.pulled[begin:end]
+            self.views.append(ShardView(begin, end, feedback, self.mode, pulled))
         self.worker, self.epoch, self.clock = event.worker, event.epoch, event.clock
         self._started = True
         if event.buffers:
@@ -242,53 +216,6 @@ class Engine:
         # Others may still be missing; the shard answers this pull once the run has started.
         self._pull(shard, self.clock)
 
-    def _state(self, event: e.StateArrived) -> None:
-        view = self.views[event.shard]
-        view.pulling = False
-        last = event.parts[-1]
-        if event.master:
-            view.master = np.empty(view.end - view.begin, np.float32)
-        pieces = [(state.begin, state.end) for state in event.parts]
-        whole = [(view.begin, view.end)] * len(pieces)
-        if pieces != whole if last.delta else not covers(pieces, view.begin, view.end):
-            raise RemoteProtocolError(f"shard {event.shard} sent a state that does not cover its keys exactly once")
-        for state in event.parts:
-            if event.master:
-                assert view.master is not None
-                target = view.master[state.begin - view.begin : state.end - view.begin]
-            else:
-                target = self.pulled[state.begin : state.end]
-            if state.delta:
-                if len(state.payload):
-                    _accumulate(state.payload, target)
-            elif event.master or not self.direct:
-                self._check_raw(event.shard, state)
-                np.copyto(target, np.frombuffer(state.payload, np.float32))
-        if not event.master:
-            view.publication, view.min_clock = last.publication, last.min_clock
-            view.contains = dict(last.contains)
-
-    def _check_raw(self, shard: int, state: m.State) -> None:
-        view, count = self.views[shard], state.end - state.begin
-        inside = view.begin <= state.begin <= state.end <= view.end
-        if not inside or state.codec != m.RAW_FLOAT32 or len(state.payload) != 4 * count:
-            raise RemoteProtocolError(
-                f"shard {shard} sent {len(state.payload)} bytes for keys [{state.begin}, {state.end}), which are not raw "
-                "values of keys that it owns"
-            )
-
-    def _settled(self, event: e.PushSettled) -> None:
-        view = self.views[event.shard]
-        view.in_flight.discard(event.clock)
-        if not event.folded and not self.gradients:
-            for codec, begin, end, payload in self.own.get(event.clock, [[]] * len(self.views))[event.shard]:
-                if codec == m.CODED:
-                    view.feedback.restore(payload)
-                    continue
-                if view.feedback.residual is None:
-                    view.feedback.residual = np.zeros(view.end - view.begin, np.float32)
-                add_raw(payload, 1.0, view.feedback.residual[begin - view.begin : end - view.begin])
-
     def _wait_ready(self, limit_s: float = WAIT_LIMIT_S) -> None:
         """Until every shard's state may be computed on with the present clock."""
         before = time.monotonic()
@@ -309,29 +236,12 @@ class Engine:
     def _compose(self) -> None:
         """The replica, into the parameters."""
         if not self.gradients:
-            np.copyto(self.replica, self.pulled)
-            for shard, view in enumerate(self.views):
-                target = self.replica[view.begin : view.end]
-                if view.feedback.residual is not None:
-                    target += view.feedback.residual
-                for clock, payloads in self.own.items():
-                    weight = stand_in(self.mode, clock, self.clock, view.min_clock, view.contains.get(clock))
-                    if weight:
-                        for codec, begin, end, payload in payloads[shard]:
-                            self._add(codec, payload, weight, self.replica[begin:end])
-            oldest = min(view.min_clock for view in self.views)
-            keep = self.clock - self.mode.window
-            for clock in [c for c in self.own if c < oldest or (self.mode.bound is None and c < keep)]:
-                if not any(clock in view.in_flight for view in self.views):
-                    del self.own[clock]
+            for view in self.views:
+                view.compose(self.clock, self.replica[view.begin : view.end])
         if not self.direct:
             self.flat.write(self.replica)
         if self.start is not self.replica:
             self.flat.read(self.start)
-
-    @staticmethod
-    def _add(codec: int, payload: m.Buffer, weight: float, target: FloatArray) -> None:
-        (accumulate if codec == m.CODED else add_raw)(payload, weight, target)
 
     # Steps.
 
@@ -428,7 +338,8 @@ class Engine:
                 if residual is not None:
                     residual.fill(0)
         if not self.gradients:
-            self.own[self.clock] = sent
+            for view, own in zip(self.views, sent, strict=True):
+                view.own[self.clock] = own
         self._pushed()
 
     def _encode(self, view: ShardView, values: FloatArray) -> m.Buffer:
@@ -447,9 +358,10 @@ class Engine:
         """The update of this clock is on its way: ask for the state of the next."""
         self.clock += 1
         self.local_step = self.samples_pending = 0
-        ahead = 0 if self.mode.bound == 0 else 1
         for shard, view in enumerate(self.views):
             if not view.pulling:
+                # Ahead only where this clock is served: else it would wait for a min_clock that only the next one needs.
+                ahead = self.mode.bound != 0 and self.mode.allows(self.clock, view.min_clock)
                 self._pull(shard, self.clock + ahead)
 
     def _next(self) -> None:

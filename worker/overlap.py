@@ -2,7 +2,7 @@
 
 Rules
 - A part leaves once every tensor in it has its gradient of the last backward of the step. The first part of each shard
-  waits for step(): it carries the hyper-parameters and names the tensors that got no gradient.
+  is empty and leaves at step(): it carries the hyper-parameters and names the tensors that got no gradient.
 - Between backward and step() nothing may touch p.grad, since it has left: that is found by the tensor's version counter.
 """
 
@@ -18,7 +18,8 @@ from narrows.protocols.keys import parts
 from narrows.protocols.wire import FRAME_VALUES
 from narrows.worker.flat import FlatModel, FloatArray
 
-PART_VALUES = FRAME_VALUES // 2  # 1 MiB: finer parts leave earlier, and move as fast as those of 2 MiB
+PARTS_AIM = 32  # parts of a shard: the more, the earlier each leaves
+PART_VALUES_MIN = 1 << 16  # 256 KiB: a message of less costs more than the bytes in it
 
 SAMPLE = 256  # values of a gradient that are looked at again: scaling or clamping one changes some of them
 
@@ -30,13 +31,16 @@ class Overlap:
 
     def __init__(self, flat: FlatModel, ranges: list[tuple[int, int]], accumulate: int, send: SendPart) -> None:
         self.flat, self.accumulate, self.send = flat, accumulate, send
-        self.cuts = [list(parts(begin, end, PART_VALUES)) for begin, end in ranges]
+        self.cuts = []
+        for begin, end in ranges:
+            values = min(FRAME_VALUES, max(PART_VALUES_MIN, (end - begin) // PARTS_AIM))
+            self.cuts.append([(begin, begin), *parts(begin, end, values)])
         self.parts_of: list[list[tuple[int, int]]] = [[] for _ in flat.parameters]
         self.tensors_in: list[list[int]] = [[0] * len(cuts) for cuts in self.cuts]
         for shard, cuts in enumerate(self.cuts):
             for part, (begin, end) in enumerate(cuts):
                 for tensor in range(len(flat.parameters)):
-                    if flat.offsets[tensor] < end and begin < flat.offsets[tensor + 1]:
+                    if flat.offsets[tensor] < end and begin < flat.offsets[tensor + 1] and begin < end:
                         self.parts_of[tensor].append((shard, part))
                         self.tensors_in[shard][part] += 1
         self.lock = threading.Lock()

@@ -19,7 +19,7 @@ import zmq
 
 from narrows.protocols import messages as m
 from narrows.protocols.effects import Failed, Joined, Left, MemberEffect, Send
-from narrows.protocols.errors import BY_EXIT_CODE, NarrowsError, RemoteProtocolError, UnreachableError
+from narrows.protocols.errors import BY_EXIT_CODE, NarrowsError, RemoteProtocolError, UsageError
 from narrows.protocols.member import Member, Timing
 from narrows.protocols.wire import HEADER_BYTES_MAX, LOCAL_HOSTS, PAYLOAD_BYTES_MAX, decode, encode, local_endpoint
 
@@ -33,10 +33,10 @@ Command = Callable[[Member, int], list[MemberEffect]]
 
 
 def check_address(address: str) -> tuple[str, int]:
-    """(host, port). Raises UnreachableError in one sentence."""
+    """(host, port). Raises UsageError in one sentence."""
     host, colon, port = address.removeprefix("tcp://").rpartition(":")
-    if not address.startswith("tcp://") or not colon or not host or not port.isdigit():
-        raise UnreachableError(f"--server {address}: write it as tcp://HOST:PORT, as ps-serve printed it")
+    if not address.startswith("tcp://") or not colon or not host or not (port.isdigit() and 0 < int(port) < 65536):
+        raise UsageError(f"--server {address}: write it as tcp://HOST:PORT, as ps-serve printed it")
     return host, int(port)
 
 

@@ -1,6 +1,6 @@
 """The session of this process: who it is in the run, how far the run is, and what it records.
 
-Opened by the first call that needs it; `ps-worker` names the server in NARROWS_SERVER. Without one the script runs alone.
+Opened by the first call that needs it; ps-worker names the server in NARROWS_SERVER. Without one the script runs alone.
 At exit a session that the script did not finish is finished, or, after an error, left at once.
 """
 
@@ -9,13 +9,15 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 import uuid
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn, TextIO
 
 import torch
 
@@ -24,7 +26,7 @@ from narrows.protocols.errors import NarrowsError, UnreachableError
 from narrows.protocols.member import Timing
 from narrows.protocols.modes import Settings
 from narrows.worker.engine import Engine
-from narrows.worker.runner import Link
+from narrows.worker.runner import Link, tell_left
 
 
 class Alone:
@@ -58,9 +60,13 @@ class Connected:
 
         warm_up()  # before joining: compiling holds the interpreter, and heartbeats would stop
         connect_s = float(os.environ.get("NARROWS_CONNECT_TIMEOUT", "30"))
-        token = os.environ.get("NARROWS_TOKEN") or uuid.uuid4().hex
+        lost_s = float(os.environ.get("NARROWS_SERVER_TIMEOUT", "30"))
+        # Not for processes that the script starts: they are not this worker.
+        token = os.environ.pop("NARROWS_TOKEN", "") or uuid.uuid4().hex
         expect = bytes.fromhex(os.environ.get("NARROWS_EXPECT", ""))
-        self.link = Link(address, token, socket.gethostname(), expect, Timing(connect_ns=int(connect_s * NS)))
+        _watch_launcher(address, token)
+        timing = Timing(connect_ns=int(connect_s * NS), lost_ns=int(lost_s * NS))
+        self.link = Link(address, token, socket.gethostname(), expect, timing)
         joined: MemberEffect | None = None
         deadline = time.monotonic() + connect_s + 1
         while not isinstance(joined, Joined):
@@ -68,14 +74,13 @@ class Connected:
             if time.monotonic() > deadline:
                 raise UnreachableError(f"{address}: the server did not let this worker in within {connect_s:.0f} s")
         self.rank, self.world_size = joined.rank, joined.world_size
+        for name in os.environ.get("NARROWS_SETS", "").split():
+            os.environ[name] = str(self.rank if name == "RANK" else self.world_size)
         self.settings = Settings.unpacked(joined.settings)
         self.engine: Engine | None = None
-        self._record = (
-            os.fdopen(int(os.environ["NARROWS_RECORD_FD"]), "w") if "NARROWS_RECORD_FD" in os.environ else None
-        )
         self._pending: dict[str, Any] = {}
         self._bytes = (0, 0)
-        self._note("hello", rank=self.rank, settings={f: getattr(self.settings, f) for f in self.settings.__slots__})
+        _tell("hello", rank=self.rank, settings={f: getattr(self.settings, f) for f in self.settings.__slots__})
 
     @property
     def clock(self) -> int:
@@ -93,7 +98,7 @@ class Connected:
         if self.engine is not None:
             raise NarrowsError("a run has one DistributedOptimizer: pass all parameter groups to one optimizer")
         self.engine = Engine(self.link, self.settings, model, inner, max_grad_norm, overlap)
-        self._note("model", parameters=self.engine.flat.size)
+        _tell("model", parameters=self.engine.flat.size, clock=self.engine.clock)
         return self.engine
 
     def stepped(self) -> None:
@@ -118,16 +123,8 @@ class Connected:
 
     def _flush(self) -> None:
         if self._pending:
-            self._note("step" if "clock" in self._pending else "last", **self._pending)
+            _tell("step" if "clock" in self._pending else "last", **self._pending)
             self._pending = {}
-
-    def _note(self, event: str, **values: Any) -> None:
-        if self._record is not None:
-            try:
-                self._record.write(json.dumps({"event": event, **values}) + "\n")
-                self._record.flush()
-            except OSError:
-                self._record = None  # the launcher is gone
 
     def close(self, failed: bool) -> None:
         """At exit."""
@@ -141,27 +138,66 @@ class Connected:
             elif engine is None:
                 self.link.call(lambda member, now: member.leave(-1, now))
             self._flush()
-            self._note("bytes", up=self.link.bytes_up, down=self.link.bytes_down)
+            _tell("bytes", up=self.link.bytes_up, down=self.link.bytes_down)
         finally:
             self.link.close()
 
 
 _session: Alone | Connected | None = None
 _failed = False
+_launcher: TextIO | None = None  # where ps-worker listens, if it started us
 
 
 def current() -> Alone | Connected:
     """The session of this process; opens it."""
-    global _session
+    global _session, _launcher
     if _session is None:
         address = os.environ.get("NARROWS_SERVER", "")
         if address:
+            record_fd = os.environ.pop("NARROWS_RECORD_FD", "")
+            _launcher = os.fdopen(int(record_fd), "w") if record_fd else None
             _install_hook()
             _session = Connected(address)
             atexit.register(_at_exit)
         else:
             _session = Alone()
     return _session
+
+
+def _tell(event: str, **values: Any) -> None:
+    """One line of JSON to ps-worker."""
+    global _launcher
+    if _launcher is not None:
+        try:
+            _launcher.write(json.dumps({"event": event, **values}) + "\n")
+            _launcher.flush()
+        except OSError:
+            _launcher = None  # it is gone
+
+
+def _watch_launcher(address: str, token: str) -> None:
+    """Leave the run and end this process group, which is ours alone, once the ps-worker that started it has ended."""
+    parent_fd = os.environ.pop("NARROWS_PARENT_FD", "")
+
+    def watch() -> None:
+        os.read(int(parent_fd), 1)  # nothing is ever written: it returns at the end
+        tell_left(address, token)
+        os.killpg(os.getpid(), signal.SIGKILL)
+
+    if parent_fd:
+        threading.Thread(target=watch, name="narrows-launcher", daemon=True).start()
+
+
+def _end(error: NarrowsError) -> NoReturn:
+    """End this process with the exit code of `error`, which is one sentence and needs no traceback."""
+    if os.environ.get("NARROWS_DEBUG"):
+        traceback.print_exception(error)
+    if _launcher is None:
+        print(f"ps-worker: {error}", file=sys.stderr)
+    _tell("error", code=error.exit_code, text=str(error))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(error.exit_code)
 
 
 def _install_hook() -> None:
@@ -171,14 +207,11 @@ def _install_hook() -> None:
         global _failed
         _failed = True
         if isinstance(error, NarrowsError):
-            if os.environ.get("NARROWS_DEBUG"):
-                traceback.print_exception(kind, error, trace)
-            print(f"ps-worker: {error}", file=sys.stderr, flush=True)
             if isinstance(_session, Connected):
                 _session.link.close()
-            sys.stdout.flush()
-            os._exit(error.exit_code)
-        before(kind, error, trace)
+            _end(error)
+        if _launcher is None or not isinstance(error, KeyboardInterrupt):
+            before(kind, error, trace)
 
     sys.excepthook = hook
 
@@ -188,9 +221,7 @@ def _at_exit() -> None:
         try:
             _session.close(_failed)
         except NarrowsError as error:
-            print(f"ps-worker: {error}", file=sys.stderr, flush=True)
-            sys.stdout.flush()
-            os._exit(error.exit_code)
+            _end(error)
 
 
 def rank() -> int:

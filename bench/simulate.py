@@ -1,0 +1,149 @@
+"""Run thousands of simulated clusters, every invariant checked after every event, and say how often each fault struck.
+
+    python bench/simulate.py --runs 10000 --restarts 1000 --jobs 2
+    python bench/simulate.py --replay 17 --restart          one seed again, with its trace
+
+A run is tests/simulation.py's: at least 4 workers, 2 shards and 20 clocks, all modes in turn. Exit code 1 where one failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import sys
+import time
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+from mirrors import Violation
+from simulation import Run, case_of
+
+from narrows.protocols.effects import NS
+from narrows.protocols.messages import Message
+
+BATCH = 50  # runs of one job between two reports
+FAILED_SHOWN = 20
+
+
+@dataclass
+class Tally:
+    """What some runs came to."""
+
+    runs: int = 0
+    restarts: int = 0  # runs in which a shard restarts
+    virtual_s: float = 0.0
+    struck: Counter[str] = field(default_factory=Counter)
+    runs_struck: Counter[str] = field(default_factory=Counter)
+    failed: list[str] = field(default_factory=list)
+
+    def add(self, other: Tally) -> None:
+        self.runs += other.runs
+        self.restarts += other.restarts
+        self.virtual_s += other.virtual_s
+        self.struck += other.struck
+        self.runs_struck += other.runs_struck
+        self.failed += other.failed
+
+
+def batch(first: int, count: int, restart: bool) -> Tally:
+    tally = Tally(0 if restart else count, count if restart else 0)
+    for seed in range(first, first + count):
+        run = Run(case_of(seed, restart))
+        try:
+            run.run()
+        except Violation as violation:
+            tally.failed.append(str(violation))
+        tally.virtual_s += run.sim.now_ns / NS
+        tally.struck += run.sim.struck
+        tally.runs_struck.update(fault for fault, times in run.sim.struck.items() if times)
+    return tally
+
+
+def batches(first: int, runs: int, restarts: int) -> list[tuple[int, int, bool]]:
+    """First seed, count, and whether a shard restarts; both kinds evenly mixed, for one who cannot wait to the end."""
+    works = [
+        (begin / total, (first + begin, min(BATCH, total - begin), restart))
+        for restart, total in ((False, runs), (True, restarts))
+        for begin in range(0, total, BATCH)
+    ]
+    return [work for _, work in sorted(works)]
+
+
+def campaign(first: int, runs: int, restarts: int, jobs: int) -> Tally:
+    """All runs, over `jobs` processes; after Ctrl-C those that there were."""
+    tally = Tally()
+    # spawn: a fork would copy whatever threads numba has started
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        try:
+            for future in as_completed([pool.submit(batch, *work) for work in batches(first, runs, restarts)]):
+                tally.add(future.result())
+                if sys.stderr.isatty():
+                    print(f"\r{tally.runs + tally.restarts} of {runs + restarts} runs", end="", file=sys.stderr)
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+    return tally
+
+
+def show(tally: Tally, wall_s: float, jobs: int) -> None:
+    total = tally.runs + tally.restarts
+    print(f"{tally.runs} runs, and {tally.restarts} in which a shard restarts: {len(tally.failed)} failed")
+    print(
+        f"{wall_s:.0f} s, {total / wall_s:.1f} runs/s with {jobs} jobs, {tally.virtual_s / 3600:.1f} h of virtual time\n"
+    )
+    print(f"{'fault':<18}{'struck':>10}{'a run':>9}{'runs struck':>13}")
+    for fault, times in tally.struck.most_common():
+        print(f"{fault:<18}{times:>10}{times / total:>9.2f}{tally.runs_struck[fault]:>13}")
+    for text in sorted(tally.failed)[:FAILED_SHOWN]:
+        seed = text.removeprefix("seed ").split(" at ")[0]
+        print(f"\n{text}\n    python bench/simulate.py --replay {seed}")
+
+
+def replay(seed: int, restart: bool) -> int:
+    """One run, each event a line."""
+
+    def trace(now_ns: int, text: str, message: Message | None) -> None:
+        print(f"{now_ns / NS:9.4f} {text} {describe(message)}".rstrip())
+
+    run = Run(case_of(seed, restart), trace=trace)
+    print(run.case)
+    try:
+        run.run()
+    except Violation as violation:
+        print(violation)
+        return 1
+    finally:
+        print(f"digest {run.sim.digest:08x}, {dict(run.sim.struck)}")
+    return 0
+
+
+def describe(message: Message | None) -> str:
+    """The fields of a message that fit on a line: no bytes."""
+    if message is None:
+        return ""
+    values = ((f.name, getattr(message, f.name)) for f in fields(message))  # type: ignore[arg-type]
+    return " ".join(f"{name}={value}" for name, value in values if not isinstance(value, (bytes, memoryview)))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=10_000)
+    parser.add_argument("--restarts", type=int, default=1_000, help="further runs in which a shard restarts")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0, help="the first seed")
+    parser.add_argument("--replay", type=int, metavar="SEED", help="run one seed and print its trace")
+    parser.add_argument("--restart", action="store_true", help="with --replay: the run in which a shard restarts")
+    told = parser.parse_args()
+    if told.replay is not None:
+        return replay(told.replay, told.restart)
+    began = time.monotonic()
+    tally = campaign(told.seed, told.runs, told.restarts, told.jobs)
+    show(tally, time.monotonic() - began, told.jobs)
+    return 1 if tally.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,361 @@
+"""The parts of a simulated cluster that stand where our runners stand: a disk, a server process, a scripted worker.
+
+- `Process` stands where ps/runner.py stands: it carries out effects and has no rule of its own.
+- `Worker` stands where worker/engine.py stands and keeps its rules: it computes with clock c only on states with min_clock
+  >= c - s, keeps at most a window in flight, asks one clock ahead where this one is served, and begins anew when told.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+from mirrors import RATE, FloatArray, Violation
+
+from narrows.compression import accumulate
+from narrows.protocols import effects as e
+from narrows.protocols import messages as m
+from narrows.protocols.coordinator import Coordinator
+from narrows.protocols.effects import NS, MemberEffect, ServerEffect
+from narrows.protocols.errors import NarrowsError
+from narrows.protocols.keys import Plan, TensorSpec, parts
+from narrows.protocols.member import Timing
+from narrows.protocols.modes import Rule
+from narrows.protocols.wire import pack, unpack
+from narrows.ps.checkpoints import KEPT
+from narrows.ps.server import Server
+from narrows.ps.shard import COORDINATOR
+
+if TYPE_CHECKING:
+    from simulation import Run
+
+CLOCKS = 20
+KEYS = 7  # of the model: shards of three and four, parts of two
+PART_KEYS = 2
+TIMING = Timing(join_retry_ns=NS // 4, request_retry_ns=NS // 2, bytes_per_second=1 << 30)
+FIRST = np.arange(KEYS, dtype=np.float32)
+HYPER = pack([pack([{"lr": RATE}]), []])
+_PLAN = Plan((TensorSpec("w", (KEYS,), "float32"),), "SGD", ((0,),))
+PLANS = {norm: replace(_PLAN, max_grad_norm=norm).packed() for norm in (0.0, 1.5)}
+
+
+def update_of(index: int, life: int, step: int) -> FloatArray:
+    """Small whole numbers, other ones for each worker and step: sums of them are exact in float32."""
+    return ((np.arange(KEYS) * 5 + index * 11 + life * 7 + step * 3) % 17 - 8).astype(np.float32)
+
+
+class PlainSGD:
+    """The least server optimizer: x -= rate * gradient."""
+
+    def step(
+        self, weights: FloatArray, gradient: FloatArray, hyper: bytes, absent: Sequence[int], scale: float
+    ) -> None:
+        weights -= np.float32(RATE * scale) * gradient
+
+    def check(self, hyper: bytes) -> None:
+        assert unpack(hyper) == [{"lr": RATE}]
+
+    def state(self) -> dict[str, FloatArray]:
+        return {}
+
+    def load(self, state: dict[str, FloatArray]) -> None:
+        assert not state
+
+
+@dataclass(slots=True)
+class Disk:
+    """What ps/checkpoints.py is: (shard, clock) -> arrays, publication, plan."""
+
+    files: dict[tuple[int, int], tuple[dict[str, FloatArray], int, bytes]] = field(default_factory=dict)
+
+    def clocks(self, shard: int) -> tuple[int, ...]:
+        return tuple(sorted(clock for owner, clock in self.files if owner == shard))
+
+    def shared(self, shards: int) -> int:
+        return max(set.intersection(*(set(self.clocks(shard)) for shard in range(shards))), default=-1)
+
+    def write(self, shard: int, clock: int, arrays: dict[str, FloatArray], publication: int, plan: bytes) -> None:
+        self.files[shard, clock] = ({name: array.copy() for name, array in arrays.items()}, publication, plan)
+        self.drop_after(shard, clock)
+        for old in self.clocks(shard)[:-KEPT]:
+            del self.files[shard, old]
+
+    def drop_after(self, shard: int, clock: int) -> None:
+        for late in [c for c in self.clocks(shard) if c > clock]:
+            del self.files[shard, late]
+
+
+class Process:
+    """One server process: port `s<index>`, and its own end `s<index>.<life>` of the link to the coordinator."""
+
+    def __init__(self, run: Run, index: int, life: int) -> None:
+        self.run, self.index = run, index
+        self.port, self.up = f"s{index}", f"s{index}.{life}"
+        settings, disk = run.case.settings, run.disk
+        self.shard = run.kit.shard(
+            index,
+            settings,
+            incarnation=life + 1,
+            port=1 + index,
+            optimizer=lambda plan, begin, end: PlainSGD(),
+            checkpoints=disk.clocks(index),
+        )
+        self.coordinator: Coordinator | None = None
+        if index == 0:
+            clock = disk.shared(settings.shards)
+            self.coordinator = run.kit.coordinator(settings, (life + 1) << 20, clock)
+            if clock >= 0:
+                self.coordinator.adopt_plan(disk.files[0, clock][2])
+        self.server = Server(self.shard, self.coordinator)
+        run.checker.server_started(self)
+        run.sim.start(self, self.port, self.up)
+        self._apply(self.server.start(run.sim.now_ns), "start")
+
+    def handle(self, source: str, message: m.Message, now_ns: int) -> None:
+        peer = COORDINATOR if source == "s0" else source.encode()
+        try:
+            self._apply(self.server.handle(peer, message, now_ns), f"{type(message).__name__} of {source}")
+        except NarrowsError as error:
+            raise Violation(f"s{self.index} blames {source}, which keeps the rules: {error}") from error
+
+    def tick(self, now_ns: int) -> None:
+        self._apply(self.server.tick(now_ns), "tick")
+
+    def _apply(self, effects: Iterable[ServerEffect], why: str) -> None:
+        """Carry out effects as they are made; what comes after one of them may fold or close on top of it."""
+        run, checker = self.run, self.run.checker
+        done: list[ServerEffect] = []
+        for effect in effects:
+            done.append(effect)
+            if isinstance(effect, e.Send):
+                assert isinstance(effect.peer, bytes)
+                if effect.peer == COORDINATOR:
+                    run.send(self.up, "s0", effect.message)
+                else:
+                    run.send(self.port, effect.peer.decode(), effect.message)
+            elif isinstance(effect, e.Log):
+                told = " ".join(f"{k}={v}" for k, v in effect.values.items() if k not in ("host", "text"))
+                run.sim.note(f"{self.port} log {effect.event} {told}")
+            elif isinstance(effect, e.Checkpoint):
+                self._checkpoint(effect.clock)
+            elif isinstance(effect, e.Load):
+                self._load(effect.clock)
+            else:
+                run.over = True
+        checker.server_event(self, done, why)
+        run.server_event(self)
+
+    def _checkpoint(self, clock: int) -> None:
+        shard, disk = self.shard, self.run.disk
+        if shard.store is None or shard.plan is None or shard.store.publication < 0:
+            return
+        self.run.checker.follow(self)
+        disk.write(self.index, clock, shard.store.arrays(), shard.store.publication, shard.plan.packed())
+        self.run.checker.saved(self, clock)
+        self.run.sim.note(f"{self.port} checkpoint {clock}")
+        shard.wrote_checkpoint(clock, disk.clocks(self.index))
+
+    def _load(self, clock: int) -> None:
+        self.run.disk.drop_after(self.index, clock)
+        if clock < 0:
+            return
+        assert self.shard.store is not None
+        self.run.checker.follow(self)
+        arrays, publication, _ = self.run.disk.files[self.index, clock]
+        self.shard.store.load(arrays, publication)
+        self.run.checker.loaded(self, clock)
+        self.run.sim.note(f"{self.port} load {clock}")
+
+
+@dataclass(slots=True)
+class View:
+    """What a worker holds of one shard."""
+
+    begin: int
+    end: int
+    pulled: FloatArray
+    publication: int = -1
+    min_clock: int = -1
+    pulling: bool = False
+    in_flight: set[int] = field(default_factory=set)
+    master: bool = False
+
+
+class Worker:
+    """A scripted worker. It sees events only between two steps, as a training script does."""
+
+    def __init__(self, run: Run, index: int, life: int) -> None:
+        self.run, self.index, self.life = run, index, life
+        self.name = f"w{index}.{life}"
+        self.settings = run.case.settings
+        self.mode = self.settings.mode()
+        self.member = run.kit.member(self.name, "here", timing=TIMING)
+        self.events: deque[MemberEffect] = deque()
+        self.views: list[View] = []
+        self.worker, self.epoch, self.clock = -1, 0, 0
+        self.computing = False  # with `clock`
+        self.computed = False  # the update of `clock` is there and not yet pushed
+        self.steps = 0
+        self.finishing = self.ended = False
+        run.sim.start(self, self.name)
+        self._apply(self.member.join(run.sim.now_ns))
+        self._apply(self.member.declare(PLANS[run.case.max_grad_norm], run.sim.now_ns))
+
+    def handle(self, source: str, message: m.Message, now_ns: int) -> None:
+        self._apply(self.member.receive(int(source[1:]), message, now_ns))
+        self._go()
+
+    def tick(self, now_ns: int) -> None:
+        self._apply(self.member.tick(now_ns))
+        self._go()
+
+    def _apply(self, effects: Sequence[MemberEffect]) -> None:
+        for effect in effects:
+            if isinstance(effect, e.Send):
+                assert isinstance(effect.peer, int)
+                self.run.send(self.name, f"s{effect.peer}", effect.message)
+            else:
+                self.events.append(effect)
+
+    # The script.
+
+    def _go(self) -> None:
+        """Handle what has come, then do all that need not wait."""
+        while not self.computing and not self.ended:
+            if self.events:
+                self._event(self.events.popleft())
+            elif not self.views:
+                return
+            elif self.finishing:
+                return self._finish()
+            elif self.computed:
+                if any(len(view.in_flight) >= self.mode.window for view in self.views):
+                    return
+                self._push()
+            elif not self._ready():
+                return
+            elif self.clock >= CLOCKS:
+                self.finishing = True
+                for view in self.views:
+                    view.master = False
+            else:
+                self._compute()
+
+    def _event(self, event: MemberEffect) -> None:
+        checker = self.run.checker
+        if isinstance(event, e.Started):
+            self.views = [View(begin, end, np.zeros(end - begin, np.float32)) for begin, end in event.ranges]
+            self.worker, self.epoch, self.clock = event.worker, event.epoch, event.clock
+            self.computed = self.finishing = False  # what was under way belongs to the life before
+            checker.worker_started(self)
+            for shard in range(len(self.views)):
+                self._pull(shard, self.clock)
+        elif isinstance(event, e.GiveWeights):
+            self._give_weights(event.shard)
+        elif isinstance(event, e.StateArrived):
+            self._state(event)
+        elif isinstance(event, e.PushSettled):
+            checker.settled(self, event)
+            if event.folded:
+                self.views[event.shard].in_flight.discard(event.clock)
+        elif isinstance(event, e.BuffersWanted):
+            self._apply(self.member.buffers(b"buffers"))
+        elif isinstance(event, e.Failed):
+            self.ended = True
+            self.run.worker_failed(self, event)
+        elif isinstance(event, e.Left):
+            self.ended = True
+            self.run.sim.note(f"{self.name} left")
+
+    def _give_weights(self, shard: int) -> None:
+        view, head = self.views[shard], (self.worker, self.epoch)
+        cuts = list(enumerate(parts(view.begin, view.end, PART_KEYS)))
+        messages = [
+            m.FirstWeights(*head, i, len(cuts), b, end, m.RAW_FLOAT32, FIRST[b:end].tobytes()) for i, (b, end) in cuts
+        ]
+        self._apply(self.member.first_weights(shard, messages))
+        self._pull(shard, self.clock)
+
+    def _pull(self, shard: int, clock: int, master: bool = False) -> None:
+        view = self.views[shard]
+        view.pulling = True
+        self._apply(self.member.pull(shard, clock, view.publication, master, self.run.sim.now_ns))
+        self.run.checker.pulled(shard, self.member.sessions[shard].pull)
+
+    def _state(self, event: e.StateArrived) -> None:
+        view, last = self.views[event.shard], event.parts[-1]
+        view.pulling = False
+        if event.master:
+            view.master = True
+            return
+        for state in event.parts:
+            target = view.pulled[state.begin - view.begin : state.end - view.begin]
+            if not state.delta:
+                target[:] = np.frombuffer(state.payload, np.float32)
+            elif len(state.payload):
+                accumulate(state.payload, 1.0, target)
+        view.publication, view.min_clock = last.publication, last.min_clock
+        self.run.checker.state_arrived(self, event.shard, view.publication, view.pulled)
+
+    def _ready(self) -> bool:
+        ready = True
+        for shard, view in enumerate(self.views):
+            if view.min_clock < 0 or (self.mode.bound is not None and self.clock > view.min_clock + self.mode.bound):
+                ready = False
+                if not view.pulling:
+                    self._pull(shard, self.clock)
+        return ready
+
+    def _compute(self) -> None:
+        run = self.run
+        run.checker.computes(self, self.clock, [view.min_clock for view in self.views])
+        self.computing = True
+        base = run.case.step_ns[self.index]
+        run.sim.at(run.sim.now_ns + run.sim.random.between(base // 2, base), self._done)
+
+    def _done(self) -> None:
+        if self.run.sim.alive(self.name):
+            self.computing, self.computed = False, True
+            self._go()
+
+    def _push(self) -> None:
+        """Send update `clock` to every shard, and ask for the next state."""
+        run, clock = self.run, self.clock
+        self.computed = False
+        self.steps += 1
+        values, samples = update_of(self.index, self.life, self.steps), 1 + (self.index + clock // 7) % 4
+        run.checker.pushed(self, clock, values, samples)
+        hyper = HYPER if self.mode.rule is Rule.OPTIMIZER else b""
+        for shard, view in enumerate(self.views):
+            cuts = list(enumerate(parts(view.begin, view.end, PART_KEYS)))
+            head = (self.worker, self.epoch, clock)
+            messages = [
+                m.Push(*head, i, len(cuts), b, end, samples, hyper, m.RAW_FLOAT32, values[b:end].tobytes())
+                for i, (b, end) in cuts
+            ]
+            view.in_flight.add(clock)
+            self._apply(self.member.push(shard, messages, run.sim.now_ns))
+        self.clock += 1
+        for shard, view in enumerate(self.views):
+            if not view.pulling:
+                ahead = self.mode.bound != 0 and self.mode.allows(self.clock, view.min_clock)
+                self._pull(shard, self.clock + ahead)
+        run.worker_pushed(self)
+
+    def _finish(self) -> None:
+        """All is pushed: wait until it is in, take the shared model, leave."""
+        if self.member.phase != "running":
+            return
+        if any(view.in_flight for view in self.views) and not self.mode.barrier:
+            return
+        if all(view.master for view in self.views):
+            self.views = []
+            self._apply(self.member.leave(self.clock, self.run.sim.now_ns))
+            return
+        for shard, view in enumerate(self.views):
+            pull = self.member.sessions[shard].pull
+            if not view.master and (pull is None or not pull.master):
+                self._pull(shard, self.clock, master=True)

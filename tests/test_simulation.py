@@ -1,0 +1,209 @@
+"""The machines under every fault: runs by the hundred, the same seed twice, bugs planted, and the bugs found so far."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from actors import CLOCKS, Disk
+from mirrors import Violation
+from scenario import play
+from simulation import Case, Fault, Kit, Run, case_of
+
+from narrows.protocols import messages as m
+from narrows.protocols.coordinator import Coordinator
+from narrows.protocols.coordinator import Member as Seat
+from narrows.protocols.effects import NS, GiveWeights, ServerEffect
+from narrows.protocols.member import Member
+from narrows.protocols.modes import Settings
+from narrows.protocols.simulator import Faults, Random
+from narrows.ps import checkpoints
+from narrows.ps.shard import Inbox, Shard
+
+RUNS, RESTARTS = 500, 50
+EACH = 50  # runs of one test: a failure names its seed, and the time limit is per test
+PLANTED_SEEDS = 40  # within so many a planted bug is found
+SCENARIOS = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))
+
+
+@pytest.mark.parametrize("first", range(0, RUNS, EACH))
+def test_every_invariant_holds_after_every_event(first: int) -> None:
+    runs = [Run(case_of(seed)).run() for seed in range(first, first + EACH)]
+    for fault in ("lost", "duplicated", "reordered", "worker crashed"):
+        assert sum(run.sim.struck[fault] > 0 for run in runs) > 0.9 * len(runs), fault
+
+
+def test_every_invariant_holds_where_a_shard_restarts() -> None:
+    runs = [Run(case_of(seed, restart=True)).run() for seed in range(RESTARTS)]
+    assert sum(run.sim.struck["shard restarted"] for run in runs) > 0.9 * RESTARTS
+
+
+def test_a_run_is_as_large_as_is_said_and_the_modes_take_turns() -> None:
+    cases = [case_of(seed) for seed in range(64)]
+    assert all(case.settings.workers >= 4 and case.settings.shards >= 2 for case in cases) and CLOCKS >= 20
+    modes = {(c.settings.sync, c.settings.push, c.settings.staleness) for c in cases}
+    assert {mode[:2] for mode in modes} == {
+        *(("bsp", "gradient"), ("bsp", "update"), ("ssp", "update"), ("ssp", "gradient")),
+        *(("async", "update"), ("async", "gradient"), ("local", "update")),
+    }
+    assert (
+        {s for sync, _, s in modes if sync == "ssp"} == {s for sync, _, s in modes if sync == "local"} == {0, 1, 2, 3}
+    )
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_seed_replays_exactly(restart: bool) -> None:
+    for seed in range(3):
+        first, second = (Run(case_of(seed, restart)).run() for _ in range(2))
+        assert (first.sim.digest, first.sim.now_ns) == (second.sim.digest, second.sim.now_ns)
+        assert first.sim.struck == second.sim.struck
+    assert Run(case_of(3, restart)).run().sim.digest != first.sim.digest
+
+
+def test_the_generator_is_splitmix64() -> None:
+    random = Random(1234567)
+    assert [random.next() for _ in range(3)] == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    values = [random.between(3, 5) for _ in range(3000)]
+    assert all(900 < values.count(value) < 1100 for value in (3, 4, 5))
+
+
+# Progress: one death after the other, and no message lost but to the dead.
+
+
+def deaths(seed: int) -> Case:
+    """Two workers fall silent, one for good, one for longer than a lease; nothing else goes wrong."""
+    case = case_of(seed)
+    assert case.crash is not None
+    crash = replace(case.crash, told=False)
+    cut = Fault((crash.who + 1) % case.settings.workers, min(crash.clock + 2, CLOCKS - 2), 0, 5 * NS)
+    return replace(case, faults=Faults(), crash=crash, cut=cut)
+
+
+def test_a_death_delays_the_rest_by_at_most_a_lease() -> None:
+    for seed in range(40):
+        Run(deaths(seed)).run()
+
+
+# Planted bugs: what each machine guards, taken out.
+
+
+class ForgetsPush(Shard):
+    """A dedupe entry dropped: now and then the last push of a worker counts as new when it comes again."""
+
+    def _push(self, inbox: Inbox, push: m.Push, now_ns: int) -> list[ServerEffect]:
+        if push.clock == inbox.clock - 1 and push.clock % 5 == 4:
+            inbox.clock = push.clock
+        return super()._push(inbox, push, now_ns)
+
+
+class OneTooFar(Shard):
+    """The bound off by one."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        if self.mode.bound is not None:
+            self.mode = replace(self.mode, bound=self.mode.bound + 1)
+
+
+class OneEarly(Coordinator):
+    """A barrier closed one early: the last worker is not waited for."""
+
+    deciding = False
+
+    @property
+    def declared(self) -> list[Seat]:
+        members = super().declared
+        late = [member for member in members if member.clock <= self.min_clock]
+        early = self.deciding and self.started and len(late) == 1 < len(members)
+        return [member for member in members if member not in late] if early else members
+
+    def _decide(self, now_ns: int) -> None:
+        self.deciding = True
+        super()._decide(now_ns)
+        self.deciding = False
+
+
+class AnyEpoch(Shard):
+    """An epoch unchecked: what a worker of an earlier life sent counts for the one that has its number now."""
+
+    def handle(self, peer: bytes, message: m.Message, now_ns: int) -> list[ServerEffect]:
+        inbox = self.inboxes.get(getattr(message, "worker", -1))
+        if inbox is not None and isinstance(message, (m.Push, m.Pull, m.FirstWeights)):
+            message = replace(message, epoch=inbox.epoch)
+        return super().handle(peer, message, now_ns)
+
+
+class CountsTheDead(Shard):
+    """A dead worker's weight kept: its inbox stays, and its samples with it."""
+
+    def _members(self, ledger: m.Ledger, now_ns: int) -> list[ServerEffect]:
+        before = dict(self.inboxes)
+        effects = super()._members(ledger, now_ns)
+        for worker, inbox in before.items():
+            self.inboxes.setdefault(worker, inbox)
+        return effects
+
+
+PLANTED = {
+    "a dedupe entry dropped": (Kit(shard=ForgetsPush), case_of, "is folded twice"),
+    "the bound off by one": (Kit(shard=OneTooFar), case_of, "staleness"),
+    "a barrier closed one early": (Kit(coordinator=OneEarly), case_of, "is closed over|is complete"),
+    "an epoch unchecked": (Kit(shard=AnyEpoch), lambda seed: case_of(seed, restart=True), "folded|blames|ended"),
+    "a dead worker's weight kept": (Kit(shard=CountsTheDead), case_of, "weight of"),
+}
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_a_planted_bug_is_found(bug: str) -> None:
+    kit, case, complaint = PLANTED[bug]
+    with pytest.raises(Violation, match=complaint):
+        _until_found(kit, case, complaint)
+
+
+def _until_found(kit: Kit, case: Callable[[int], Case], complaint: str) -> None:
+    for seed in range(PLANTED_SEEDS):
+        try:
+            Run(case(seed), kit).run()
+        except Violation as violation:
+            if re.search(complaint, str(violation)):  # not only what follows from it
+                raise
+
+
+def test_a_late_need_for_weights_moves_no_member_that_has_a_state() -> None:
+    # 1. the member asks from publication 0   2. an old NeedWeights: give weights, and ask again from 0
+    # 3. the answer to the first   4. the answer to the second: the delta of publication 1 for the second time (seed 455)
+    member = Member("w", "here")
+    member.join(0)
+    member.declare(b"plan", 0)
+    member.receive(0, m.Welcome("w", 3, 0, 1, 7, 2000, Settings().validated().packed(), (1,)), 0)
+    member.receive(0, m.Ready(3, 8, 0, ((0, 4),), b""), 0)
+    member.pull(0, 0, -1, False, 0)
+    assert member.receive(0, m.NeedWeights(3, 8), 0) == [GiveWeights(0)]
+    member.pull(0, 2, 0, False, 0)
+    assert member.receive(0, m.NeedWeights(3, 8), 0) == []
+
+
+def test_the_disk_keeps_what_the_real_one_keeps(tmp_path: Path) -> None:
+    disk, x = Disk(), np.zeros(3, np.float32)
+    facts = {"publication": 0, "plan": b"", "buffers": b"", "shards": 1}
+    for clock in (4, 8, 9, 6, 7):  # the run has gone back from 9 to some clock before 6
+        disk.write(0, clock, {"x": x, "p": x}, 0, b"")
+        assert checkpoints.write(tmp_path, 0, clock, {"x": x, "p": x}, facts) == disk.clocks(0)
+    for clock in (6, -1):
+        disk.drop_after(0, clock)
+        checkpoints.drop_after(tmp_path, 0, clock)
+        assert checkpoints.clocks(tmp_path, 0) == disk.clocks(0)
+
+
+# Bugs that were found, each as a scenario. After a change of the machines: play, and read the diff as code.
+
+
+@pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem)
+def test_a_scenario_comes_out_as_it_is_written(path: Path) -> None:
+    text = path.read_text("utf-8")
+    assert play(text) == text

@@ -1,0 +1,59 @@
+"""What ps-worker shows: the lines of its workers as they come, and how far the run is.
+
+On a terminal the latter is one live line under the others; elsewhere a plain line every few seconds.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+PLAIN_S = 2.0
+LIVE_S = 0.25
+
+
+class Console:
+    """stdout for what the workers print, stderr for all else. Close it, so that the terminal is as it was."""
+
+    def __init__(self) -> None:
+        self.live: Any = None
+        self.due = 0.0
+        if sys.stderr.isatty():
+            from rich.console import Console as Terminal
+            from rich.live import Live
+
+            # A stdout that is no terminal must get its lines as they are, not by way of this one.
+            self.live = Live(
+                console=Terminal(stderr=True),
+                transient=True,
+                auto_refresh=False,
+                redirect_stdout=sys.stdout.isatty(),
+            )
+
+    def out(self, line: str) -> None:
+        print(line, flush=True)
+
+    def err(self, line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    def say(self, sentence: str) -> None:
+        self.err(f"ps-worker: {sentence}")
+
+    def progress(self, line: str) -> None:
+        """Show how far the run is, unless that was just shown."""
+        now = time.monotonic()
+        if now < self.due:
+            return
+        if self.live is None:
+            self.err(line)
+        else:
+            from rich.text import Text
+
+            self.live.start()
+            self.live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
+        self.due = now + (PLAIN_S if self.live is None else LIVE_S)
+
+    def close(self) -> None:
+        if self.live is not None:
+            self.live.stop()

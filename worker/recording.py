@@ -1,0 +1,118 @@
+"""What the workers of one ps-worker told it: the lines of --record, and the figures for the console."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from importlib.metadata import version
+from typing import Any
+
+from narrows.protocols.errors import UsageError
+
+STEP = ("clock", "push_bytes", "pull_bytes", "wait_seconds", "staleness")  # of a step's event; the rest is the script's
+
+
+class Recording:
+    """Events in, one JSON object a line out (design: "The commands"). Without a path only the figures are kept."""
+
+    def __init__(self, path: str) -> None:
+        try:
+            self.file = open(path, "w") if path else None  # noqa: SIM115 - closed by close
+        except OSError as error:
+            raise UsageError(f"--record {path}: {error.strerror}") from None
+        self.began = time.monotonic()
+        self.settings: dict[str, Any] = {}
+        self.parameters = 0
+        self.steps = 0
+        self.updates = 0  # pushed by all workers
+        self.clocks: dict[int, int] = {}
+        self.last: dict[int, dict[str, float]] = {}
+        self.up: dict[int, int] = {}
+        self.down: dict[int, int] = {}
+
+    def close(self) -> None:
+        if self.file is not None:
+            self.file.close()
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
+
+    def note(self, event: str, **values: Any) -> None:
+        if self.file is not None:
+            self.file.write(json.dumps({"event": event, "seconds": round(self.seconds, 6), **values}) + "\n")
+            self.file.flush()
+
+    def take(self, worker: int, event: dict[str, Any]) -> None:
+        """One event of a worker's session."""
+        kind = event.pop("event")
+        if kind == "hello":
+            self.settings = self.settings or event["settings"]
+        elif kind == "model":
+            self._joined(worker, event["parameters"], event["clock"])
+        elif kind == "bytes":
+            self.up[worker], self.down[worker] = event["up"], event["down"]
+        elif kind in ("step", "last"):
+            if kind == "step":
+                self.steps += 1
+                self.updates += event["clock"] - self.clocks.get(worker, 0)
+                self.clocks[worker] = event["clock"]
+                self.up[worker] += event["push_bytes"]
+                self.down[worker] += event["pull_bytes"]
+                self.note("step", worker=worker, **event)
+            figures = {name: value for name, value in event.items() if name not in STEP}
+            self.last.setdefault(worker, {}).update(figures)
+
+    def _joined(self, worker: int, parameters: int, clock: int) -> None:
+        if not self.parameters:
+            self.parameters = parameters
+            told = {name: self.settings[name] for name in ("compress", "workers", "shards")}
+            versions = {"python": sys.version.split()[0]}
+            versions |= {name: version(name) for name in ("narrows", "torch", "pyzmq", "numpy")}
+            self.note("start", mode=self.settings["sync"], **told, parameters=parameters, versions=versions)
+        self.clocks[worker], self.up[worker], self.down[worker] = clock, 0, 0
+        self.note("member", worker=worker, how="joined")
+
+    def ended(self, worker: int, code: int) -> None:
+        if worker in self.clocks:
+            self.note("member", worker=worker, how="expired" if code else "left")
+
+    def averages(self) -> dict[str, float]:
+        """The last value of each name that record() was given, averaged over the workers that gave one."""
+        values: dict[str, list[float]] = {}
+        for own in self.last.values():
+            for name, value in own.items():
+                values.setdefault(name, []).append(value)
+        return {name: sum(each) / len(each) for name, each in sorted(values.items())}
+
+    def progress(self) -> str:
+        return f"[{self.seconds:6.1f} s] clock {min(self.clocks.values())}  {_figures(self.averages(), '  ')}".rstrip()
+
+    def done(self, codes: list[int]) -> str:
+        """Write the last line of the record; return the last one for the console."""
+        up, down = sum(self.up.values()), sum(self.down.values())
+        raw = 4 * self.parameters * self.updates  # each update carries every parameter once; a state likewise
+        self.note(
+            "done",
+            steps=self.steps,
+            bytes_up=up,
+            bytes_down=down,
+            raw_bytes_up=raw,
+            raw_bytes_down=raw,
+            exit_codes=codes,
+            last=self.averages(),
+        )
+        less = f" ({raw / up:.0f}x less than fp32)" if up and raw > 1.5 * up else ""
+        return "; ".join(
+            (
+                f"{codes.count(0)} of {len(codes)} workers done in {self.seconds:.1f} s",
+                *([_figures(self.averages(), ", ")] if self.last else []),
+                f"up {up / 1e6:.2f} MB{less}, down {down / 1e6:.2f} MB",
+            )
+        )
+
+
+def _figures(values: Mapping[str, float], between: str) -> str:
+    return between.join(f"{name} {value:.4f}" for name, value in values.items())

@@ -1,0 +1,103 @@
+"""What a worker holds of one shard: the state it pulled, its residual, and its own updates that this state lacks.
+
+Rules
+- replica = pulled + residual + sum over own clocks of stand_in * update (protocols/replica.py), made in `compose` and
+  nowhere else.
+- What comes from the server is looked at whole before any of it is taken over.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import numpy as np
+
+from narrows.compression import ErrorFeedback, PayloadError, accumulate, add_raw, check
+from narrows.protocols import effects as e
+from narrows.protocols import messages as m
+from narrows.protocols.errors import RemoteProtocolError
+from narrows.protocols.keys import covers
+from narrows.protocols.modes import Mode
+from narrows.protocols.replica import stand_in
+from narrows.worker.flat import FloatArray
+
+Coded = tuple[int, int, int, m.Buffer]  # codec, begin, end, payload
+
+
+def raw_values(state: m.State) -> FloatArray:
+    """The values of a dense part. Raises RemoteProtocolError where it has other than its keys need."""
+    if state.codec != m.RAW_FLOAT32 or len(state.payload) != 4 * (state.end - state.begin):
+        raise RemoteProtocolError(
+            f"the server sent {len(state.payload)} bytes of codec {state.codec} as the raw values of keys "
+            f"[{state.begin}, {state.end})"
+        )
+    return np.frombuffer(state.payload, np.float32)
+
+
+class ShardView:
+    """Keys [begin, end). `pulled` is this shard's part of the engine's array, or None where states go elsewhere."""
+
+    def __init__(self, begin: int, end: int, feedback: ErrorFeedback, mode: Mode, pulled: FloatArray | None) -> None:
+        self.begin, self.end, self.feedback, self.mode, self.pulled = begin, end, feedback, mode, pulled
+        self.publication = self.min_clock = -1
+        self.contains: dict[int, float] = {}  # own clocks in the pulled state, and the weight each was folded at
+        self.own: OrderedDict[int, list[Coded]] = OrderedDict()  # updates as sent
+        self.pulling = False
+        self.in_flight: set[int] = set()
+        self.master: FloatArray | None = None
+
+    def check(self, parts: tuple[m.State, ...]) -> None:
+        """Raise RemoteProtocolError unless `parts` hold this shard's keys exactly once, or differences over all of them."""
+        pieces = [(part.begin, part.end) for part in parts]
+        whole = [(self.begin, self.end)] * len(pieces)
+        if pieces != whole if parts[-1].delta else not covers(pieces, self.begin, self.end):
+            raise RemoteProtocolError(
+                f"the server sent a state that does not cover [{self.begin}, {self.end}) exactly once"
+            )
+        for part in parts:
+            if part.delta != parts[-1].delta:
+                raise RemoteProtocolError("the server sent a state that is half a difference")
+            if not part.delta:
+                raw_values(part)
+                continue
+            try:
+                check(part.payload, self.end - self.begin)
+            except PayloadError as error:
+                raise RemoteProtocolError(f"the server sent a payload that is none: {error}") from None
+
+    def arrived(self, event: e.StateArrived) -> None:
+        """Take over the whole answer to a pull. Raises RemoteProtocolError; then nothing has changed."""
+        self.check(event.parts)
+        self.pulling = False
+        if event.master:
+            self.master = self._dense(event.parts, np.empty(self.end - self.begin, np.float32))
+            return
+        last = event.parts[-1]
+        self.publication, self.min_clock, self.contains = last.publication, last.min_clock, dict(last.contains)
+        if self.pulled is None:
+            return
+        if not last.delta:
+            self._dense(event.parts, self.pulled)
+            return
+        for part in event.parts:
+            accumulate(part.payload, 1.0, self.pulled)
+
+    def _dense(self, parts: tuple[m.State, ...], out: FloatArray) -> FloatArray:
+        for part in parts:
+            np.copyto(out[part.begin - self.begin : part.end - self.begin], raw_values(part))
+        return out
+
+    def compose(self, own_clock: int, out: FloatArray) -> None:
+        """The replica of these keys into `out`; own updates that no longer stand in are forgotten."""
+        assert self.pulled is not None
+        np.copyto(out, self.pulled)
+        if self.feedback.residual is not None:
+            out += self.feedback.residual
+        for clock, coded in self.own.items():
+            weight = stand_in(self.mode, clock, own_clock, self.min_clock, self.contains.get(clock))
+            for codec, begin, end, payload in coded if weight else ():
+                add = accumulate if codec == m.CODED else add_raw
+                add(payload, weight, out[begin - self.begin : end - self.begin])
+        oldest = self.min_clock if self.mode.bound is not None else max(self.min_clock, own_clock - self.mode.window)
+        for clock in [c for c in self.own if c < oldest and c not in self.in_flight]:
+            del self.own[clock]
