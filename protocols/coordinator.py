@@ -279,8 +279,8 @@ class Coordinator:
 
     def _report(self, peer: bytes, report: m.Report, now_ns: int) -> list[ServerEffect]:
         index = report.shard
-        if not 0 <= index < self.shards:
-            raise RemoteProtocolError(f"there is no shard {index}")
+        if not 0 <= index < self.shards or (index == 0) != (peer == b""):  # shard 0 is in our process
+            raise RemoteProtocolError(f"there is no shard {index} at that peer")
         before = self.reports.get(index)
         if before is not None and (report.incarnation, report.version) <= (before.incarnation, before.version):
             return []  # overtaken by a newer one, be it of the process that came after

@@ -33,6 +33,8 @@ class Server:
                 raise RemoteProtocolError("this is not the coordinator: dial the address of ps-serve, shard 0")
             return self._local(coordinator.handle(peer, message, now_ns), now_ns)
         if isinstance(message, m.Ledger):
+            if peer != COORDINATOR:
+                raise RemoteProtocolError("a ledger comes from the coordinator alone")
             return self._local(self.shard.handle_ledger(message, now_ns), now_ns)
         if coordinator is not None and isinstance(message, (m.Push, m.Pull, m.FirstWeights)):
             coordinator.heard(message.worker, now_ns)

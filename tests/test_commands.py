@@ -221,7 +221,7 @@ REFUSALS: dict[str, Refusal] = {
     "junk": (5, "the peer does not speak the Narrows protocol"),
     "a later release": (5, f"protocol version {VERSION + 1}, this one speaks {VERSION}"),
     "another mode": (5, "--sync bsp contradicts the server, which runs --sync ssp"),
-    "another model": (5, "'0.weight' is [8, 6] in the run and [3, 6] here"),
+    "another model": (5, "tensor '0.weight' is float32[3, 6], the run has '0.weight' as float32[8, 6]"),
 }
 
 
@@ -351,7 +351,8 @@ def test_progress_is_one_live_line_on_a_terminal(script: Callable[[str], str]) -
 def test_two_machines_that_come_one_after_the_other(tmp_path: Path) -> None:
     """README: ps-serve, then a ps-worker each; the server's model is the one that the last to finish reported on."""
     digits = str(ROOT / "bench" / "tasks" / "digits.py")
-    with serving(*["--shards", "2", "--workers", "2", "--sync", "async"], cwd=tmp_path) as server, ExitStack() as stack:
+    flags = "--shards 2 --workers 2 --sync async"
+    with serving(*flags.split(), cwd=tmp_path) as server, ExitStack() as stack:
         command = server.command
         assert f"\n    ps-worker --server {server.address} SCRIPT.py\n" in command.out
         words = ("ps-worker", "--server", server.address, digits, "--steps", "40")
@@ -365,7 +366,7 @@ def test_two_machines_that_come_one_after_the_other(tmp_path: Path) -> None:
             r"^ps-serve: the model at clock 40 is in (checkpoints/\S+/model\.safetensors)$", command.out, re.M
         )
         assert path, command
-    reported = dict(re.findall(r"worker (\d): test accuracy (\S+)", "".join(worker.out for worker in workers)))
+        reported = dict(re.findall(r"worker (\d): test accuracy (\S+)", "".join(worker.out for worker in workers)))
     assert float(reported[left[-1]]) == pytest.approx(accuracy_of(tmp_path / path[1]), abs=1e-4)
 
 

@@ -108,7 +108,7 @@ class Recording:
         return "; ".join(
             (
                 f"{codes.count(0)} of {len(codes)} workers done in {self.seconds:.1f} s",
-                *([_figures(self.averages(), ", ")] if self.last else []),
+                *([_figures(self.averages(), ", ")] if self.averages() else []),
                 f"up {up / 1e6:.2f} MB{less}, down {down / 1e6:.2f} MB",
             )
         )
