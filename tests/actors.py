@@ -303,7 +303,7 @@ class Worker:
     def _ready(self) -> bool:
         ready = True
         for shard, view in enumerate(self.views):
-            if view.min_clock < 0 or (self.mode.bound is not None and self.clock > view.min_clock + self.mode.bound):
+            if view.min_clock < 0 or not self.mode.allows(self.clock, view.min_clock):
                 ready = False
                 if not view.pulling:
                     self._pull(shard, self.clock)

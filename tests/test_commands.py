@@ -278,8 +278,8 @@ def test_a_failing_worker_is_named_and_the_others_finish(script: Callable[[str],
     code, out, err = finished("ps-worker", "-n", "3", "--sync", "bsp", path, "30")
     assert code == 1 and out == "finished\n"
     assert "worker 1: ValueError: boom" in err and f'worker 1:   File "{path}", line' in err
-    assert "ps-worker: worker 1 failed with exit code 1; the others go on" in err
-    assert "ps-worker: worker 2 failed with exit code 7; the others go on" in err
+    assert "ps-worker: worker 1 failed with exit code 1" in err
+    assert "ps-worker: worker 2 failed with exit code 7" in err
     assert "\n1 of 3 workers done in" in err
 
 
