@@ -357,7 +357,8 @@ class Coordinator:
                 self.started = True
                 self.reached_ns = {self.min_clock: now_ns}
                 self.version += 1
-        while self.started and declared and all(member.clock > self.min_clock for member in declared):
+        # After the end no clock closes: a shard that has reached the last one is gone, and would be waited for.
+        while self.started and not self.over and declared and all(w.clock > self.min_clock for w in declared):
             clock = self.min_clock
             if self.mode.barrier:
                 inside = [w.worker for w in declared if w.start <= clock < w.clock]

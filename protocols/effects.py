@@ -95,11 +95,10 @@ class StateArrived:
 
 @dataclass(frozen=True, slots=True)
 class PushSettled:
-    """Member: update `clock` is in the shard's model (`folded`), or was definitely refused and must be given back."""
+    """Member: update `clock` is in the shard's model. `weight`: what it was folded with, 0 where that is not known."""
 
     shard: int
     clock: int
-    folded: bool
     weight: float
 
 

@@ -199,7 +199,7 @@ class Member:
             return effects
         if ack.status == m.PushStatus.FOLDED:
             del session.pushes[ack.clock]
-            return [*effects, e.PushSettled(shard, ack.clock, True, ack.weight)]
+            return [*effects, e.PushSettled(shard, ack.clock, ack.weight)]
         record.held = True
         return effects
 
@@ -219,7 +219,7 @@ class Member:
         if not pull.master:
             for clock in [c for c in session.pushes if c < whole[-1].min_clock]:
                 del session.pushes[clock]
-                effects.append(e.PushSettled(shard, clock, True, 0.0))
+                effects.append(e.PushSettled(shard, clock, 0.0))
         return [*effects, e.StateArrived(shard, pull.clock, pull.master, whole)]
 
     def _refused(self, shard: int, refuse: m.Refuse, now_ns: int) -> list[MemberEffect]:

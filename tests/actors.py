@@ -259,8 +259,7 @@ class Worker:
             self._state(event)
         elif isinstance(event, e.PushSettled):
             checker.settled(self, event)
-            if event.folded:
-                self.views[event.shard].in_flight.discard(event.clock)
+            self.views[event.shard].in_flight.discard(event.clock)
         elif isinstance(event, e.BuffersWanted):
             self._apply(self.member.buffers(b"buffers"))
         elif isinstance(event, e.Failed):

@@ -82,13 +82,9 @@ class Checker:
         mirror = self.mirrors.get(event.shard)
         if mirror is None:
             return
-        folded = push in mirror.held.folded
-        if not event.folded:
-            self.given.returned.add((event.shard, push))
         same = self.given.generation_of[push[:2]] == mirror.process.shard.generation  # else it went back with the shard
-        if same and folded != event.folded:
-            said = "acknowledged and is not" if event.folded else "given back and is"
-            raise Violation(f"{push} was {said} in shard {event.shard}")
+        if same and push not in mirror.held.folded:
+            raise Violation(f"{push} was acknowledged and is not in shard {event.shard}")
 
     def state_arrived(self, worker: Worker, shard: int, publication: int, pulled: FloatArray) -> None:
         number = (self.given.generation_of[worker.worker, worker.epoch], shard, publication)

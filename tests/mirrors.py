@@ -37,7 +37,6 @@ class Given:
     """The log of the run, from outside the machines."""
 
     pushes: dict[PushId, tuple[FloatArray, int]] = field(default_factory=dict)  # whole update, samples
-    returned: set[tuple[int, PushId]] = field(default_factory=set)  # by shard: given back to the worker
     generation_of: dict[tuple[int, int], int] = field(default_factory=dict)  # worker, epoch -> generation
     sets: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)  # generation, clock -> members
     publications: dict[tuple[int, int, int], int] = field(default_factory=dict)  # generation, shard, number -> checksum
@@ -159,8 +158,6 @@ class Mirror:
             raise Violation(f"{where} was never pushed")
         if push in self.held.folded:
             raise Violation(f"{where} is folded twice")
-        if (self.index, push) in self.given.returned:
-            raise Violation(f"{where} was given back and is folded")
         if self.given.generation_of.get(push[:2]) != self.process.shard.generation:
             raise Violation(f"{where} is folded, and of another generation")
         return push

@@ -223,6 +223,10 @@ class Worker:
         loss_of(self.model, self.clock).backward()
         self.engine.step()
 
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.step()
+
     def close(self, failed: bool = False) -> None:
         self.session.close(failed)
 

@@ -105,12 +105,10 @@ def test_a_server_that_is_ended_says_so_and_leaves_a_checkpoint(number: int, cod
     """The shards outlive a ps-serve that was killed by just as long as a checkpoint takes."""
     with serving("--shards", "2", "--checkpoint-dir", str(tmp_path)) as server:
         worker = Worker(server.address)
-        for _ in range(5):
-            worker.step()
+        worker.train(5)
         os.kill(server.pids[0], number)
         with pytest.raises(ServerLostError, match="the server was stopped at clock "):
-            for _ in range(100_000):
-                worker.step()
+            worker.train(100_000)
         worker.session.link.close()
         assert server.command.wait(GONE_S) == code
         until(lambda: not any(map(alive, server.pids)), "all processes to be gone", GONE_S)
@@ -143,8 +141,7 @@ def test_a_server_that_was_killed_goes_on_from_its_checkpoint(tmp_path: Path) ->
         again = int(joined[1])
         assert 0 < again <= reached
         worker.step()  # of a clock that is lost: it is not pushed
-        for _ in range(5):
-            worker.step()
+        worker.train(5)
         assert again < worker.clock <= again + 6
         worker.close()
         assert server.command.wait() == 0, server.command

@@ -927,6 +927,7 @@ def test_nothing_of_the_updates_is_lost_or_doubled(spec: str, expire_at: int | N
     """Conservation: the server ends with the first weights and every update given.
 
     The update that meets the end of a lease is given up on every shard, as it may have been folded; its residual is kept.
+    Gradients of the replica before do not count: the step that finds out is left out.
     """
     settings = Settings(sync="ssp", staleness=2, shards=2, compress=spec, compress_down="dense")
     lost = np.zeros_like(flat(build()))
@@ -948,7 +949,7 @@ def test_nothing_of_the_updates_is_lost_or_doubled(spec: str, expire_at: int | N
                 assert np.abs(lost).max() > 1e-4 and optimizer._engine is not None
         optimizer.finish()
         total = -lost + start + np.sum(np.stack(given).astype(np.float64), axis=0)
-        assert len(given) == STEPS
+        assert len(given) == STEPS - (expire_at is not None)
         assert np.abs(master(started) - total).max() < 2e-6
 
 

@@ -95,6 +95,7 @@ class Engine:
         self.flat = FlatModel(model, inner)
         self.gradients = self.mode.rule is Rule.OPTIMIZER
         self.worker, self.epoch, self.clock = -1, 0, 0
+        self.composed = 0  # the epoch of the life that the replica is of
         self.local_step = 0
         self.samples = 1
         self.samples_pending = 0
@@ -130,7 +131,6 @@ class Engine:
         # Buffers of pushes: one is free again once its push is settled and no longer stands in the replica.
         self.ring = [np.zeros(self.flat.size, np.float32) for _ in range(self.mode.window + 2)]
         self.overlap: Overlap | None = None
-        self.opened_epoch = 0
         if overlap and self.gradients:
             if not parse(self.settings.compress).lossless:
                 raise UsageError(
@@ -242,6 +242,7 @@ class Engine:
             self.flat.write(self.replica)
         if self.start is not self.replica:
             self.flat.read(self.start)
+        self.composed = self.epoch
 
     # Steps.
 
@@ -250,6 +251,11 @@ class Engine:
         if self.finished:
             raise UsageError("step() after finish(): the run is over for this worker")
         self.poll()
+        pushes = self.local_step + 1 >= self.mode.local_steps
+        if pushes and self.overlap is None:
+            self._wait_window()
+        if self._resume() and closure is None:
+            return None  # what p.grad holds was computed on a replica of the life before: it would break the bound
         self.local_step += 1
         if self.gradients:
             loss = None
@@ -260,10 +266,20 @@ class Engine:
             self._next()
             return loss
         loss = clipped_step(self.inner, self.flat.parameters, self.max_grad_norm, closure)
-        if self.local_step >= self.mode.local_steps:
+        if pushes:
             self._push(self._update())
             self._next()
         return loss
+
+    def _resume(self) -> bool:
+        """Whether this worker had to join again since its replica was composed; then begin anew from the run's clock."""
+        if self.composed == self.epoch:
+            return False
+        self.local_step = self.samples_pending = 0
+        if self.overlap is not None:
+            self.overlap.drop()
+        self._next()
+        return True
 
     def _push_gradients(self) -> None:
         if self.overlap is None:
@@ -271,11 +287,10 @@ class Engine:
             return
         gradient, absent = self.overlap.close()
         hyper = pack([hyper_of(self.inner), absent])
-        rejoined = self.opened_epoch != self.epoch  # what has left was for another life: send all of it again
         for shard, cuts in enumerate(self.overlap.cuts):
-            for part, (begin, end) in enumerate(cuts if rejoined else cuts[:1]):
-                raw = (m.RAW_FLOAT32, begin, end, gradient[begin:end].view(np.uint8).data)
-                self._send_part(shard, part, len(cuts), raw, hyper)
+            begin, end = cuts[0]
+            raw = (m.RAW_FLOAT32, begin, end, gradient[begin:end].view(np.uint8).data)
+            self._send_part(shard, 0, len(cuts), raw, hyper)
         self._pushed()
 
     def _send_part(self, shard: int, part: int, count: int, coded: Coded, hyper: bytes = b"") -> None:
@@ -299,7 +314,6 @@ class Engine:
         """Backward may begin: its parts need a free place in the window."""
         if self.overlap is not None:
             self._wait_window()
-            self.opened_epoch = self.epoch
             self.overlap.open(self._buffer())
 
     def _update(self) -> Callable[[int, int], FloatArray]:
@@ -317,8 +331,7 @@ class Engine:
         return lent
 
     def _push(self, piece: Callable[[int, int], FloatArray], hyper: bytes = b"", dense: bool = False) -> None:
-        """Send update `clock` to every shard; `piece` gives its values of keys [begin, end)."""
-        self._wait_window()
+        """Send update `clock` to every shard, which has room for it; `piece` gives its values of keys [begin, end)."""
         sent: list[list[Coded]] = [[] for _ in self.views]
         if not dense and not self.views[0].feedback.compressor.lossless:
             for shard, view in enumerate(self.views):  # all before the first leaves: a value that is not finite raises
@@ -371,19 +384,30 @@ class Engine:
 
     # The shared model and the end.
 
-    def _master(self, clock: int) -> FloatArray:
-        """The server's own state, whole, once every live worker's updates before `clock` are in it."""
-        self._wait(lambda: not any(v.in_flight for v in self.views) or self.mode.barrier, WAIT_LIMIT_S, "own updates")
-        self._wait(lambda: not any(v.pulling for v in self.views) or self.mode.bound != 0, WAIT_LIMIT_S, "states")
-        for shard, view in enumerate(self.views):
-            view.master = None
-            self._pull(shard, clock, master=True)
-        self._wait(lambda: all(v.master is not None for v in self.views), WAIT_LIMIT_S, "the shared model")
-        return np.concatenate([v.master for v in self.views if v.master is not None])
+    def _master(self, flushed: bool) -> FloatArray:
+        """The server's own state, whole; `flushed`: once all that live workers pushed before this clock is in it."""
+        while True:
+            epoch = self.epoch
+
+            def here(done: Callable[[ShardView], bool], epoch: int = epoch) -> Callable[[], bool]:
+                return lambda: self.epoch != epoch or all(done(view) for view in self.views)
+
+            if not self.mode.barrier:
+                self._wait(here(lambda view: not view.in_flight), WAIT_LIMIT_S, "own updates")
+            if self.mode.bound == 0:
+                self._wait(here(lambda view: not view.pulling), WAIT_LIMIT_S, "states")
+            if self.epoch == epoch:
+                for shard, view in enumerate(self.views):
+                    view.master = None
+                    self._pull(shard, self.clock if flushed else 0, master=True)
+                self._wait(here(lambda view: view.master is not None), WAIT_LIMIT_S, "the shared model")
+            if self.epoch == epoch:
+                return np.concatenate([view.master for view in self.views if view.master is not None])
+            self._wait_ready()  # it had to join again
 
     def show_shared(self) -> None:
         """Put the server's state into the parameters."""
-        self.flat.write(self.final if self.final is not None else self._master(0))
+        self.flat.write(self.final if self.final is not None else self._master(flushed=False))
 
     def hide_shared(self, kept: FloatArray) -> None:
         """Put the parameters back to what they were."""
@@ -399,12 +423,15 @@ class Engine:
         """Send what is left (local steps, residual), wait until it is folded, take the shared model and leave."""
         if self.finished:
             return
+        self.poll()
+        self._wait_window()
+        self._resume()
         left = [v.feedback.residual for v in self.views if v.feedback.residual is not None]
         if not self.gradients and (self.local_step or any(r.any() for r in left)):
             self._push(self._update(), dense=True)
             if self.mode.barrier:
                 self._wait_ready()
-        self.final = self._master(self.clock)  # what the others flush included: all end with one model
+        self.final = self._master(flushed=True)  # what the others flush included: all end with one model
         self._send_buffers()
         self.finished = True
         self.leave(self.clock)

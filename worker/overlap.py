@@ -101,6 +101,12 @@ class Overlap:
         with self.lock:
             self.target = target
 
+    def drop(self) -> None:
+        """Forget the step under way: its gradients count for nothing."""
+        with self.lock:
+            self.target = None
+            self._begin()
+
     def close(self) -> tuple[FloatArray, list[int]]:
         """At step(): send all parts but the first of each shard. Returns the gradients and the tensors without any."""
         with self.lock:
