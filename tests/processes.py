@@ -27,7 +27,7 @@ from narrows.worker.session import Connected
 BIN = Path(sys.executable).parent
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 60.0  # for what takes a few seconds on an idle machine
-GONE_S = 10.0  # in which nothing may be left of a command
+GONE_S = 15.0  # a busy machine included: in which nothing may be left of a command
 FOREIGN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 # Trains until it has made argv[1] steps, or for ever; %s may do something in each.
