@@ -10,6 +10,7 @@ Rules
 - The echo is DEALER to ROUTER and back with no copy of ours at either end: the same bytes each way, in frames of 1, 2 and
   4 MiB, over TCP and over a Unix socket, by the same worker processes, each right after a step, so that all see the same
   noise. The best frame size counts. An echo has both directions under way at once; a push has to end before it is answered.
+  "turn" is the echo over the Unix socket that waits for the last frame before it sends the first one back.
 - A figure is the median over all rounds of the slowest worker; two workers send twice the bytes, so their MiB/s is the sum.
 """
 
@@ -35,7 +36,7 @@ from torch import nn
 from narrows.worker import DistributedOptimizer, rank
 
 MIB = 1 << 20
-ECHOES = [(kind, mib) for kind in ("tcp", "unix") for mib in (1, 2, 4)]
+ECHOES = [(kind, mib) for kind in ("tcp", "unix", "turn") for mib in (1, 2, 4)]
 LIMIT_S = 300.0
 HERE = Path(__file__).resolve()
 BIN = Path(sys.executable).parent
@@ -45,13 +46,17 @@ def echo_address(kind: str, port: int) -> str:
     return f"tcp://127.0.0.1:{port}" if kind == "tcp" else f"ipc://@narrows-echo-{port}"
 
 
-def echo_once(socket: zmq.Socket[bytes], values: memoryview, frame: int) -> float:
-    """Seconds to send `values` in frames and have all of them back."""
+def echo_once(socket: zmq.Socket[bytes], values: memoryview, frame: int, turn: bool) -> float:
+    """Seconds to send `values` in frames and have all of them back; `turn`: an empty message before and after them."""
     begin = time.perf_counter()
     count = 0
+    if turn:
+        socket.send(b"")
     for at in range(0, len(values), frame):
         socket.send(values[at : at + frame], copy=False)
         count += 1
+    if turn:
+        socket.send(b"")
     for _ in range(count):
         if not socket.poll(10_000):
             raise SystemExit("the echo does not answer")
@@ -64,7 +69,7 @@ def echo_once(socket: zmq.Socket[bytes], values: memoryview, frame: int) -> floa
 @click.option("--workers", default="1,2", help="how many at once [1,2]")
 @click.option("--sync", default="bsp", help="mode of the server [bsp]")
 @click.option("--shards", default=1, help="server processes [1]")
-@click.option("--rounds", default=0, help="rounds of 6 steps and 6 echoes [so that each takes some seconds]")
+@click.option("--rounds", default=0, help="rounds of 9 steps and 9 echoes [so that each takes some seconds]")
 @click.option("--json", "json_file", default="bench/out/transport.json", help="where the figures go")
 @click.pass_context
 def main(context: click.Context, sizes: str, workers: str, sync: str, shards: int, rounds: int, json_file: str) -> None:
@@ -81,17 +86,20 @@ def main(context: click.Context, sizes: str, workers: str, sync: str, shards: in
         "of echo",
         "Unix echo",
         "of it",
+        "turn",
+        "of it",
         "memcpy ms",
     )
     click.echo("| " + " | ".join(columns) + " |\n|" + "---|" * len(columns))
     for size in map(int, sizes.split(",")):
         for count in map(int, workers.split(",")):
-            row = measure(size, count, sync, shards, rounds or max(4, min(40, 500 // size)))
+            row = measure(size, count, sync, shards, rounds or max(4, min(30, 400 // size)))
             rows.append(row)
             click.echo(
                 f"| {size} | {count} | {row['step_ms']:.2f} | {row['mib_per_second']:.0f} | "
                 f"{row['tcp_ms']:.2f} ({row['tcp_frame_mib']}) | {row['of_tcp']:.2f} | "
-                f"{row['unix_ms']:.2f} ({row['unix_frame_mib']}) | {row['of_unix']:.2f} | {row['memcpy_ms']:.2f} |"
+                f"{row['unix_ms']:.2f} ({row['unix_frame_mib']}) | {row['of_unix']:.2f} | "
+                f"{row['turn_ms']:.2f} ({row['turn_frame_mib']}) | {row['of_turn']:.2f} | {row['memcpy_ms']:.2f} |"
             )
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=HERE.parent)
     machine = {"cores": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version()}
@@ -160,7 +168,7 @@ def measure(size: int, count: int, sync: str, shards: int, rounds: int) -> dict[
         "memcpy_ms": 1e3 * medians["memcpy"],
         "rounds": rounds,
     }
-    for kind in ("tcp", "unix"):
+    for kind in dict(ECHOES):
         echo_s, frame = min((medians[f"{kind}{mib}"], mib) for k, mib in ECHOES if k == kind)
         row |= {f"{kind}_ms": 1e3 * echo_s, f"{kind}_frame_mib": frame, f"of_{kind}": echo_s / medians["step"]}
     return row
@@ -181,8 +189,8 @@ def worker(port: int, size: int, rounds: int, out: Path) -> None:
     source, target = np.ones(4 * count, np.float32), np.zeros(4 * count, np.float32)
     times: dict[str, list[float]] = {name: [] for name in ("step", "memcpy", *(f"{k}{mib}" for k, mib in ECHOES))}
     with zmq.Context() as context, context.socket(zmq.DEALER) as tcp, context.socket(zmq.DEALER) as unix:
-        sockets = {"tcp": tcp, "unix": unix}
-        for kind, socket in sockets.items():
+        sockets = {"tcp": tcp, "unix": unix, "turn": unix}
+        for kind, socket in (("tcp", tcp), ("unix", unix)):
             socket.setsockopt(zmq.LINGER, 0)
             socket.connect(echo_address(kind, port))
         for turn in range(-1, rounds):
@@ -190,7 +198,7 @@ def worker(port: int, size: int, rounds: int, out: Path) -> None:
                 begin = time.perf_counter()
                 optimizer.step()
                 stepped = time.perf_counter() - begin
-                echoed = echo_once(sockets[kind], source.view(np.uint8).data, mib * MIB)
+                echoed = echo_once(sockets[kind], source.view(np.uint8).data, mib * MIB, kind == "turn")
                 if turn >= 0:
                     times["step"].append(stepped)
                     times[f"{kind}{mib}"].append(echoed)
@@ -217,11 +225,21 @@ def echo() -> None:
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
         poller.register(sys.stdin.fileno(), zmq.POLLIN)
+        held: dict[bytes, list[zmq.Frame]] = {}  # of peers whose frames are to come back after the last of them
         while True:
             ready = dict(poller.poll())
             if sys.stdin.fileno() in ready:
                 return
-            socket.send_multipart(socket.recv_multipart(copy=False), copy=False)
+            peer, frame = socket.recv_multipart(copy=False)
+            if not len(frame.buffer) and peer.bytes not in held:
+                held[peer.bytes] = []
+            elif not len(frame.buffer):
+                for frame in held.pop(peer.bytes):
+                    socket.send_multipart([peer.bytes, frame], copy=False)
+            elif peer.bytes in held:
+                held[peer.bytes].append(frame)
+            else:
+                socket.send_multipart([peer, frame], copy=False)
 
 
 if __name__ == "__main__":
