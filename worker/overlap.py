@@ -19,7 +19,7 @@ from narrows.protocols.wire import FRAME_VALUES
 from narrows.worker.flat import FlatModel, FloatArray
 
 PARTS_AIM = 32  # parts of a shard: the more, the earlier each leaves
-PART_VALUES_MIN = 1 << 16  # 256 KiB: a message of less costs more than the bytes in it
+PART_VALUES_MIN = 1 << 18  # 1 MiB: a message of less costs more than the bytes in it
 
 SAMPLE = 256  # values of a gradient that are looked at again: scaling or clamping one changes some of them
 
