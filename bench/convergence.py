@@ -3,6 +3,7 @@
     python bench/convergence.py --preset modes                 # MNIST-5k, 4 workers, each mode at its default flags
     python bench/convergence.py --preset modes --task digits
     python bench/convergence.py --preset sparse                # byte GPT, 2 workers, 5 % and 1 % of each update
+    python bench/convergence.py --preset compress --workers 4  # byte GPT and MNIST-5k, one SPEC after the other
     python bench/convergence.py --preset sparse --show         # print what the last campaign found, as Markdown
 
 Rules
@@ -90,6 +91,24 @@ class Preset:
 
 
 SPARSE = tuple(ssp(s, compress, push) for push in ("", "gradient") for s, compress in ((1, "topk:0.05+int8"), (2, "topk:0.01+int8")))  # fmt: skip  # noqa: E501
+
+
+def pushed(compress: str, local_steps: int = 1) -> Row:
+    """Updates of the worker's own optimizer at staleness 1, both ways through `compress`."""
+    if local_steps == 1:
+        return Row(compress, ("--sync", "ssp", "--staleness", "1", "--compress", compress))
+    flags = ("--sync", "local", "--local-steps", str(local_steps), "--staleness", "1", "--compress", compress)
+    return Row(f"{compress}, H = {local_steps}", flags)
+
+
+COMPRESS = tuple(pushed(spec) for spec in (
+    "dense", "int8", "2bit", "sign", "topk:0.05+int8", "topk:0.03+2bit", "topk:0.01+int8", "topk:123/4096+2bit",
+    "topk:64/4096+2bit", "topk:32/4096+2bit", "powersgd:4",
+))  # fmt: skip
+LOCAL = tuple(pushed(spec, steps) for spec, steps in (
+    ("topk:123/4096+2bit", 4), ("topk:0.05+2bit", 4), ("sign", 4), ("topk:64/4096+2bit", 2), ("topk:123/4096+2bit", 2),
+))  # fmt: skip
+
 PRESETS = {
     "modes": Preset(
         (Task("mnist5k", "accuracy", 744, steps_per_epoch=62), Task("digits", "accuracy", 600)),
@@ -100,6 +119,11 @@ PRESETS = {
         (Task("bytelm", "loss", 400),),
         workers=2,
         rows=(SINGLE, *(replace(row, held=held) for row in (DENSE, *SPARSE) for held in (False, True))),
+    ),
+    "compress": Preset(
+        (Task("bytelm", "loss", 400), Task("mnist5k", "accuracy", 744, steps_per_epoch=62)),
+        workers=2,
+        rows=(SINGLE, *COMPRESS, *LOCAL),
     ),
 }
 
@@ -166,6 +190,8 @@ class Campaign:
     def found(self, commit: str, row: Row, seed: int | None = None) -> list[Result]:
         """Runs of this row, oldest seed first."""
         wanted = {"task": self.task.name, "row": row.key, "steps": self.steps, "commit": commit}
+        if row.flags:
+            wanted["workers"] = self.preset.workers
         hits = [
             result for result in self.results if wanted.items() <= result.items() and seed in (None, result["seed"])
         ]
@@ -302,6 +328,7 @@ def markdown(campaign: Campaign, commit: str) -> str:
 
 @click.command(context_settings={"show_default": True})
 @click.option("--preset", "name", type=click.Choice(list(PRESETS)), required=True)
+@click.option("--workers", type=int, help="the preset's own by default")
 @click.option("--task", "task_name", help="of the preset; the first by default")
 @click.option("--seeds", "seed_list", default="0,1,2", help="comma-separated")
 @click.option("--rows", "pattern", default="*", help="only rows whose name matches, such as '*held' or 'bsp*'")
@@ -314,6 +341,7 @@ def markdown(campaign: Campaign, commit: str) -> str:
 @click.option("--limit", "limit_s", type=float, default=3600.0, help="seconds after which a run counts as failed")
 def main(
     name: str,
+    workers: int | None,
     task_name: str | None,
     seed_list: str,
     pattern: str,
@@ -327,7 +355,7 @@ def main(
 ) -> None:
     """Compare sync modes with the same script alone in one process."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # children are then ended too
-    preset = PRESETS[name]
+    preset = replace(PRESETS[name], workers=workers or PRESETS[name].workers)
     task = next((task for task in preset.tasks if task_name in (None, task.name)), None)
     if task is None:
         raise click.BadParameter(f"--preset {name} has {', '.join(t.name for t in preset.tasks)}", param_hint="--task")

@@ -14,12 +14,16 @@ import numpy as np
 from narrows.compression.compressor import Compressor
 from narrows.compression.errors import NonFiniteError, PayloadError, SpecError
 from narrows.compression.feedback import ErrorFeedback
-from narrows.compression.payload import accumulate, add_raw, check, decode
+from narrows.compression.momentum import MomentumCorrection
+from narrows.compression.payload import accumulate, add_raw, check, decode, indices
+from narrows.compression.reducers import Memory
 from narrows.compression.spec import parse
 
 __all__ = [
     "Compressor",
     "ErrorFeedback",
+    "Memory",
+    "MomentumCorrection",
     "NonFiniteError",
     "PayloadError",
     "SpecError",
@@ -27,21 +31,31 @@ __all__ = [
     "add_raw",
     "check",
     "decode",
+    "indices",
     "parse",
     "warm_up",
 ]
 
 
+WARM_UP_SPECS = (
+    "dense", "fp16", "bf16", "int8", "int4", "2bit", "sign", "uint8minmax", "powersgd:1",
+    "topk:0.01", "topk:0.01+int8", "topk:8/512+2bit", "topk:1.0", "mstopk:0.01", "randk:0.01", "threshold:0.9",
+)  # fmt: skip
+
+
 def warm_up() -> None:
     """Compiles every kernel, or loads it from the cache on disk; call it before joining, whatever the SPEC.
 
-    A first compilation takes some ten seconds in all, in which a heartbeat thread gets no turn; from the cache it is a
+    A first compilation takes some twenty seconds in all, in which a heartbeat thread gets no turn; from the cache it is a
     fraction of one.
     """
     values = np.linspace(-1.0, 1.0, 1 << 16, dtype=np.float32)
-    for spec in ("dense", "fp16", "int8", "topk:0.01", "topk:0.01+fp16", "topk:0.01+int8"):
-        feedback = ErrorFeedback(parse(spec), values.size)
-        payload = feedback.encode(values)
-        decode(payload, np.empty_like(values))
-        accumulate(payload, 0.5, np.zeros_like(values))
+    clustered = np.where(np.arange(values.size) // 64 % 32 == 0, values, np.float32(0.0))
+    regular = np.where(np.arange(values.size) % 64 == 0, values, np.float32(0.0))
+    for update in (values, clustered, regular):
+        for spec in WARM_UP_SPECS:
+            feedback = ErrorFeedback(parse(spec), values.size)
+            payload = feedback.encode(update)
+            decode(payload, np.empty_like(values))
+            accumulate(payload, 0.5, np.zeros_like(values))
     add_raw(values.data, 0.5, np.zeros_like(values))

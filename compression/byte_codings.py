@@ -15,7 +15,7 @@ class ByteCoding(Protocol):
     """A member of the axis: stateless."""
 
     wire_id: int
-    name: str
+    spec: str
 
     def encode(self, body: ByteArray) -> bytes | None:
         """Fewer bytes than body, or None where that does not work out; the payload then travels without this stage."""
@@ -32,7 +32,7 @@ class Lz4:
     """u32 raw byte count, then one LZ4 block. Bodies above LZ4_RAW_BYTES_MAX (2 GB) are left as they are."""
 
     wire_id = 1
-    name = "lz4"
+    spec = "lz4"
 
     def encode(self, body: ByteArray) -> bytes | None:
         if not 0 < body.size <= LZ4_RAW_BYTES_MAX:

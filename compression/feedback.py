@@ -1,8 +1,9 @@
 """Error feedback: what a lossy compressor leaves out of one update is added to the next (Seide et al. 2014;
 Karimireddy et al. 2019, 1901.09847: with it, biased compressors converge as plain SGD does).
 
-Rule (conservation): decode(payload) + residual after = fl(residual before + update), elementwise. For every member that
-exists today the difference is exact in float32, except fp16 values beyond 65504 and int8 blocks beyond 3.36e38.
+Rule (conservation): decode(payload) + residual after = fl(decay * residual before + update), elementwise. The difference
+is exact in float32 for what a sparsifier leaves out and for fp16, bf16, int8 and int4 (but where they saturate), and
+rounded to float32 once for 2bit, sign, uint8minmax and powersgd.
 """
 
 from typing import Any
@@ -15,23 +16,67 @@ from narrows.compression.compressor import Compressor
 from narrows.compression.kernels import cpu
 from narrows.compression.kernels.values import INFINITY_KEY
 from narrows.compression.payload import accumulate
+from narrows.compression.reducers import Memory
 from narrows.compression.value_codings import non_finite
+
+State = dict[str, npt.NDArray[Any]]
+
+
+def checked_update(update: FloatArray, count: int, lossless: bool) -> FloatArray:
+    """A read-only view of float32[count]; ValueError for another size, NonFiniteError (lossy) for NaN or infinity."""
+    update = values_view(update, "update")
+    if update.size != count:
+        raise ValueError(f"update has {update.size} values; this stream has {count}")
+    # Looked at first: once NaN is in the residual, nothing gets it out again.
+    if not lossless and cpu.largest_key(update) >= INFINITY_KEY:
+        raise non_finite(update)
+    return update
+
+
+def restored(state: State, name: str, count: int) -> FloatArray | None:
+    """A copy of float32[count] in a state; ValueError for another type or size."""
+    values = state.get(name)
+    if values is None:
+        return None
+    if values.shape != (count,) or values.dtype != np.float32:
+        raise ValueError(f"{name} is {values.dtype}{list(values.shape)}; this stream needs float32[{count}]")
+    return values.copy()
+
+
+def memory_state(memory: Memory) -> State:
+    """The steps done, and the factor where there is one."""
+    state: State = {"step": np.array(memory.step, np.int64)}
+    if memory.factor is not None:
+        state["factor"] = memory.factor.copy()
+    return state
+
+
+def load_memory(memory: Memory, state: State) -> None:
+    """A state without steps is one from before there were any."""
+    memory.step = int(state.get("step", np.array(0)))
+    factor = state.get("factor")
+    memory.factor = None if factor is None else factor.copy()
 
 
 class ErrorFeedback:
     """Wraps any compressor with the residual of one stream of `count` values. Not for two threads at once.
 
     residual: float32[count], or None, which stands for zeros: a lossless compressor needs it only between a restored
-    payload and the next encode.
+    payload and the next encode. decay: what a residual is multiplied with before an update is added; 1 keeps all.
+    seed: tells the random numbers of streams apart, 32 bits.
     """
 
-    def __init__(self, compressor: Compressor, count: int) -> None:
-        self.compressor = compressor
+    def __init__(self, compressor: Compressor, count: int, *, decay: float = 1.0, seed: int = 0) -> None:
+        if not 0.0 <= decay <= 1.0:
+            raise ValueError(f"decay must be from 0 to 1, not {decay}")
+        self.compressor = compressor.contraction()
         self.count = count
+        self.decay = np.float32(decay)
+        self.memory = Memory(seed)
         self.residual: FloatArray | None = None if compressor.lossless else np.zeros(count, np.float32)
 
     def encode(self, update: FloatArray) -> memoryview:
-        """Payload of residual + update, float32[count]; what it does not carry becomes the residual.
+        """Payload of decay * residual + update, float32[count]; what it does not carry becomes the residual.
 
         NonFiniteError (lossy compressors) for NaN or infinity in update leaves the residual as it was; update is never
         changed. (A sum that overflows float32 is the same error, but the stream is beyond repair then.)
@@ -41,23 +86,25 @@ class ErrorFeedback:
 
     def encode_parts(self, update: FloatArray) -> Parts:
         """As `encode`, in parts; for `dense` the second is `update` itself (see Compressor.encode_parts)."""
-        update = values_view(update, "update")
-        if update.size != self.count:
-            raise ValueError(f"update has {update.size} values; this stream has {self.count}")
+        update = checked_update(update, self.count, self.compressor.lossless)
         residual = self.residual
         if residual is None:
-            return self.compressor.encode_parts(update)
+            return self.compressor.encode_parts(update, self.memory)
+        if self.decay != 1.0:
+            np.multiply(residual, self.decay, out=residual)
+        np.add(residual, update, out=residual)
         if self.compressor.lossless:
             self.residual = None
-            np.add(residual, update, out=residual)
-            return self.compressor.encode_parts(residual)
-        # Looked at first: once NaN is in the residual, nothing gets it out again.
-        if cpu.largest_key(update) >= INFINITY_KEY:
-            raise non_finite(update)
-        np.add(residual, update, out=residual)
-        payload = self.compressor.encode(residual)
+            return self.compressor.encode_parts(residual, self.memory)
+        payload = self.compressor.encode(residual, self.memory)
         accumulate(payload, -1.0, residual)
         return [payload]
+
+    def change(self, compressor: Compressor) -> None:
+        """Goes on with another compressor; the residual stays, and a lossless one sends it with its next update."""
+        self.compressor = compressor.contraction()
+        if self.residual is None and not compressor.lossless:
+            self.residual = np.zeros(self.count, np.float32)
 
     def restore(self, payload: Payload, weight: float = 1.0) -> None:
         """Gives `weight` of a payload that was definitely refused back to the residual, to be sent with the next."""
@@ -65,18 +112,15 @@ class ErrorFeedback:
             self.residual = np.zeros(self.count, np.float32)
         accumulate(payload, weight, self.residual)
 
-    def state_dict(self) -> dict[str, npt.NDArray[Any]]:
-        """{"residual": a copy}, or {} while there is none."""
-        return {} if self.residual is None else {"residual": self.residual.copy()}
+    def state_dict(self) -> State:
+        """Copies: "step", and where there are any "residual" and "factor". Good under any other compressor too."""
+        residual = {} if self.residual is None else {"residual": self.residual.copy()}
+        return memory_state(self.memory) | residual
 
-    def load_state_dict(self, state: dict[str, npt.NDArray[Any]]) -> None:
-        """Takes over a residual kept under any compressor; a lossless one sends it with its next update."""
-        residual = state.get("residual")
-        if residual is None:
-            self.residual = None if self.compressor.lossless else np.zeros(self.count, np.float32)
-            return
-        if residual.shape != (self.count,) or residual.dtype != np.float32:
-            raise ValueError(
-                f"residual is {residual.dtype}{list(residual.shape)}; this stream needs float32[{self.count}]"
-            )
-        self.residual = residual.copy()
+    def load_state_dict(self, state: State) -> None:
+        """Takes over a residual kept under any compressor; ValueError, with nothing changed, for one of another size."""
+        residual = restored(state, "residual", self.count)
+        if residual is None and not self.compressor.lossless:
+            residual = np.zeros(self.count, np.float32)
+        self.residual = residual
+        load_memory(self.memory, state)

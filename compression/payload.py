@@ -7,24 +7,36 @@ Little endian. A header of 16 bytes, so that a body is aligned where its buffer 
     2  u8   value coding              12  u32  parameter of the index coding, 0 where it has none
     3  u8   byte coding               16  the body
 
-    index coding  0 every index, no section · 1 Rice (the parameter is r; index_codings.py)
-    value coding  0 float32 · 1 half · 2 bf16 scale per 256, then int8 (value_codings.py)
-    byte coding   0 none · 1 lz4: the body is u32 raw byte count + an LZ4 block of what follows (byte_codings.py)
+    index coding  0 every index · 1 Rice · 2 fixed width · 3 grouped Rice · 4 strata · 5 low rank
+    value coding  0 float32 · 1 half · 2 int8 · 3 bf16 · 4 int4 · 5 2bit · 6 sign · 7 uint8minmax
+    byte coding   0 none · 1 lz4: the body is u32 raw byte count + an LZ4 block of what follows
 
 Body: the value section, whose length follows from value coding and kept, then the index section, all that is left.
+docs/compression.md has each section bit by bit. With low rank the values are two factors of a matrix, low_rank.py.
 """
 
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from narrows.compression.buffers import ByteArray, FloatArray, Payload, bytes_view, check_out, section
+from narrows.compression.buffers import (
+    ByteArray,
+    FloatArray,
+    IndexArray,
+    Payload,
+    bytes_view,
+    check_out,
+    read_only,
+    section,
+)
 from narrows.compression.byte_codings import BYTE_CODINGS, PLAIN_BYTES
 from narrows.compression.errors import PayloadError
-from narrows.compression.index_codings import EVERY_INDEX, INDEX_CODINGS
+from narrows.compression.index_codings import EVERY_INDEX, INDEX_CODINGS, ReadIndices
 from narrows.compression.kernels import cpu
-from narrows.compression.value_codings import VALUE_CODINGS, CodedValues
+from narrows.compression.low_rank import LOW_RANK, rank_of
+from narrows.compression.value_codings import CHUNK, VALUE_CODINGS, CodedValues
 
 LAYOUT_VERSION = 1
 HEADER = struct.Struct("<BBBBIII")
@@ -57,20 +69,52 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
-    """A payload in which everything was checked; borrows the payload's memory (but not with lz4)."""
+    """A payload in which everything was checked; borrows the payload's memory (but not with lz4). Good for one reading."""
 
     header: Header
     values: CodedValues
-    index_part: ByteArray
+    read_indices: ReadIndices | None
+
+    def chunks(self) -> Iterator[tuple[int, FloatArray]]:
+        """(place of the first, values) of all that is kept, in scratch memory that the next one overwrites."""
+        scratch = np.empty(min(CHUNK, self.header.kept), np.float32)
+        for begin in range(0, self.header.kept, CHUNK):
+            yield begin, self.values.part(begin, scratch[: self.header.kept - begin])
+
+    def indices(self) -> Iterator[IndexArray]:
+        """The indices of each chunk, likewise."""
+        scratch: IndexArray = np.empty(min(CHUNK, self.header.kept), np.uint32)
+        for begin in range(0, self.header.kept, CHUNK):
+            assert self.read_indices is not None
+            part = scratch[: self.header.kept - begin]
+            self.read_indices(begin, part)
+            yield read_only(part)
+
+    def write(self, out: FloatArray) -> None:
+        if self.header.index_coding == EVERY_INDEX:
+            values = self.values.part(0, out)
+            if not np.may_share_memory(values, out):
+                np.copyto(out, values)
+        else:
+            out.fill(0.0)
+            self.accumulate(np.float32(1.0), out)
 
     def accumulate(self, weight: np.float32, out: FloatArray) -> None:
         header = self.header
         if header.index_coding == EVERY_INDEX:
-            self.values.add(weight, out)
-        elif header.kept:
-            coding = INDEX_CODINGS[header.index_coding]
-            indices = coding.decode(self.index_part, header.parameter, header.kept)
-            self.values.scatter_add(indices, weight, out)
+            for begin, values in self.chunks():
+                part = out[begin : begin + values.size]
+                if weight == 1.0:
+                    np.add(part, values, out=part)
+                else:
+                    cpu.add_fp32(values, weight, part)
+        elif header.index_coding == LOW_RANK:
+            factors = np.concatenate([values.copy() for _, values in self.chunks()])
+            left = rank_of(header) * header.parameter
+            cpu.add_low_rank(read_only(factors[:left]), read_only(factors[left:]), rank_of(header), weight, out)
+        else:
+            for (_, values), indices in zip(self.chunks(), self.indices(), strict=True):
+                cpu.scatter_add_fp32(values, indices, weight, out)
 
 
 def _read_header(data: ByteArray, count: int) -> Header:
@@ -80,7 +124,7 @@ def _read_header(data: ByteArray, count: int) -> Header:
     header = Header(*fields)
     if version != LAYOUT_VERSION:
         raise PayloadError(f"payload has layout version {version}; this side reads {LAYOUT_VERSION}")
-    if header.index_coding != EVERY_INDEX and header.index_coding not in INDEX_CODINGS:
+    if header.index_coding not in (EVERY_INDEX, LOW_RANK, *INDEX_CODINGS):
         raise PayloadError(f"payload has index coding {header.index_coding}, which this side does not know")
     if header.value_coding not in VALUE_CODINGS:
         raise PayloadError(f"payload has value coding {header.value_coding}, which this side does not know")
@@ -92,6 +136,8 @@ def _read_header(data: ByteArray, count: int) -> Header:
         raise PayloadError(f"payload is corrupt: it claims to hold {header.kept} of {count} values")
     if header.parameter and (header.index_coding == EVERY_INDEX or not header.kept):
         raise PayloadError(f"payload is corrupt: index parameter {header.parameter} without indices")
+    if header.index_coding == LOW_RANK and not rank_of(header):
+        raise PayloadError(f"payload is corrupt: {header.kept} values are no factors with {header.parameter} rows")
     return header
 
 
@@ -101,9 +147,8 @@ def _open(payload: Payload, count: int) -> _Opened:
     body = data[HEADER_BYTES:]
     value_coding = VALUE_CODINGS[header.value_coding]
     value_bytes = value_coding.byte_count(header.kept)
-    index_bytes_max = 0
-    if header.index_coding != EVERY_INDEX and header.kept:
-        index_bytes_max = INDEX_CODINGS[header.index_coding].bytes_max(header.kept, count)
+    index_coding = INDEX_CODINGS.get(header.index_coding) if header.kept else None
+    index_bytes_max = index_coding.bytes_max(header.kept, count) if index_coding else 0
     if header.byte_coding != PLAIN_BYTES:
         body = BYTE_CODINGS[header.byte_coding].decode(body, value_bytes + index_bytes_max)
     if not value_bytes <= body.size <= value_bytes + index_bytes_max:
@@ -112,10 +157,9 @@ def _open(payload: Payload, count: int) -> _Opened:
             f"which take {value_bytes} and at most {index_bytes_max} for indices"
         )
     values = value_coding.open(body[:value_bytes], header.kept)
-    index_part = body[value_bytes:]
-    if index_bytes_max:
-        INDEX_CODINGS[header.index_coding].check(index_part, header.parameter, header.kept, count)
-    return _Opened(header, values, index_part)
+    if index_coding is None:
+        return _Opened(header, values, None)
+    return _Opened(header, values, index_coding.open(body[value_bytes:], header.parameter, header.kept, count))
 
 
 def check(payload: Payload, count: int) -> None:
@@ -127,23 +171,27 @@ def check(payload: Payload, count: int) -> None:
     _open(payload, count)
 
 
+def indices(payload: Payload, count: int) -> IndexArray | None:
+    """Rising uint32[kept], the indices of the values that `payload` holds; None where it holds all. PayloadError."""
+    opened = _open(payload, count)
+    if opened.header.index_coding in (EVERY_INDEX, LOW_RANK):
+        return None
+    return np.concatenate([np.empty(0, np.uint32), *(part.copy() for part in opened.indices())])
+
+
 def decode(payload: Payload, out: FloatArray) -> None:
     """Writes all values into out (float32[count], contiguous): zero where a sparse payload has none.
 
     payload: any C-contiguous buffer at any alignment. PayloadError leaves out as it was; TypeError for a wrong out.
     """
     check_out(out)
-    opened = _open(payload, out.size)
-    if opened.header.index_coding == EVERY_INDEX:
-        opened.values.write(out)
-    else:
-        out.fill(0.0)
-        opened.accumulate(np.float32(1.0), out)
+    _open(payload, out.size).write(out)
 
 
 def accumulate(payload: Payload, weight: float, out: FloatArray) -> None:
     """out[i] = out[i] + float32(weight) * value[i] for each value in the payload, straight from its bytes.
 
+    Indices and values are decoded a chunk at a time, which stays in a core's own cache, and added: one pass over the bytes.
     Product and sum are rounded to float32 one after the other, in index order: bit-identical on every machine. A sparse
     payload touches the entries it holds and no others. Arguments and errors as for `decode`.
     """

@@ -1,72 +1,192 @@
-"""Which values travel: the first axis of a chain. A member picks indices; how they are written is its index coding's.
+"""Reducers that keep some values as they are: top-k, the k largest of each block, random ones, those above a threshold.
 
-Top-k: Aji & Heafield 2017 (1704.05021), Stich et al. 2018 (1809.07599); with error feedback it converges as SGD does.
+Top-k by magnitude: Aji & Heafield 2017 (1704.05021), Stich et al. 2018 (1809.07599); with error feedback it converges as
+SGD does. Of equal magnitudes the lowest indices are kept; zeros never are, so there may be fewer than k.
 """
 
 import math
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from narrows.compression.buffers import Counts, FloatArray, IndexArray, read_only
-from narrows.compression.index_codings import RICE, IndexCoding
+from narrows.compression.errors import NonFiniteError
+from narrows.compression.index_codings import STRATA, CodedIndices, encode_indices, indices_max_bytes
 from narrows.compression.kernels import cpu
-from narrows.compression.kernels.select import SAMPLE_LINE
+from narrows.compression.kernels.random import RANDOM_BLOCK
+from narrows.compression.kernels.select import COUNTS, SAMPLE_LINE
 from narrows.compression.kernels.values import INFINITY_KEY
+from narrows.compression.reducers import Memory, Reduced
 from narrows.compression.value_codings import non_finite
 
 
-class Selection(NamedTuple):
-    """indices: uint32[kept], rising; values: float32[kept], values[j] = x[indices[j]] bit for bit. Both read-only."""
-
-    indices: IndexArray
-    values: FloatArray
+def kept_of(density: float, count: int) -> int:
+    """k of a density: at least 1 value, where there is one."""
+    return min(count, max(1, round(density * count)))
 
 
-class Sparsifier(Protocol):
-    """A member of the axis. It changes neither its input nor itself."""
+def _selected(values: FloatArray, indices: IndexArray, kept: FloatArray) -> Reduced:
+    # NaN and infinity have the largest keys: if there are any, some were selected.
+    if cpu.largest_key(kept) >= INFINITY_KEY:
+        raise non_finite(values)
+    coded = encode_indices(indices, values.size) if indices.size else NOTHING
+    return Reduced(kept, coded)
 
-    @property
-    def index_coding(self) -> IndexCoding:
-        """How its indices are written."""
 
-    @property
-    def spec(self) -> str:
-        """As parse() reads it."""
+NOTHING = CodedIndices(1, 0, np.empty(0, np.uint8))  # Rice, of no index
+
+
+class _Selecting:
+    """What all members have in common that keep values as they are."""
+
+    sparse = True
+    unbiased = False
+
+    def index_bytes_max(self, count: int) -> int:
+        return indices_max_bytes(self.kept_max(count), count)
 
     def kept_max(self, count: int) -> int:
-        """The most values that select() returns of `count`."""
-
-    def select(self, values: FloatArray) -> Selection:
-        """Picks from float32[count], read-only; NonFiniteError if any of them is NaN or infinite."""
+        raise NotImplementedError
 
 
-@dataclass(frozen=True, slots=True)
-class TopK:
-    """The k = max(1, round(density * count)) largest by magnitude; of equal ones those with the lowest indices.
+@dataclass(frozen=True)
+class TopK(_Selecting):
+    """The k = max(1, round(density * count)) largest of all.
 
-    Zeros are never sent: with fewer than k non-zero values, all of these and no more.
+    dropped_bits: mantissa bits that are not looked at. With 13 of 23 this is MSTopK (Shi et al., 2010.10458, alg. 1): a
+    histogram of what is left of the keys gives the two thresholds that its samplings bisect for, 2**-10 apart; all above
+    the upper one are kept, and the band between them fills up to k by index. Denormals below 2**-136 then count as zeros.
     """
 
     density: float
-    index_coding: IndexCoding = RICE
+    dropped_bits: int = 0
 
     @property
     def spec(self) -> str:
-        return f"topk:{self.density!r}"
+        return f"{'mstopk' if self.dropped_bits else 'topk'}:{self.density!r}"
+
+    def contraction(self) -> "TopK":
+        return self
+
+    def at_density(self, density: float) -> "TopK":
+        return replace(self, density=max(density, self.density))
 
     def kept_max(self, count: int) -> int:
-        return min(count, max(1, round(self.density * count)))
+        return kept_of(self.density, count)
 
-    def select(self, values: FloatArray) -> Selection:
-        if not values.size:
-            return _selection(np.empty(0, np.uint32), np.empty(0, np.uint32))
-        selection = select_top(values, self.kept_max(values.size))
-        # NaN and infinity have the largest keys: if there are any, some were selected.
-        if cpu.largest_key(selection.values) >= INFINITY_KEY:
+    def reduce(self, values: FloatArray, memory: Memory) -> Reduced:
+        return _selected(values, *select_top(values, self.kept_max(values.size), self.dropped_bits))
+
+
+MSTOPK_DROPPED_BITS = 13
+
+
+@dataclass(frozen=True)
+class BlockTopK(_Selecting):
+    """The k largest of every `block` values; of a shorter last block, ceil(k * its size / block)."""
+
+    k: int
+    block: int
+
+    @property
+    def spec(self) -> str:
+        return f"topk:{self.k}/{self.block}"
+
+    def contraction(self) -> "BlockTopK":
+        return self
+
+    def at_density(self, density: float) -> "BlockTopK":
+        return replace(self, k=max(self.k, math.ceil(density * self.block)))
+
+    def kept_max(self, count: int) -> int:
+        whole, rest = divmod(count, self.block)
+        return whole * self.k + -(-self.k * rest // self.block)
+
+    def reduce(self, values: FloatArray, memory: Memory) -> Reduced:
+        bits = values.view(np.uint32)
+        places, keys = np.empty(self.block, np.uint32), np.empty(self.block, np.uint32)
+        indices, kept = _pairs(self.kept_max(values.size))
+        found = cpu.compact_blocks(bits, self.k, self.block, places, keys, indices, kept)
+        return _selected(values, read_only(indices[:found]), read_only(kept[:found].view(np.float32)))
+
+
+@dataclass(frozen=True)
+class RandomK(_Selecting):
+    """One random value of each of k equal parts of the array; the seed is sent instead of indices.
+
+    scaled: each value times the size of its part, which makes it unbiased (Wangni et al. 2018, 1710.09854); error feedback
+    needs the values as they are, for scaled ones are no contraction (Stich et al. 2018).
+    """
+
+    density: float
+    scaled: bool = True
+
+    @property
+    def spec(self) -> str:
+        return f"randk:{self.density!r}"
+
+    @property
+    def unbiased(self) -> bool:  # type: ignore[override]
+        return self.scaled
+
+    def contraction(self) -> "RandomK":
+        return replace(self, scaled=False)
+
+    def at_density(self, density: float) -> "RandomK":
+        return replace(self, density=max(density, self.density))
+
+    def kept_max(self, count: int) -> int:
+        return kept_of(self.density, count)
+
+    def index_bytes_max(self, count: int) -> int:
+        return 0
+
+    def reduce(self, values: FloatArray, memory: Memory) -> Reduced:
+        if cpu.largest_key(values) >= INFINITY_KEY:
             raise non_finite(values)
-        return selection
+        count, kept = values.size, self.kept_max(values.size)
+        words: IndexArray = np.empty(RANDOM_BLOCK, np.uint32)
+        cpu.random_words(*memory.key, 0, words)
+        seed = int(words[0])
+        indices: IndexArray = np.empty(kept, np.uint32)
+        cpu.strata(seed, 0, kept, count, words, indices)
+        chosen = values[indices]
+        if self.scaled:
+            borders = np.arange(kept + 1, dtype=np.uint64) * np.uint64(count) // np.uint64(kept)
+            with np.errstate(over="ignore"):
+                chosen *= np.diff(borders).astype(np.float32)
+            if cpu.largest_key(read_only(chosen)) >= INFINITY_KEY:
+                raise NonFiniteError(
+                    "a value times the share of values that it stands for is above the largest float32"
+                )
+        return Reduced(read_only(chosen), CodedIndices(STRATA.wire_id, seed, np.empty(0, np.uint8)))
+
+
+@dataclass(frozen=True)
+class Threshold(_Selecting):
+    """All values with |x| >= threshold: as many as there are (Strom 2015; Dutta et al. 2020, 1911.08250)."""
+
+    threshold: float
+
+    @property
+    def spec(self) -> str:
+        return f"threshold:{self.threshold!r}"
+
+    def contraction(self) -> "Threshold":
+        return self
+
+    def at_density(self, density: float) -> "Threshold":
+        return self
+
+    def kept_max(self, count: int) -> int:
+        return count
+
+    def reduce(self, values: FloatArray, memory: Memory) -> Reduced:
+        bits = values.view(np.uint32)
+        below = int(np.float32(self.threshold).view(np.uint32)) - 1
+        indices, kept = _pairs(cpu.count_above(bits, below))
+        cpu.compact(bits, below, 0, indices, kept)
+        return _selected(values, read_only(indices), read_only(kept.view(np.float32)))
 
 
 SAMPLE_COUNT_MIN = 1 << 16  # below this, three passes over values in cache cost less than the sampling saves
@@ -74,29 +194,44 @@ SAMPLE_RANK = 2048  # sampled values above the threshold: its error is then abou
 GROUP_LINES_MIN, GROUP_LINES_MAX = 16, 128
 
 
-def select_top(values: FloatArray, k: int) -> Selection:
-    """The selection of TopK for 1 <= k <= values.size, exact whatever the data.
+def select_top(values: FloatArray, k: int, dropped_bits: int = 0) -> tuple[IndexArray, FloatArray]:
+    """Rising indices and values of the selection of TopK, for 1 <= k <= values.size, whatever the data.
 
-    A sample places a threshold slightly below rank k, one read collects what lies above it, and the exact rank is found
-    among these few. Where the sample misled (too few or far too many; many equal values), four reads settle it.
+    A sample places a threshold slightly below rank k, one read collects what lies above it, and the rank is found among
+    these few. Where the sample misled (too few or far too many; many equal values), four reads settle it.
     """
     bits = values.view(np.uint32)
-    counts = np.empty(2048, np.int64)
-    candidates = _candidates(bits, k, counts)
-    if candidates is None:
-        return _selection(*_exact(bits, k, counts))
-    indices, kept = candidates
-    if kept.size > k:
-        places, kept = _exact(read_only(kept), k, counts)
-        indices = indices[places]
-    return _selection(indices, kept)
+    counts: Counts = np.empty(COUNTS, np.int64)
+    mask = 0x7FFFFFFF >> dropped_bits << dropped_bits
+    candidates = _candidates(bits, k, counts, mask)
+    if candidates is not None:
+        indices, kept = candidates
+        if kept.size > k:
+            threshold, above = cpu.kth_largest_key(_masked(kept, mask), k, counts)
+            cpu.keep_top(mask, threshold, k - above, indices, kept)
+            indices, kept = indices[:k], kept[:k]
+    else:
+        keys = _masked(bits, mask)
+        threshold, above = cpu.kth_largest_key(keys, k, counts)
+        ties = k - above if threshold else 0
+        indices, kept = _pairs(above + ties)
+        found = cpu.compact(keys, threshold, ties, indices, kept)
+        assert found == above + ties
+        if dropped_bits:
+            kept = bits[indices]
+    return read_only(indices), read_only(kept.view(np.float32))
 
 
-def _selection(indices: IndexArray, kept: IndexArray) -> Selection:
-    return Selection(read_only(indices), read_only(kept.view(np.float32)))
+def _masked(bits: IndexArray, mask: int) -> IndexArray:
+    """Kernels drop the sign themselves."""
+    return read_only(bits if mask == 0x7FFFFFFF else bits & np.uint32(mask))
 
 
-def _candidates(bits: IndexArray, k: int, counts: Counts) -> tuple[IndexArray, IndexArray] | None:
+def _pairs(count: int) -> tuple[IndexArray, IndexArray]:
+    return np.empty(count, np.uint32), np.empty(count, np.uint32)
+
+
+def _candidates(bits: IndexArray, k: int, counts: Counts, mask: int) -> tuple[IndexArray, IndexArray] | None:
     """Indices and bits of a superset of the top k, or of all non-zero values if they are at most k; None: failed."""
     if bits.size < SAMPLE_COUNT_MIN:
         return None
@@ -108,20 +243,12 @@ def _candidates(bits: IndexArray, k: int, counts: Counts) -> tuple[IndexArray, I
     if 2 * (rank + margin) > keys.size:
         return None
     cpu.sample_keys(bits, group_lines, keys)
-    threshold = max(cpu.kth_largest_key(read_only(keys), int(rank + margin), counts)[0], 1)
+    threshold = cpu.kth_largest_key(read_only(keys), int(rank + margin), counts)[0]
+    smallest = mask & -mask  # of what counts as non-zero: 1 if all bits are looked at
+    threshold = max(threshold & mask, smallest)
     room = min(bits.size, int(2 * group_lines * (rank + margin)))
-    indices, kept = np.empty(room, np.uint32), np.empty(room, np.uint32)
+    indices, kept = _pairs(room)
     found = cpu.compact(bits, threshold - 1, 0, indices, kept)
-    if found > room or (found < k and threshold > 1):
+    if found > room or (found < k and threshold > smallest):
         return None
     return indices[:found], kept[:found]
-
-
-def _exact(bits: IndexArray, k: int, counts: Counts) -> tuple[IndexArray, IndexArray]:
-    """Indices and bits of the k largest keys, ties by index, zeros left out: three reads to rank and one to collect."""
-    threshold, above = cpu.kth_largest_key(bits, k, counts)
-    ties = k - above if threshold else 0
-    indices, kept = np.empty(above + ties, np.uint32), np.empty(above + ties, np.uint32)
-    found = cpu.compact(bits, threshold, ties, indices, kept)
-    assert found == above + ties
-    return indices, kept

@@ -1,54 +1,104 @@
 """The SPEC parser: `topk:0.01+int8+lz4` to a Compressor. STAGES is the one list of what a stage may be called.
 
-Grammar: [sparsifier] + [value coding] + [byte coding], at least one of them, in this order, each at most once. `dense`
-is the sparsifier that keeps everything, so `dense+int8` is `int8`; the canonical form leaves it out unless it is all.
+Grammar: [reducer] + [value coding] + [byte coding], at least one of them, in this order, each at most once. `dense`
+is the reducer that keeps everything, so `dense+int8` is `int8`; the canonical form leaves it out unless it is all.
 """
 
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from narrows.compression.byte_codings import LZ4, ByteCoding
+from narrows.compression.byte_codings import LZ4
 from narrows.compression.compressor import Chain, Compressor
 from narrows.compression.errors import SpecError
-from narrows.compression.sparsifiers import Sparsifier, TopK
-from narrows.compression.value_codings import FP16, FP32, INT8, ValueCoding
+from narrows.compression.low_rank import PowerSgd
+from narrows.compression.sparsifiers import MSTOPK_DROPPED_BITS, BlockTopK, RandomK, Threshold, TopK
+from narrows.compression.value_codings import (
+    BF16,
+    FP16,
+    FP32,
+    INT4,
+    INT4_STOCHASTIC,
+    INT8,
+    INT8_STOCHASTIC,
+    SIGN,
+    TWO_BIT,
+    UINT8_MINMAX,
+)
 
-
-@dataclass(frozen=True, slots=True)
-class _Chosen:
-    """What the stages read so far amount to."""
-
-    sparsifier: Sparsifier | None = None
-    value_coding: ValueCoding = FP32
-    byte_coding: ByteCoding | None = None
+BLOCK_MAX = 1 << 20  # values of a top-k block: beyond, its keys leave the cache in which they are searched
+RANK_MAX = 64  # of powersgd: beyond, the factors of most models are larger than they are
 
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
     written: str  # as in the sentence that explains it
     axis: int  # position in AXES
-    add: Callable[[_Chosen, str], _Chosen]  # takes the text after the colon; ValueError says what is wrong with it
-    has_argument: bool = False
+    make: Callable[[str], Any]  # takes the text after the colon, or ""; ValueError says what is wrong with it
 
 
 AXES = ("selects values", "codes values", "packs bytes")
 
-_DENSITY = re.compile(r"(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", re.ASCII)
+_NUMBER = re.compile(r"(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", re.ASCII)
+_BLOCKS = re.compile(r"(\d{1,7})/(\d{1,7})", re.ASCII)
 
 
-def _top_k(chosen: _Chosen, argument: str) -> _Chosen:
-    if not _DENSITY.fullmatch(argument) or not 0.0 < float(argument) <= 1.0:
+def _density(argument: str) -> float:
+    if not _NUMBER.fullmatch(argument) or not 0.0 < float(argument) <= 1.0:
         raise ValueError("DENSITY must be a number above 0 and at most 1")
-    return _Chosen(TopK(float(argument)), chosen.value_coding, chosen.byte_coding)
+    return float(argument)
+
+
+def _top_k(argument: str) -> TopK | BlockTopK:
+    if "/" not in argument:
+        return TopK(_density(argument))
+    blocks = _BLOCKS.fullmatch(argument)
+    if not blocks or not 1 <= int(blocks[1]) <= int(blocks[2]) <= BLOCK_MAX:
+        raise ValueError(f"K/BLOCK must be whole numbers, 1 <= K <= BLOCK <= {BLOCK_MAX}")
+    return BlockTopK(int(blocks[1]), int(blocks[2]))
+
+
+def _threshold(argument: str) -> Threshold:
+    if not _NUMBER.fullmatch(argument) or not 2.0**-149 <= float(argument) <= 3.4e38:
+        raise ValueError("T must be a number from 1.5e-45 to 3.4e38")
+    return Threshold(float(argument))
+
+
+def _power_sgd(argument: str) -> PowerSgd:
+    if not re.fullmatch(r"\d{1,3}", argument, re.ASCII) or not 1 <= int(argument) <= RANK_MAX:
+        raise ValueError(f"RANK must be a whole number from 1 to {RANK_MAX}")
+    return PowerSgd(int(argument))
+
+
+def _one(member: Any) -> Callable[[str], Any]:
+    return lambda _: member
+
+
+def _rounded(nearest: Any, stochastic: Any) -> Callable[[str], Any]:
+    def make(argument: str) -> Any:
+        if argument not in ("", "stochastic"):
+            raise ValueError("the only other rounding is 'stochastic'")
+        return stochastic if argument else nearest
+
+    return make
 
 
 STAGES: dict[str, _Stage] = {
-    "dense": _Stage("dense", 0, lambda chosen, _: chosen),
-    "topk": _Stage("topk:DENSITY", 0, _top_k, has_argument=True),
-    "fp16": _Stage("fp16", 1, lambda chosen, _: _Chosen(chosen.sparsifier, FP16, chosen.byte_coding)),
-    "int8": _Stage("int8", 1, lambda chosen, _: _Chosen(chosen.sparsifier, INT8, chosen.byte_coding)),
-    "lz4": _Stage("lz4", 2, lambda chosen, _: _Chosen(chosen.sparsifier, chosen.value_coding, LZ4)),
+    "dense": _Stage("dense", 0, _one(None)),
+    "topk": _Stage("topk:DENSITY|K/BLOCK", 0, _top_k),
+    "mstopk": _Stage("mstopk:DENSITY", 0, lambda text: TopK(_density(text), MSTOPK_DROPPED_BITS)),
+    "randk": _Stage("randk:DENSITY", 0, lambda text: RandomK(_density(text))),
+    "threshold": _Stage("threshold:T", 0, _threshold),
+    "powersgd": _Stage("powersgd:RANK", 0, _power_sgd),
+    "fp16": _Stage("fp16", 1, _one(FP16)),
+    "bf16": _Stage("bf16", 1, _one(BF16)),
+    "int8": _Stage("int8[:stochastic]", 1, _rounded(INT8, INT8_STOCHASTIC)),
+    "int4": _Stage("int4[:stochastic]", 1, _rounded(INT4, INT4_STOCHASTIC)),
+    "2bit": _Stage("2bit", 1, _one(TWO_BIT)),
+    "sign": _Stage("sign", 1, _one(SIGN)),
+    "uint8minmax": _Stage("uint8minmax", 1, _one(UINT8_MINMAX)),
+    "lz4": _Stage("lz4", 2, _one(LZ4)),
 }
 
 _GRAMMAR = " + ".join(
@@ -57,12 +107,11 @@ _GRAMMAR = " + ".join(
 
 
 def parse(spec: str) -> Compressor:
-    """The compressor that `spec` describes, for example "dense", "int8", "topk:0.01+int8+lz4".
+    """The compressor that `spec` describes, for example "dense", "int8", "topk:64/4096+2bit+lz4".
 
     Raises SpecError, one sentence that points at the stage and says what is known or how it is written.
     """
-    chosen = _Chosen()
-    canonical: list[str] = []
+    chosen: list[Any] = [None, FP32, None]
     previous_axis, previous_text = -1, ""
     for number, text in enumerate(spec.split("+"), 1):
         where = f"SPEC {spec!r}: stage {number}, {text!r},"
@@ -71,16 +120,17 @@ def parse(spec: str) -> Compressor:
         if stage is None:
             known = ", ".join(stage.written for stage in STAGES.values())
             raise SpecError(f"{where} is not known; known are {known}, chained with '+'")
-        if bool(colon) != stage.has_argument:
+        takes, needs = ":" in stage.written, ":" in stage.written.partition("[")[0]
+        if (colon and not takes) or (needs and not colon):
             raise SpecError(f"{where} {'takes no argument' if colon else 'lacks its argument'}; write {stage.written}")
         if stage.axis <= previous_axis:
             problem = "also" if stage.axis == previous_axis else "comes too late: it"
             raise SpecError(f"{where} {problem} {AXES[stage.axis]}, after {previous_text!r}; the order is {_GRAMMAR}")
         try:
-            chosen = stage.add(chosen, argument)
+            if colon and not argument:
+                raise ValueError("nothing follows its colon")
+            chosen[stage.axis] = stage.make(argument)
         except ValueError as error:
             raise SpecError(f"{where} is wrong: {error}; write {stage.written}") from error
         previous_axis, previous_text = stage.axis, text
-        if name != "dense":
-            canonical.append(name if stage.axis else chosen.sparsifier.spec if chosen.sparsifier else name)
-    return Chain("+".join(canonical) or "dense", chosen.sparsifier, chosen.value_coding, chosen.byte_coding)
+    return Chain(*chosen)

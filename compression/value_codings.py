@@ -1,43 +1,63 @@
 """How values travel: the second axis of a chain. A member turns float32 values into bytes of a fixed count and back.
 
 VALUE_CODINGS is the wire's table; a number, once given, is never used for anything else. What a decoder opens is
-checked in full first, so the three ways to use it (write, add, scatter_add) cannot fail.
+checked in full first, so reading cannot fail. A lossy coding is a row: its sections, one after the other, and its kernels,
+which take values, then sections, and sections, then values.
 """
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from narrows.compression.buffers import ByteArray, FloatArray, IndexArray, section
+from narrows.compression.buffers import ByteArray, FloatArray, read_only, section
 from narrows.compression.errors import NonFiniteError, PayloadError
 from narrows.compression.kernels import cpu
-from narrows.compression.kernels.values import INFINITY_KEY, INT8_BLOCK, INT8_SCALE_MAX, Codes, Halves
+from narrows.compression.kernels.levels import LEVEL_MAX, MINMAX_BLOCK, SIGN_BLOCK, TWO_BIT_BLOCK
+from narrows.compression.kernels.random import RANDOM_BLOCK
+from narrows.compression.kernels.values import INFINITY_KEY, INT4_BLOCK, INT4_SCALE_MAX, INT8_BLOCK, INT8_SCALE_MAX
+
+CHUNK = 1 << 16  # values decoded at once: with their indices 512 KiB, which stay in a core's own cache
+# A section that begins inside a block of another would tear it: chunks begin at whole blocks.
+assert all(CHUNK % block == 0 for block in (INT8_BLOCK, INT4_BLOCK, SIGN_BLOCK, TWO_BIT_BLOCK, MINMAX_BLOCK))
+
+
+class Key(NamedTuple):
+    """What random numbers of one encode follow from: the stream's seed and its step, 32 bits each."""
+
+    seed: int
+    step: int
 
 
 class CodedValues(Protocol):
-    """Checked values inside a payload, whose memory it borrows. Products and sums are each rounded to float32 once."""
+    """Checked values inside a payload, whose memory it borrows."""
 
-    def write(self, out: FloatArray) -> None:
-        """out[i] = value[i]."""
-
-    def add(self, weight: np.float32, out: FloatArray) -> None:
-        """out[i] = out[i] + weight * value[i]."""
-
-    def scatter_add(self, indices: IndexArray, weight: np.float32, out: FloatArray) -> None:
-        """out[indices[i]] = out[indices[i]] + weight * value[i]; indices were proved to be below out.size."""
+    def part(self, begin: int, scratch: FloatArray) -> FloatArray:
+        """scratch.size values from `begin` on, a multiple of CHUNK: in scratch, or where they lie if they are float32."""
 
 
 class ValueCoding(Protocol):
     """A member of the axis: stateless, so one object serves every thread."""
 
-    wire_id: int
-    lossless: bool
+    @property
+    def spec(self) -> str:
+        """As parse() reads it."""
+
+    @property
+    def wire_id(self) -> int: ...
+
+    @property
+    def lossless(self) -> bool: ...
+
+    @property
+    def unbiased(self) -> bool:
+        """The mean of what is decoded, over keys, is what was encoded."""
 
     def byte_count(self, count: int) -> int:
         """Bytes that `count` values take: exact, whatever the values."""
 
-    def encode(self, values: FloatArray, out: ByteArray) -> None:
+    def encode(self, values: FloatArray, key: Key, out: ByteArray) -> None:
         """Fills out, of byte_count(values.size) bytes at an address aligned for float32; NonFiniteError if lossy."""
 
     def open(self, body: ByteArray, count: int) -> CodedValues:
@@ -57,106 +77,133 @@ def non_finite(values: FloatArray) -> NonFiniteError:
 class _Fp32Values:
     values: FloatArray
 
-    def write(self, out: FloatArray) -> None:
-        np.copyto(out, self.values)
-
-    def add(self, weight: np.float32, out: FloatArray) -> None:
-        if weight == 1.0:
-            np.add(out, self.values, out=out)
-        else:
-            cpu.add_fp32(self.values, weight, out)
-
-    def scatter_add(self, indices: IndexArray, weight: np.float32, out: FloatArray) -> None:
-        cpu.scatter_add_fp32(self.values, indices, weight, out)
+    def part(self, begin: int, scratch: FloatArray) -> FloatArray:
+        return self.values[begin : begin + scratch.size]
 
 
 class Fp32:
     """The values as they are: count x float32. The identity of this axis; NaN and infinity travel."""
 
+    spec = ""
     wire_id = 0
-    lossless = True
+    lossless = unbiased = True
 
     def byte_count(self, count: int) -> int:
         return 4 * count
 
-    def encode(self, values: FloatArray, out: ByteArray) -> None:
+    def encode(self, values: FloatArray, key: Key, out: ByteArray) -> None:
         out.view(np.float32)[:] = values
 
     def open(self, body: ByteArray, count: int) -> CodedValues:
         return _Fp32Values(section(body, 0, count, np.float32))
 
 
-@dataclass(frozen=True, slots=True)
-class _Fp16Values:
-    halves: Halves
+class Section(NamedTuple):
+    """`items` of `dtype` for every `per` values, the last of which may be fewer."""
 
-    def write(self, out: FloatArray) -> None:
-        cpu.decode_fp16(self.halves, out)
+    dtype: Any
+    items: int
+    per: int
 
-    def add(self, weight: np.float32, out: FloatArray) -> None:
-        cpu.add_fp16(self.halves, weight, out)
-
-    def scatter_add(self, indices: IndexArray, weight: np.float32, out: FloatArray) -> None:
-        cpu.scatter_add_fp16(self.halves, indices, weight, out)
-
-
-class Fp16:
-    """count x IEEE half, to nearest even, saturated at 65504 (error feedback sends the rest later)."""
-
-    wire_id = 1
-    lossless = False
+    def size(self, count: int) -> int:
+        return self.items * -(-count // self.per)
 
     def byte_count(self, count: int) -> int:
-        return 2 * count
-
-    def encode(self, values: FloatArray, out: ByteArray) -> None:
-        if cpu.encode_fp16(values, out.view(np.uint16)) >= INFINITY_KEY:
-            raise non_finite(values)
-
-    def open(self, body: ByteArray, count: int) -> CodedValues:
-        return _Fp16Values(section(body, 0, count, np.uint16))
+        return int(np.dtype(self.dtype).itemsize) * self.size(count)
 
 
 @dataclass(frozen=True, slots=True)
-class _Int8Values:
-    scales: Halves
-    codes: Codes
+class _Sections:
+    sections: tuple[Section, ...]
+    arrays: tuple[Any, ...]
+    decode: Callable[..., None]
 
-    def write(self, out: FloatArray) -> None:
-        cpu.decode_int8(self.scales, self.codes, out)
-
-    def add(self, weight: np.float32, out: FloatArray) -> None:
-        cpu.add_int8(self.scales, self.codes, weight, out)
-
-    def scatter_add(self, indices: IndexArray, weight: np.float32, out: FloatArray) -> None:
-        cpu.scatter_add_int8(self.scales, self.codes, indices, weight, out)
+    def part(self, begin: int, scratch: FloatArray) -> FloatArray:
+        end = begin + scratch.size
+        pieces = [a[s.size(begin) : s.size(end)] for s, a in zip(self.sections, self.arrays, strict=True)]
+        self.decode(*pieces, scratch)
+        return read_only(scratch)
 
 
-class Int8:
-    """A bf16 scale for each block of 256 values (the last may be shorter), then count x int8; see encode_int8.
+@dataclass(frozen=True, slots=True)
+class Sectioned:
+    """A lossy coding: its sections, its kernels, and what a decoder must refuse."""
 
-    |x - decoded| <= scale / 2, where scale <= (1 + 2**-7) * max |x| of the block / 127 or is the smallest bf16,
-    2**-133; blocks that reach beyond 127 * INT8_SCALE_MAX (3.36e38) saturate. The difference is exact in float32.
-    """
-
-    wire_id = 2
+    spec: str
+    wire_id: int
+    sections: tuple[Section, ...]
+    encode_kernel: Callable[..., int]
+    decode_kernel: Callable[..., None]
+    valid: Callable[[Any], bool] | None = None  # of the first section; no code of the others is invalid
+    random: bool = False  # the kernel takes (stochastic, key, key, words) after the values
+    unbiased: bool = False
     lossless = False
 
     def byte_count(self, count: int) -> int:
-        return 2 * -(-count // INT8_BLOCK) + count
+        return sum(section.byte_count(count) for section in self.sections)
 
-    def encode(self, values: FloatArray, out: ByteArray) -> None:
-        scale_bytes = out.size - values.size
-        if cpu.encode_int8(values, out[:scale_bytes].view(np.uint16), out[scale_bytes:].view(np.int8)) >= INFINITY_KEY:
+    def encode(self, values: FloatArray, key: Key, out: ByteArray) -> None:
+        arrays, end = [], 0
+        for part in self.sections:
+            begin, end = end, end + part.byte_count(values.size)
+            arrays.append(out[begin:end].view(part.dtype))
+        extra = (self.unbiased, key.seed, key.step, np.empty(RANDOM_BLOCK, np.uint32)) if self.random else ()
+        if self.encode_kernel(values, *extra, *arrays) >= INFINITY_KEY:
             raise non_finite(values)
 
     def open(self, body: ByteArray, count: int) -> CodedValues:
-        blocks = -(-count // INT8_BLOCK)
-        scales = section(body, 0, blocks, np.uint16)
-        if blocks and int(scales.max()) > INT8_SCALE_MAX:
-            raise PayloadError("payload is corrupt: an int8 scale is negative, not finite or too large")
-        return _Int8Values(scales, section(body, 2 * blocks, count, np.int8))
+        arrays, end = [], 0
+        for part in self.sections:
+            begin, end = end, end + part.byte_count(count)
+            arrays.append(section(body, begin, part.size(count), part.dtype))
+        if count and self.valid and not self.valid(arrays[0]):
+            name = self.spec.partition(":")[0]
+            raise PayloadError(f"payload is corrupt: {'an' if name[0] == 'i' else 'a'} {name} scale is out of range")
+        return _Sections(self.sections, tuple(arrays), self.decode_kernel)
 
 
-FP32, FP16, INT8 = Fp32(), Fp16(), Int8()
-VALUE_CODINGS: dict[int, ValueCoding] = {coding.wire_id: coding for coding in (FP32, FP16, INT8)}
+def _valid_levels(levels: ByteArray) -> bool:
+    low = levels[0::3] | (levels[1::3] & np.uint16(15)) << np.uint16(8)
+    high = levels[1::3] >> np.uint16(4) | levels[2::3].astype(np.uint16) << np.uint16(4)
+    return int(max(low.max(), high.max())) <= LEVEL_MAX
+
+
+def _valid_ranges(ranges: FloatArray) -> bool:
+    low, step = ranges[0::2], ranges[1::2]
+    with np.errstate(all="ignore"):
+        return bool(np.all((step >= 0) & np.isfinite(low) & np.isfinite(low + np.float32(255) * step)))
+
+
+def _scale_at_most(largest: int) -> Callable[[Any], bool]:
+    return lambda scales: int(scales.max()) <= largest
+
+
+BIT_PLANE = Section(np.uint8, 1, 8)
+HALF = Section(np.uint16, 1, 1)
+FP32 = Fp32()
+FP16 = Sectioned("fp16", 1, (HALF,), cpu.encode_fp16, cpu.decode_fp16)
+BF16 = Sectioned("bf16", 3, (HALF,), cpu.encode_bf16, cpu.decode_bf16)
+INT8 = Sectioned(
+    "int8", 2, (Section(np.uint16, 1, INT8_BLOCK), Section(np.int8, 1, 1)),
+    cpu.encode_int8, cpu.decode_int8, _scale_at_most(INT8_SCALE_MAX), random=True,
+)  # fmt: skip
+INT4 = Sectioned(
+    "int4", 4, (Section(np.uint16, 1, INT4_BLOCK), Section(np.uint8, 1, 2)),
+    cpu.encode_int4, cpu.decode_int4, _scale_at_most(INT4_SCALE_MAX), random=True,
+)  # fmt: skip
+INT8_STOCHASTIC, INT4_STOCHASTIC = (replace(c, spec=f"{c.spec}:stochastic", unbiased=True) for c in (INT8, INT4))
+TWO_BIT = Sectioned(
+    "2bit", 5, (Section(np.uint8, 3, TWO_BIT_BLOCK), BIT_PLANE, BIT_PLANE),
+    cpu.encode_2bit, cpu.decode_2bit, _valid_levels,
+)  # fmt: skip
+SIGN = Sectioned(
+    "sign", 6, (Section(np.uint16, 1, SIGN_BLOCK), BIT_PLANE),
+    cpu.encode_sign, cpu.decode_sign, _scale_at_most((INFINITY_KEY >> 16) - 1),
+)  # fmt: skip
+UINT8_MINMAX = Sectioned(
+    "uint8minmax", 7, (Section(np.float32, 2, MINMAX_BLOCK), Section(np.uint8, 1, 1)),
+    cpu.encode_uint8minmax, cpu.decode_uint8minmax, _valid_ranges,
+)  # fmt: skip
+VALUE_CODINGS: dict[int, ValueCoding] = {
+    coding.wire_id: coding for coding in (FP32, FP16, INT8, BF16, INT4, TWO_BIT, SIGN, UINT8_MINMAX)
+}

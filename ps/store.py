@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from narrows.compression import PayloadError, accumulate, add_raw, check, parse
+from narrows.compression import Memory, PayloadError, accumulate, add_raw, check, parse
 from narrows.protocols import messages as m
 from narrows.protocols.errors import RemoteProtocolError
 
@@ -104,7 +104,8 @@ class Store:
         self.begin, self.end = begin, end
         self.size = end - begin
         self.at_once = at_once
-        self.down = parse(compress_down)
+        self.down = parse(compress_down).contraction()  # x - p is its error feedback
+        self.down_memory = Memory(seed=begin)
         self.lent = lent
         self.publication = -1
         self.x: FloatArray = np.zeros(self.size, np.float32)
@@ -179,7 +180,7 @@ class Store:
             else:
                 np.copyto(self.p, self.x)
             return
-        delta = bytes(self.down.encode(self.x - self.p))
+        delta = bytes(self.down.encode(self.x - self.p, self.down_memory))
         if self.lent():
             self.p = self.p.copy()
         accumulate(delta, 1.0, self.p)

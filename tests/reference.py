@@ -1,23 +1,37 @@
 """The specification of narrows.compression in plain NumPy: every kernel under its name, its arguments in its order.
 
-Nothing here is fast or shares code with the package. At the end: payloads written and read from the layout alone,
-and the values that the tests use.
+Nothing here is fast or shares code with the package. reference_payload.py has the layouts and whole payloads; at the end
+of this file are the values that the tests use.
 """
 
-import struct
 from typing import Any
 
-import lz4.block
 import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[Any]
-BLOCK = 256
-SCALE_MAX = 0x7BFF
 
 
 def keys_of(bits: Array) -> Array:
     return bits & np.uint32(0x7FFFFFFF)
+
+
+def float_of_bf16(patterns: Array) -> Array:
+    return (patterns.astype(np.uint32) << 16).view(np.float32)
+
+
+def rounded(values: Array, dropped: int, largest: int) -> Array:
+    """Patterns without a sign of |values| (float32) to 32 - `dropped` bits: whichever neighbour is nearer, else the even."""
+    low = keys_of(values.view(np.uint32)).astype(np.int64) >> dropped
+    exact = np.abs(values.astype(np.float64))
+    below, above = (
+        (np.minimum(low + up, 0x7F800000 >> dropped) << dropped).astype(np.uint32).view(np.float32).astype(np.float64)
+        for up in (0, 1)
+    )
+    to_above = np.where(np.isinf(above), 2.0**128, above) - exact
+    up = (to_above < exact - below) | ((to_above == exact - below) & (low % 2 == 1))
+    result: Array = np.minimum(low + up, largest)
+    return result
 
 
 # --- selection ---
@@ -43,6 +57,54 @@ def compact(bits: Array, above: int, ties: int, indices: Array, kept: Array) -> 
     indices[: places.size] = places
     kept[: places.size] = bits[places]
     return places.size
+
+
+def count_above(bits: Array, above: int) -> int:
+    return int((keys_of(bits) > above).sum())
+
+
+def keep_top(mask: int, above: int, ties: int, indices: Array, kept: Array) -> int:
+    keys = kept & np.uint32(mask)
+    places = np.sort(np.concatenate((np.flatnonzero(keys > above), np.flatnonzero(keys == above)[:ties])))
+    indices[: places.size], kept[: places.size] = indices[places], kept[places]
+    return places.size
+
+
+def compact_blocks(bits: Array, k: int, block: int, places: Array, keys: Array, indices: Array, kept: Array) -> int:
+    found: list[int] = []
+    for begin in range(0, bits.size, block):
+        part = keys_of(bits[begin : begin + block])
+        wanted = -(-k * part.size // block)
+        order = np.argsort(~part, kind="stable")[:wanted]
+        found += sorted(int(begin + i) for i in order if part[i])
+    indices[: len(found)], kept[: len(found)] = found, bits[found]
+    return len(found)
+
+
+# --- random numbers ---
+
+
+def philox(counter: int, key_low: int, key_high: int) -> list[int]:
+    """Philox4x32-10 of the counter (counter, 0, 0, 0)."""
+    c, k = [counter, 0, 0, 0], [key_low, key_high]
+    for _ in range(10):
+        even, odd = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+        c = [odd >> 32 ^ c[1] ^ k[0], odd % 2**32, even >> 32 ^ c[3] ^ k[1], even % 2**32]
+        k = [(k[0] + 0x9E3779B9) % 2**32, (k[1] + 0xBB67AE85) % 2**32]
+    return c
+
+
+def random_words(key_low: int, key_high: int, block: int, words: Array) -> None:
+    for j in range(64):
+        words[j::64] = philox(64 * block + j, key_low, key_high)
+
+
+def strata(key: int, begin: int, kept: int, count: int, words: Array, indices: Array) -> None:
+    for j in range(begin, begin + indices.size):
+        if j % 256 == 0 or j == begin:
+            random_words(key, 0, j // 256, words)
+        first, end = j * count // kept, (j + 1) * count // kept
+        indices[j - begin] = first + (int(words[j % 256]) * (end - first) >> 32)
 
 
 # --- Rice coding; bits run from the least significant of each byte ---
@@ -79,13 +141,88 @@ def rice_last_index(lows: Array, unary: Array, kept: int, r: int, count: int) ->
     return index if index < count else -1
 
 
-def rice_decode(lows: Array, unary: Array, r: int, indices: Array) -> None:
-    kept = indices.size
+def rice_decode(lows: Array, unary: Array, r: int, cursor: Array, indices: Array) -> None:
+    """Of the cursor only the last field, the indices found, is used and kept."""
+    begin, end = int(cursor[3]), int(cursor[3]) + indices.size
     ones = np.flatnonzero(np.unpackbits(unary.view(np.uint8), bitorder="little"))
-    low_bits = np.unpackbits(lows.view(np.uint8), count=kept * r, bitorder="little").reshape(kept, r)
+    low_bits = np.unpackbits(lows.view(np.uint8), count=ones.size * r, bitorder="little").reshape(ones.size, r)
     low = (low_bits.astype(np.int64) << np.arange(r)).sum(axis=1)
     gaps = ((np.diff(ones, prepend=-1) - 1) << r) + low
-    indices[:] = np.cumsum(gaps + 1) - 1
+    indices[:] = (np.cumsum(gaps + 1) - 1)[begin:end]
+    cursor[3] = end
+
+
+def group_parameters(indices: Array, parameters: Array) -> tuple[int, int]:
+    gaps, low_bits, unary_bits = gaps_of(indices), 0, 0
+    for group in range(parameters.size):
+        part = gaps[64 * group : 64 * group + 64]
+        first = min(max(max(int(part.sum()) // part.size, 1).bit_length() - 2, 0), 13)
+        r = min((first, first + 1, first + 2), key=lambda r: int((part >> r).sum()) + r * part.size)
+        parameters[group] = r
+        low_bits += r * part.size
+        unary_bits += int((part >> r).sum()) + part.size
+    return low_bits, unary_bits
+
+
+def grouped_encode(indices: Array, parameters: Array, lows: Array, unary: Array) -> int:
+    low_bits: list[int] = []
+    unary_bits: list[int] = []
+    for i, gap in enumerate(gaps_of(indices).tolist()):
+        r = int(parameters[i // 64])
+        low_bits += [gap >> j & 1 for j in range(r)]
+        unary_bits += [0] * (gap >> r) + [1]
+    for words, stream in ((lows, low_bits), (unary, unary_bits)):
+        packed = np.packbits(np.array(stream, np.uint8), bitorder="little")
+        words.view(np.uint8)[: packed.size] = packed
+    return len(unary_bits)
+
+
+def grouped_decode(parameters: Array, lows: Array, unary: Array, count: int, cursor: Array, indices: Array) -> int:
+    """As rice_decode; the indices found are the cursor's field 5."""
+    low_bits = np.unpackbits(lows.view(np.uint8), bitorder="little")
+    ones = np.flatnonzero(np.unpackbits(unary.view(np.uint8), bitorder="little"))
+    found, bit, index = [], 0, -1
+    for i in range(int(cursor[5]) + indices.size):
+        if i == ones.size:
+            return -1
+        r = int(parameters[i // 64])
+        low = sum(int(low_bits[bit + j]) << j for j in range(r))
+        bit += r
+        zeros = int(ones[i]) - (int(ones[i - 1]) if i else -1) - 1
+        index += (zeros << r) + low + 1
+        if index >= count:
+            return -1
+        found.append(index)
+    indices[:] = found[int(cursor[5]) :]
+    cursor[5] = len(found)
+    return index
+
+
+# --- gaps of fixed width ---
+
+
+def largest_gap(indices: Array) -> int:
+    return int(gaps_of(indices).max(initial=0))
+
+
+def fixed_encode(indices: Array, width: int, words: Array) -> None:
+    packed = np.packbits(
+        ((gaps_of(indices)[:, None] >> np.arange(width)) & 1).astype(np.uint8).ravel(), bitorder="little"
+    )
+    words.view(np.uint8)[: packed.size] = packed
+
+
+def fixed_last_index(words: Array, width: int, kept: int) -> int:
+    bits = np.unpackbits(words.view(np.uint8), count=kept * width, bitorder="little").reshape(kept, width)
+    return int((bits.astype(np.int64) << np.arange(width)).sum()) + kept - 1
+
+
+def fixed_decode(words: Array, width: int, cursor: Array, indices: Array) -> None:
+    """Of the cursor only the first field, gaps read, is used and kept."""
+    begin, end = int(cursor[0]), int(cursor[0]) + indices.size
+    bits = np.unpackbits(words.view(np.uint8), count=end * width, bitorder="little").reshape(end, width)
+    indices[:] = (np.cumsum((bits.astype(np.int64) << np.arange(width)).sum(axis=1) + 1) - 1)[begin:]
+    cursor[0] = end
 
 
 # --- value codings ---
@@ -93,6 +230,10 @@ def rice_decode(lows: Array, unary: Array, r: int, indices: Array) -> None:
 
 def largest_key(values: Array) -> int:
     return int(keys_of(values.view(np.uint32)).max(initial=0))
+
+
+def finite(values: Array) -> bool:
+    return bool(np.isfinite(values).all())
 
 
 def encode_fp16(values: Array, halves: Array) -> int:
@@ -104,42 +245,166 @@ def decode_fp16(halves: Array, out: Array) -> None:
     out[:] = halves.view(np.float16)
 
 
-def add_fp16(halves: Array, weight: np.float32, out: Array) -> None:
-    out[:] = out + weight * halves.view(np.float16).astype(np.float32)
+def encode_bf16(values: Array, halves: Array) -> int:
+    halves[:] = rounded(values, 16, 0x7F7F) | np.signbit(values) * 0x8000
+    return largest_key(values)
 
 
-def scatter_add_fp16(halves: Array, indices: Array, weight: np.float32, out: Array) -> None:
-    out[indices] = out[indices] + weight * halves.view(np.float16).astype(np.float32)
+def decode_bf16(halves: Array, out: Array) -> None:
+    out[:] = float_of_bf16(halves)
 
 
-def float_of_bf16(patterns: Array) -> Array:
-    return (patterns.astype(np.uint32) << 16).view(np.float32)
+def _codes(
+    values: Array,
+    stochastic: bool,
+    key_low: int,
+    key_high: int,
+    words: Array,
+    scales: Array,
+    block: int,
+    top: int,
+    cap: int,
+) -> Array:
+    """Codes from -top to top of every `block` values, and their scales."""
+    codes = np.zeros(values.size, np.int64)
+    for i in range(scales.size):
+        part = values[i * block : (i + 1) * block]
+        exact = np.abs(part).max(keepdims=True) / np.float32(top)
+        scales[i] = min((int(exact.view(np.uint32)[0]) + 0xFFFF) >> 16, cap)
+        scale = float_of_bf16(scales[i : i + 1])
+        if not scale or not finite(part):
+            continue
+        code = part / scale
+        if stochastic:
+            random_words(key_low, key_high, i * block // 256, words)
+            own = words[i * block % 256 :][: part.size]
+            code = np.floor(code + (own >> 8).astype(np.float32) * np.float32(2.0**-24))
+        codes[i * block : (i + 1) * block] = np.clip(np.rint(code), -top, top)
+    return codes
 
 
-def encode_int8(values: Array, scales: Array, codes: Array) -> int:
-    for block in range(scales.size):
-        part = values[block * BLOCK : (block + 1) * BLOCK]
-        exact = np.abs(part).max(keepdims=True) / np.float32(127)
-        scales[block] = min((int(exact.view(np.uint32)[0]) + 0xFFFF) >> 16, SCALE_MAX)
-        scale = float_of_bf16(scales[block : block + 1])
-        codes[block * BLOCK : (block + 1) * BLOCK] = np.clip(np.rint(part / scale), -127, 127) if scale > 0 else 0
+def encode_int8(
+    values: Array, stochastic: bool, key_low: int, key_high: int, words: Array, scales: Array, codes: Array
+) -> int:
+    codes[:] = _codes(values, stochastic, key_low, key_high, words, scales, 256, 127, 0x7BFF)
     return largest_key(values)
 
 
 def decode_int8(scales: Array, codes: Array, out: Array) -> None:
-    out[:] = codes.astype(np.float32) * np.repeat(float_of_bf16(scales), BLOCK)[: codes.size]
+    out[:] = codes.astype(np.float32) * np.repeat(float_of_bf16(scales), 256)[: codes.size]
 
 
-def add_int8(scales: Array, codes: Array, weight: np.float32, out: Array) -> None:
-    values = np.empty(codes.size, np.float32)
-    decode_int8(scales, codes, values)
-    out[:] = out + weight * values
+def encode_int4(
+    values: Array, stochastic: bool, key_low: int, key_high: int, words: Array, scales: Array, nibbles: Array
+) -> int:
+    codes = _codes(values, stochastic, key_low, key_high, words, scales, 64, 7, 0x7DFF) % 16
+    pairs = np.append(codes, np.zeros(codes.size % 2, np.int64)).reshape(-1, 2)
+    nibbles[:] = pairs[:, 0] + 16 * pairs[:, 1]
+    return largest_key(values)
 
 
-def scatter_add_int8(scales: Array, codes: Array, indices: Array, weight: np.float32, out: Array) -> None:
-    values = np.empty(codes.size, np.float32)
-    decode_int8(scales, codes, values)
-    out[indices] = out[indices] + weight * values
+def decode_int4(scales: Array, nibbles: Array, out: Array) -> None:
+    codes = np.column_stack((nibbles % 16, nibbles // 16)).ravel()[: out.size].astype(np.int64)
+    out[:] = (
+        np.where(codes < 8, codes, codes - 16).astype(np.float32) * np.repeat(float_of_bf16(scales), 64)[: out.size]
+    )
+
+
+def unit_of(part: Array, spare: int) -> float:
+    """What a mean of `part` is counted in: 2**-(23 - spare) of the largest power of two in it."""
+    exponent = max(largest_key(part) >> 23, 1)
+    return 2.0 ** (exponent - 150 + spare)
+
+
+def fixed_of(part: Array, unit: float) -> list[int]:
+    return [int(x) for x in np.abs(part.astype(np.float64)) / unit]
+
+
+def pack_above(values: Array, key: int, signs: bool, plane: Array) -> None:
+    bits = np.signbit(values) if signs else keys_of(values.view(np.uint32)) > key
+    plane[:] = np.packbits(bits, bitorder="little")
+
+
+def encode_sign(values: Array, scales: Array, plane: Array) -> int:
+    for i in range(scales.size):
+        part = values[256 * i : 256 * i + 256]
+        scales[i] = 0
+        if finite(part):
+            fixed, unit = fixed_of(part, unit_of(part, 0)), unit_of(part, 0)
+            scales[i] = rounded(np.array([sum(fixed) // len(fixed) * unit], np.float32), 16, 0x7F7F)[0]
+    pack_above(values, 0, True, plane)
+    return largest_key(values)
+
+
+def decode_sign(scales: Array, plane: Array, out: Array) -> None:
+    negative = np.unpackbits(plane, count=out.size, bitorder="little")
+    out[:] = np.repeat(float_of_bf16(scales), 256)[: out.size] * np.where(negative, np.float32(-1), np.float32(1))
+
+
+def two_levels(part: Array) -> tuple[int, int]:
+    """Patterns of the low and the high level of one block."""
+    unit = unit_of(part, 1)
+    fixed = fixed_of(part, unit)
+    low = high = threshold = sum(fixed) // len(fixed)
+    for _ in range(2):
+        above = [x for x in fixed if x > threshold]
+        if above:
+            low, high = (sum(fixed) - sum(above)) // (len(fixed) - len(above)), sum(above) // len(above)
+            threshold = (low + high) // 2
+    low_pattern, high_pattern = rounded(np.array([low * unit, high * unit], np.float32), 19, 0xFEF)
+    return int(low_pattern), int(high_pattern)
+
+
+def level_of(pattern: int) -> np.float32:
+    return np.float32(np.array(pattern << 19, np.uint32).view(np.float32))
+
+
+def encode_2bit(values: Array, levels: Array, signs: Array, highs: Array) -> int:
+    is_high = np.zeros(values.size, bool)
+    for i in range(levels.size // 3):
+        part = values[512 * i : 512 * i + 512]
+        low, high = two_levels(part) if finite(part) else (0, 0)
+        levels[3 * i : 3 * i + 3] = list((low | high << 12).to_bytes(3, "little"))
+        middle = np.float32(level_of(low) * np.float32(0.5)) + np.float32(level_of(high) * np.float32(0.5))
+        is_high[512 * i : 512 * i + 512] = np.abs(part) > middle
+    pack_above(values, 0, True, signs)
+    highs[:] = np.packbits(is_high, bitorder="little")
+    return largest_key(values)
+
+
+def decode_2bit(levels: Array, signs: Array, highs: Array, out: Array) -> None:
+    for i in range(levels.size // 3):
+        both = int.from_bytes(bytes(levels[3 * i : 3 * i + 3]), "little")
+        part = slice(512 * i, min(512 * i + 512, out.size))
+        negative = np.unpackbits(signs, count=out.size, bitorder="little")[part]
+        is_high = np.unpackbits(highs, count=out.size, bitorder="little")[part]
+        size = np.where(is_high, level_of(both >> 12), level_of(both & 0xFFF))
+        out[part] = np.where(negative, -size, size)
+
+
+def encode_uint8minmax(values: Array, ranges: Array, codes: Array) -> int:
+    codes[:] = 0
+    ranges[:] = 0
+    half = np.float32(0.5)
+    for i in range(ranges.size // 2):
+        part = values[2048 * i : 2048 * i + 2048]
+        if not finite(part):
+            continue
+        low, high = part.min(), part.max()
+        step = (high * half - low * half) / np.float32(127.5)
+        with np.errstate(over="ignore"):
+            while np.isinf(low + np.float32(255) * step):
+                step = np.nextafter(step, np.float32(0))
+        ranges[2 * i : 2 * i + 2] = low + np.float32(0), step
+        if step * half:
+            code = np.rint((part * half - low * half) / (step * half))
+            codes[2048 * i : 2048 * i + 2048] = np.clip(code, 0, 255)
+    return largest_key(values)
+
+
+def decode_uint8minmax(ranges: Array, codes: Array, out: Array) -> None:
+    low, step = (np.repeat(ranges[j::2], 2048)[: codes.size] for j in (0, 1))
+    out[:] = low + codes.astype(np.float32) * step
 
 
 def add_fp32(values: Array, weight: np.float32, out: Array) -> None:
@@ -150,81 +415,12 @@ def scatter_add_fp32(values: Array, indices: Array, weight: np.float32, out: Arr
     out[indices] = out[indices] + weight * values
 
 
-# --- whole payloads, from the byte layout in payload.py ---
-
-
-def top_k(values: Array, density: float) -> Array:
-    """Rising indices of the k largest magnitudes, the lowest indices of equal ones, zeros never."""
-    keys = keys_of(values.view(np.uint32))
-    k = max(1, round(density * values.size))
-    order = np.argsort(~keys, kind="stable")[:k]
-    return np.sort(order[keys[order] > 0])
-
-
-def _index_section(indices: Array, count: int) -> tuple[int, bytes]:
-    gaps, kept = gaps_of(indices), indices.size
-
-    def size(r: int, high_sum: int) -> int:
-        return -(-kept * r // 8) + -(-(kept + high_sum) // 8)
-
-    middle = min(range(32), key=lambda r: size(r, (count - kept) >> r))
-    first = min(max(middle - 2, 0), 28)
-    r = min(range(first, first + 4), key=lambda r: size(r, int((gaps >> r).sum())))
-    lows, unary = np.zeros(-(-kept * r // 8), np.uint8), np.zeros(-(-(kept + int((gaps >> r).sum())) // 8), np.uint8)
-    rice_encode(indices, r, lows, unary)
-    return r, lows.tobytes() + unary.tobytes()
-
-
-def encode(spec: str, values: Array) -> bytes:
-    """The payload that parse(spec).encode(values) must equal byte for byte (lz4 aside: see unpacked)."""
-    stages = spec.split("+")
-    count, kept, parameter, index_part = values.size, values, 0, b""
-    sparse = stages[0].startswith("topk:")
-    if sparse:
-        indices = top_k(values, float(stages[0][5:])) if count else np.empty(0, np.int64)
-        kept = values[indices]
-        if indices.size:
-            parameter, index_part = _index_section(indices, count)
-    if "fp16" in stages:
-        halves = np.empty(kept.size, np.uint16)
-        encode_fp16(kept, halves)
-        coding, value_part = 1, halves.tobytes()
-    elif "int8" in stages:
-        scales, codes = np.empty(-(-kept.size // BLOCK), np.uint16), np.empty(kept.size, np.int8)
-        encode_int8(kept, scales, codes)
-        coding, value_part = 2, scales.tobytes() + codes.tobytes()
-    else:
-        coding, value_part = 0, kept.tobytes()
-    return struct.pack("<BBBBIII", 1, sparse, coding, 0, count, kept.size, parameter) + value_part + index_part
-
-
-def unpacked(payload: bytes) -> bytes:
-    """The same payload without its lz4 stage."""
-    if payload[3] == 0:
-        return payload
-    assert payload[3] == 1
-    return payload[:3] + b"\0" + payload[4:16] + bytes(lz4.block.decompress(payload[16:]))
-
-
-def decode(payload: bytes) -> tuple[Array, Array]:
-    """(indices, values) of a valid payload."""
-    payload = unpacked(payload)
-    _, sparse, coding, _, count, kept, r = struct.unpack("<BBBBIII", payload[:16])
-    body = np.frombuffer(payload, np.uint8, offset=16)
-    blocks = -(-kept // BLOCK)
-    values = np.empty(kept, np.float32)
-    value_bytes = (4 * kept, 2 * kept, 2 * blocks + kept)[coding]
-    if coding == 0:
-        values[:] = body[:value_bytes].view(np.float32)
-    elif coding == 1:
-        decode_fp16(body[:value_bytes].view(np.uint16), values)
-    else:
-        decode_int8(body[: 2 * blocks].view(np.uint16), body[2 * blocks : value_bytes].view(np.int8), values)
-    indices = np.arange(count)[:kept]
-    if sparse and kept:
-        low_bytes = -(-kept * r // 8)
-        rice_decode(body[value_bytes : value_bytes + low_bytes], body[value_bytes + low_bytes :], r, indices)
-    return indices, values
+def add_low_rank(left: Array, right: Array, rank: int, weight: np.float32, out: Array) -> None:
+    left, right = left.reshape(rank, -1), right.reshape(rank, -1)
+    total = np.outer(left[0], right[0])
+    for r in range(1, rank):
+        total = total + np.outer(left[r], right[r])
+    out[:] = out + weight * total.ravel()[: out.size]
 
 
 # --- test values ---

@@ -16,21 +16,27 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference import Array, values_of
 
-from narrows.compression import PayloadError, accumulate, check, decode, parse
+from narrows.compression import PayloadError, accumulate, check, decode, indices, parse
+from narrows.compression.index_codings import EVERY_INDEX, INDEX_CODINGS
+from narrows.compression.low_rank import LOW_RANK
+from narrows.compression.value_codings import VALUE_CODINGS
 
 SPECS = (
-    "dense",
-    "fp16",
-    "int8",
-    "lz4",
-    "topk:0.02",
-    "topk:0.1+fp16",
-    "topk:0.05+int8",
-    "topk:0.3+int8",
-    "topk:0.1+lz4",
+    *("dense", "fp16", "bf16", "int8", "int4", "2bit", "sign", "uint8minmax", "lz4", "powersgd:2", "powersgd:1+int8"),
+    *(
+        "topk:0.02",
+        "topk:0.1+fp16",
+        "topk:0.05+int8",
+        "topk:0.3+int8",
+        "topk:0.1+lz4",
+        "topk:0.05+2bit",
+        "topk:0.9+sign",
+    ),
+    *("topk:8/64+2bit", "topk:1/16", "randk:0.1+int4", "threshold:2+uint8minmax", "mstopk:0.05+bf16"),
 )
-COUNTS = (0, 1, 7, 256, 700, 3000)
+COUNTS = (0, 1, 7, 65, 256, 700, 3000)
 GUARD = 4096
 
 
@@ -43,7 +49,11 @@ def survive(payload: bytes, count: int) -> bool:
         valid = False
     whole = np.full(count + 2 * GUARD, 0.25, np.float32)
     out = whole[GUARD : GUARD + count]
-    readers: tuple[Callable[[], None], ...] = (lambda: accumulate(payload, 0.5, out), lambda: decode(payload, out))
+    readers: tuple[Callable[[], object], ...] = (
+        lambda: indices(payload, count),
+        lambda: accumulate(payload, 0.5, out),
+        lambda: decode(payload, out),
+    )
     for reader in readers:
         try:
             reader()
@@ -64,7 +74,7 @@ def mutated(rng: random.Random, payload: bytes) -> bytes:
             case 0 | 1 if size:
                 data[rng.randrange(size)] ^= 1 << rng.randrange(8)
             case 2 if size:
-                data[rng.randrange(min(16, size))] = rng.choice((0, 1, 2, 3, 127, 128, 255))
+                data[rng.randrange(min(16, size))] = rng.choice((0, 1, 2, 3, 4, 5, 6, 7, 8, 127, 128, 255))
             case 3 if size >= 16:
                 value = rng.choice((0, 1, 2, 31, 32, 63, 64, 2**31 - 1, 2**31, 2**32 - 1, rng.randrange(5000)))
                 struct.pack_into("<I", data, rng.choice((8, 8, 12, 12, 4)), value)
@@ -92,8 +102,15 @@ def run(seed: int, rounds: int) -> int:
     for spec in SPECS:
         for count in COUNTS:
             values = np.random.default_rng(count).standard_normal(count, dtype=np.float32)
-            values[: count // 2] = 0.0 if "lz4" in spec else values[: count // 2]
+            if "lz4" in spec:
+                values[: count // 2] = 0.0
+            if spec == "topk:1/16":  # at regular distances: gaps of fixed width
+                values = np.where(np.arange(count) % 16 == 3, values, np.float32(0.0))
+            if spec == "topk:0.05+2bit":  # in clusters: grouped Rice
+                values[np.arange(count) // 50 % 6 > 0] *= np.float32(0.1)
             payloads.append((bytes(parse(spec).encode(values)), count))
+    assert {payload[1] for payload, _ in payloads} == {EVERY_INDEX, LOW_RANK, *INDEX_CODINGS}
+    assert {payload[2] for payload, _ in payloads} == set(VALUE_CODINGS)
     valid = 0
     for i in range(rounds):
         payload, count = rng.choice(payloads)
@@ -108,22 +125,22 @@ def run(seed: int, rounds: int) -> int:
 def test_mutated_payloads() -> None:
     seed = int(os.environ.get("NARROWS_FUZZ_SEED", random.SystemRandom().randrange(2**32)))
     print(f"NARROWS_FUZZ_SEED={seed}")
-    valid = run(seed, 6000)
-    assert 0 < valid < 6000
+    valid = run(seed, 12_000)
+    assert 0 < valid < 12_000
 
 
 @given(
-    index=st.integers(0, 2), value=st.integers(0, 3), packed=st.sampled_from((0, 0, 0, 1, 2)),
-    kept=st.integers(0, 40), parameter=st.integers(0, 33), body=st.binary(max_size=120),
+    index=st.integers(0, 6), value=st.integers(0, 8), packed=st.sampled_from((0, 0, 0, 1, 2)),
+    kept=st.integers(0, 100), parameter=st.integers(0, 70), body=st.binary(max_size=200),
 )  # fmt: skip
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=3000, deadline=None)
 def test_random_bodies(index: int, value: int, packed: int, kept: int, parameter: int, body: bytes) -> None:
-    survive(struct.pack("<BBBBIII", 1, index, value, packed, 40, kept, parameter) + body, 40)
+    survive(struct.pack("<BBBBIII", 1, index, value, packed, 100, kept, parameter) + body, 100)
 
 
 @pytest.mark.parametrize("size", range(17))
 def test_short_payloads(size: int) -> None:
-    assert not survive(bytes(parse("topk:0.5").encode(np.ones(9, np.float32)))[:size], 9)
+    assert not survive(bytes(parse("topk:0.5").encode(np.ones(99, np.float32)))[:size], 99)
 
 
 def test_an_lz4_bomb_is_refused_before_it_is_unpacked() -> None:
@@ -135,33 +152,57 @@ def test_an_lz4_bomb_is_refused_before_it_is_unpacked() -> None:
 
 def test_each_check_has_its_sentence() -> None:
     """The layout has one form for each content; what deviates is refused by name, also where it could be read."""
-    payload = bytes(parse("topk:0.5+int8").encode(np.arange(9, dtype=np.float32)))  # kept 4, r 0: all at the end
-    sparse = bytes(parse("topk:0.3").encode(np.tile(np.array((1, 0, 0, 0), np.float32), 25)))
+    payload = bytes(parse("topk:0.04+int8").encode(np.arange(100, dtype=np.float32) ** 2))
+    sparse = bytes(parse("topk:0.1").encode(values_of("normal", 100)))
     kept, r = struct.unpack("<8xII", sparse[:16])
+    assert (payload[1], payload[2], sparse[1]) == (1, 2, 1)
     assert kept * r % 8
     last_low = 16 + 4 * kept + kept * r // 8
 
     def patched(data: bytes, offset: int, part: bytes) -> bytes:
         return data[:offset] + part + data[offset + len(part) :]
 
+    def of(spec: str, values: Array | None = None) -> bytes:
+        return bytes(parse(spec).encode(np.arange(100, dtype=np.float32) if values is None else values))
+
+    regular = np.where(np.arange(100) % 8 == 1, np.float32(1), np.float32(0))
+    clustered = np.where(np.isin(np.arange(3000) // 150, (3, 4, 17)), np.float32(1), np.float32(0))
+    clustered[::500] = 1.0
+    fixed, grouped = of("topk:1.0", regular), of("topk:1.0+sign", clustered)
+    assert (fixed[1], grouped[1]) == (2, 3)
     padding = patched(sparse, last_low, bytes([sparse[last_low] | 0x80]))
     raw = struct.pack("<I", len(sparse) - 16 + 1) + lz4.block.compress(sparse[16:], store_size=False)
     for count, bad, sentence in (
-        (9, patched(payload, 0, b"\x02"), "layout version 2; this side reads 1"),
-        (9, patched(payload, 1, b"\x09"), "index coding 9, which"),
-        (9, patched(payload, 2, b"\x09"), "value coding 9, which"),
-        (9, patched(payload, 3, b"\x09"), "byte coding 9, which"),
-        (9, patched(payload, 8, b"\x0a"), "claims to hold 10 of 9 values"),
-        (9, patched(payload, 12, b"\x20"), "Rice parameter 32 is above 31"),
-        (9, patched(payload, 16, b"\x80\x7f"), "int8 scale is negative, not finite or too large"),
-        (9, patched(payload, 16, b"\x00\x80"), "int8 scale is negative, not finite or too large"),
-        (9, payload + b"\x01", "truncated or too long"),
+        (100, patched(payload, 0, b"\x02"), "layout version 2; this side reads 1"),
+        (100, patched(payload, 1, b"\x09"), "index coding 9, which"),
+        (100, patched(payload, 2, b"\x09"), "value coding 9, which"),
+        (100, patched(payload, 3, b"\x09"), "byte coding 9, which"),
+        (100, patched(payload, 8, b"\x65"), "claims to hold 101 of 100 values"),
+        (100, patched(payload, 12, b"\x20"), "Rice parameter 32 is above 31"),
+        (100, patched(payload, 16, b"\x80\x7f"), "an int8 scale is out of range"),
+        (100, patched(payload, 16, b"\x00\x80"), "an int8 scale is out of range"),
+        (100, patched(of("int4"), 16, b"\x00\x7e"), "an int4 scale is out of range"),
+        (100, patched(of("sign"), 16, b"\x80\x7f"), "a sign scale is out of range"),
+        (100, patched(of("2bit"), 16, b"\xf0\x0f\x00"), "a 2bit scale is out of range"),
+        (100, patched(of("2bit"), 16, b"\x00\x00\xff"), "a 2bit scale is out of range"),
+        (100, patched(of("uint8minmax"), 20, struct.pack("<f", -1.0)), "a uint8minmax scale is out of range"),
+        (100, patched(of("uint8minmax"), 16, struct.pack("<f", 3.4e38)), None),
+        (100, patched(of("uint8minmax"), 16, struct.pack("<ff", 3.4e38, 1e37)), "a uint8minmax scale is out of range"),
+        (100, patched(of("powersgd:2"), 12, b"\x03"), "40 values are no factors with 3 rows"),
+        (100, patched(of("powersgd:2"), 12, b"\x00"), "40 values are no factors with 0 rows"),
+        (100, payload + b"\x01", "truncated or too long"),
         (100, padding, "bits are set after the last index"),
         (100, patched(sparse, 3, b"\x01")[:16] + raw, f"holds {len(sparse) - 16} bytes and claims {len(sparse) - 15}"),
+        (100, patched(fixed, 12, b"\x21"), "cannot be the indices of 13 of 100 values"),
+        (100, patched(fixed, len(fixed) - 1, b"\xff"), "bits are set after the last index"),
+        (100, patched(fixed, 16 + 52, b"\xff\xff\xff\xff"), "its indices are not 13 below 100"),
+        (3000, patched(grouped, 12, b"\x01"), "cannot be the indices of"),
+        (3000, grouped[:-1] + bytes([grouped[-1] ^ 3]), "its indices are not"),
     ):
-        assert survive(bad, count) is False
-        with pytest.raises(PayloadError, match=sentence):
-            check(bad, count)
+        assert survive(bad, count) is (sentence is None), sentence
+        if sentence is not None:
+            with pytest.raises(PayloadError, match=sentence):
+                check(bad, count)
 
 
 def test_under_bounds_checks(tmp_path: Path) -> None:

@@ -186,7 +186,10 @@ class Engine:
             residuals = [view.feedback for view in self.views]
         else:
             compressor = parse(self.settings.compress)
-            residuals = [ErrorFeedback(compressor, end - begin) for begin, end in event.ranges]
+            residuals = [
+                ErrorFeedback(compressor, end - begin, seed=event.worker << 16 | shard)
+                for shard, (begin, end) in enumerate(event.ranges)
+            ]
         self.views = []
         for (begin, end), feedback in zip(event.ranges, residuals, strict=True):
             pulled = None if self.direct else self.pulled[begin:end]

@@ -1,42 +1,94 @@
-"""The CPU kernels under the names that every device shares: selection, Rice coding, and the value codings.
+"""The CPU kernels under the names that every device shares.
 
 Contract of all: inputs are read-only C-contiguous arrays, outputs are the last arguments and hold enough room (the
 callers in this package see to it), nothing is allocated, the GIL is not held. Arithmetic is float32, in index order.
 """
 
-from narrows.compression.kernels.rice import rice_costs, rice_decode, rice_encode, rice_last_index
-from narrows.compression.kernels.select import compact, kth_largest_key, sample_keys
+from narrows.compression.kernels.gaps import (
+    fixed_decode,
+    fixed_encode,
+    fixed_last_index,
+    largest_gap,
+)
+from narrows.compression.kernels.levels import (
+    decode_2bit,
+    decode_sign,
+    decode_uint8minmax,
+    encode_2bit,
+    encode_sign,
+    encode_uint8minmax,
+    pack_above,
+)
+from narrows.compression.kernels.random import random_words, strata
+from narrows.compression.kernels.rice import (
+    group_parameters,
+    grouped_decode,
+    grouped_encode,
+    rice_costs,
+    rice_decode,
+    rice_encode,
+    rice_last_index,
+)
+from narrows.compression.kernels.select import (
+    compact,
+    compact_blocks,
+    count_above,
+    keep_top,
+    kth_largest_key,
+    sample_keys,
+)
 from narrows.compression.kernels.values import (
-    add_fp16,
     add_fp32,
-    add_int8,
+    add_low_rank,
+    decode_bf16,
     decode_fp16,
+    decode_int4,
     decode_int8,
+    encode_bf16,
     encode_fp16,
+    encode_int4,
     encode_int8,
     largest_key,
-    scatter_add_fp16,
     scatter_add_fp32,
-    scatter_add_int8,
 )
 
 __all__ = [
-    "add_fp16",
     "add_fp32",
-    "add_int8",
+    "add_low_rank",
     "compact",
+    "compact_blocks",
+    "count_above",
+    "decode_2bit",
+    "decode_bf16",
     "decode_fp16",
+    "decode_int4",
     "decode_int8",
+    "decode_sign",
+    "decode_uint8minmax",
+    "encode_2bit",
+    "encode_bf16",
     "encode_fp16",
+    "encode_int4",
     "encode_int8",
+    "encode_sign",
+    "encode_uint8minmax",
+    "fixed_decode",
+    "fixed_encode",
+    "fixed_last_index",
+    "group_parameters",
+    "grouped_decode",
+    "grouped_encode",
+    "keep_top",
     "kth_largest_key",
+    "largest_gap",
     "largest_key",
+    "pack_above",
+    "random_words",
     "rice_costs",
     "rice_decode",
     "rice_encode",
     "rice_last_index",
     "sample_keys",
-    "scatter_add_fp16",
     "scatter_add_fp32",
-    "scatter_add_int8",
+    "strata",
 ]

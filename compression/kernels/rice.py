@@ -5,12 +5,16 @@ width, and gap >> r in unary, as that many zero bits and a one. Bits run from th
 size is that of interleaved Rice codes, but the last index follows from counts alone:
 (zeros << r) + sum of lows + kept - 1, and indices rise by construction. So a stream is proved in range
 before anything is written, at a fraction of the price of decoding it, and decoding does not hang on its own output.
+The grouped coding has an r for every 64 gaps, which clustered indices want: those of a gradient, by row and by tensor.
 """
 
 import numpy as np
 
-from narrows.compression.buffers import Counts, IndexArray, WordArray
+from narrows.compression.buffers import ByteArray, Counts, IndexArray, WordArray
 from narrows.compression.kernels.jit import kernel, one_bits, trailing_zeros
+
+RICE_GROUP = 64  # gaps that share a parameter in the grouped coding; 4 bits each
+RICE_GROUP_PARAMETER_MAX = 15
 
 
 @kernel
@@ -88,18 +92,24 @@ def rice_last_index(lows: WordArray, unary: WordArray, kept: int, r: int, count:
 
 
 @kernel
-def rice_decode(lows: WordArray, unary: WordArray, r: int, indices: IndexArray) -> None:
-    """indices.size rising indices out of streams that rice_last_index has proved."""
+def rice_decode(lows: WordArray, unary: WordArray, r: int, cursor: WordArray, indices: IndexArray) -> None:
+    """The next indices.size rising indices out of streams that rice_last_index has proved.
+
+    cursor: uint64[4], zeros at first: unary words begun, what is left of the last of these, sum of lows, indices found.
+    """
     mask = (np.uint64(1) << np.uint64(r)) - np.uint64(1)
     shift = np.uint64(r)
-    low_bit = np.uint64(0)
-    low_sum = np.uint64(0)
+    begun, rest, low_sum, before = cursor[0], cursor[1], cursor[2], cursor[3]
     found = np.uint64(0)
-    for i in range(unary.size):
-        rest = unary[i]
-        base = np.uint64(i) * np.uint64(64)
-        while rest:
-            # The one of code number `found` stands at base + t after base + t - found zeros: all zeros so far.
+    wanted = np.uint64(indices.size)
+    low_bit = before * shift
+    while found < wanted:
+        while rest == np.uint64(0):
+            rest = unary[begun]
+            begun += np.uint64(1)
+        # The one of code number n stands at bit b after b - n zeros: these are all zeros so far.
+        base = (begun - np.uint64(1)) * np.uint64(64) - before
+        while rest and found < wanted:
             zeros = base + trailing_zeros(rest) - found
             rest &= rest - np.uint64(1)
             word, offset = low_bit >> np.uint64(6), low_bit & np.uint64(63)
@@ -107,5 +117,91 @@ def rice_decode(lows: WordArray, unary: WordArray, r: int, indices: IndexArray) 
                 (lows[word] >> offset) | ((lows[word + np.uint64(1)] << np.uint64(1)) << (np.uint64(63) - offset))
             ) & mask
             low_bit += shift
-            indices[found] = (zeros << shift) + low_sum + found
+            indices[found] = (zeros << shift) + low_sum + before + found
             found += np.uint64(1)
+    cursor[0], cursor[1], cursor[2], cursor[3] = begun, rest, low_sum, before + found
+
+
+@kernel
+def group_parameters(indices: IndexArray, parameters: ByteArray) -> tuple[int, int]:
+    """The best r <= 15 near log2 of the mean gap for each group of RICE_GROUP gaps; (bits of lows, of unary stream)."""
+    previous = -1
+    low_bits = unary_bits = 0
+    for group in range(parameters.size):
+        part = indices[group * RICE_GROUP : (group + 1) * RICE_GROUP]
+        mean = (int(part[part.size - 1]) - previous - part.size) // part.size
+        first = 0
+        while mean >> (first + 1):
+            first += 1
+        first = min(max(first - 1, 0), RICE_GROUP_PARAMETER_MAX - 2)
+        a, b, c = 0, 0, 0
+        for i in range(part.size):
+            high = (int(part[i]) - previous - 1) >> first
+            previous = int(part[i])
+            a += high
+            b += high >> 1
+            c += high >> 2
+        r, best = first, a
+        if b + part.size < best:
+            r, best = first + 1, b + part.size
+        if c + 2 * part.size < best:
+            r, best = first + 2, c + 2 * part.size
+        parameters[group] = np.uint8(r)
+        low_bits += r * part.size
+        unary_bits += best - (r - first) * part.size + part.size
+    return low_bits, unary_bits
+
+
+@kernel
+def grouped_encode(indices: IndexArray, parameters: ByteArray, lows: WordArray, unary: WordArray) -> int:
+    """As rice_encode with a parameter per group; returns the number of unary bits."""
+    previous = -1
+    low_bit = np.uint64(0)
+    bit = np.uint64(0)
+    for i in range(indices.size):
+        r = np.uint64(parameters[i // RICE_GROUP])
+        gap = np.uint64(int(indices[i]) - previous - 1)
+        previous = int(indices[i])
+        low = gap & ((np.uint64(1) << r) - np.uint64(1))
+        word, offset = low_bit >> np.uint64(6), low_bit & np.uint64(63)
+        lows[word] |= low << offset
+        lows[word + np.uint64(1)] |= (low >> np.uint64(1)) >> (np.uint64(63) - offset)
+        low_bit += r
+        bit += gap >> r
+        unary[bit >> np.uint64(6)] |= np.uint64(1) << (bit & np.uint64(63))
+        bit += np.uint64(1)
+    return int(bit)
+
+
+@kernel
+def grouped_decode(
+    parameters: ByteArray, lows: WordArray, unary: WordArray, count: int, cursor: WordArray, indices: IndexArray
+) -> int:
+    """The next indices.size indices; the last of them, or -1 where unary runs out or an index is not below count.
+
+    Reads the words only, and writes nothing past indices; lows must hold the parameters' bits and SPARE_WORDS.
+    cursor: uint64[6], zeros at first: unary words begun, what is left of the last, bits of lows read, last one's place + 1,
+    index after the last, indices found.
+    """
+    begun, rest, low_bit, place, next_index, before = cursor[0], cursor[1], cursor[2], cursor[3], cursor[4], cursor[5]
+    for i in range(indices.size):
+        while rest == np.uint64(0):
+            if begun == np.uint64(unary.size):
+                return -1
+            rest = unary[begun]
+            begun += np.uint64(1)
+        here = (begun - np.uint64(1)) * np.uint64(64) + trailing_zeros(rest)
+        rest &= rest - np.uint64(1)
+        r = np.uint64(parameters[(before + np.uint64(i)) // np.uint64(RICE_GROUP)])
+        word, offset = low_bit >> np.uint64(6), low_bit & np.uint64(63)
+        low = (lows[word] >> offset) | ((lows[word + np.uint64(1)] << np.uint64(1)) << (np.uint64(63) - offset))
+        index = next_index + ((here - place) << r) + (low & ((np.uint64(1) << r) - np.uint64(1)))
+        if index >= np.uint64(count):
+            return -1
+        low_bit += r
+        place = here + np.uint64(1)
+        next_index = index + np.uint64(1)
+        indices[i] = index
+    cursor[0], cursor[1], cursor[2], cursor[3], cursor[4] = begun, rest, low_bit, place, next_index
+    cursor[5] = before + np.uint64(indices.size)
+    return int(next_index) - 1

@@ -7,8 +7,9 @@ and every NaN lies above it. Keys are compared as integers, so that ties are exa
 import numpy as np
 
 from narrows.compression.buffers import Counts, IndexArray
-from narrows.compression.kernels.jit import kernel, trailing_zeros
+from narrows.compression.kernels.jit import at_least, kernel, trailing_zeros
 
+COUNTS = 4 * 2048  # counters of kth_largest_key
 SAMPLE_LINE = 16  # values sampled together: one cache line of 64 bytes
 
 
@@ -30,30 +31,49 @@ def sample_keys(bits: IndexArray, group_lines: int, keys: IndexArray) -> None:
 def kth_largest_key(bits: IndexArray, k: int, counts: Counts) -> tuple[int, int]:
     """(key of rank k, number of keys above it) for 1 <= k <= bits.size, by radix over 11, 10 and 10 bits.
 
-    counts: int64[2048], overwritten. One read of bits per digit; no order of equal keys is involved.
+    counts: int64[COUNTS], overwritten. One read of bits per digit; no order of equal keys is involved. Neighbours are
+    counted in four tables, added up at the end: most keys share a digit, and one counter can't be raised every cycle.
     """
     prefix = np.uint32(0)
     above = 0
     for digit in range(3):
         shift = np.uint32(20 - 10 * digit)
         width = 2048 if digit == 0 else 1024
-        for j in range(width):
-            counts[j] = 0
+        counts[:] = 0
         if digit == 0:
             for i in range(bits.size):
-                counts[(bits[i] & np.uint32(0x7FFFFFFF)) >> shift] += 1
+                digit_value = (bits[i] & np.uint32(0x7FFFFFFF)) >> shift
+                counts[np.uint64(((i & 3) << 11) | np.int64(digit_value))] += 1
         else:
             parent = shift + np.uint32(10)
             for i in range(bits.size):
                 key = bits[i] & np.uint32(0x7FFFFFFF)
-                if (key >> parent) == prefix:
-                    counts[(key >> shift) & np.uint32(1023)] += 1
+                digit_value = (key >> shift) & np.uint32(1023)
+                counts[np.uint64(((i & 3) << 11) | np.int64(digit_value))] += np.int64((key >> parent) == prefix)
         j = width - 1
-        while j > 0 and above + counts[j] < k:
-            above += counts[j]
+        here = counts[j] + counts[2048 + j] + counts[4096 + j] + counts[6144 + j]
+        while j > 0 and above + here < k:
+            above += here
             j -= 1
+            here = counts[j] + counts[2048 + j] + counts[4096 + j] + counts[6144 + j]
         prefix = np.uint32((prefix << np.uint32(0 if digit == 0 else 10)) | np.uint32(j))
     return int(prefix), above
+
+
+@kernel
+def keep_top(mask: int, above: int, ties: int, indices: IndexArray, kept: IndexArray) -> int:
+    """Moves pairs with (kept & mask) > `above` and the first `ties` equal to it to the front, in order; their number."""
+    found = 0
+    threshold = np.uint32(above)
+    for i in range(kept.size):
+        index, value = indices[i], kept[i]
+        key = value & np.uint32(mask)
+        tie = int(key == threshold) & int(ties > 0)
+        indices[found] = index
+        kept[found] = value
+        ties -= tie
+        found += int(key > threshold) | tie
+    return found
 
 
 @kernel
@@ -70,9 +90,7 @@ def compact(bits: IndexArray, above: int, ties: int, indices: IndexArray, kept: 
         base = np.uint64(group * 64)
         mask = np.uint64(0)
         if group * 64 + 64 <= bits.size:
-            for j in range(64):
-                key = bits[base + np.uint64(j)] & np.uint32(0x7FFFFFFF)
-                mask |= np.uint64(key >= threshold) << np.uint64(j)
+            mask = at_least(bits, group * 64, np.uint32(0x7FFFFFFF), threshold)
         else:
             for j in range(bits.size - group * 64):
                 key = bits[base + np.uint64(j)] & np.uint32(0x7FFFFFFF)
@@ -96,4 +114,84 @@ def compact(bits: IndexArray, above: int, ties: int, indices: IndexArray, kept: 
             indices[found] = i
             kept[found] = bits[i]
             found += 1
+    return found
+
+
+@kernel
+def count_above(bits: IndexArray, above: int) -> int:
+    """How many keys are > `above`."""
+    count = 0
+    for i in range(bits.size):
+        count += int((bits[i] & np.uint32(0x7FFFFFFF)) > np.uint32(above))
+    return count
+
+
+@kernel
+def _block_threshold(keys: IndexArray, k: int) -> np.uint32:
+    """The k-th largest of keys, 1 <= k <= keys.size, by bisection over its bits: few enough to stay in cache."""
+    key = np.uint32(0)
+    for j in range(31):
+        tried = key | (np.uint32(1) << np.uint32(30 - j))
+        count = 0
+        for i in range(keys.size):
+            count += int(keys[i] >= tried)
+        if count >= k:
+            key = tried
+    return key
+
+
+@kernel
+def compact_blocks(
+    bits: IndexArray, k: int, block: int, places: IndexArray, keys: IndexArray, indices: IndexArray, kept: IndexArray
+) -> int:
+    """Indices and bits of the k largest keys of every `block` values, ties by index, zeros never; the number found.
+
+    A block that is shorter, the last, gives ceil(k * its size / block). places, keys: scratch, uint32[block] each. indices
+    and kept must hold what all blocks give together. Each block is first reduced to what lies above 7/8 of the threshold of
+    the one before it; where that leaves fewer than k, the whole block is searched.
+    """
+    found = 0
+    guess = np.uint32(1)
+    for begin in range(0, bits.size, block):
+        part = bits[begin : begin + block]
+        wanted = (k * part.size + block - 1) // block
+        near = 0
+        for group in range((part.size + 63) // 64):
+            mask = np.uint64(0)
+            if group * 64 + 64 <= part.size:
+                mask = at_least(part, group * 64, np.uint32(0x7FFFFFFF), guess)
+            else:
+                for j in range(part.size - group * 64):
+                    key = part[group * 64 + j] & np.uint32(0x7FFFFFFF)
+                    mask |= np.uint64(key >= guess) << np.uint64(j)
+            while mask:
+                place = np.uint64(group * 64) + trailing_zeros(mask)
+                mask &= mask - np.uint64(1)
+                places[near] = place
+                keys[near] = part[place] & np.uint32(0x7FFFFFFF)
+                near += 1
+        if near < wanted and guess > np.uint32(1):
+            near = 0
+            for i in range(part.size):
+                key = part[i] & np.uint32(0x7FFFFFFF)
+                places[near] = i
+                keys[near] = key
+                near += int(key > np.uint32(0))
+        threshold = np.uint32(1)
+        ties = near
+        if near > wanted:
+            threshold = _block_threshold(keys[:near], wanted)
+            ties = wanted
+            for i in range(near):
+                ties -= int(keys[i] > threshold)
+        for i in range(near):
+            tie = int(keys[i] == threshold) & int(ties > 0)
+            if keys[i] > threshold or tie:
+                indices[found] = np.uint32(begin + np.int64(places[i]))
+                kept[found] = part[places[i]]
+                found += 1
+            ties -= tie
+        # An eighth of an octave lower: the next block's threshold is seldom below that.
+        guess = max(threshold, np.uint32(0x00800001)) - np.uint32(0x00180000) if near > wanted else np.uint32(1)
+        guess = max(guess, np.uint32(1))
     return found

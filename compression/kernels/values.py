@@ -1,17 +1,20 @@
-"""The value codings: float32 to fp16 or int8 with a scale per block, back, and straight into an accumulator.
+"""The value codings that are casts or multiples of a scale: fp16, bf16, int8, int4; and adding into an accumulator.
 
-`add_*` does out[i] = out[i] + weight * value and `scatter_add_*` the same at out[indices[i]], each product and each sum
-rounded to float32 once. fp16 travels as uint16 patterns: Numba has no half on the CPU, and NumPy's cast is 8x slower.
+fp16 and bf16 travel as uint16 patterns: Numba has no half on the CPU, and NumPy's cast is 8x slower. Each product and
+each sum is rounded to float32 once. levels.py has the codings of one and two bits.
 """
 
 import numpy as np
 import numpy.typing as npt
 
-from narrows.compression.buffers import FloatArray, IndexArray
+from narrows.compression.buffers import ByteArray, FloatArray, IndexArray
 from narrows.compression.kernels.jit import bits_of, float_of, kernel
+from narrows.compression.kernels.random import random_words
 
 INT8_BLOCK = 256  # values that share a scale: 16 bits of scale cost 1/16 bit a value
 INT8_SCALE_MAX = 0x7BFF  # bf16 pattern of 1.992 * 2**120, the largest scale whose every code decodes to a finite value
+INT4_BLOCK = 64  # a quarter bit a value: with 15 codes the range of a block is what the error hangs on
+INT4_SCALE_MAX = 0x7DFF  # the same for codes -8..7
 INFINITY_KEY = 0x7F800000
 
 Halves = npt.NDArray[np.uint16]
@@ -47,42 +50,57 @@ def encode_fp16(values: FloatArray, halves: Halves) -> int:
 
 
 @kernel
-def _fp32_of(half: np.uint16) -> np.float32:
-    pattern = np.uint32(half)
-    key = pattern & np.uint32(0x7FFF)
-    # The half's exponent read as a float32's is 112 too low; the product is exact and makes denormals normal.
-    value = float_of(key << np.uint32(13)) * np.float32(2.0**112)
-    special = np.uint32(0x7F800000) if key >= np.uint32(0x7C00) else np.uint32(0)
-    sign = (pattern & np.uint32(0x8000)) << np.uint32(16)
-    return float_of(bits_of(value) | special | sign)
-
-
-@kernel
 def decode_fp16(halves: Halves, out: FloatArray) -> None:
     """out[i] = the half as float32, exact; infinities and NaN stay what they are."""
     for i in range(halves.size):
-        out[i] = _fp32_of(halves[i])
+        pattern = np.uint32(halves[i])
+        key = pattern & np.uint32(0x7FFF)
+        # The half's exponent read as a float32's is 112 too low; the product is exact and makes denormals normal.
+        value = float_of(key << np.uint32(13)) * np.float32(2.0**112)
+        special = np.uint32(0x7F800000) if key >= np.uint32(0x7C00) else np.uint32(0)
+        sign = (pattern & np.uint32(0x8000)) << np.uint32(16)
+        out[i] = float_of(bits_of(value) | special | sign)
 
 
 @kernel
-def add_fp16(halves: Halves, weight: np.float32, out: FloatArray) -> None:
+def encode_bf16(values: FloatArray, halves: Halves) -> int:
+    """The upper 16 bits to nearest even, saturated at 3.39e38; the largest key seen (see encode_fp16)."""
+    largest = np.uint32(0)
+    for i in range(values.size):
+        bits = bits_of(values[i])
+        key = bits & np.uint32(0x7FFFFFFF)
+        largest = max(largest, key)
+        odd = (key >> np.uint32(16)) & np.uint32(1)
+        half = min((key + np.uint32(0x7FFF) + odd) >> np.uint32(16), np.uint32(0x7F7F))
+        halves[i] = np.uint16(half | ((bits >> np.uint32(16)) & np.uint32(0x8000)))
+    return int(largest)
+
+
+@kernel
+def decode_bf16(halves: Halves, out: FloatArray) -> None:
+    """out[i] = the pattern as float32, exact; infinities and NaN stay what they are."""
     for i in range(halves.size):
-        out[i] += np.float32(weight) * _fp32_of(halves[i])
+        out[i] = float_of(np.uint32(halves[i]) << np.uint32(16))
 
 
 @kernel
-def scatter_add_fp16(halves: Halves, indices: IndexArray, weight: np.float32, out: FloatArray) -> None:
-    for i in range(halves.size):
-        out[indices[i]] += np.float32(weight) * _fp32_of(halves[i])
+def _scale_pattern(top: np.uint32, code_max: np.float32, pattern_max: np.uint32) -> np.uint32:
+    """bf16 pattern of (the value with key `top`) / code_max, rounded to float32 and then up, at most pattern_max."""
+    exact = bits_of(float_of(top) / np.float32(code_max))
+    return np.uint32(min((exact + np.uint32(0xFFFF)) >> np.uint32(16), pattern_max))
 
 
 @kernel
-def encode_int8(values: FloatArray, scales: Halves, codes: Codes) -> int:
-    """Codes in -127..127 to nearest even and a bf16 scale per block of 256; the largest key seen (see encode_fp16).
+def encode_int8(
+    values: FloatArray, stochastic: bool, key_low: int, key_high: int, words: IndexArray, scales: Halves, codes: Codes
+) -> int:
+    """Codes in -127..127 and a bf16 scale per block of 256; the largest key seen (see encode_fp16).
 
     scale = max |x| / 127 rounded to float32 and then up to bf16, at most INT8_SCALE_MAX. A bf16 scale times a code has
     at most 15 significant bits: decoded values are exact, and x - decoded is exact too (Sterbenz), so error feedback
     loses nothing. A scale of 0 (all values below 2**-149 * 127 / 2) gives codes 0.
+    code = x / scale to nearest even, or stochastic: floor(x / scale + u), u in [0, 1) from 24 bits of random word i under
+    the 64-bit key, which is unbiased. words: scratch, uint32[256].
     """
     largest = np.uint32(0)
     for block in range(scales.size):
@@ -94,17 +112,22 @@ def encode_int8(values: FloatArray, scales: Halves, codes: Codes) -> int:
         for i in range(part.size):
             top = max(top, bits_of(part[i]) & np.uint32(0x7FFFFFFF))
         largest = max(largest, top)
-        exact = bits_of(float_of(top) / np.float32(127.0))
-        pattern = min((exact + np.uint32(0xFFFF)) >> np.uint32(16), np.uint32(INT8_SCALE_MAX))
+        pattern = _scale_pattern(top, np.float32(127.0), np.uint32(INT8_SCALE_MAX))
         scales[block] = np.uint16(pattern)
         scale = float_of(pattern << np.uint32(16))
         if pattern == np.uint32(0) or top >= np.uint32(INFINITY_KEY):
             coded[:] = 0
-            continue
-        for i in range(part.size):
-            code = min(max(part[i] / scale, np.float32(-127.0)), np.float32(127.0))
-            # 1.5 * 2**23 has an ulp of 1: the sum is rounded to nearest even, and its low byte is the code.
-            coded[i] = np.int8(bits_of(code + np.float32(12582912.0)) & np.uint32(0xFF))
+        elif stochastic:
+            random_words(key_low, key_high, block, words)
+            for i in range(part.size):
+                u = np.float32(words[i] >> np.uint32(8)) * np.float32(2.0**-24)
+                code = np.floor(part[i] / scale + u)
+                coded[i] = np.int8(min(max(code, np.float32(-127.0)), np.float32(127.0)))
+        else:
+            for i in range(part.size):
+                code = min(max(part[i] / scale, np.float32(-127.0)), np.float32(127.0))
+                # 1.5 * 2**23 has an ulp of 1: the sum is rounded to nearest even, and its low byte is the code.
+                coded[i] = np.int8(bits_of(code + np.float32(12582912.0)) & np.uint32(0xFF))
     return int(largest)
 
 
@@ -120,32 +143,83 @@ def decode_int8(scales: Halves, codes: Codes, out: FloatArray) -> None:
 
 
 @kernel
-def add_int8(scales: Halves, codes: Codes, weight: np.float32, out: FloatArray) -> None:
+def encode_int4(
+    values: FloatArray,
+    stochastic: bool,
+    key_low: int,
+    key_high: int,
+    words: IndexArray,
+    scales: Halves,
+    nibbles: ByteArray,
+) -> int:
+    """As encode_int8, with codes in -7..7 and blocks of 64; two's complement, value 2j in the low nibble of byte j."""
+    largest = np.uint32(0)
+    drawn = -1
     for block in range(scales.size):
-        scale = float_of(np.uint32(scales[block]) << np.uint32(16))
-        coded = codes[block * INT8_BLOCK : (block + 1) * INT8_BLOCK]
-        target = out[block * INT8_BLOCK : (block + 1) * INT8_BLOCK]
-        for i in range(coded.size):
-            target[i] += np.float32(weight) * (np.float32(coded[i]) * scale)
+        part = values[block * INT4_BLOCK : (block + 1) * INT4_BLOCK]
+        packed = nibbles[block * (INT4_BLOCK // 2) : (block + 1) * (INT4_BLOCK // 2)]
+        top = np.uint32(0)
+        for i in range(part.size):
+            top = max(top, bits_of(part[i]) & np.uint32(0x7FFFFFFF))
+        largest = max(largest, top)
+        pattern = _scale_pattern(top, np.float32(7.0), np.uint32(INT4_SCALE_MAX))
+        scales[block] = np.uint16(pattern)
+        scale = float_of(pattern << np.uint32(16))
+        packed[:] = 0
+        if pattern == np.uint32(0) or top >= np.uint32(INFINITY_KEY):
+            continue
+        if stochastic and block >> 2 != drawn:
+            drawn = block >> 2
+            random_words(key_low, key_high, drawn, words)
+        for i in range(part.size):
+            code = part[i] / scale
+            if stochastic:
+                word = words[(block & 3) * INT4_BLOCK + i]
+                code = np.floor(code + np.float32(word >> np.uint32(8)) * np.float32(2.0**-24))
+            code = min(max(code, np.float32(-7.0)), np.float32(7.0))
+            nibble = bits_of(code + np.float32(12582912.0)) & np.uint32(15)
+            packed[i >> 1] |= np.uint8(nibble << np.uint32((i & 1) * 4))
+    return int(largest)
 
 
 @kernel
-def scatter_add_int8(scales: Halves, codes: Codes, indices: IndexArray, weight: np.float32, out: FloatArray) -> None:
+def decode_int4(scales: Halves, nibbles: ByteArray, out: FloatArray) -> None:
+    """out[i] = code * scale of its block, exact."""
     for block in range(scales.size):
         scale = float_of(np.uint32(scales[block]) << np.uint32(16))
-        coded = codes[block * INT8_BLOCK : (block + 1) * INT8_BLOCK]
-        places = indices[block * INT8_BLOCK : (block + 1) * INT8_BLOCK]
-        for i in range(coded.size):
-            out[places[i]] += np.float32(weight) * (np.float32(coded[i]) * scale)
+        packed = nibbles[block * (INT4_BLOCK // 2) : (block + 1) * (INT4_BLOCK // 2)]
+        target = out[block * INT4_BLOCK : (block + 1) * INT4_BLOCK]
+        for i in range(target.size):
+            nibble = (np.int32(packed[i >> 1]) >> np.int32((i & 1) * 4)) & np.int32(15)
+            target[i] = np.float32((nibble ^ np.int32(8)) - np.int32(8)) * scale
 
 
 @kernel
 def add_fp32(values: FloatArray, weight: np.float32, out: FloatArray) -> None:
+    """out[i] = out[i] + weight * values[i]."""
     for i in range(values.size):
         out[i] += np.float32(weight) * values[i]
 
 
 @kernel
 def scatter_add_fp32(values: FloatArray, indices: IndexArray, weight: np.float32, out: FloatArray) -> None:
+    """out[indices[i]] = out[indices[i]] + weight * values[i]."""
     for i in range(values.size):
         out[indices[i]] += np.float32(weight) * values[i]
+
+
+@kernel
+def add_low_rank(left: FloatArray, right: FloatArray, rank: int, weight: np.float32, out: FloatArray) -> None:
+    """out[i * columns + j] += weight * sum over r of left[r, i] * right[r, j], the sum from r = 0 on.
+
+    left: float32[rank * rows], right: float32[rank * columns], one factor after the other; out may lack the end of the
+    last row. Not BLAS, whose order of additions differs between machines: all copies of a model must come out alike.
+    """
+    rows, columns = left.size // rank, right.size // rank
+    for i in range(rows):
+        row = out[i * columns : (i + 1) * columns]
+        for j in range(row.size):
+            total = np.float32(left[i] * right[j])
+            for r in range(1, rank):
+                total += np.float32(left[r * rows + i] * right[r * columns + j])
+            row[j] += np.float32(weight) * total
