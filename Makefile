@@ -40,7 +40,7 @@ build/mypy/narrows:
 	$(PYTHON) -m venv .venv
 
 $(INSTALLED): pyproject.toml constraints.txt | .venv/bin/pip
-	.venv/bin/python -m pip install -c constraints.txt -e '.[bench,dev]'
+	.venv/bin/python -m pip install -c constraints.txt -e '.[bench,cuda,dev]'
 	touch $@
 
 clean:

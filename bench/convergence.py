@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import math
 import re
 import signal
 import statistics
@@ -88,6 +89,7 @@ class Preset:
     tasks: tuple[Task, ...]
     workers: int
     rows: tuple[Row, ...]
+    specs: bool = False  # a row is a SPEC: bytes against what they cost, beside dense bsp
 
 
 SPARSE = tuple(ssp(s, compress, push) for push in ("", "gradient") for s, compress in ((1, "topk:0.05+int8"), (2, "topk:0.01+int8")))  # fmt: skip  # noqa: E501
@@ -102,11 +104,12 @@ def pushed(compress: str, local_steps: int = 1) -> Row:
 
 
 COMPRESS = tuple(pushed(spec) for spec in (
-    "dense", "int8", "2bit", "sign", "topk:0.05+int8", "topk:0.03+2bit", "topk:0.01+int8", "topk:123/4096+2bit",
-    "topk:64/4096+2bit", "topk:32/4096+2bit", "powersgd:4",
+    "dense", "int8", "2bit", "sign", "topk:0.05+int8", "topk:0.05+2bit", "topk:0.03+2bit", "topk:0.01+int8",
+    "topk:0.015+2bit", "topk:123/4096+2bit", "topk:64/4096+2bit", "powersgd:4",
+    "cycle:0.25+sign", "cycle:0.15+sign", "cycle:0.08+2bit", "cycle:0.06+sign",
 ))  # fmt: skip
-LOCAL = tuple(pushed(spec, steps) for spec, steps in (
-    ("topk:123/4096+2bit", 4), ("topk:0.05+2bit", 4), ("sign", 4), ("topk:64/4096+2bit", 2), ("topk:123/4096+2bit", 2),
+LOCAL = tuple(pushed(spec, steps) for steps in (2, 4, 8) for spec in (
+    "topk:123/4096+2bit", "topk:64/4096+2bit", "topk:0.05+2bit", "sign",
 ))  # fmt: skip
 
 PRESETS = {
@@ -123,7 +126,8 @@ PRESETS = {
     "compress": Preset(
         (Task("bytelm", "loss", 400), Task("mnist5k", "accuracy", 744, steps_per_epoch=62)),
         workers=2,
-        rows=(SINGLE, *COMPRESS, *LOCAL),
+        rows=(SINGLE, DENSE, *COMPRESS, *LOCAL),
+        specs=True,
     ),
 }
 
@@ -305,6 +309,82 @@ def loss_table(rows: list[tuple[Row, list[Result]]]) -> list[str]:
     return lines
 
 
+def spec_points(rows: list[tuple[Row, list[Result]]]) -> list[tuple[Row, list[Result], float, float, float]]:
+    """(row, its runs, metric, ratio up, ratio down) of each SPEC; ratios are those of dense bsp's bytes a step to its own."""
+    dense = next((found for row, found in rows if row.key == DENSE.key), [])
+    points = []
+    for row, found in rows:
+        metric = mean(found, "metric")
+        ratios = []
+        for name in ("step_bytes_up", "step_bytes_down"):
+            full, own = mean(dense, name), mean(found, name)
+            # Under local steps a record's line is a step, and the bytes of a round lie on one of them.
+            ratios.append(full / own if full and own else math.nan)
+        if metric is not None and row.flags:
+            points.append((row, found, metric, ratios[0], ratios[1]))
+    return points
+
+
+def cost(metric: float, dense: float, name: str) -> str:
+    """How far below dense: percent of a loss, points of an accuracy."""
+    return f"{100 * (metric - dense):+.2f}" if name == "accuracy" else f"{100 * (metric / dense - 1):+.1f} %"
+
+
+def spec_table(rows: list[tuple[Row, list[Result]]], name: str) -> list[str]:
+    points = spec_points(rows)
+    dense = next((metric for row, _, metric, *_ in points if row.key == DENSE.key), None)
+    digits, scale = (2, 100) if name == "accuracy" else (3, 1)
+    lines = [
+        f"| SPEC, updates at staleness 1 | {name} | seeds | to bsp | kB a step up, down | ratio up, down | staleness, % |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row, found, metric, up, down in points:
+        kilobytes = ", ".join(shown(mean(found, key), 2, 1e-3) for key in ("step_bytes_up", "step_bytes_down"))
+        cells = [
+            *(f"`{row.key}`", shown(metric, digits, scale), seeds(found, digits, scale)),
+            *(
+                "-" if dense is None else cost(metric, dense, name),
+                kilobytes,
+                f"{up:.1f}, {down:.1f}",
+                histogram(found),
+            ),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def plot_specs(campaign: Campaign, commit: str, path: Path) -> None:
+    """Ratio, both ways together, against what it costs beside dense bsp; a line for each number of local steps."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    points = spec_points([(row, campaign.found(commit, row)) for row in campaign.preset.rows])
+    dense = next(metric for row, _, metric, *_ in points if row.key == DENSE.key)
+    figure, axis = pyplot.subplots(figsize=(10, 5.5), layout="constrained")
+    by_steps: dict[str, list[tuple[float, float, str]]] = {}
+    for row, found, metric, up, down in points:
+        spec, _, local = row.key.partition(", ")
+        gap = 100 * (metric / dense - 1) if campaign.task.metric == "loss" else 100 * (dense - metric)
+        label = f"{spec} ({len(found)})"
+        by_steps.setdefault(local or "H = 1", []).append((2 / (1 / up + 1 / down), gap, label))
+    for local, own in sorted(by_steps.items()):
+        xs, ys, labels = zip(*sorted(own), strict=True)
+        axis.plot(xs, ys, marker="o", linewidth=0, label=local)
+        for x, y, label in zip(xs, ys, labels, strict=True):
+            axis.annotate(label, (x, y), textcoords="offset points", xytext=(4, 4), fontsize=7)
+    unit = "%" if campaign.task.metric == "loss" else "points"
+    axis.set(xscale="log", xlabel="bytes of dense bsp / bytes, up and down together")
+    axis.set(
+        ylabel=f"{campaign.task.metric} behind dense bsp, {unit} (seeds)",
+        title=f"{campaign.task.name}, {campaign.preset.workers} workers",
+    )
+    axis.grid(alpha=0.3)
+    axis.legend()
+    figure.savefig(path, dpi=110)
+
+
 def markdown(campaign: Campaign, commit: str) -> str:
     """The table of one commit, and below it what its figures are worth nothing without."""
     rows = [(row, campaign.found(commit, row)) for row in campaign.preset.rows]
@@ -312,7 +392,10 @@ def markdown(campaign: Campaign, commit: str) -> str:
     task = campaign.task
     if not rows:
         return f"{campaign.path} holds no run of {task.name}, {campaign.steps} steps, at commit {commit}"
-    lines = accuracy_table(rows) if task.metric == "accuracy" else loss_table(rows)
+    if campaign.preset.specs:
+        lines = spec_table(rows, task.metric)
+    else:
+        lines = accuracy_table(rows) if task.metric == "accuracy" else loss_table(rows)
     runs = [result for _, found in rows for result in found]
     holds = sorted({f"{result['hold_ms']:.0f}" for result in runs if "hold_ms" in result})
     facts, loads, dates = runs[-1], [run["load"] for run in runs], [run["date"][:16] for run in runs]
@@ -335,6 +418,7 @@ def markdown(campaign: Campaign, commit: str) -> str:
 @click.option("--steps", type=int, help="for quick looks; whole epochs where the script counts those")
 @click.option("--again", is_flag=True, help="run what the JSON already holds for this commit")
 @click.option("--show", is_flag=True, help="run nothing, print the table")
+@click.option("--plot", "plot_path", type=click.Path(path_type=Path), help="as --show, as a PNG; --preset compress")
 @click.option("--commit", help="whose runs --show prints; the newest by default")
 @click.option("--out", type=click.Path(path_type=Path), help="the JSON; bench/out/PRESET.json by default")
 @click.option("--hold-ms", default=0.0, help="of held rows, each way; 0: the median step of bsp, measured first")
@@ -348,6 +432,7 @@ def main(
     steps: int | None,
     again: bool,
     show: bool,
+    plot_path: Path | None,
     commit: str | None,
     out: Path | None,
     limit_s: float,
@@ -361,6 +446,9 @@ def main(
         raise click.BadParameter(f"--preset {name} has {', '.join(t.name for t in preset.tasks)}", param_hint="--task")
     path = out or launch.OUT / f"{name}.json"
     campaign = Campaign(preset, task, task.rounded(steps or task.steps), path, limit_s, hold_ms)
+    if plot_path:
+        plot_specs(campaign, commit or campaign.newest_commit(), plot_path)
+        return
     if show:
         click.echo(markdown(campaign, commit or campaign.newest_commit()))
         return

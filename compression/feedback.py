@@ -52,8 +52,8 @@ def memory_state(memory: Memory) -> State:
 
 
 def load_memory(memory: Memory, state: State) -> None:
-    """A state without steps is one from before there were any."""
-    memory.step = int(state.get("step", np.array(0)))
+    """A state that says nothing of steps leaves them as they are."""
+    memory.step = int(state.get("step", np.array(memory.step)))
     factor = state.get("factor")
     memory.factor = None if factor is None else factor.copy()
 

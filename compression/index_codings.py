@@ -225,8 +225,35 @@ class Strata:
         return lambda begin, indices: cpu.strata(parameter, begin, kept, count, words, indices)
 
 
-RICE, FIXED, GROUPED_RICE, STRATA = Rice(), Fixed(), GroupedRice(), Strata()
-INDEX_CODINGS: dict[int, IndexCoding] = {c.wire_id: c for c in (RICE, FIXED, GROUPED_RICE, STRATA)}
+class Stride:
+    """Every S-th index from a phase below S on: nothing is sent. The parameter is 65536 * phase + S."""
+
+    wire_id = 5
+
+    def bytes_max(self, kept: int, count: int) -> int:
+        return 0
+
+    def open(self, part: ByteArray, parameter: int, kept: int, count: int) -> ReadIndices:
+        phase, stride = divmod(parameter, 1 << 16)
+        if phase >= stride or kept != stride_count(phase, stride, count):
+            raise PayloadError(f"payload is corrupt: {kept} of {count} values are not every {stride}th from {phase} on")
+
+        def read(begin: int, indices: IndexArray) -> None:
+            indices[:] = np.arange(begin, begin + indices.size, dtype=np.uint32) * np.uint32(stride) + np.uint32(phase)
+
+        return read
+
+
+STRIDE_MAX = (1 << 16) - 1
+
+
+def stride_count(phase: int, stride: int, count: int) -> int:
+    """How many of `count` indices these are."""
+    return max(0, -(-(count - phase) // stride))
+
+
+RICE, FIXED, GROUPED_RICE, STRATA, STRIDE = Rice(), Fixed(), GroupedRice(), Strata(), Stride()
+INDEX_CODINGS: dict[int, IndexCoding] = {c.wire_id: c for c in (RICE, FIXED, GROUPED_RICE, STRATA, STRIDE)}
 
 
 def encode_indices(indices: IndexArray, count: int) -> CodedIndices:

@@ -22,7 +22,7 @@ from narrows.compression.kernels.values import INFINITY_KEY
 from narrows.compression.reducers import Memory, Reduced
 from narrows.compression.value_codings import non_finite
 
-LOW_RANK = 5  # wire id, in the table of index codings: "not by index at all"
+LOW_RANK = 6  # wire id, in the table of index codings: "not by index at all"
 
 
 class _Header(Protocol):

@@ -11,7 +11,14 @@ import numpy as np
 
 from narrows.compression.buffers import Counts, FloatArray, IndexArray, read_only
 from narrows.compression.errors import NonFiniteError
-from narrows.compression.index_codings import STRATA, CodedIndices, encode_indices, indices_max_bytes
+from narrows.compression.index_codings import (
+    STRATA,
+    STRIDE,
+    CodedIndices,
+    encode_indices,
+    indices_max_bytes,
+    stride_count,
+)
 from narrows.compression.kernels import cpu
 from narrows.compression.kernels.random import RANDOM_BLOCK
 from narrows.compression.kernels.select import COUNTS, SAMPLE_LINE
@@ -160,6 +167,45 @@ class RandomK(_Selecting):
                     "a value times the share of values that it stands for is above the largest float32"
                 )
         return Reduced(read_only(chosen), CodedIndices(STRATA.wire_id, seed, np.empty(0, np.uint8)))
+
+
+@dataclass(frozen=True)
+class Cycle(_Selecting):
+    """Every S-th value, S = round(1 / density), from another one on each step: all of them once in S steps.
+
+    No indices are sent, and senders at the same step send the same ones: their sum has no more values than each of them,
+    so that what goes back to them needs no more bytes than what came.
+    """
+
+    density: float
+
+    @property
+    def stride(self) -> int:
+        return round(1 / self.density)
+
+    @property
+    def spec(self) -> str:
+        return f"cycle:{self.density!r}"
+
+    def contraction(self) -> "Cycle":
+        return self
+
+    def at_density(self, density: float) -> "Cycle":
+        return replace(self, density=max(density, self.density))
+
+    def kept_max(self, count: int) -> int:
+        return stride_count(0, self.stride, count)
+
+    def index_bytes_max(self, count: int) -> int:
+        return 0
+
+    def reduce(self, values: FloatArray, memory: Memory) -> Reduced:
+        if cpu.largest_key(values) >= INFINITY_KEY:
+            raise non_finite(values)
+        phase = memory.step % self.stride
+        kept = np.ascontiguousarray(values[phase :: self.stride])
+        parameter = phase << 16 | self.stride if kept.size else 0
+        return Reduced(read_only(kept), CodedIndices(STRIDE.wire_id, parameter, np.empty(0, np.uint8)))
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ from typing import Any
 from narrows.compression.byte_codings import LZ4
 from narrows.compression.compressor import Chain, Compressor
 from narrows.compression.errors import SpecError
+from narrows.compression.index_codings import STRIDE_MAX
 from narrows.compression.low_rank import PowerSgd
-from narrows.compression.sparsifiers import MSTOPK_DROPPED_BITS, BlockTopK, RandomK, Threshold, TopK
+from narrows.compression.sparsifiers import MSTOPK_DROPPED_BITS, BlockTopK, Cycle, RandomK, Threshold, TopK
 from narrows.compression.value_codings import (
     BF16,
     FP16,
@@ -59,6 +60,13 @@ def _top_k(argument: str) -> TopK | BlockTopK:
     return BlockTopK(int(blocks[1]), int(blocks[2]))
 
 
+def _cycle(argument: str) -> Cycle:
+    cycle = Cycle(_density(argument))
+    if cycle.stride > STRIDE_MAX:
+        raise ValueError(f"DENSITY must be at least 1/{STRIDE_MAX}")
+    return cycle
+
+
 def _threshold(argument: str) -> Threshold:
     if not _NUMBER.fullmatch(argument) or not 2.0**-149 <= float(argument) <= 3.4e38:
         raise ValueError("T must be a number from 1.5e-45 to 3.4e38")
@@ -89,6 +97,7 @@ STAGES: dict[str, _Stage] = {
     "topk": _Stage("topk:DENSITY|K/BLOCK", 0, _top_k),
     "mstopk": _Stage("mstopk:DENSITY", 0, lambda text: TopK(_density(text), MSTOPK_DROPPED_BITS)),
     "randk": _Stage("randk:DENSITY", 0, lambda text: RandomK(_density(text))),
+    "cycle": _Stage("cycle:DENSITY", 0, _cycle),
     "threshold": _Stage("threshold:T", 0, _threshold),
     "powersgd": _Stage("powersgd:RANK", 0, _power_sgd),
     "fp16": _Stage("fp16", 1, _one(FP16)),

@@ -163,8 +163,8 @@ class Sectioned:
 
 
 def _valid_levels(levels: ByteArray) -> bool:
-    low = levels[0::3] | (levels[1::3] & np.uint16(15)) << np.uint16(8)
-    high = levels[1::3] >> np.uint16(4) | levels[2::3].astype(np.uint16) << np.uint16(4)
+    first, middle, last = (levels[j::3].astype(np.uint16) for j in range(3))
+    low, high = first | (middle & 15) << 8, middle >> 4 | last << 4
     return int(max(low.max(), high.max())) <= LEVEL_MAX
 
 

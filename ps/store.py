@@ -180,6 +180,7 @@ class Store:
             else:
                 np.copyto(self.p, self.x)
             return
+        self.down_memory.step = self.publication - 1  # the clock that is complete with it: that of the pushes in it
         delta = bytes(self.down.encode(self.x - self.p, self.down_memory))
         if self.lent():
             self.p = self.p.copy()

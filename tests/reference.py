@@ -395,7 +395,7 @@ def encode_uint8minmax(values: Array, ranges: Array, codes: Array) -> int:
         with np.errstate(over="ignore"):
             while np.isinf(low + np.float32(255) * step):
                 step = np.nextafter(step, np.float32(0))
-        ranges[2 * i : 2 * i + 2] = low + np.float32(0), step
+        ranges[2 * i : 2 * i + 2] = low + np.float32(0), step + np.float32(0)
         if step * half:
             code = np.rint((part * half - low * half) / (step * half))
             codes[2048 * i : 2048 * i + 2048] = np.clip(code, 0, 255)

@@ -360,6 +360,7 @@ class Engine:
 
     def _encode(self, view: ShardView, values: FloatArray) -> m.Buffer:
         try:
+            view.feedback.memory.step = self.clock  # alike on all workers, whenever they joined
             return view.feedback.encode(values)
         except NonFiniteError as error:
             wrong = ~np.isfinite(values)

@@ -1,7 +1,8 @@
 """The CPU kernels under the names that every device shares.
 
 Contract of all: inputs are read-only C-contiguous arrays, outputs are the last arguments and hold enough room (the
-callers in this package see to it), nothing is allocated, the GIL is not held. Arithmetic is float32, in index order.
+callers in this package see to it), no more than a block is allocated, the GIL is not held. Arithmetic is float32, in
+index order.
 """
 
 from narrows.compression.kernels.gaps import (

@@ -7,7 +7,7 @@ order, so on every device, and 24 bits of each value are more than the levels ke
 import numpy as np
 
 from narrows.compression.buffers import ByteArray, FloatArray
-from narrows.compression.kernels.jit import bits_of, float_of, kernel
+from narrows.compression.kernels.jit import at_least, bits_of, float_of, kernel
 from narrows.compression.kernels.values import INFINITY_KEY, Halves
 
 SIGN_BLOCK = 256  # values that share a scale: 1/16 bit a value
@@ -45,13 +45,18 @@ def _top_key(values: FloatArray) -> np.uint32:
 @kernel
 def pack_above(values: FloatArray, key: int, signs: bool, plane: ByteArray) -> None:
     """Bit i of plane = value i is negative (signs; -0.0 is), or |value i| has a key above `key`; spare bits are 0."""
-    for j in range(plane.size):
-        part = values[8 * j : 8 * j + 8]
+    bits = values.view(np.uint32)
+    mask = np.uint32(0x80000000) if signs else np.uint32(0x7FFFFFFF)
+    threshold = np.uint32(0x80000000) if signs else np.uint32(key + 1)
+    whole = bits.size // 64
+    for group in range(whole):
+        word = at_least(bits, group * 64, mask, threshold)
+        for j in range(8):
+            plane[group * 8 + j] = np.uint8((word >> np.uint64(8 * j)) & np.uint64(255))
+    for j in range(whole * 8, plane.size):
         byte = np.uint32(0)
-        for i in range(part.size):
-            bits = bits_of(part[i])
-            bit = bits >> np.uint32(31) if signs else np.uint32((bits & np.uint32(0x7FFFFFFF)) > np.uint32(key))
-            byte |= np.uint32(bit << np.uint32(i))
+        for i in range(8 * j, min(8 * j + 8, bits.size)):
+            byte |= np.uint32((bits[i] & mask) >= threshold) << np.uint32(i & 7)
         plane[j] = np.uint8(byte)
 
 
@@ -108,6 +113,7 @@ def encode_2bit(values: FloatArray, levels: ByteArray, signs: ByteArray, highs: 
     then (two rounds of Lloyd 1957). Written as 3 bytes, low level in the lower 12 bits. The bit says which is nearer.
     """
     largest = np.uint32(0)
+    fixed = np.empty(TWO_BIT_BLOCK, np.uint32)
     for block in range(levels.size // 3):
         part = values[block * TWO_BIT_BLOCK : (block + 1) * TWO_BIT_BLOCK]
         top = _top_key(part)
@@ -117,15 +123,15 @@ def encode_2bit(values: FloatArray, levels: ByteArray, signs: ByteArray, highs: 
             exponent = max(top >> np.uint32(23), np.uint32(1))
             total = np.uint32(0)
             for i in range(part.size):
-                total += _fixed(part[i], exponent, np.uint32(1))
+                fixed[i] = _fixed(part[i], exponent, np.uint32(1))
+                total += fixed[i]
             low = high = threshold = int(total) // part.size
             for _ in range(2):
                 above, above_total = np.uint32(0), np.uint32(0)
                 for i in range(part.size):
-                    fixed = _fixed(part[i], exponent, np.uint32(1))
-                    is_above = fixed > np.uint32(threshold)
-                    above += np.uint32(is_above)
-                    above_total += fixed if is_above else np.uint32(0)
+                    is_above = np.uint32(fixed[i] > np.uint32(threshold))
+                    above += is_above
+                    above_total += is_above * fixed[i]
                 if above == np.uint32(0):
                     break  # all |x| are alike
                 low = (int(total) - int(above_total)) // (part.size - int(above))
@@ -166,6 +172,18 @@ def decode_2bit(levels: ByteArray, signs: ByteArray, highs: ByteArray, out: Floa
 
 
 @kernel
+def _ordered(value: np.float32) -> np.int32:
+    """An integer that grows as the value does, 0.0 above -0.0."""
+    bits = np.int32(bits_of(value))
+    return np.int32(bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
+
+
+@kernel
+def _of_ordered(ordered: np.int32) -> np.float32:
+    return float_of(np.uint32(ordered ^ ((ordered >> np.int32(31)) & np.int32(0x7FFFFFFF))))
+
+
+@kernel
 def encode_uint8minmax(values: FloatArray, ranges: FloatArray, codes: ByteArray) -> int:
     """MinMaxUInt8 (BAGUA, 2107.01499, sec. 3): 256 even steps from minimum to maximum, to nearest even.
 
@@ -181,16 +199,19 @@ def encode_uint8minmax(values: FloatArray, ranges: FloatArray, codes: ByteArray)
         ranges[2 * block] = ranges[2 * block + 1] = np.float32(0.0)
         if top >= np.uint32(INFINITY_KEY):
             continue
-        low = high = part[0]
+        # As integers that grow as floats do: their minimum needs no care for NaN and so many lanes.
+        least, most = np.int32(0x7FFFFFFF), np.int32(-0x80000000)
         for i in range(part.size):
-            low, high = min(low, part[i]), max(high, part[i])
+            ordered = _ordered(part[i])
+            least, most = min(least, ordered), max(most, ordered)
+        low, high = _of_ordered(least), _of_ordered(most)
         # Halves, because high - low may overflow.
         half_low = low * np.float32(0.5)
         step = (high * np.float32(0.5) - half_low) / np.float32(127.5)
         while not np.isfinite(low + np.float32(255.0) * step):
             step = float_of(bits_of(step) - np.uint32(1))
-        ranges[2 * block] = low + np.float32(0.0)  # not -0.0, whose minimum with 0.0 is either
-        ranges[2 * block + 1] = step
+        ranges[2 * block] = low + np.float32(0.0)  # never -0.0
+        ranges[2 * block + 1] = step + np.float32(0.0)
         half_step = step * np.float32(0.5)
         if half_step == np.float32(0.0):
             continue

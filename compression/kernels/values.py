@@ -155,6 +155,7 @@ def encode_int4(
     """As encode_int8, with codes in -7..7 and blocks of 64; two's complement, value 2j in the low nibble of byte j."""
     largest = np.uint32(0)
     drawn = -1
+    codes = np.empty(INT4_BLOCK, np.uint8)
     for block in range(scales.size):
         part = values[block * INT4_BLOCK : (block + 1) * INT4_BLOCK]
         packed = nibbles[block * (INT4_BLOCK // 2) : (block + 1) * (INT4_BLOCK // 2)]
@@ -177,8 +178,10 @@ def encode_int4(
                 word = words[(block & 3) * INT4_BLOCK + i]
                 code = np.floor(code + np.float32(word >> np.uint32(8)) * np.float32(2.0**-24))
             code = min(max(code, np.float32(-7.0)), np.float32(7.0))
-            nibble = bits_of(code + np.float32(12582912.0)) & np.uint32(15)
-            packed[i >> 1] |= np.uint8(nibble << np.uint32((i & 1) * 4))
+            codes[i] = np.uint8(bits_of(code + np.float32(12582912.0)) & np.uint32(15))
+        codes[part.size :] = 0
+        for j in range(packed.size):
+            packed[j] = codes[2 * j] | (codes[2 * j + 1] << np.uint8(4))
     return int(largest)
 
 
@@ -189,9 +192,13 @@ def decode_int4(scales: Halves, nibbles: ByteArray, out: FloatArray) -> None:
         scale = float_of(np.uint32(scales[block]) << np.uint32(16))
         packed = nibbles[block * (INT4_BLOCK // 2) : (block + 1) * (INT4_BLOCK // 2)]
         target = out[block * INT4_BLOCK : (block + 1) * INT4_BLOCK]
-        for i in range(target.size):
-            nibble = (np.int32(packed[i >> 1]) >> np.int32((i & 1) * 4)) & np.int32(15)
-            target[i] = np.float32((nibble ^ np.int32(8)) - np.int32(8)) * scale
+        for j in range(target.size // 2):
+            byte = np.int32(packed[j])
+            target[2 * j] = np.float32(((byte & np.int32(15)) ^ np.int32(8)) - np.int32(8)) * scale
+            target[2 * j + 1] = np.float32(((byte >> np.int32(4)) ^ np.int32(8)) - np.int32(8)) * scale
+        if target.size & 1:
+            last = np.int32(packed[target.size // 2]) & np.int32(15)
+            target[target.size - 1] = np.float32((last ^ np.int32(8)) - np.int32(8)) * scale
 
 
 @kernel
