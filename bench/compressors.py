@@ -244,8 +244,7 @@ def main(device: str, count: int | None, rounds: int, show_targets: bool, plot_p
     if device == "cuda":
         import compressors_cuda
 
-        compressors_cuda.run(count or 100_000_000, rounds)
-        return
+        compressors_cuda.main(["--count", str(count or 100_000_000), "--rounds", str(3 * rounds)])
     if any(os.environ.get(name) != "1" for name in THREADS):  # read when NumPy is imported: begin anew
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | dict.fromkeys(THREADS, "1"))
     torch.set_num_threads(1)

@@ -95,11 +95,24 @@ class Preset:
 SPARSE = tuple(ssp(s, compress, push) for push in ("", "gradient") for s, compress in ((1, "topk:0.05+int8"), (2, "topk:0.01+int8")))  # fmt: skip  # noqa: E501
 
 
+LOCAL_SGD = ("--outer-lr", "1", "--outer-momentum", "0")  # updates are added as they come, as in ssp
+
+
 def pushed(compress: str, local_steps: int = 1) -> Row:
     """Updates of the worker's own optimizer at staleness 1, both ways through `compress`."""
     if local_steps == 1:
         return Row(compress, ("--sync", "ssp", "--staleness", "1", "--compress", compress))
-    flags = ("--sync", "local", "--local-steps", str(local_steps), "--staleness", "1", "--compress", compress)
+    flags = (
+        "--sync",
+        "local",
+        "--local-steps",
+        str(local_steps),
+        "--staleness",
+        "1",
+        "--compress",
+        compress,
+        *LOCAL_SGD,
+    )
     return Row(f"{compress}, H = {local_steps}", flags)
 
 

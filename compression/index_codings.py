@@ -234,17 +234,14 @@ class Stride:
         return 0
 
     def open(self, part: ByteArray, parameter: int, kept: int, count: int) -> ReadIndices:
-        phase, stride = divmod(parameter, 1 << 16)
+        phase, stride = divmod(parameter, STRIDE_UNIT)
         if phase >= stride or kept != stride_count(phase, stride, count):
             raise PayloadError(f"payload is corrupt: {kept} of {count} values are not every {stride}th from {phase} on")
-
-        def read(begin: int, indices: IndexArray) -> None:
-            indices[:] = np.arange(begin, begin + indices.size, dtype=np.uint32) * np.uint32(stride) + np.uint32(phase)
-
-        return read
+        return lambda begin, indices: cpu.strided(phase, stride, begin, indices)
 
 
-STRIDE_MAX = (1 << 16) - 1
+STRIDE_UNIT = 1 << 16  # a phase is counted in it
+STRIDE_MAX = STRIDE_UNIT - 1
 
 
 def stride_count(phase: int, stride: int, count: int) -> int:

@@ -68,11 +68,12 @@ class Header:
 
 
 @dataclass(frozen=True, slots=True)
-class _Opened:
+class Opened:
     """A payload in which everything was checked; borrows the payload's memory (but not with lz4). Good for one reading."""
 
     header: Header
     values: CodedValues
+    index_part: ByteArray
     read_indices: ReadIndices | None
 
     def chunks(self) -> Iterator[tuple[int, FloatArray]]:
@@ -141,7 +142,7 @@ def _read_header(data: ByteArray, count: int) -> Header:
     return header
 
 
-def _open(payload: Payload, count: int) -> _Opened:
+def open_payload(payload: Payload, count: int) -> Opened:
     data = bytes_view(payload)
     header = _read_header(data, count)
     body = data[HEADER_BYTES:]
@@ -157,9 +158,10 @@ def _open(payload: Payload, count: int) -> _Opened:
             f"which take {value_bytes} and at most {index_bytes_max} for indices"
         )
     values = value_coding.open(body[:value_bytes], header.kept)
+    index_part = body[value_bytes:]
     if index_coding is None:
-        return _Opened(header, values, None)
-    return _Opened(header, values, index_coding.open(body[value_bytes:], header.parameter, header.kept, count))
+        return Opened(header, values, index_part, None)
+    return Opened(header, values, index_part, index_coding.open(index_part, header.parameter, header.kept, count))
 
 
 def check(payload: Payload, count: int) -> None:
@@ -168,12 +170,12 @@ def check(payload: Payload, count: int) -> None:
     Costs a read of the index section and the scales (and a decompression with lz4). The values themselves may be any:
     fp32 and fp16 carry NaN and infinity if the sender put them there. Any bytes are safe to pass.
     """
-    _open(payload, count)
+    open_payload(payload, count)
 
 
 def indices(payload: Payload, count: int) -> IndexArray | None:
     """Rising uint32[kept], the indices of the values that `payload` holds; None where it holds all. PayloadError."""
-    opened = _open(payload, count)
+    opened = open_payload(payload, count)
     if opened.header.index_coding in (EVERY_INDEX, LOW_RANK):
         return None
     return np.concatenate([np.empty(0, np.uint32), *(part.copy() for part in opened.indices())])
@@ -185,7 +187,7 @@ def decode(payload: Payload, out: FloatArray) -> None:
     payload: any C-contiguous buffer at any alignment. PayloadError leaves out as it was; TypeError for a wrong out.
     """
     check_out(out)
-    _open(payload, out.size).write(out)
+    open_payload(payload, out.size).write(out)
 
 
 def accumulate(payload: Payload, weight: float, out: FloatArray) -> None:
@@ -196,7 +198,7 @@ def accumulate(payload: Payload, weight: float, out: FloatArray) -> None:
     payload touches the entries it holds and no others. Arguments and errors as for `decode`.
     """
     check_out(out)
-    _open(payload, out.size).accumulate(np.float32(weight), out)
+    open_payload(payload, out.size).accumulate(np.float32(weight), out)
 
 
 def add_raw(raw: Payload, weight: float, out: FloatArray) -> None:

@@ -6,6 +6,7 @@ SGD does. Of equal magnitudes the lowest indices are kept; zeros never are, so t
 
 import math
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from narrows.compression.errors import NonFiniteError
 from narrows.compression.index_codings import (
     STRATA,
     STRIDE,
+    STRIDE_UNIT,
     CodedIndices,
     encode_indices,
     indices_max_bytes,
@@ -202,10 +204,14 @@ class Cycle(_Selecting):
     def reduce(self, values: FloatArray, memory: Memory) -> Reduced:
         if cpu.largest_key(values) >= INFINITY_KEY:
             raise non_finite(values)
+        indices = self.indices(values.size, memory)
+        return Reduced(read_only(np.ascontiguousarray(values[memory.step % self.stride :: self.stride])), indices)
+
+    def indices(self, count: int, memory: Memory) -> CodedIndices:
+        """What this step takes; where arrays are shorter than a cycle, maybe nothing."""
         phase = memory.step % self.stride
-        kept = np.ascontiguousarray(values[phase :: self.stride])
-        parameter = phase << 16 | self.stride if kept.size else 0
-        return Reduced(read_only(kept), CodedIndices(STRIDE.wire_id, parameter, np.empty(0, np.uint8)))
+        parameter = phase * STRIDE_UNIT + self.stride if phase < count else 0
+        return CodedIndices(STRIDE.wire_id, parameter, np.empty(0, np.uint8))
 
 
 @dataclass(frozen=True)
@@ -238,6 +244,28 @@ class Threshold(_Selecting):
 SAMPLE_COUNT_MIN = 1 << 16  # below this, three passes over values in cache cost less than the sampling saves
 SAMPLE_RANK = 2048  # sampled values above the threshold: its error is then about 2 %
 GROUP_LINES_MIN, GROUP_LINES_MAX = 16, 128
+
+
+class SamplePlan(NamedTuple):
+    """How rank k is looked for: in `keys` keys, of one line in each `group_lines`. The one of rank `rank` of these is the
+    threshold, above which no more than `room` values should lie."""
+
+    group_lines: int
+    keys: int
+    rank: int
+    room: int
+
+
+def sample_plan(count: int, k: int) -> SamplePlan | None:
+    """None where sampling does not pay, or where k is too large a part of all for a sample to help."""
+    wanted = max(k // SAMPLE_RANK, GROUP_LINES_MIN)
+    group_lines = min(1 << (wanted.bit_length() - 1), GROUP_LINES_MAX)
+    rank = k / group_lines
+    rank += 4 * math.sqrt(rank) + 8  # four standard deviations, so that nearly every selection succeeds
+    keys = count // (SAMPLE_LINE * group_lines) * SAMPLE_LINE
+    if count < SAMPLE_COUNT_MIN or 2 * rank > keys:
+        return None
+    return SamplePlan(group_lines, keys, int(rank), min(count, int(2 * group_lines * rank)))
 
 
 def select_top(values: FloatArray, k: int, dropped_bits: int = 0) -> tuple[IndexArray, FloatArray]:
@@ -279,22 +307,16 @@ def _pairs(count: int) -> tuple[IndexArray, IndexArray]:
 
 def _candidates(bits: IndexArray, k: int, counts: Counts, mask: int) -> tuple[IndexArray, IndexArray] | None:
     """Indices and bits of a superset of the top k, or of all non-zero values if they are at most k; None: failed."""
-    if bits.size < SAMPLE_COUNT_MIN:
+    plan = sample_plan(bits.size, k)
+    if plan is None:
         return None
-    wanted = max(k // SAMPLE_RANK, GROUP_LINES_MIN)
-    group_lines = min(1 << (wanted.bit_length() - 1), GROUP_LINES_MAX)
-    rank = k / group_lines
-    margin = 4 * math.sqrt(rank) + 8  # four standard deviations, so that nearly every selection succeeds
-    keys = np.empty(bits.size // (SAMPLE_LINE * group_lines) * SAMPLE_LINE, np.uint32)
-    if 2 * (rank + margin) > keys.size:
-        return None
-    cpu.sample_keys(bits, group_lines, keys)
-    threshold = cpu.kth_largest_key(read_only(keys), int(rank + margin), counts)[0]
+    keys = np.empty(plan.keys, np.uint32)
+    cpu.sample_keys(bits, plan.group_lines, keys)
+    threshold = cpu.kth_largest_key(read_only(keys), plan.rank, counts)[0]
     smallest = mask & -mask  # of what counts as non-zero: 1 if all bits are looked at
     threshold = max(threshold & mask, smallest)
-    room = min(bits.size, int(2 * group_lines * (rank + margin)))
-    indices, kept = _pairs(room)
+    indices, kept = _pairs(plan.room)
     found = cpu.compact(bits, threshold - 1, 0, indices, kept)
-    if found > room or (found < k and threshold > smallest):
+    if found > plan.room or (found < k and threshold > smallest):
         return None
     return indices[:found], kept[:found]

@@ -99,6 +99,10 @@ def random_words(key_low: int, key_high: int, block: int, words: Array) -> None:
         words[j::64] = philox(64 * block + j, key_low, key_high)
 
 
+def strided(phase: int, stride: int, begin: int, indices: Array) -> None:
+    indices[:] = phase + np.arange(begin, begin + indices.size) * stride
+
+
 def strata(key: int, begin: int, kept: int, count: int, words: Array, indices: Array) -> None:
     for j in range(begin, begin + indices.size):
         if j % 256 == 0 or j == begin:

@@ -13,7 +13,7 @@ from reference import Array, gaps_of, keys_of
 
 DENSE_COUNT_MAX = 64
 CODINGS = ("fp32", "fp16", "int8", "bf16", "int4", "2bit", "sign", "uint8minmax")  # by wire id
-RICE, FIXED, GROUPED, STRATA = 1, 2, 3, 4
+RICE, FIXED, GROUPED, STRATA, STRIDE = 1, 2, 3, 4, 5
 # Sections of each value coding: (dtype, items, for every so many values).
 SECTIONS: dict[str, tuple[tuple[Any, int, int], ...]] = {
     "fp32": ((np.float32, 1, 1),),
@@ -88,6 +88,8 @@ def indices_in(wire_id: int, parameter: int, part: bytes, kept: int, count: int)
     body, indices, cursor = np.frombuffer(part, np.uint8), np.empty(kept, np.int64), np.zeros(6, np.uint64)
     if wire_id == STRATA:
         reference.strata(parameter, 0, kept, count, np.empty(256, np.uint32), indices)
+    elif wire_id == STRIDE:
+        indices[:] = np.arange(count)[parameter >> 16 :: parameter % 2**16]
     elif not kept:
         pass
     elif wire_id == RICE:
@@ -131,7 +133,7 @@ def selected(stage: str, values: Array) -> Array:
 # --- payloads ---
 
 
-def encode(spec: str, values: Array, scaled: bool = True) -> bytes:
+def encode(spec: str, values: Array, scaled: bool = True, step: int = 0) -> bytes:
     """The payload that parse(spec).encode(values) must equal byte for byte (lz4 aside: see unpacked; not powersgd).
 
     scaled: as randk stands alone; error feedback has it unscaled.
@@ -152,6 +154,9 @@ def encode(spec: str, values: Array, scaled: bool = True) -> bytes:
             sizes = [(j + 1) * count // k - j * count // k for j in range(k)]
             kept = values[indices] * np.array(sizes if scaled else 1, np.float32)
             index = (STRATA, seed, b"")
+        elif name == "cycle":
+            stride = round(1 / float(argument))
+            kept, index = values[step % stride :: stride], (STRIDE, step % stride << 16 | stride, b"")
         else:
             indices = selected(stage, values)
             kept = values[indices]

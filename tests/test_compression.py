@@ -41,6 +41,7 @@ SPECS = (
       for coding in ("int8", "2bit")),
     *("topk:0.01", "topk:0.05", "topk:64/4096", "topk:3/100+fp16", "topk:1/1", "mstopk:0.01", "mstopk:0.3"),
     *("randk:0.01", "randk:1.0", "threshold:0.7", "threshold:1e-40", "threshold:3e38", "topk:0.01+2bit"),
+    *("cycle:0.1+sign", "cycle:0.03", "cycle:1.0"),
 )  # fmt: skip
 SIZES = (
     0, 1, 3, DENSE_COUNT_MAX, DENSE_COUNT_MAX + 1, 255, 256, 257, 511, 512, 513, 2047, 2049, 5003,

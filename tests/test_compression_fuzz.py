@@ -34,7 +34,7 @@ SPECS = (
         "topk:0.05+2bit",
         "topk:0.9+sign",
     ),
-    *("topk:8/64+2bit", "topk:1/16", "randk:0.1+int4", "threshold:2+uint8minmax", "mstopk:0.05+bf16"),
+    *("topk:8/64+2bit", "topk:1/16", "randk:0.1+int4", "threshold:2+uint8minmax", "mstopk:0.05+bf16", "cycle:0.1+2bit"),
 )
 COUNTS = (0, 1, 7, 65, 256, 700, 3000)
 GUARD = 4096
@@ -196,6 +196,9 @@ def test_each_check_has_its_sentence() -> None:
         (100, patched(fixed, 12, b"\x21"), "cannot be the indices of 13 of 100 values"),
         (100, patched(fixed, len(fixed) - 1, b"\xff"), "bits are set after the last index"),
         (100, patched(fixed, 16 + 52, b"\xff\xff\xff\xff"), "its indices are not 13 below 100"),
+        (100, patched(of("cycle:0.1"), 14, b"\x0a"), "10 of 100 values are not every 10th from 10 on"),
+        (100, patched(of("cycle:0.1"), 12, b"\x0c"), "10 of 100 values are not every 12th from 0 on"),
+        (100, patched(of("cycle:0.1"), 12, b"\x00"), "10 of 100 values are not every 0th from 0 on"),
         (3000, patched(grouped, 12, b"\x01"), "cannot be the indices of"),
         (3000, grouped[:-1] + bytes([grouped[-1] ^ 3]), "its indices are not"),
     ):

@@ -79,6 +79,9 @@ def test_philox() -> None:
             cpu.strata(9, begin, kept, count, words, got)
             reference.strata(9, begin, kept, count, words, want)
             assert np.array_equal(got, want)
+            cpu.strided(3, 20, begin, got)
+            reference.strided(3, 20, begin, want)
+            assert np.array_equal(got, want)
 
 
 def chunks(decode: Any, fields: int, kept: int, sizes: tuple[int, ...]) -> Array:

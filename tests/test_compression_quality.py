@@ -6,6 +6,7 @@ from collections.abc import Callable
 import bytelm
 import numpy as np
 import pytest
+import reference_payload
 import torch
 from reference import Array, values_of
 from test_compression import held
@@ -99,6 +100,16 @@ def test_keys_tell_streams_and_steps_apart() -> None:
     again = ErrorFeedback(parse("randk:0.1"), 1000, seed=1)
     again.load_state_dict(state)
     assert bytes(again.encode(values)) == bytes(one.encode(values))
+
+
+def test_a_cycle_takes_each_value_once() -> None:
+    """All senders alike at one step, whatever their seed; every value once in as many steps as it has strides."""
+    values, counts = values_of("normal", 1003), np.zeros(1003, np.int64)
+    for step in range(2 * 7):
+        payloads = [bytes(parse("cycle:0.15").encode(values, Memory(seed, step))) for seed in (1, 2)]
+        assert payloads[0] == payloads[1] == reference_payload.encode("cycle:0.15", values, step=step)
+        counts[indices(payloads[0], 1003)] += 1
+    assert np.all(counts == 2)
 
 
 def test_power_sgd() -> None:

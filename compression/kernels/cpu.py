@@ -10,6 +10,7 @@ from narrows.compression.kernels.gaps import (
     fixed_encode,
     fixed_last_index,
     largest_gap,
+    strided,
 )
 from narrows.compression.kernels.levels import (
     decode_2bit,
@@ -92,4 +93,5 @@ __all__ = [
     "sample_keys",
     "scatter_add_fp32",
     "strata",
+    "strided",
 ]

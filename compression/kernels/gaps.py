@@ -59,3 +59,10 @@ def fixed_decode(words: WordArray, width: int, cursor: WordArray, indices: Index
         indices[i] = next_index + gap
         next_index += gap + np.uint64(1)
     cursor[0], cursor[1] = read + np.uint64(indices.size), next_index
+
+
+@kernel
+def strided(phase: int, stride: int, begin: int, indices: IndexArray) -> None:
+    """indices[j] = phase + (begin + j) * stride."""
+    for j in range(indices.size):
+        indices[j] = phase + (begin + j) * stride

@@ -1,0 +1,319 @@
+"""How CUDA kernels are compiled and launched, and what they share: four values at a time, block sums, scans, scratch.
+
+Rules
+- Loops are grid-stride and launch shapes come from `grid`. A block has THREADS threads, everywhere.
+- Everything runs on the legacy default stream, in order; scratch memory belongs to the Python thread that launches.
+- Arithmetic goes through `add` and `mul`, which no compiler contracts to a fused multiply-add; denormals are kept and
+  divisions are rounded to nearest. So results are the CPU's bit for bit, but for the payload bits of a NaN.
+- Under NUMBA_ENABLE_CUDASIM=1 a thread is a Python thread: blocks and grids are small, and intrinsics are NumPy's.
+"""
+
+import functools
+import threading
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, TypeAlias, TypeVar, cast
+
+import numpy
+import numpy.typing as npt
+from llvmlite import ir
+
+# Kernels are typed by Numba. To mypy, which would take their arithmetic for NumPy's, both modules are untyped.
+cuda, types, cgutils, driver, devicearray, extending = (
+    import_module(f"numba.cuda{name}")
+    for name in ("", ".types", ".cgutils", ".cudadrv.driver", ".cudadrv.devicearray", ".extending")
+)
+config: Any = import_module("numba.cuda.core.config")
+np: Any = numpy
+DeviceArray: TypeAlias = Any  # numba's device array; in the simulator a wrapper around an ndarray
+Four: TypeAlias = tuple[Any, Any, Any, Any]
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+SIMULATED = bool(config.ENABLE_CUDASIM)
+THREADS = 8 if SIMULATED else 256
+BLOCKS_PER_PROCESSOR = 8  # 2048 threads, all that a multiprocessor of sm_80 and sm_90 holds
+SCAN_ITEMS = 8
+SCAN_CHUNK = THREADS * SCAN_ITEMS
+
+# A grid of one block is right for small arrays; numba warns of each, and warnings are errors here.
+config.CUDA_LOW_OCCUPANCY_WARNINGS = 0
+
+
+def kernel(function: Function) -> Any:
+    """Compiles `function` at its first launch for each set of types; launched as function[grid(...), THREADS](...).
+
+    Not cached on disk: a cache would not see that a device function of another file has changed.
+    """
+    return cuda.jit(function, fastmath=False)
+
+
+def device(function: Function) -> Function:
+    return cast(Function, cuda.jit(function, device=True, fastmath=False))
+
+
+@functools.cache
+def _blocks_max() -> int:
+    return 2 if SIMULATED else BLOCKS_PER_PROCESSOR * int(cuda.get_current_device().MULTIPROCESSOR_COUNT)
+
+
+def grid(count: int, per_block: int) -> int:
+    """Blocks for `count` items of which a block takes `per_block` at a time: at least one, at most what is resident."""
+    return max(1, min(-(-count // per_block), _blocks_max()))
+
+
+def device_view(array: Any) -> DeviceArray:
+    """numba's view of anything that has a __cuda_array_interface__, without a copy."""
+    return array if devicearray.is_cuda_ndarray(array) else cuda.as_cuda_array(array)
+
+
+def wide(*arrays: DeviceArray) -> bool:
+    """Whether all start where four values can be loaded at once; slices of a caller's array may not."""
+    return all(_address(array) % (4 * array.dtype.itemsize) == 0 for array in arrays)
+
+
+def _address(array: DeviceArray) -> int:
+    return int(array.ctypes.data if SIMULATED else array.device_ctypes_pointer.value or 0)
+
+
+def zero(array: DeviceArray) -> None:
+    if array.size:
+        driver.device_memset(array, 0, array.nbytes)
+
+
+class _Scratch(threading.local):
+    def __init__(self) -> None:
+        self.arrays: dict[tuple[str, numpy.dtype[Any]], DeviceArray] = {}
+
+
+_scratch = _Scratch()
+
+
+def scratch(name: str, count: int, dtype: type[numpy.generic]) -> DeviceArray:
+    """dtype[count] of device memory, uninitialised, good until this thread asks for it again; it never shrinks.
+
+    cudaMalloc and cudaFree stop the device, so nothing is allocated once sizes have settled.
+    """
+    key = name, np.dtype(dtype)
+    array = _scratch.arrays.get(key)
+    if array is None or array.size < count:
+        array = _scratch.arrays[key] = cuda.device_array(max(count + count // 8, 64), dtype)
+    return array[:count]
+
+
+def device_zeros(count: int, dtype: type[numpy.generic]) -> DeviceArray:
+    array = cuda.device_array(count, dtype)
+    zero(array)
+    return array
+
+
+def pinned_bytes(count: int) -> npt.NDArray[numpy.uint8]:
+    """Host memory that the device writes to directly; page-locking takes milliseconds, so keep it."""
+    return cast(npt.NDArray[numpy.uint8], cuda.pinned_array(count, np.uint8))
+
+
+@functools.cache
+def copy_stream() -> Any:
+    """The stream for payloads: it does not wait for the default stream, nor that for it."""
+    if SIMULATED:
+        return cuda.stream()
+    bindings = import_module("cuda.bindings.driver")
+    error, handle = bindings.cuStreamCreate(bindings.CUstream_flags.CU_STREAM_NON_BLOCKING)
+    assert error == bindings.CUresult.CUDA_SUCCESS, error
+    return cuda.external_stream(int(handle))
+
+
+def copy_after(sources: list[DeviceArray], targets: list[npt.NDArray[numpy.uint8]], stream: Any) -> None:
+    """Starts copies to pinned host memory on `stream`, after all that the default stream has been given so far."""
+    ready = cuda.event()
+    ready.record()
+    ready.wait(stream)
+    for source, target in zip(sources, targets, strict=True):
+        source.copy_to_host(target, stream=stream)
+
+
+# --- intrinsics; in the simulator, the same in NumPy ---
+
+if SIMULATED:
+
+    def bits_of(value: Any) -> Any:
+        return np.float32(value).view(np.uint32)
+
+    def float_of(bits: Any) -> Any:
+        return np.uint32(bits).view(np.float32)
+
+    def add(a: Any, b: Any) -> Any:
+        return np.float32(a) + np.float32(b)
+
+    def mul(a: Any, b: Any) -> Any:
+        return np.float32(a) * np.float32(b)
+
+    def vector_load(array: DeviceArray, i: int) -> Four:
+        return array[i], array[i + 1], array[i + 2], array[i + 3]
+
+    def vector_store(array: DeviceArray, i: int, four: Four) -> None:
+        for j in range(4):
+            array[i + j] = four[j]
+
+else:
+
+    def _bitcast(result: Any, argument: Any) -> Any:
+        def typed(_context: Any, _value: Any) -> Any:
+            def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+                return builder.bitcast(arguments[0], context.get_value_type(result))
+
+            return result(argument), generate
+
+        return extending.intrinsic(typed)
+
+    def _rounded(name: str) -> Any:
+        def typed(_context: Any, _a: Any, _b: Any) -> Any:
+            def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+                kind = ir.FunctionType(ir.FloatType(), [ir.FloatType(), ir.FloatType()])
+                return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
+
+            return types.float32(types.float32, types.float32), generate
+
+        return extending.intrinsic(typed)
+
+    def _vector(context: Any, builder: Any, array_type: Any, array: Any, i: Any) -> tuple[Any, int]:
+        """(pointer to four elements, its alignment)"""
+        element = context.get_data_type(array_type.dtype)
+        data = context.make_array(array_type)(context, builder, array).data
+        pointer = builder.bitcast(builder.gep(data, [i]), ir.PointerType(ir.VectorType(element, 4)))
+        return pointer, 4 * context.get_abi_sizeof(element)
+
+    def _vector_load(_context: Any, array: Any, i: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            pointer, align = _vector(context, builder, signature.args[0], *arguments)
+            loaded = builder.load(pointer, align=align)
+            four = [builder.extract_element(loaded, ir.Constant(ir.IntType(32), j)) for j in range(4)]
+            return context.make_tuple(builder, signature.return_type, four)
+
+        return types.UniTuple(array.dtype, 4)(array, types.int64), generate
+
+    def _vector_store(_context: Any, array: Any, i: Any, four: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            pointer, align = _vector(context, builder, signature.args[0], *arguments[:2])
+            vector = ir.Constant(ir.VectorType(context.get_data_type(array.dtype), 4), ir.Undefined)
+            for j in range(4):
+                place = ir.Constant(ir.IntType(32), j)
+                vector = builder.insert_element(vector, builder.extract_value(arguments[2], j), place)
+            builder.store(vector, pointer, align=align)
+            return context.get_dummy_value()
+
+        return types.void(array, types.int64, types.UniTuple(array.dtype, 4)), generate
+
+    bits_of = _bitcast(types.uint32, types.float32)
+    float_of = _bitcast(types.float32, types.uint32)
+    add = _rounded("llvm.nvvm.add.rn.f")
+    mul = _rounded("llvm.nvvm.mul.rn.f")
+    vector_load = extending.intrinsic(_vector_load)
+    vector_store = extending.intrinsic(_vector_store)
+
+
+# --- device functions ---
+
+
+@device
+def load4(array: DeviceArray, i: int, wide: bool) -> Four:
+    """array[i : i + 4] for i < array.size; the last value again for what lies beyond the end. wide: see `wide`, and
+    i is a multiple of 4."""
+    last = array.size - 1
+    if wide and i + 3 <= last:
+        return vector_load(array, i)
+    return array[i], array[min(i + 1, last)], array[min(i + 2, last)], array[min(i + 3, last)]
+
+
+@device
+def store4(array: DeviceArray, i: int, four: Four, wide: bool) -> None:
+    """array[i : i + 4] = four for i < array.size, as far as the array goes."""
+    if wide and i + 4 <= array.size:
+        vector_store(array, i, four)
+        return
+    array[i] = four[0]
+    if i + 1 < array.size:
+        array[i + 1] = four[1]
+    if i + 2 < array.size:
+        array[i + 2] = four[2]
+    if i + 3 < array.size:
+        array[i + 3] = four[3]
+
+
+@device
+def block_scan(own: Any) -> tuple[Any, Any]:
+    """(sum of the uint64 `own` of all threads before this one, sum over the block); every thread must call it."""
+    sums = cuda.shared.array((2, THREADS), np.uint64)
+    t = cuda.threadIdx.x
+    sums[0, t] = own
+    cuda.syncthreads()
+    here = 0
+    step = 1
+    while step < THREADS:
+        total = sums[here, t]
+        if t >= step:
+            total += sums[here, t - step]
+        sums[1 - here, t] = total
+        here = 1 - here
+        step *= 2
+        cuda.syncthreads()
+    before, total = sums[here, t] - own, sums[here, THREADS - 1]
+    cuda.syncthreads()  # before the next call writes to sums
+    return before, total
+
+
+@device
+def raise_largest(largest: DeviceArray, own: Any) -> None:
+    """largest[0] = max of it and every thread's `own` (uint32); every thread of a block calls it, once."""
+    top = cuda.shared.array(1, np.uint32)
+    if cuda.threadIdx.x == 0:
+        top[0] = 0
+    cuda.syncthreads()
+    if own > top[0]:
+        cuda.atomic.max(top, 0, own)
+    cuda.syncthreads()
+    if cuda.threadIdx.x == 0:
+        cuda.atomic.max(largest, 0, top[0])
+
+
+# --- the scan of tile totals, shared by compaction and Rice coding ---
+
+
+@kernel
+def scan_chunks(totals: DeviceArray, sums: DeviceArray) -> None:
+    """An exclusive scan of each chunk of totals, in place; the chunk's sum to sums."""
+    for chunk in range(cuda.blockIdx.x, sums.size, cuda.gridDim.x):
+        begin = chunk * SCAN_CHUNK + cuda.threadIdx.x * SCAN_ITEMS
+        end = min(begin + SCAN_ITEMS, totals.size)
+        own = np.uint64(0)
+        for j in range(begin, end):
+            own += totals[j]
+        before, total = block_scan(own)
+        for j in range(begin, end):
+            value = totals[j]
+            totals[j] = before
+            before += value
+        if cuda.threadIdx.x == 0:
+            sums[chunk] = total
+
+
+@kernel
+def shift_chunks(totals: DeviceArray, sums: DeviceArray) -> None:
+    for i in range(cuda.grid(1), totals.size, cuda.gridsize(1)):
+        totals[i] += sums[i // SCAN_CHUNK]
+
+
+def scan(totals: DeviceArray, level: int = 0) -> None:
+    """totals[i] = the sum of totals[:i], for uint64 of any number: chunks, then the sums of the chunks, and so on."""
+    chunks = -(-totals.size // SCAN_CHUNK)
+    sums = scratch(f"sums of level {level}", chunks, np.uint64)
+    scan_chunks[grid(chunks, 1), THREADS](totals, sums)
+    if chunks > 1:
+        scan(sums, level + 1)
+        shift_chunks[grid(totals.size, THREADS), THREADS](totals, sums)
+
+
+def tile_totals(tiles: int, name: str = "totals") -> DeviceArray:
+    """uint64[tiles + 1] for a kernel that writes one total a tile; after `scan` the last entry is the sum of all."""
+    totals = scratch(name, tiles + 1, np.uint64)
+    zero(totals[tiles:])
+    return totals
