@@ -98,32 +98,24 @@ SPARSE = tuple(ssp(s, compress, push) for push in ("", "gradient") for s, compre
 LOCAL_SGD = ("--outer-lr", "1", "--outer-momentum", "0")  # updates are added as they come, as in ssp
 
 
-def pushed(compress: str, local_steps: int = 1) -> Row:
-    """Updates of the worker's own optimizer at staleness 1, both ways through `compress`."""
-    if local_steps == 1:
-        return Row(compress, ("--sync", "ssp", "--staleness", "1", "--compress", compress))
-    flags = (
-        "--sync",
-        "local",
-        "--local-steps",
-        str(local_steps),
-        "--staleness",
-        "1",
-        "--compress",
-        compress,
-        *LOCAL_SGD,
-    )
-    return Row(f"{compress}, H = {local_steps}", flags)
+def pushed(compress: str, local_steps: int = 1, down: str = "") -> Row:
+    """Updates of the worker's own optimizer at staleness 1, coded by `compress`; states by `down`, else alike."""
+    mode = ("ssp",) if local_steps == 1 else ("local", "--local-steps", str(local_steps), *LOCAL_SGD)
+    flags = ("--sync", *mode, "--staleness", "1", "--compress", compress, *(("--compress-down", down) if down else ()))
+    name = f"{compress} up, {down} down" if down else compress
+    return Row(name if local_steps == 1 else f"{name}, H = {local_steps}", flags)
 
 
 COMPRESS = tuple(pushed(spec) for spec in (
-    "dense", "int8", "2bit", "sign", "topk:0.05+int8", "topk:0.05+2bit", "topk:0.03+2bit", "topk:0.01+int8",
-    "topk:0.015+2bit", "topk:123/4096+2bit", "topk:64/4096+2bit", "powersgd:4",
+    "dense", "int8", "2bit", "sign", "topk:0.05+int8", "topk:0.01+int8", "topk:0.015+2bit", "powersgd:4",
     "cycle:0.25+sign", "cycle:0.15+sign", "cycle:0.08+2bit", "cycle:0.06+sign",
 ))  # fmt: skip
-LOCAL = tuple(pushed(spec, steps) for steps in (2, 4, 8) for spec in (
-    "topk:123/4096+2bit", "topk:64/4096+2bit", "topk:0.05+2bit", "sign",
-))  # fmt: skip
+LOCAL = (
+    *(pushed("topk:0.01+int8", 1, down) for down in ("topk:0.018+2bit", "cycle:0.15+sign")),
+    pushed("topk:123/4096+2bit", 4), pushed("topk:123/4096+2bit", 4, "cycle:0.22+sign"),
+    *(pushed(spec, 4) for spec in ("cycle:0.22+sign", "cycle:0.5+sign", "cycle:0.1+sign")),
+    *(pushed(spec, 2) for spec in ("cycle:0.12+sign", "cycle:0.06+sign")),
+)  # fmt: skip
 
 PRESETS = {
     "modes": Preset(
