@@ -69,6 +69,7 @@ class Row:
     name: str
     flags: tuple[str, ...] = ()
     held: bool = False
+    script: tuple[str, ...] = ()  # further arguments of the script
 
     @property
     def key(self) -> str:
@@ -98,24 +99,34 @@ SPARSE = tuple(ssp(s, compress, push) for push in ("", "gradient") for s, compre
 LOCAL_SGD = ("--outer-lr", "1", "--outer-momentum", "0")  # updates are added as they come, as in ssp
 
 
-def pushed(compress: str, local_steps: int = 1, down: str = "") -> Row:
-    """Updates of the worker's own optimizer at staleness 1, coded by `compress`; states by `down`, else alike."""
+def pushed(compress: str, local_steps: int = 1, staleness: int = 1, rate: str = "") -> Row:
+    """Updates of the worker's own optimizer, both ways through `compress`; `rate`: another one for the script."""
     mode = ("ssp",) if local_steps == 1 else ("local", "--local-steps", str(local_steps), *LOCAL_SGD)
-    flags = ("--sync", *mode, "--staleness", "1", "--compress", compress, *(("--compress-down", down) if down else ()))
-    name = f"{compress} up, {down} down" if down else compress
-    return Row(name if local_steps == 1 else f"{name}, H = {local_steps}", flags)
+    flags = ("--sync", *mode, "--staleness", str(staleness), "--compress", compress)
+    parts = [compress]
+    if local_steps > 1:
+        parts.append(f"H = {local_steps}")
+    if staleness != 1:
+        parts.append(f"s = {staleness}")
+    if rate:
+        parts.append(f"rate {rate}")
+    return Row(", ".join(parts), flags, script=("--lr", rate) if rate else ())
 
 
-COMPRESS = tuple(pushed(spec) for spec in (
-    "dense", "int8", "2bit", "sign", "topk:0.05+int8", "topk:0.01+int8", "topk:0.015+2bit", "powersgd:4",
-    "cycle:0.25+sign", "cycle:0.15+sign", "cycle:0.08+2bit", "cycle:0.06+sign",
-))  # fmt: skip
-LOCAL = (
-    *(pushed("topk:0.01+int8", 1, down) for down in ("topk:0.018+2bit", "cycle:0.15+sign")),
-    pushed("topk:123/4096+2bit", 4), pushed("topk:123/4096+2bit", 4, "cycle:0.22+sign"),
-    *(pushed(spec, 4) for spec in ("cycle:0.22+sign", "cycle:0.5+sign", "cycle:0.1+sign")),
-    *(pushed(spec, 2) for spec in ("cycle:0.12+sign", "cycle:0.06+sign")),
-)  # fmt: skip
+RATE = "0.0028"  # the byte GPT's, times the root of two workers: see README.md
+# First what every task and number of workers is shown with, then the curve.
+TABLE = (
+    *(pushed(spec) for spec in ("dense", "topk:0.05+int8", "sign", "topk:0.01+int8", "cycle:0.15+sign")),
+    pushed("topk:123/4096+2bit", 4, 0),
+)
+CURVE = (
+    replace(SINGLE, name=f"single process, rate {RATE}", script=("--lr", RATE)),
+    Row(f"bsp, rate {RATE}", ("--sync", "bsp"), script=("--lr", RATE)),
+    *(pushed(spec, rate=RATE) for spec in ("dense", "sign", "topk:0.01+int8", "cycle:0.25+sign", "cycle:0.15+sign")),
+    *(pushed(spec, rate=RATE) for spec in ("cycle:0.06+sign", "cycle:0.03+sign")),
+    *(pushed(spec, 4, 0, RATE) for spec in ("topk:123/4096+2bit", "cycle:0.25+sign", "cycle:0.12+sign")),
+    *(pushed(spec) for spec in ("topk:0.015+2bit", "cycle:0.06+sign", "powersgd:4")),
+)
 
 PRESETS = {
     "modes": Preset(
@@ -131,7 +142,7 @@ PRESETS = {
     "compress": Preset(
         (Task("bytelm", "loss", 400), Task("mnist5k", "accuracy", 744, steps_per_epoch=62)),
         workers=2,
-        rows=(SINGLE, DENSE, *COMPRESS, *LOCAL),
+        rows=(SINGLE, DENSE, *TABLE, *CURVE),
         specs=True,
     ),
 }
@@ -140,9 +151,9 @@ PRESETS = {
 # Runs.
 
 
-def single(task: Task, steps: int, seed: int, limit_s: float) -> Result:
+def single(task: Task, row: Row, steps: int, seed: int, limit_s: float) -> Result:
     """The script as plain python. Raises CommandFailed."""
-    said, seconds = launch.run([sys.executable, *task.arguments(steps, seed)], limit_s)
+    said, seconds = launch.run([sys.executable, *task.arguments(steps, seed), *row.script], limit_s)
     step = re.search(r"median step ([\d.]+) s", said)
     metric = float(re.findall(r"\d+\.\d+", said.strip().splitlines()[-1])[-1])
     return {"metric": metric, "seconds": seconds, "median_step_s": float(step[1]) if step else None}
@@ -159,7 +170,7 @@ def cluster(task: Task, row: Row, workers: int, steps: int, seed: int, hold_s: f
         record = Path(folder) / "record.jsonl"
         address = f"tcp://{LISTEN if row.held else '127.0.0.1'}:{ports[0]}"
         command = [sys.executable, "-m", "narrows.worker.cli", "--server", address, "-n", str(workers)]
-        _, seconds = launch.run([*command, "--record", str(record), *task.arguments(steps, seed)], limit_s)
+        _, seconds = launch.run([*command, "--record", str(record), *task.arguments(steps, seed), *row.script], limit_s)
         events = [json.loads(line) for line in record.read_text().splitlines()]
     held = {"hold_ms": 1000 * hold_s} if row.held else {}
     return read(events, task.metric) | {"seconds": seconds, "workers": workers, "flags": list(row.flags)} | held
@@ -229,7 +240,7 @@ class Campaign:
                 hold_s = self.hold_s(seed) if row.held else 0.0
                 figures = cluster(self.task, row, self.preset.workers, self.steps, seed, hold_s, self.limit_s)
             else:
-                figures = single(self.task, self.steps, seed, self.limit_s)
+                figures = single(self.task, row, self.steps, seed, self.limit_s)
         except (CommandFailed, OSError) as error:
             self.failed.append(name)
             click.echo(f"FAILED {name}: {error}", err=True)
@@ -340,7 +351,7 @@ def spec_table(rows: list[tuple[Row, list[Result]]], name: str) -> list[str]:
     dense = next((metric for row, _, metric, *_ in points if row.key == DENSE.key), None)
     digits, scale = (2, 100) if name == "accuracy" else (3, 1)
     lines = [
-        f"| SPEC, updates at staleness 1 | {name} | seeds | to bsp | kB a step up, down | ratio up, down | staleness, % |",
+        f"| SPEC, updates pushed | {name} | seeds | to bsp | kB a step up, down | ratio up, down | staleness, % |",
         "|---|---|---|---|---|---|---|",
     ]
     for row, found, metric, up, down in points:
@@ -359,7 +370,7 @@ def spec_table(rows: list[tuple[Row, list[Result]]], name: str) -> list[str]:
 
 
 def plot_specs(campaign: Campaign, commit: str, path: Path) -> None:
-    """Ratio, both ways together, against what it costs beside dense bsp; a line for each number of local steps."""
+    """Ratio, both ways together, against what it costs beside dense bsp; a colour for each recipe."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -368,15 +379,15 @@ def plot_specs(campaign: Campaign, commit: str, path: Path) -> None:
     points = spec_points([(row, campaign.found(commit, row)) for row in campaign.preset.rows])
     dense = next(metric for row, _, metric, *_ in points if row.key == DENSE.key)
     figure, axis = pyplot.subplots(figsize=(10, 5.5), layout="constrained")
-    by_steps: dict[str, list[tuple[float, float, str]]] = {}
+    by_recipe: dict[str, list[tuple[float, float, str]]] = {}
     for row, found, metric, up, down in points:
-        spec, _, local = row.key.partition(", ")
+        spec, _, recipe = row.key.partition(", ")
         gap = 100 * (metric / dense - 1) if campaign.task.metric == "loss" else 100 * (dense - metric)
         label = f"{spec} ({len(found)})"
-        by_steps.setdefault(local or "H = 1", []).append((2 / (1 / up + 1 / down), gap, label))
-    for local, own in sorted(by_steps.items()):
+        by_recipe.setdefault(recipe or "H = 1, s = 1", []).append((2 / (1 / up + 1 / down), gap, label))
+    for recipe, own in sorted(by_recipe.items()):
         xs, ys, labels = zip(*sorted(own), strict=True)
-        axis.plot(xs, ys, marker="o", linewidth=0, label=local)
+        axis.plot(xs, ys, marker="o", linewidth=0, label=recipe)
         for x, y, label in zip(xs, ys, labels, strict=True):
             axis.annotate(label, (x, y), textcoords="offset points", xytext=(4, 4), fontsize=7)
     unit = "%" if campaign.task.metric == "loss" else "points"

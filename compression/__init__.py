@@ -11,6 +11,7 @@ raise PayloadError for bytes that are none, before anything is written. A compre
 
 import numpy as np
 
+from narrows.compression.auto import ladder
 from narrows.compression.compressor import Compressor
 from narrows.compression.errors import NonFiniteError, PayloadError, SpecError
 from narrows.compression.feedback import ErrorFeedback
@@ -32,6 +33,7 @@ __all__ = [
     "check",
     "decode",
     "indices",
+    "ladder",
     "parse",
     "warm_up",
 ]

@@ -103,6 +103,17 @@ class PushSettled:
 
 
 @dataclass(frozen=True, slots=True)
+class LinkSeen:
+    """Member: what its messages told of the link since it was last asked. 0 bytes: nothing was timed that way."""
+
+    round_trip_ns: int
+    up_bytes: int
+    up_ns: int
+    down_bytes: int
+    down_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class BuffersWanted:
     """Member: the coordinator asks for the module's buffers."""
 
@@ -122,6 +133,16 @@ class Left:
 
 ServerEffect = Send | Log | Checkpoint | Load | Stop
 MemberEffect = (
-    Send | Joined | Started | GiveWeights | StatePart | StateArrived | PushSettled | BuffersWanted | Failed | Left
+    Send
+    | Joined
+    | Started
+    | GiveWeights
+    | StatePart
+    | StateArrived
+    | PushSettled
+    | LinkSeen
+    | BuffersWanted
+    | Failed
+    | Left
 )
 Payloads = tuple[Buffer, ...]

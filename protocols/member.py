@@ -18,6 +18,7 @@ from narrows.protocols import effects as e
 from narrows.protocols import messages as m
 from narrows.protocols.effects import NS, MemberEffect, Send
 from narrows.protocols.errors import LocalProtocolError
+from narrows.protocols.link import LinkMeter
 from narrows.protocols.modes import Mode, Settings
 
 
@@ -38,7 +39,9 @@ class PushRecord:
 
     messages: list[m.Push]
     sent_ns: int
+    began_ns: int  # when its first part was sent
     held: bool = False
+    repeated: bool = False  # so an ack may be of an earlier copy, and tells nothing of the link
 
     @property
     def bytes(self) -> int:
@@ -76,7 +79,7 @@ class Member:
         self.beat_ns = 0
         self.lease_ns = 0
         self.final_clock = -1
-        self.round_trip_ns = 0
+        self.meter = LinkMeter()
         self.run_started = False
         self.ever_heard = False
 
@@ -112,25 +115,31 @@ class Member:
                 raise LocalProtocolError(
                     f"{len(session.pushes)} pushes in flight to shard {shard}: no more may be sent"
                 )
-            session.pushes[clock] = PushRecord(list(messages), now_ns)
+            session.pushes[clock] = PushRecord(list(messages), now_ns, now_ns)
         else:
             record.messages += messages
             record.sent_ns = now_ns
         return [Send(shard, message) for message in messages]
 
-    def pull(self, shard: int, clock: int, have: int, master: bool, now_ns: int) -> list[MemberEffect]:
+    def pull(
+        self, shard: int, clock: int, have: int, master: bool, now_ns: int, coding: str = ""
+    ) -> list[MemberEffect]:
         """Ask for a state; a newer pull replaces an older one."""
         if self.phase != "running":
             return []  # asked before a rejoin: Started comes, and with it the reason to ask again
         session = self.sessions[shard]
         session.requests += 1
-        session.pull = m.Pull(self.worker, self.epoch, session.requests, clock, have, master)
+        session.pull = m.Pull(self.worker, self.epoch, session.requests, clock, have, master, coding)
         session.pull_ns = now_ns
         session.state.clear()
         return [Send(shard, session.pull)]
 
     def buffers(self, packed: bytes) -> list[MemberEffect]:
         return [Send(0, m.Buffers(self.worker, self.epoch, packed))]
+
+    def look_at_link(self) -> list[MemberEffect]:
+        """Tell what was seen of the link since this was last asked."""
+        return [self.meter.read()]
 
     def leave(self, clock: int, now_ns: int) -> list[MemberEffect]:
         """Go. `clock` >= 0: done, after that many updates; -1: the script failed."""
@@ -155,7 +164,8 @@ class Member:
             return self._ready(message, now_ns)
         if isinstance(message, m.HeartbeatAck):
             if message.worker == self.worker:
-                self.round_trip_ns = now_ns - message.echo_ns
+                self.meter.up.passed(message.echo_ns, message.received_ns)
+                self.meter.down.passed(message.sent_ns, now_ns)
                 self.run_started = message.started
             return []
         if self.phase not in ("running", "leaving") or message.epoch != self.epoch:  # type: ignore[attr-defined]
@@ -167,7 +177,7 @@ class Member:
             wanted = session.pull is not None and session.pull.have < 0
             return [e.GiveWeights(shard)] if wanted else []
         if isinstance(message, m.PushAck):
-            return self._acked(session, shard, message)
+            return self._acked(session, shard, message, now_ns)
         if isinstance(message, m.State):
             return self._state(session, shard, message, now_ns)
         return []
@@ -188,15 +198,19 @@ class Member:
         if self.phase != "declared" or message.worker != self.worker:
             return []
         self.phase, self.epoch = "running", message.epoch
+        self.meter = LinkMeter()  # the server may have been started anew, on a machine with another clock
         ranges = tuple((r[0], r[1]) for r in message.ranges)
         again, self.again = self.again, True
         return [e.Started(message.worker, message.epoch, message.clock, ranges, message.buffers, again)]
 
-    def _acked(self, session: Session, shard: int, ack: m.PushAck) -> list[MemberEffect]:
+    def _acked(self, session: Session, shard: int, ack: m.PushAck, now_ns: int) -> list[MemberEffect]:
         effects: list[MemberEffect] = [e.BuffersWanted()] if ack.want_buffers else []
+        self.meter.down.passed(ack.sent_ns, now_ns)
         record = session.pushes.get(ack.clock)
         if record is None:
             return effects
+        if not record.held and not record.repeated:
+            self.meter.up.passed(record.began_ns, ack.received_ns, record.bytes)
         if ack.status == m.PushStatus.FOLDED:
             del session.pushes[ack.clock]
             return [*effects, e.PushSettled(shard, ack.clock, ack.weight)]
@@ -208,6 +222,7 @@ class Member:
         if pull is None or state.request != pull.request or not 0 <= state.part < state.parts <= m.PARTS_MAX:
             return []
         session.pull_ns = now_ns
+        self.meter.down.passed(state.sent_ns, now_ns, len(state.payload))
         session.state[state.part] = state
         arrived: list[MemberEffect] = [] if state.delta or pull.master else [e.StatePart(shard, state)]
         if len(session.state) < state.parts:
@@ -246,7 +261,7 @@ class Member:
         for record in session.pushes.values():
             wait = self.timing.request_retry_ns + record.bytes * NS // self.timing.bytes_per_second
             if not record.held and (at_once or now_ns - record.sent_ns >= wait):
-                record.sent_ns = now_ns
+                record.sent_ns, record.repeated = now_ns, True
                 effects += [Send(shard, message) for message in record.messages]
         if session.pull is not None and (at_once or now_ns - session.pull_ns >= self._pull_wait()):
             session.pull_ns = now_ns

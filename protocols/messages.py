@@ -225,6 +225,7 @@ class Pull(Message):
     clock: int
     have: int
     master: bool  # the master copy itself, dense, as soon as clock <= min_clock: evaluation and the end of a run
+    coding: str = ""  # SPEC that suits this worker's link, where published states are coded with `auto`
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,4 +363,6 @@ KINDS: dict[int, type[Message]] = {
     24: Ledger,
     25: Report,
 }
+# What a server's runner puts the send time into: the machine made it before it folded and published.
+TIMED = (PushAck, State, HeartbeatAck)
 KIND_OF = {message: number for number, message in KINDS.items()}

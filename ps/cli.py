@@ -199,11 +199,11 @@ def checkpoint_folder(told: str, resume: bool) -> str:
 
 def serve(bind: str, insecure: bool, checkpoint_dir: str, resume: bool, ready_file: str, **flags: Any) -> int:
     settings = Settings(**given(flags)).validated()
-    from narrows.compression import SpecError, parse
+    from narrows.compression import SpecError, ladder
 
     for name in ("compress", "compress_down"):
         try:
-            parse(getattr(settings, name))
+            ladder(getattr(settings, name))
         except SpecError as error:
             raise UsageError(f"--{name.replace('_', '-')} {getattr(settings, name)}: {error}") from None
     host, port = parse_bind(bind)

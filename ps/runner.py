@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +143,10 @@ class Runner:
                 self.running = False
 
     def _send(self, effect: Send) -> None:
-        frames = encode(effect.message)
+        message = effect.message
+        if isinstance(message, m.TIMED):
+            message = replace(message, sent_ns=time.monotonic_ns())
+        frames = encode(message)
         upward = effect.peer == COORDINATOR
         socket = self.upward if upward else self.router
         assert socket is not None and isinstance(effect.peer, bytes)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from narrows.compression import ladder
 from narrows.protocols import messages as m
 from narrows.protocols.effects import NS, Checkpoint, Load, Log, Send, ServerEffect
 from narrows.protocols.errors import RemoteProtocolError
@@ -42,6 +43,7 @@ class Inbox:
     contained: deque[tuple[int, float, int]] = field(default_factory=deque)  # clock, weight, publication it is in
     pull: m.Pull | None = None
     pull_ns: int = 0
+    coding: str = ""  # SPEC that it asks for, where published states are coded with `auto`
 
 
 class Shard:
@@ -76,6 +78,9 @@ class Shard:
         self.means: dict[int, tuple[FloatArray, bytes, tuple[int, ...]]] = {}  # folded, waiting for the norm
         self.norms: dict[int, float] = {}
         self.summed: dict[tuple[int, int], tuple[tuple[int, float], ...]] = {}  # parts of the mean taken early, of whom
+        # What the downlink may be coded with, densest first: the sparsest that a live worker asks for, or the last.
+        rungs = ladder(settings.compress_down, sparse=self.mode.rule is not Rule.OPTIMIZER)
+        self.codings = [rung.spec for rung in rungs]
         self.written = -1
         self.version = 0
         self.report_seen = -1
@@ -119,6 +124,7 @@ class Shard:
             outer=(self.settings.outer_lr, self.settings.outer_momentum) if rule is Rule.OUTER else None,
             lent=self.lent,
         )
+        self.store.code_with(self.codings[-1])
         if rule is Rule.OPTIMIZER:
             if self.make_optimizer is None:
                 raise RemoteProtocolError("this server has no optimizer for pushed gradients")
@@ -183,7 +189,7 @@ class Shard:
                     break
             self.min_clock += 1
             if self.mode.bound is not None:
-                self._publish()
+                effects += self._publish()
             if ledger.checkpoint == self.min_clock and self.written != self.min_clock:
                 effects.append(self._checkpoint())
         at = ledger.checkpoint == self.min_clock == ledger.min_clock and self.written != self.min_clock
@@ -254,10 +260,22 @@ class Shard:
         absent_in_all = set.intersection(*(absent for _, absent in values))
         return values[0][0], tuple(sorted(absent_in_all)), any(hyper != values[0][0] for hyper, _ in values)
 
-    def _publish(self) -> None:
-        assert self.store is not None
-        self.store.publish()
+    def _publish(self) -> list[ServerEffect]:
+        store = self.store
+        assert store is not None
+        effects: list[ServerEffect] = []
+        # One residual for all children: the slowest link decides.
+        asked = [(self.codings.index(i.coding), i.worker) for i in self.inboxes.values() if i.coding]
+        rung, worker = max(asked, default=(self.codings.index(store.down.spec), -1))
+        before, after = store.down.spec, self.codings[rung]
+        if after != before:
+            where = {"shard": self.index, "clock": self.min_clock, "from": before, "to": after}
+            text = f"shard {self.index} codes states with {after}, not {before}: worker {worker} asks for it"
+            effects.append(Log("compress", where | {"text": text}))
+            store.code_with(after)
+        store.publish()
         self.folds = 0
+        return effects
 
     # Messages of workers.
 
@@ -278,7 +296,12 @@ class Shard:
             return self._first_weights(inbox, message, now_ns)
         if inbox.pull is not None and message.request < inbox.pull.request:
             return []  # overtaken by a newer one, which it must not replace
-        inbox.pull, inbox.pull_ns = message, now_ns
+        if message.coding and message.coding not in self.codings:
+            raise RemoteProtocolError(
+                f"worker {inbox.worker} asks for states coded with {message.coding[:60]!r}; --compress-down "
+                f"{self.settings.compress_down} is {', '.join(self.codings)}"
+            )
+        inbox.pull, inbox.pull_ns, inbox.coding = message, now_ns, message.coding
         return self._answer(inbox, now_ns)
 
     def _check_part(self, message: m.Push | m.FirstWeights) -> Store:
@@ -382,7 +405,7 @@ class Shard:
         if self.mode.bound is None:
             self.folds += 1
             if self.folds >= len(self.inboxes):
-                self._publish()
+                effects += self._publish()
                 effects += self._answer_pulls(now_ns)
         return [*effects, self._report(now_ns)]
 

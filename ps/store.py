@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from narrows.compression import Memory, PayloadError, accumulate, add_raw, check, parse
+from narrows.compression import Memory, PayloadError, accumulate, add_raw, check, ladder, parse
 from narrows.protocols import messages as m
 from narrows.protocols.errors import RemoteProtocolError
 
@@ -104,7 +104,8 @@ class Store:
         self.begin, self.end = begin, end
         self.size = end - begin
         self.at_once = at_once
-        self.down = parse(compress_down).contraction()  # x - p is its error feedback
+        rungs = ladder(compress_down)
+        self.code_with(rungs[0].spec)
         self.down_memory = Memory(seed=begin)
         self.lent = lent
         self.publication = -1
@@ -115,7 +116,8 @@ class Store:
         self._total: FloatArray | None = None  # of `mean`, kept: fresh memory costs more than the sum itself
         self.optimizer: ServerOptimizer | None = None
         self.deltas: OrderedDict[int, bytes] = OrderedDict()
-        self.shared = not at_once and self.down.lossless  # p is x itself: between two barriers neither changes
+        # p is x itself: between two barriers neither changes, and no lossy compressor ever needs both.
+        self.shared = not at_once and self.down.lossless and len(rungs) == 1
 
     def first_weights(self, parts: Sequence[Payloads]) -> None:
         """The first weights of the run, whole."""
@@ -169,12 +171,17 @@ class Store:
         assert self.optimizer is not None
         self.optimizer.step(self._own_x(), mean, hyper, absent, scale)
 
+    def code_with(self, spec: str) -> None:
+        """Code publications with another SPEC from now on; what the one before left out is in x - p."""
+        self.down = parse(spec).contraction()  # x - p is its error feedback
+
     def publish(self) -> None:
         """Make x the published state, through the downlink's compressor where it has one."""
         self.publication += 1
         if self.shared:
             return
         if self.down.lossless:
+            self.deltas.clear()  # nothing leads over this publication but the whole state
             if self.lent():
                 self.p = self.x.copy()
             else:

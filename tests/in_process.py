@@ -9,20 +9,27 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
+from narrows.compression import warm_up
 from narrows.protocols.coordinator import Coordinator
-from narrows.protocols.effects import Failed, MemberEffect, Send, ServerEffect
+from narrows.protocols.effects import NS, Failed, MemberEffect, Send, ServerEffect
 from narrows.protocols.member import Member
+from narrows.protocols.messages import TIMED, Buffer
 from narrows.protocols.modes import Settings
 from narrows.protocols.wire import decode, encode
 from narrows.ps.optimizers import TorchOptimizer
 from narrows.ps.server import Server
 from narrows.ps.shard import COORDINATOR, Shard
 
+warm_up()  # as ps-serve and ps-worker do: a kernel that is compiled in the middle of a run stops everybody
+
 
 class Cluster:
     """Servers of one run and the links to them."""
+
+    held_ns = 0  # how long all bytes together were on their way
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings.validated()
@@ -36,9 +43,12 @@ class Cluster:
             for index, server in enumerate(self.servers):
                 self._apply(index, server.start(self.now()))
 
-    @staticmethod
-    def now() -> int:
-        return time.monotonic_ns()
+    def now(self) -> int:
+        return time.monotonic_ns() + self.held_ns
+
+    def hold(self, link: Link, frames: Sequence[Buffer]) -> None:
+        """Let the bytes of a message take their time on this link. Nobody waits: it is the clock that goes on."""
+        self.held_ns += int(sum(map(len, frames)) / link.rate * NS)
 
     def _apply(self, index: int, effects: Iterable[ServerEffect]) -> None:
         """Carry out a server's effects; shards know each other as b"shard-<index>"."""
@@ -46,18 +56,24 @@ class Cluster:
             if isinstance(effect, Send):
                 peer = effect.peer
                 assert isinstance(peer, bytes)
-                message = decode([bytes(frame) for frame in encode(effect.message)])
+                message = effect.message
+                if isinstance(message, TIMED):
+                    message = replace(message, sent_ns=self.now())  # as ps/runner.py does
+                frames = [bytes(frame) for frame in encode(message)]
+                message = decode(frames)
                 if peer == COORDINATOR:
                     self._apply(0, self.servers[0].handle(b"shard-%d" % index, message, self.now()))
                 elif peer.startswith(b"shard-"):
                     self._apply(int(peer[6:]), self.servers[int(peer[6:])].handle(COORDINATOR, message, self.now()))
                 elif peer in self.links:
                     link, shard = self.links[peer]
+                    self.hold(link, frames)
                     link.deliver(link.member.receive(shard, message, self.now()))
 
     def send(self, link: Link, shard: int, frames: list[bytes]) -> None:
         peer = b"%d.%d" % (id(link), shard)
         self.links[peer] = (link, shard)
+        self.hold(link, frames)
         self._apply(shard, self.servers[shard].handle(peer, decode(frames), self.now()))
 
 
@@ -70,6 +86,7 @@ class Link:
         self.events: deque[MemberEffect] = deque()
         self.error = ""
         self.bytes_up = self.bytes_down = 0
+        self.rate = float("inf")  # bytes a second, each way
         self.call(lambda member, now: member.join(now))
         assert self.take(1.0) is not None
 

@@ -44,6 +44,7 @@ PIPES_END_S = 2.0  # a process that a child left behind may keep its pipes open 
 TELL_S = 5.0
 RANKS = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1}
 SERVER = -1  # in place of a worker's index
+SWITCHED = "worker {} codes with {to}, not {from}, from clock {clock} on: {reason}"
 FATAL = (AuthenticationError.exit_code, IncompatibleError.exit_code)
 
 
@@ -262,6 +263,8 @@ class Launcher:
                 if self.embedded is not None and value["code"] in FATAL and not self.recording.steps:
                     break  # the run cannot start without this worker
             elif kind == "event":
+                if value["event"] == "compress":
+                    self.console.say(SWITCHED.format(index, **value))
                 self.recording.take(index, value)
             elif kind == "exit":
                 self._exited(index, value)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from narrows.compression import ErrorFeedback, NonFiniteError, parse
+from narrows.compression import ErrorFeedback, NonFiniteError
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
 from narrows.protocols.effects import MemberEffect
@@ -28,6 +28,7 @@ from narrows.protocols.wire import pack
 from narrows.worker.flat import FlatModel, FloatArray, load_buffers, pack_buffers
 from narrows.worker.overlap import Overlap
 from narrows.worker.runner import Link
+from narrows.worker.tuning import Tuning
 from narrows.worker.view import Coded, ShardView, raw_values
 
 START_LIMIT_S = 600.0  # the other workers of a run come within this
@@ -93,6 +94,7 @@ class Engine:
         self.link, self.settings, self.mode = link, settings, settings.mode()
         self.model, self.inner, self.max_grad_norm = model, inner, max_grad_norm
         self.flat = FlatModel(model, inner)
+        self.tuning = Tuning(settings, self.flat.size)
         self.gradients = self.mode.rule is Rule.OPTIMIZER
         self.worker, self.epoch, self.clock = -1, 0, 0
         self.composed = 0  # the epoch of the life that the replica is of
@@ -108,9 +110,7 @@ class Engine:
         self.start: FloatArray = self.replica if exact else np.zeros(self.flat.size, np.float32)
         # Pushed gradients at bound 0: the parameters are the pulled state, nothing changes them but a state that step()
         # waits for, and gradients stay as they are until their push is folded. So neither needs a copy of ours.
-        self.direct = (
-            self.gradients and self.mode.bound == 0 and self.flat.plain and parse(self.settings.compress_down).lossless
-        )
+        self.direct = self.gradients and self.mode.bound == 0 and self.flat.plain and self.tuning.down_lossless
         self.wait_s = 0.0
         self.staleness = 0
         self.finished = self.left = False
@@ -132,7 +132,7 @@ class Engine:
         self.ring = [np.zeros(self.flat.size, np.float32) for _ in range(self.mode.window + 2)]
         self.overlap: Overlap | None = None
         if overlap and self.gradients:
-            if not parse(self.settings.compress).lossless:
+            if not self.tuning.up_lossless:
                 raise UsageError(
                     f"overlap=True sends gradients part by part, --compress {self.settings.compress} selects over all of "
                     "them: use --compress dense, or leave out overlap=True"
@@ -150,14 +150,15 @@ class Engine:
     # Events.
 
     def _wait(self, done: Any, limit_s: float, what: str) -> None:
-        deadline = time.monotonic() + limit_s
+        began = time.monotonic()
         while not done():
-            left = deadline - time.monotonic()
+            left = began + limit_s - time.monotonic()
             if left <= 0:
                 raise NarrowsError(f"waited {limit_s:.0f} s for {what}")
             event = self.link.take(min(left, 1.0))
             if event is not None:
                 self._handle(event)
+        self.tuning.waited_s += time.monotonic() - began
 
     def poll(self) -> None:
         """Handle what has arrived, without waiting."""
@@ -176,6 +177,8 @@ class Engine:
             self.views[event.shard].arrived(event)
         elif isinstance(event, e.PushSettled):
             self.views[event.shard].in_flight.discard(event.clock)
+        elif isinstance(event, e.LinkSeen):
+            self.tuning.seen.append(event)
         elif isinstance(event, e.BuffersWanted):
             self._send_buffers()
         elif isinstance(event, e.Left):
@@ -185,9 +188,8 @@ class Engine:
         if event.again:
             residuals = [view.feedback for view in self.views]
         else:
-            compressor = parse(self.settings.compress)
             residuals = [
-                ErrorFeedback(compressor, end - begin, seed=event.worker << 16 | shard)
+                ErrorFeedback(self.tuning.compressor, end - begin, seed=event.worker << 16 | shard)
                 for shard, (begin, end) in enumerate(event.ranges)
             ]
         self.views = []
@@ -204,8 +206,8 @@ class Engine:
     def _pull(self, shard: int, clock: int, master: bool = False) -> None:
         view = self.views[shard]
         view.pulling = True
-        have = view.publication
-        self.link.call(lambda member, now: member.pull(shard, clock, have, master, now))
+        have, coding = view.publication, self.tuning.coding
+        self.link.call(lambda member, now: member.pull(shard, clock, have, master, now, coding))
 
     def _give_weights(self, shard: int) -> None:
         view = self.views[shard]
@@ -335,6 +337,7 @@ class Engine:
 
     def _push(self, piece: Callable[[int, int], FloatArray], hyper: bytes = b"", dense: bool = False) -> None:
         """Send update `clock` to every shard, which has room for it; `piece` gives its values of keys [begin, end)."""
+        began = time.monotonic()
         sent: list[list[Coded]] = [[] for _ in self.views]
         if not dense and not self.views[0].feedback.compressor.lossless:
             for shard, view in enumerate(self.views):  # all before the first leaves: a value that is not finite raises
@@ -351,11 +354,11 @@ class Engine:
                     raw = (m.RAW_FLOAT32, begin, end, values.view(np.uint8).data)
                     sent[shard].append(raw)
                     self._send_part(shard, part, len(cuts), raw, hyper)
-                if residual is not None:
-                    residual.fill(0)
+                view.feedback.load_state_dict({})
         if not self.gradients:
             for view, own in zip(self.views, sent, strict=True):
                 view.own[self.clock] = own
+        self.tuning.encode_s = time.monotonic() - began
         self._pushed()
 
     def _encode(self, view: ShardView, values: FloatArray) -> m.Buffer:
@@ -375,6 +378,11 @@ class Engine:
         """The update of this clock is on its way: ask for the state of the next."""
         self.clock += 1
         self.local_step = self.samples_pending = 0
+        if self.tuning.pushed(self.clock):
+            for view in self.views:
+                view.feedback.change(self.tuning.compressor)
+        if self.tuning.chooses:
+            self.link.call(lambda member, now: member.look_at_link())
         for shard, view in enumerate(self.views):
             if not view.pulling:
                 # Ahead only where this clock is served: else it would wait for a min_clock that only the next one needs.
@@ -470,7 +478,7 @@ class Engine:
                 f"the residual in this state_dict is {whole.dtype}{list(whole.shape)}, this model needs "
                 f"float32[{self.flat.size}]"
             )
-        if self.gradients and parse(self.settings.compress).lossless:
+        if self.gradients and self.tuning.up_lossless:
             return  # of another mode: an update is no gradient
         for view in self.views:
             view.feedback.load_state_dict({"residual": whole[view.begin : view.end]})

@@ -54,6 +54,8 @@ class Recording:
             self._joined(worker, event["parameters"], event["clock"])
         elif kind == "bytes":
             self.up[worker], self.down[worker] = event["up"], event["down"]
+        elif kind == "compress":
+            self.note("compress", worker=worker, **event)
         elif kind in ("step", "last"):
             if kind == "step":
                 self.steps += 1

@@ -115,6 +115,9 @@ class Connected:
             "staleness": engine.staleness,
         }
         self._bytes = (up, down)
+        while engine.tuning.switches:
+            clock, switch = engine.tuning.switches.pop(0)
+            _tell("compress", clock=clock, **{"from": switch.before, "to": switch.after}, reason=switch.reason)
 
     def record(self, values: dict[str, float]) -> None:
         self._pending |= {name: float(value) for name, value in values.items()}

@@ -1,0 +1,212 @@
+"""`auto`: which SPEC of a ladder suits a link, by what a clock was measured to cost. Pure: no clock, no I/O.
+
+Rules
+- The densest rung that costs (nearly) nothing is best: what a rung leaves out costs loss, what is hidden costs no time.
+- A clock of a worker with at most `window` updates in flight takes
+
+      max(own, up, down, (own + round trip + up + down) / window),   own = computing + encoding
+
+  for it overlaps with window - 1 others: with window 1 (bound 0) it is the sum, with more the greatest once that hides it.
+- A choice, once made, is left only for one that is better by a margin, time after time; a way back takes longer each time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from dataclasses import dataclass
+from statistics import median
+
+from narrows.compression.errors import SpecError
+from narrows.compression.spec import parse
+
+FLOOR = 0.01  # docs/architecture.md measures what 1 % costs (6 % of loss), and nothing below
+NEAR = 0.05  # a clock so little longer than the shortest is as good: the bytes are worth more
+# The present rung is left for a sparser one only if the shortest clock is so much shorter: four times NEAR, or noise would
+# find its way back.
+MARGIN = 0.20
+PATIENCE = 5  # decisions in a row that must agree, each on a median: noise agrees with itself for less long
+PATIENCE_MAX = 16 * PATIENCE  # on the edge between two rungs every way back doubles the patience, up to this
+WINDOW = 9  # measurements that a median is of: 4 outliers do not move it, +-20 % of noise become 6 % (one sigma)
+FIRST = 3  # clocks before the first choice: one may be anything (first touch of memory), the median of three is not
+# A parameter, of a SPEC that was not timed yet: that of the slowest rungs (topk:0.2+int8 2.4, topk:0.1+int8 1.6, int8 0.3
+# with its residual; a million values, one core of the machine in README.md).
+ENCODE_NS = 2.0
+LEAST_S = 1e-4  # bytes that took less count as this: the delays of busy processes tell no finer
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    spec: str  # canonical
+    density: float  # share of the values that is sent
+    bytes: float  # of a payload, per parameter
+
+
+# Densest first, which is the order of loss too: a new row goes where its bytes put it. tests/test_auto.py measures them.
+LADDER: tuple[Rung, ...] = (
+    Rung("dense", 1.0, 4.0),
+    Rung("fp16", 1.0, 2.0),
+    Rung("int8", 1.0, 1.008),
+    Rung("topk:0.2+int8", 0.2, 0.294),
+    Rung("topk:0.1+int8", 0.1, 0.160),
+    Rung("topk:0.05+int8", 0.05, 0.0866),
+    Rung("topk:0.02+int8", 0.02, 0.0379),
+    Rung("topk:0.01+int8", 0.01, 0.0202),
+    Rung("topk:0.005+int8", 0.005, 0.01075),
+    Rung("topk:0.002+int8", 0.002, 0.00466),
+    Rung("topk:0.001+int8", 0.001, 0.00246),
+)
+
+_AUTO = re.compile(r"auto(?::((?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?))?", re.ASCII)
+_COUNT = 1 << 20  # parameters that a fixed SPEC's bytes are taken of
+
+
+def ladder(spec: str, sparse: bool = True) -> tuple[Rung, ...]:
+    """The rungs that `spec` leaves open, densest first: those of `auto` down to its floor, or one, `spec` itself.
+
+    `sparse` false: only rungs that send every value. Raises SpecError, one sentence.
+    """
+    if re.split("[:+]", spec, maxsplit=1)[0] != "auto":
+        fixed = parse(spec)
+        return (Rung(fixed.spec, 1.0, fixed.payload_bytes_max(_COUNT) / _COUNT),)
+    written = _AUTO.fullmatch(spec)
+    floor = FLOOR if written is None or written[1] is None else float(written[1])
+    if written is None or not LADDER[-1].density <= floor <= 1.0:
+        raise SpecError(
+            f"SPEC {spec!r}: auto chains with no stage and takes a density floor from {LADDER[-1].density:g} to 1; "
+            "write auto or auto:FLOOR"
+        )
+    return tuple(rung for rung in LADDER if rung.density >= (floor if sparse else 1.0))
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """What one clock of a worker was measured to cost. 0 bytes: nothing was timed that way."""
+
+    compute_s: float  # neither waiting nor encoding
+    encode_s: float  # with the rung of this clock
+    up_bytes: int
+    up_s: float
+    down_bytes: int
+    down_s: float
+    round_trip_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """From the next clock on; `reason` is one sentence."""
+
+    before: str
+    after: str
+    reason: str
+
+
+class _Median:
+    """Of the newest WINDOW values."""
+
+    def __init__(self) -> None:
+        self.values: deque[float] = deque(maxlen=WINDOW)
+
+    def __bool__(self) -> bool:
+        return bool(self.values)
+
+    def add(self, value: float) -> None:
+        self.values.append(value)
+
+    @property
+    def value(self) -> float:
+        return median(self.values)
+
+
+class Auto:
+    """The choice of one worker for what it pushes (`up`) and what it pulls (`down`): two ladders, one step on both.
+
+    A ladder of one rung leaves that direction as it is; the shorter of two ends where it ends. It begins on the sparsest
+    rung: until the link is known that costs least time, and what is left out is kept and sent later.
+    """
+
+    def __init__(self, up: tuple[Rung, ...], down: tuple[Rung, ...], count: int, window: int) -> None:
+        """`count`: parameters. `window`: updates that may be in flight, the one that is computed included."""
+        self.choices = [(up[min(i, len(up) - 1)], down[min(i, len(down) - 1)]) for i in range(max(len(up), len(down)))]
+        self.named = 0 if len(up) > 1 else 1  # whose SPEC a switch is named by
+        self.count, self.window = count, window
+        self.at = len(self.choices) - 1
+        self.compute, self.round_trip, self.up_rate, self.down_rate = _Median(), _Median(), _Median(), _Median()
+        self.encode: dict[str, _Median] = {}  # by SPEC
+        self.clocks = 0
+        self.wanted: list[int] = []  # by the newest decisions in a row that want to go the same way
+        self.patience = PATIENCE
+        self.chosen = False
+        self.went = 0  # the way of the last switch after the first choice: -1 denser, 1 sparser, 0 none yet
+
+    @property
+    def up(self) -> str:
+        return self.choices[self.at][0].spec
+
+    @property
+    def down(self) -> str:
+        return self.choices[self.at][1].spec
+
+    def step_s(self, choice: int) -> float:
+        """How long a clock takes, by what is known, with this one of `choices`."""
+        up, down = self.choices[choice]
+        timed = self.encode.get(up.spec)
+        own = self.compute.value + (timed.value if timed else ENCODE_NS * 1e-9 * self.count)
+        up_s = up.bytes * self.count / (self.up_rate or self.down_rate).value
+        down_s = down.bytes * self.count / (self.down_rate or self.up_rate).value
+        return max(own, up_s, down_s, (own + self.round_trip.value + up_s + down_s) / self.window)
+
+    def clock(self, seen: Clock) -> Switch | None:
+        """Take in one more clock, and decide."""
+        self.compute.add(seen.compute_s)
+        self.encode.setdefault(self.up, _Median()).add(seen.encode_s)
+        for rate, size, took_s in (
+            (self.up_rate, seen.up_bytes, seen.up_s),
+            (self.down_rate, seen.down_bytes, seen.down_s),
+        ):
+            if size:
+                rate.add(size / max(took_s, LEAST_S))
+        if seen.up_bytes or seen.down_bytes:
+            self.round_trip.add(seen.round_trip_s)
+        self.clocks += 1
+        if self.clocks < FIRST or not self.round_trip:
+            return None
+        steps = [self.step_s(choice) for choice in range(len(self.choices))]
+        best = min(steps)
+        target = next(choice for choice, step in enumerate(steps) if step <= best * (1 + NEAR))
+        if not self.chosen:
+            self.chosen = True
+            return self._switch(target, steps) if target != self.at else None
+        if target > self.at and steps[self.at] <= best * (1 + MARGIN):
+            target = self.at
+        way = (target > self.at) - (target < self.at)
+        if self.wanted and (self.wanted[0] > self.at) - (self.wanted[0] < self.at) != way:
+            self.wanted.clear()
+        if not way:
+            return None
+        self.wanted.append(target)
+        if len(self.wanted) < self.patience:
+            return None
+        if way == -self.went:
+            self.patience = min(2 * self.patience, PATIENCE_MAX)
+        self.went = way
+        return self._switch(min(self.wanted, key=lambda wanted: abs(wanted - self.at)), steps)
+
+    def _switch(self, target: int, steps: list[float]) -> Switch:
+        before, after = (self.choices[choice][self.named].spec for choice in (self.at, target))
+        reason = (
+            f"{_rate(self.up_rate or self.down_rate)} up, {_rate(self.down_rate or self.up_rate)} down, a round trip of "
+            f"{_seconds(self.round_trip.value)} and {_seconds(self.compute.value)} of computing: a clock takes "
+            f"{_seconds(steps[target])} with {after}, {_seconds(steps[self.at])} with {before}"
+        )
+        self.at = target
+        self.wanted.clear()
+        return Switch(before, after, reason)
+
+
+def _rate(rate: _Median) -> str:
+    return f"{rate.value / 1e6:.3g} MB/s"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s" if value >= 1.0 else f"{value * 1e3:.3g} ms"

@@ -1,0 +1,59 @@
+"""What the messages of a session tell of its link: the round trip, and how long the bytes of each direction took. No I/O.
+
+Rules
+- A timed message has two times: when it was sent by its sender's clock, when it was received by its receiver's. The delay
+  between them holds the difference of the clocks, which nobody knows; the least delay of late is that of an idle link.
+- What a message took beyond the least delay its bytes took; what it spent behind earlier ones counts for those.
+- The least delays of both directions are the round trip: the difference of the clocks cancels.
+- All shards of a server share one machine (Welcome.ports), hence one clock and one link: one `LinkMeter` for them all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from narrows.protocols.effects import NS, LinkSeen
+
+# A least delay is of the last one to two of these: a dozen heartbeats, of which one finds the link idle. Not longer: a route
+# may change, and two clocks that nobody steers drift apart by up to 3 ms in this time (50 ppm, two windows).
+WINDOW_NS = 30 * NS
+
+
+@dataclass(slots=True)
+class Direction:
+    """One way of the link. `bytes` took `busy_ns`, since both were last read."""
+
+    bytes: int = 0
+    busy_ns: int = 0
+    free_ns: int = 0  # when the last payload had left, by the sender's clock
+    least: list[int] = field(default_factory=list)  # delays: of this window and the one before it
+    window_ns: int = 0  # when this window began, by the receiver's clock
+
+    def passed(self, sent_ns: int, received_ns: int, size: int = 0) -> None:
+        """A message was timed that carried a payload of `size` bytes."""
+        delay, known = received_ns - sent_ns, bool(self.least)
+        if not known or received_ns - self.window_ns >= WINDOW_NS:
+            self.least, self.window_ns = [delay, *self.least[:1]], received_ns
+        self.least[0] = min(self.least[0], delay)
+        left_ns = received_ns - min(self.least)
+        if size and known:  # of the first message of all nobody can say how much of its delay was its bytes
+            self.bytes += size
+            self.busy_ns += max(0, left_ns - max(sent_ns, self.free_ns))
+        if size:
+            self.free_ns = max(self.free_ns, left_ns)
+
+
+@dataclass(slots=True)
+class LinkMeter:
+    """Both ways of the link of one session."""
+
+    up: Direction = field(default_factory=Direction)
+    down: Direction = field(default_factory=Direction)
+
+    def read(self) -> LinkSeen:
+        """What was seen since it was last read."""
+        up, down = self.up, self.down
+        round_trip_ns = max(0, min(up.least) + min(down.least)) if up.least and down.least else 0
+        seen = LinkSeen(round_trip_ns, up.bytes, up.busy_ns, down.bytes, down.busy_ns)
+        up.bytes = up.busy_ns = down.bytes = down.busy_ns = 0
+        return seen

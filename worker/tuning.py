@@ -1,0 +1,64 @@
+"""What the clocks of one engine cost, and what `auto` makes of it. The engine's thread owns it.
+
+Rules
+- A clock ends when its update is pushed. Its time is waiting, encoding, or computing, which is all that is neither.
+- A run without `auto` has ladders of one rung: nothing is ever chosen, and the link is not asked for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from narrows.compression import Compressor, ladder, parse
+from narrows.compression.auto import Auto, Clock, Switch
+from narrows.protocols.effects import NS, LinkSeen
+from narrows.protocols.modes import Rule, Settings
+
+
+class Tuning:
+    """The present compressor of an engine, and the switches to be reported."""
+
+    def __init__(self, settings: Settings, count: int, now_s: Callable[[], float] = time.monotonic) -> None:
+        mode = settings.mode()
+        # A gradient that is sparse or late costs far more loss than an update (README.md, "Results"): not unless asked for.
+        sparse = mode.rule is not Rule.OPTIMIZER
+        up, down = ladder(settings.compress, sparse), ladder(settings.compress_down, sparse)
+        self.auto = Auto(up, down, count, mode.window)
+        self.now_s = now_s
+        self.chooses, self.chooses_down = len(self.auto.choices) > 1, len(down) > 1
+        self.up_lossless = all(parse(rung.spec).lossless for rung in up)
+        self.down_lossless = all(parse(rung.spec).lossless for rung in down)
+        self.compressor: Compressor = parse(self.auto.up)
+        self.waited_s = self.encode_s = 0.0  # of this clock
+        self.ended_s: float | None = None  # when the last clock ended
+        self.seen: list[LinkSeen] = []  # of this clock
+        self.switches: list[tuple[int, Switch]] = []  # the first clock of each; whoever reports them takes them out
+
+    @property
+    def coding(self) -> str:
+        """What published states are to be coded with, or "" where that is not ours to say, or not known yet."""
+        return self.auto.down if self.chooses_down and self.auto.chosen else ""
+
+    def pushed(self, clock: int) -> bool:
+        """The update before `clock` is pushed. Whether `compressor` or `coding` is another one from now on."""
+        now_s, before_s, seen = self.now_s(), self.ended_s, self.seen
+        cost = Clock(
+            compute_s=0.0 if before_s is None else max(0.0, now_s - before_s - self.waited_s - self.encode_s),
+            encode_s=self.encode_s,
+            up_bytes=sum(each.up_bytes for each in seen),
+            up_s=sum(each.up_ns for each in seen) / NS,
+            down_bytes=sum(each.down_bytes for each in seen),
+            down_s=sum(each.down_ns for each in seen) / NS,
+            round_trip_s=seen[-1].round_trip_ns / NS if seen else 0.0,
+        )
+        self.ended_s, self.waited_s = now_s, 0.0
+        if before_s is None or not self.chooses:
+            return False  # what came before the first push is no clock: imports, data, the first weights
+        self.seen = []
+        switch = self.auto.clock(cost)
+        if switch is None:
+            return False
+        self.compressor = parse(self.auto.up)
+        self.switches.append((clock, switch))
+        return True
