@@ -15,13 +15,10 @@ from narrows.compression.index_codings import (
     FIXED,
     GROUPED_RICE,
     RICE,
-    RICE_PARAMETER_MAX,
     STRATA,
     STRIDE,
     STRIDE_UNIT,
-    _bytes,
-    _rice_bound,
-    _rice_bytes,
+    bytes_of,
 )
 from narrows.compression.kernels.rice import RICE_GROUP
 from narrows.compression.payload import Header
@@ -119,13 +116,10 @@ def select_blocks(kernels: Any, reducer: Any, sums: DeviceArray) -> Pairs:
 def encode_indices(kernels: Any, indices: DeviceArray, count: int) -> CodedIndices:
     """index_codings.encode_indices on the device."""
     kept = indices.size
-    first = min(max(_rice_bound(kept, count)[1] - 2, 0), RICE_PARAMETER_MAX - 3)
+    first = RICE.first(kept, count)
     costs = kernels.scratch("costs", 4, np.int64)
     kernels.rice_costs(indices, first, costs)
-    rice_bytes, r, unary_bits = min(
-        (_rice_bytes(kept, r, bits - kept * r), r, bits - kept * r)
-        for r, bits in enumerate(costs.copy_to_host().tolist(), first)
-    )
+    rice_size, r, unary_bits = RICE.cheapest_of(kept, first, costs.copy_to_host().tolist())
     parameters = kernels.scratch("parameters", -(-kept // RICE_GROUP), np.uint8)
     low_bits, grouped_bits = kernels.group_parameters(indices, parameters)
     width = kernels.largest_gap(indices).bit_length()
@@ -133,7 +127,7 @@ def encode_indices(kernels: Any, indices: DeviceArray, count: int) -> CodedIndic
     def words(name: str, bits: int) -> tuple[DeviceArray, int]:
         array = kernels.scratch(f"{name} to send", (bits + 63) // 64 + SPARE_WORDS, np.uint64)
         kernels.zero(array)
-        return array, _bytes(bits)
+        return array, bytes_of(bits)
 
     def rice() -> CodedIndices:
         lows, unary = words("lows", kept * r), words("unary", unary_bits)
@@ -153,9 +147,9 @@ def encode_indices(kernels: Any, indices: DeviceArray, count: int) -> CodedIndic
         return CodedIndices(GROUPED_RICE.wire_id, low_bits, [(nibbles, nibbles.size), lows, unary])
 
     ways: list[tuple[int, int, Callable[[], CodedIndices]]] = [
-        (rice_bytes, RICE.wire_id, rice),
-        (_bytes(kept * width), FIXED.wire_id, fixed),
-        (_bytes(4 * parameters.size) + _bytes(low_bits) + _bytes(grouped_bits), GROUPED_RICE.wire_id, grouped),
+        (rice_size, RICE.wire_id, rice),
+        (bytes_of(kept * width), FIXED.wire_id, fixed),
+        (bytes_of(4 * parameters.size) + bytes_of(low_bits) + bytes_of(grouped_bits), GROUPED_RICE.wire_id, grouped),
     ]
     return min(ways, key=lambda way: way[:2])[2]()
 
@@ -171,15 +165,15 @@ def _words(kernels: Any, name: str, part: ByteArray) -> DeviceArray:
 
 
 def _read_rice(kernels: Any, part: ByteArray, header: Header, places: DeviceArray) -> None:
-    low_bytes = _bytes(header.kept * header.parameter)
+    low_bytes = bytes_of(header.kept * header.parameter)
     lows, unary = _words(kernels, "lows", part[:low_bytes]), _words(kernels, "unary", part[low_bytes:])
     kernels.rice_decode(lows, unary, header.parameter, places)
 
 
 def _read_grouped(kernels: Any, part: ByteArray, header: Header, places: DeviceArray) -> None:
     groups = -(-header.kept // RICE_GROUP)
-    head = _bytes(4 * groups)
-    low_end = head + _bytes(header.parameter)
+    head = bytes_of(4 * groups)
+    low_end = head + bytes_of(header.parameter)
     parameters = np.column_stack((part[:head] & 15, part[:head] >> 4)).ravel()[:groups]
     lows, unary = _words(kernels, "lows", part[head:low_end]), _words(kernels, "unary", part[low_end:])
     kernels.grouped_decode(upload(kernels, "parameters", parameters), lows, unary, header.count, places)

@@ -57,7 +57,7 @@ def _spare_bits(part: ByteArray, bits: int) -> None:
         raise PayloadError("payload is corrupt: bits are set after the last index")
 
 
-def _bytes(bits: int) -> int:
+def bytes_of(bits: int) -> int:
     return (bits + 7) // 8
 
 
@@ -66,14 +66,14 @@ def _zeroed(bits: int) -> WordArray:
 
 
 def _first_bytes(words: WordArray, bits: int) -> ByteArray:
-    return words.view(np.uint8)[: _bytes(bits)]
+    return words.view(np.uint8)[: bytes_of(bits)]
 
 
 RICE_PARAMETER_MAX = 31
 
 
 def _rice_bytes(kept: int, r: int, unary_bits: int) -> int:
-    return _bytes(kept * r) + _bytes(unary_bits)
+    return bytes_of(kept * r) + bytes_of(unary_bits)
 
 
 def _rice_bound(kept: int, count: int) -> tuple[int, int]:
@@ -95,16 +95,19 @@ class Rice:
     def bytes_max(self, kept: int, count: int) -> int:
         return _rice_bound(kept, count)[0]
 
+    def first(self, kept: int, count: int) -> int:
+        """The least r of four whose exact costs are worth knowing: clustered indices want less than their sum says."""
+        return min(max(_rice_bound(kept, count)[1] - 2, 0), RICE_PARAMETER_MAX - 3)
+
+    def cheapest_of(self, kept: int, first: int, costs: list[int]) -> tuple[int, int, int]:
+        """(bytes, r, bits of the unary stream), costs being what rice_costs says from `first` on."""
+        return min((_rice_bytes(kept, r, bits - kept * r), r, bits - kept * r) for r, bits in enumerate(costs, first))
+
     def cheapest(self, indices: IndexArray, count: int) -> tuple[int, int, int]:
-        """(bytes, r, bits of the unary stream)."""
-        kept = indices.size
-        # Clustered indices want a smaller r than their sum says: the exact costs of the neighbours decide.
-        first = min(max(_rice_bound(kept, count)[1] - 2, 0), RICE_PARAMETER_MAX - 3)
-        costs = np.empty(4, np.int64)
+        """The same, of these indices."""
+        first, costs = self.first(indices.size, count), np.empty(4, np.int64)
         cpu.rice_costs(indices, first, costs)
-        return min(
-            (_rice_bytes(kept, r, bits - kept * r), r, bits - kept * r) for r, bits in enumerate(costs.tolist(), first)
-        )
+        return self.cheapest_of(indices.size, first, costs.tolist())
 
     def encode(self, indices: IndexArray, r: int, unary_bits: int) -> CodedIndices:
         low_bits = indices.size * r
@@ -117,7 +120,7 @@ class Rice:
     def open(self, part: ByteArray, parameter: int, kept: int, count: int) -> ReadIndices:
         if parameter > RICE_PARAMETER_MAX:
             raise PayloadError(f"payload is corrupt: Rice parameter {parameter} is above {RICE_PARAMETER_MAX}")
-        low_bytes = _bytes(kept * parameter)
+        low_bytes = bytes_of(kept * parameter)
         if part.size <= low_bytes or part.size > self.bytes_max(kept, count) or not part[-1]:
             raise _wrong_size(part, kept, count)
         _spare_bits(part, kept * parameter)
@@ -144,7 +147,12 @@ class GroupedRice:
         """(bytes, parameters, bits of the lows, of the unary stream)."""
         parameters = np.empty(-(-indices.size // RICE_GROUP), np.uint8)
         low_bits, unary_bits = cpu.group_parameters(indices, parameters)
-        return _bytes(4 * parameters.size) + _bytes(low_bits) + _bytes(unary_bits), parameters, low_bits, unary_bits
+        return (
+            bytes_of(4 * parameters.size) + bytes_of(low_bits) + bytes_of(unary_bits),
+            parameters,
+            low_bits,
+            unary_bits,
+        )
 
     def encode(self, indices: IndexArray, parameters: ByteArray, low_bits: int, unary_bits: int) -> CodedIndices:
         lows, unary = _zeroed(low_bits), _zeroed(unary_bits)
@@ -157,8 +165,8 @@ class GroupedRice:
 
     def open(self, part: ByteArray, parameter: int, kept: int, count: int) -> ReadIndices:
         groups = -(-kept // RICE_GROUP)
-        head = _bytes(4 * groups)
-        low_end = head + _bytes(parameter)
+        head = bytes_of(4 * groups)
+        low_end = head + bytes_of(parameter)
         if part.size <= low_end or part.size > self.bytes_max(kept, count) or not part[-1]:
             raise _wrong_size(part, kept, count)
         _spare_bits(part[:head], 4 * groups)
@@ -199,7 +207,7 @@ class Fixed:
         return CodedIndices(self.wire_id, width, _first_bytes(words, indices.size * width))
 
     def open(self, part: ByteArray, parameter: int, kept: int, count: int) -> ReadIndices:
-        if parameter > 32 or part.size != _bytes(kept * parameter) or part.size > self.bytes_max(kept, count):
+        if parameter > 32 or part.size != bytes_of(kept * parameter) or part.size > self.bytes_max(kept, count):
             raise _wrong_size(part, kept, count)
         _spare_bits(part, kept * parameter)
         words = words_of(part)
@@ -255,12 +263,12 @@ INDEX_CODINGS: dict[int, IndexCoding] = {c.wire_id: c for c in (RICE, FIXED, GRO
 
 def encode_indices(indices: IndexArray, count: int) -> CodedIndices:
     """The shortest section for 1 <= indices.size rising indices below count; the earlier in the table of equal ones."""
-    rice_bytes, r, unary_bits = RICE.cheapest(indices, count)
+    rice_size, r, unary_bits = RICE.cheapest(indices, count)
     grouped_bytes, parameters, low_bits, grouped_unary_bits = GROUPED_RICE.cheapest(indices)
     width = cpu.largest_gap(indices).bit_length()
     ways: list[tuple[int, int, Callable[[], CodedIndices]]] = [
-        (rice_bytes, RICE.wire_id, lambda: RICE.encode(indices, r, unary_bits)),
-        (_bytes(indices.size * width), FIXED.wire_id, lambda: FIXED.encode(indices, width)),
+        (rice_size, RICE.wire_id, lambda: RICE.encode(indices, r, unary_bits)),
+        (bytes_of(indices.size * width), FIXED.wire_id, lambda: FIXED.encode(indices, width)),
         (
             grouped_bytes,
             GROUPED_RICE.wire_id,
