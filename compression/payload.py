@@ -35,6 +35,7 @@ from narrows.compression.byte_codings import BYTE_CODINGS, PLAIN_BYTES
 from narrows.compression.errors import PayloadError
 from narrows.compression.index_codings import EVERY_INDEX, INDEX_CODINGS, ReadIndices
 from narrows.compression.kernels import cpu
+from narrows.compression.kernels.values import INFINITY_KEY
 from narrows.compression.low_rank import LOW_RANK, rank_of
 from narrows.compression.value_codings import CHUNK, VALUE_CODINGS, CodedValues
 
@@ -164,13 +165,15 @@ def open_payload(payload: Payload, count: int) -> Opened:
     return Opened(header, values, index_part, index_coding.open(index_part, header.parameter, header.kept, count))
 
 
-def check(payload: Payload, count: int) -> None:
+def check(payload: Payload, count: int, *, finite: bool = False) -> None:
     """Raises PayloadError, one sentence, unless `payload` is valid for exactly `count` values; reads no dense array.
 
     Costs a read of the index section and the scales (and a decompression with lz4). The values themselves may be any:
-    fp32 and fp16 carry NaN and infinity if the sender put them there. Any bytes are safe to pass.
+    fp32, fp16 and bf16 carry NaN and infinity if the sender put them there, unless `finite`. Any bytes are safe to pass.
     """
-    open_payload(payload, count)
+    opened = open_payload(payload, count)
+    if finite and any(cpu.largest_key(values) >= INFINITY_KEY for _, values in opened.chunks()):
+        raise PayloadError("payload holds NaN or infinity")
 
 
 def indices(payload: Payload, count: int) -> IndexArray | None:

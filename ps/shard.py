@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from narrows.compression import ladder
+from narrows.compression import ladder, parse
 from narrows.protocols import messages as m
 from narrows.protocols.effects import NS, Checkpoint, Load, Log, Send, ServerEffect
 from narrows.protocols.errors import RemoteProtocolError
@@ -81,6 +81,7 @@ class Shard:
         # What the downlink may be coded with, densest first: the sparsest that a live worker asks for, or the last.
         rungs = ladder(settings.compress_down, sparse=self.mode.rule is not Rule.OPTIMIZER)
         self.codings = [rung.spec for rung in rungs]
+        self.lossy_down = not all(parse(spec).lossless for spec in self.codings)
         self.written = -1
         self.version = 0
         self.report_seen = -1
@@ -264,10 +265,11 @@ class Shard:
         store = self.store
         assert store is not None
         effects: list[ServerEffect] = []
-        # One residual for all children: the slowest link decides.
-        asked = [(self.codings.index(i.coding), i.worker) for i in self.inboxes.values() if i.coding]
-        rung, worker = max(asked, default=(self.codings.index(store.down.spec), -1))
-        before, after = store.down.spec, self.codings[rung]
+        # One residual for all children: the slowest link decides. Who does not know its link yet is content with what is.
+        before = store.down.spec
+        asked = [(self.codings.index(i.coding or before), i.worker) for i in self.inboxes.values()]
+        rung, worker = max(asked, default=(self.codings.index(before), -1))
+        after = self.codings[rung]
         if after != before:
             where = {"shard": self.index, "clock": self.min_clock, "from": before, "to": after}
             text = f"shard {self.index} codes states with {after}, not {before}: worker {worker} asks for it"
@@ -314,7 +316,7 @@ class Shard:
                 f"part {message.part} of {message.parts}, keys [{message.begin}, {message.end}), is not within "
                 f"this shard's [{store.begin}, {store.end})"
             )
-        check_payload(message)
+        check_payload(message, finite=self.lossy_down)
         return store
 
     def _first_weights(self, inbox: Inbox, message: m.FirstWeights, now_ns: int) -> list[ServerEffect]:

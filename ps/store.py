@@ -55,17 +55,22 @@ class Payloads(Protocol):
     def payload(self) -> m.Buffer: ...
 
 
-def check_payload(message: Payloads) -> None:
-    """Raise RemoteProtocolError where the payload is not one of exactly the keys that the message names."""
+def check_payload(message: Payloads, finite: bool) -> None:
+    """Raise RemoteProtocolError where the payload is not one of exactly the keys that the message names.
+
+    `finite`: NaN and infinity are refused too. A dense downlink carries them to whoever trains; no other coding can.
+    """
     count = message.end - message.begin
     if message.codec == m.RAW_FLOAT32:
         if len(message.payload) != 4 * count:
             raise RemoteProtocolError(
                 f"{count} raw values are {4 * count} bytes, the payload has {len(message.payload)}"
             )
+        if finite and not np.isfinite(np.frombuffer(message.payload, np.float32)).all():
+            raise RemoteProtocolError("the payload holds NaN or infinity, which --compress-down cannot code")
     elif message.codec == m.CODED:
         try:
-            check(message.payload, count)
+            check(message.payload, count, finite=finite)
         except PayloadError as error:
             raise RemoteProtocolError(f"a payload that is none: {error}") from None
     else:

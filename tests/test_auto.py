@@ -429,7 +429,7 @@ def test_overlap_sends_parts_as_they_are() -> None:
     with run(Settings(sync="bsp", compress="auto")) as started:
         started.become(0)
         model = torch.nn.Linear(3, 2)
-        with pytest.raises(UsageError, match="--compress auto selects over all of them: use --compress dense"):
+        with pytest.raises(UsageError, match="--compress auto codes all of them at once: use --compress dense"):
             DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, overlap=True)
 
 

@@ -10,6 +10,7 @@ import copy
 import random
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,12 +20,14 @@ from in_process import Cluster
 from scripts import build, loss_of, run
 from test_wire import SEED
 
+from narrows.compression import parse
 from narrows.protocols import messages as m
 from narrows.protocols.effects import StateArrived
 from narrows.protocols.errors import NarrowsError, RemoteProtocolError
 from narrows.protocols.modes import Settings
 from narrows.protocols.wire import decode, encode, pack
 from narrows.ps.server import Server
+from narrows.ps.store import check_payload
 from narrows.worker import DistributedOptimizer
 
 FORGED = 30  # of each message
@@ -139,6 +142,7 @@ class Hostile(Cluster):
     Settings(sync="bsp", compress="topk:0.1", shards=2),
     Settings(sync="ssp", workers=2, shards=2, compress="topk:0.1+int8"),
     Settings(sync="async", push="gradient"),
+    Settings(sync="ssp", compress="lz4", compress_down="int8"),
     Settings(sync="local", local_steps=2, workers=2),
 ], ids=lambda s: f"{s.sync} {s.compress} {s.push}")  # fmt: skip
 def test_a_server_survives_what_a_worker_may_send(settings: Settings) -> None:
@@ -160,6 +164,21 @@ def test_a_server_survives_what_a_worker_may_send(settings: Settings) -> None:
     assert cluster.refused > 20 and cluster.taken > 20
     for server in cluster.servers:
         assert server.shard.store is not None and np.isfinite(server.shard.store.x).all()
+
+
+@pytest.mark.parametrize("spec", ["raw", "lz4", "fp16", "topk:0.5+bf16"])
+def test_nan_is_refused_where_the_downlink_cannot_code_it(spec: str) -> None:
+    """Else the shard itself would fail, when it publishes."""
+    values = np.linspace(1.0, 2.0, 100, dtype=np.float32)
+    itemsize = 4 if spec in ("raw", "lz4") else 2
+    payload = bytearray(values.tobytes() if spec == "raw" else parse("dense" if spec == "lz4" else spec).encode(values))
+    codec = m.RAW_FLOAT32 if spec == "raw" else m.CODED
+    check_payload(SimpleNamespace(begin=0, end=100, codec=codec, payload=payload), finite=True)
+    begin = 0 if spec == "raw" else 16
+    payload[begin : begin + itemsize] = b"\xff" * itemsize
+    check_payload(SimpleNamespace(begin=0, end=100, codec=codec, payload=payload), finite=False)
+    with pytest.raises(RemoteProtocolError, match="NaN or infinity"):
+        check_payload(SimpleNamespace(begin=0, end=100, codec=codec, payload=payload), finite=True)
 
 
 def pieces(size: int) -> dict[str, list[dict[str, Any]]]:

@@ -132,10 +132,10 @@ class Engine:
         self.ring = [np.zeros(self.flat.size, np.float32) for _ in range(self.mode.window + 2)]
         self.overlap: Overlap | None = None
         if overlap and self.gradients:
-            if not self.tuning.up_lossless:
+            if not self.tuning.up_raw:
                 raise UsageError(
-                    f"overlap=True sends gradients part by part, --compress {self.settings.compress} selects over all of "
-                    "them: use --compress dense, or leave out overlap=True"
+                    f"overlap=True sends gradients part by part, --compress {self.settings.compress} codes all of them "
+                    "at once: use --compress dense, or leave out overlap=True"
                 )
             self.overlap = Overlap(self.flat, [(v.begin, v.end) for v in self.views], overlap, self._send_gradient)
         self._compose()
@@ -339,7 +339,7 @@ class Engine:
         """Send update `clock` to every shard, which has room for it; `piece` gives its values of keys [begin, end)."""
         began = time.monotonic()
         sent: list[list[Coded]] = [[] for _ in self.views]
-        if not dense and not self.views[0].feedback.compressor.lossless:
+        if not dense and self.views[0].feedback.compressor.spec != "dense":
             for shard, view in enumerate(self.views):  # all before the first leaves: a value that is not finite raises
                 sent[shard] = [(m.CODED, view.begin, view.end, self._encode(view, piece(view.begin, view.end)))]
             for shard, (coded,) in enumerate(sent):

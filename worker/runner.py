@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import zmq
+import zmq.utils.garbage  # its own exit handler, needed for zero-copy sends, must be registered before our last push at exit
 
 from narrows.protocols import messages as m
 from narrows.protocols.effects import Failed, Joined, Left, MemberEffect, Send

@@ -27,6 +27,7 @@ class Tuning:
         self.auto = Auto(up, down, count, mode.window)
         self.now_s = now_s
         self.chooses, self.chooses_down = len(self.auto.choices) > 1, len(down) > 1
+        self.up_raw = all(rung.spec == "dense" for rung in up)
         self.up_lossless = all(parse(rung.spec).lossless for rung in up)
         self.down_lossless = all(parse(rung.spec).lossless for rung in down)
         self.compressor: Compressor = parse(self.auto.up)
