@@ -353,24 +353,17 @@ def cost(metric: float, dense: float, name: str) -> str:
 
 def spec_table(rows: list[tuple[Row, list[Result]]], name: str) -> list[str]:
     points = spec_points(rows)
-    dense = next((metric for row, _, metric, *_ in points if row.key == DENSE.key), None)
+    at = {row.key: metric for row, _, metric, *_ in points}
     digits, scale = (2, 100) if name == "accuracy" else (3, 1)
     lines = [
-        f"| SPEC, updates pushed | {name} | seeds | to bsp | kB a step up, down | ratio up, down | staleness, % |",
-        "|---|---|---|---|---|---|---|",
+        f"| SPEC, updates pushed | {name} | seeds | to dense | to bsp | kB a step up, down | of bsp | staleness, % |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row, found, metric, up, down in points:
+        gaps = ["-" if base not in at else cost(metric, at[base], name) for base in ("dense", DENSE.key)]
         kilobytes = ", ".join(shown(mean(found, key), 2, 1e-3) for key in ("step_bytes_up", "step_bytes_down"))
-        cells = [
-            *(f"`{row.key}`", shown(metric, digits, scale), seeds(found, digits, scale)),
-            *(
-                "-" if dense is None else cost(metric, dense, name),
-                kilobytes,
-                f"{up:.1f}, {down:.1f}",
-                histogram(found),
-            ),
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
+        cells = [f"`{row.key}`", shown(metric, digits, scale), seeds(found, digits, scale), *gaps]
+        lines.append(f"| {' | '.join([*cells, kilobytes, f'1/{up:.0f}, 1/{down:.0f}', histogram(found)])} |")
     return lines
 
 

@@ -160,14 +160,47 @@ def test_conformance(spec: str, kind: str) -> None:
             conform(spec, values_of(kind, size))
 
 
-def test_indices_above_float_precision() -> None:
-    count = 2**24 + 3
-    values = np.random.default_rng(0).standard_normal(count, dtype=np.float32)
+LARGE_COUNT = 2**24 + 3  # indices that float32 does not hold
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "topk:0.01+int8",
+        "topk:4/4096+2bit",
+        "mstopk:0.001",
+        "randk:0.0001+sign",
+        "threshold:4+fp16",
+        "cycle:0.0001+bf16",
+    ],
+)
+def test_indices_above_float_precision(spec: str) -> None:
+    values = np.random.default_rng(0).standard_normal(LARGE_COUNT, dtype=np.float32)
     values[-3:] = 9.0, -9.0, 9.0
-    conform("topk:0.01+int8", values)
-    out = np.zeros(count, np.float32)
-    decode(parse("topk:1e-07").encode(values), out)  # k = 2: of three equal values, the first two
-    assert np.flatnonzero(out).tolist() == [count - 3, count - 2]
+    conform(spec, values)
+    if spec.startswith("mstopk"):
+        out = np.zeros(LARGE_COUNT, np.float32)
+        decode(parse("topk:1e-07").encode(values), out)  # k = 2: of three equal values, the first two
+        assert np.flatnonzero(out).tolist() == [LARGE_COUNT - 3, LARGE_COUNT - 2]
+
+
+@pytest.mark.parametrize(
+    "spec", ["dense", *(spec for spec in VALUE_STAGES if "stochastic" not in spec), "cycle:1.0+int8"]
+)
+def test_large_arrays_are_coded_as_their_parts(spec: str) -> None:
+    """Blocks know nothing of each other: what the whole decodes to is what pieces of whole blocks decode to."""
+    values = np.random.default_rng(0).standard_normal(LARGE_COUNT, dtype=np.float32)
+    whole, part = np.empty(LARGE_COUNT, np.float32), np.empty(LARGE_COUNT, np.float32)
+    payload = parse(spec).encode(values)
+    assert len(payload) <= parse(spec).payload_bytes_max(LARGE_COUNT)
+    decode(payload, whole)
+    for begin in range(0, LARGE_COUNT, 1 << 22):
+        end = min(begin + (1 << 22), LARGE_COUNT)
+        decode(parse(spec).encode(values[begin:end]), part[begin:end])
+    assert same_bits(whole, part)
+    total = np.zeros(LARGE_COUNT, np.float32)
+    accumulate(payload, 1.0, total)
+    assert np.array_equal(total, whole)
 
 
 @pytest.mark.parametrize("period", [256, 1024])
