@@ -11,7 +11,7 @@ DENSE_COUNT_MAX = 64  # up to here all values are sent: indices and headers woul
 
 
 class Reduced(NamedTuple):
-    """values: float32[kept], read-only. indices: which they are, as the payload says it."""
+    """values: float32[kept], read-only, good until this thread reduces again. indices: which, as the payload says it."""
 
     values: FloatArray
     indices: CodedIndices

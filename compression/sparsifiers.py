@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from narrows.compression.buffers import Counts, FloatArray, IndexArray, read_only
+from narrows.compression.buffers import Counts, FloatArray, IndexArray, read_only, scratch
 from narrows.compression.errors import NonFiniteError
 from narrows.compression.index_codings import (
     STRATA,
@@ -113,7 +113,7 @@ class BlockTopK(_Selecting):
 
     def reduce(self, values: FloatArray, memory: Memory) -> Reduced:
         bits = values.view(np.uint32)
-        places, keys = np.empty(self.block, np.uint32), np.empty(self.block, np.uint32)
+        places, keys = scratch("places", self.block), scratch("keys", self.block)
         indices, kept = _pairs(self.kept_max(values.size))
         found = cpu.compact_blocks(bits, self.k, self.block, places, keys, indices, kept)
         return _selected(values, read_only(indices[:found]), read_only(kept[:found].view(np.float32)))
@@ -271,6 +271,8 @@ def sample_plan(count: int, k: int) -> SamplePlan | None:
 def select_top(values: FloatArray, k: int, dropped_bits: int = 0) -> tuple[IndexArray, FloatArray]:
     """Rising indices and values of the selection of TopK, for 1 <= k <= values.size, whatever the data.
 
+    Both are scratch of this thread, good until its next selection.
+
     A sample places a threshold slightly below rank k, one read collects what lies above it, and the rank is found among
     these few. Where the sample misled (too few or far too many; many equal values), four reads settle it.
     """
@@ -302,7 +304,7 @@ def _masked(bits: IndexArray, mask: int) -> IndexArray:
 
 
 def _pairs(count: int) -> tuple[IndexArray, IndexArray]:
-    return np.empty(count, np.uint32), np.empty(count, np.uint32)
+    return scratch("indices", count), scratch("kept", count)
 
 
 def _candidates(bits: IndexArray, k: int, counts: Counts, mask: int) -> tuple[IndexArray, IndexArray] | None:
@@ -310,7 +312,7 @@ def _candidates(bits: IndexArray, k: int, counts: Counts, mask: int) -> tuple[In
     plan = sample_plan(bits.size, k)
     if plan is None:
         return None
-    keys = np.empty(plan.keys, np.uint32)
+    keys = scratch("keys", plan.keys)
     cpu.sample_keys(bits, plan.group_lines, keys)
     threshold = cpu.kth_largest_key(read_only(keys), plan.rank, counts)[0]
     smallest = mask & -mask  # of what counts as non-zero: 1 if all bits are looked at
