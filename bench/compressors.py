@@ -154,7 +154,7 @@ def targets(count: int) -> list[str]:
     rows = [
         ("one read pass (numpy.dot)", "read", ""),
         ("one read-and-write pass (numpy.copyto)", "copy", ""),
-        ("`torch.topk` of |x|", "torch.topk", ""),
+        ("`torch.topk` of the magnitudes", "torch.topk", ""),
         ("mstopk:0.01 select", "mstopk", f"{t['torch.topk'] / t['mstopk']:.0f}x torch.topk (20), "
          f"{t['mstopk'] / t['read']:.1f} read passes (6; 3)"),
         ("topk:0.01 select, exact", "topk", f"{t['torch.topk'] / t['topk']:.0f}x, {t['topk'] / t['read']:.1f} read passes"),
@@ -207,6 +207,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "topk + int8": tuple(f"topk:{d}+int8" for d in (0.2, 0.1, 0.05, 0.02, 0.01, 0.005, 0.001)),
     "topk + 2bit": tuple(f"topk:{d}+2bit" for d in (0.2, 0.1, 0.05, 0.02, 0.01, 0.005, 0.001)),
     "topk K/4096 + 2bit": tuple(f"topk:{k}/4096+2bit" for k in (512, 246, 123, 64, 32, 16)),
+    "cycle + sign": tuple(f"cycle:{d}+sign" for d in (1.0, 0.5, 0.25, 0.15, 0.06, 0.03, 0.01)),
     "randk + fp32, unscaled": ("randk:0.2", "randk:0.05", "randk:0.01", "randk:0.001"),
     "powersgd": ("powersgd:32", "powersgd:16", "powersgd:8", "powersgd:4", "powersgd:2", "powersgd:1"),
 }

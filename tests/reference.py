@@ -421,8 +421,8 @@ def scatter_add_fp32(values: Array, indices: Array, weight: np.float32, out: Arr
 
 def add_low_rank(left: Array, right: Array, rank: int, weight: np.float32, out: Array) -> None:
     left, right = left.reshape(rank, -1), right.reshape(rank, -1)
-    total = np.outer(left[0], right[0])
-    for r in range(1, rank):
+    total = np.zeros((left.shape[1], right.shape[1]), np.float32)
+    for r in range(rank):
         total = total + np.outer(left[r], right[r])
     out[:] = out + weight * total.ravel()[: out.size]
 

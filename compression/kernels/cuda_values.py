@@ -289,8 +289,8 @@ def multiply_add(left: DeviceArray, right: DeviceArray, rank: int, weight: float
     rows, columns = left.size // rank, right.size // rank
     for place in range(cuda.grid(1), out.size, cuda.gridsize(1)):
         i, j = place // columns, place % columns
-        total = mul(left[i], right[j])
-        for r in range(1, rank):
+        total = np.float32(0.0)
+        for r in range(rank):
             total = add(total, mul(left[r * rows + i], right[r * columns + j]))
         out[place] = add(out[place], mul(weight, total))
 
