@@ -58,7 +58,7 @@ LADDER: tuple[Rung, ...] = (
 )
 
 _AUTO = re.compile(r"auto(?::((?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?))?", re.ASCII)
-_COUNT = 1 << 20  # parameters that a fixed SPEC's bytes are taken of
+_COUNT = 1 << 20  # parameters that the bound on a fixed SPEC's bytes is taken of, until they are measured
 
 
 def ladder(spec: str, sparse: bool = True) -> tuple[Rung, ...]:
@@ -133,6 +133,9 @@ class Auto:
         self.at = len(self.choices) - 1
         self.compute, self.round_trip, self.up_rate, self.down_rate = _Median(), _Median(), _Median(), _Median()
         self.encode: dict[str, _Median] = {}  # by SPEC
+        self.up_fixed, self.down_fixed = (
+            _Median() if len(rungs) == 1 else None for rungs in (up, down)
+        )  # bytes of a clock
         self.clocks = 0
         self.wanted: list[int] = []  # by the newest decisions in a row that want to go the same way
         self.patience = PATIENCE
@@ -152,20 +155,24 @@ class Auto:
         up, down = self.choices[choice]
         timed = self.encode.get(up.spec)
         own = self.compute.value + (timed.value if timed else ENCODE_NS * 1e-9 * self.count)
-        up_s = up.bytes * self.count / (self.up_rate or self.down_rate).value
-        down_s = down.bytes * self.count / (self.down_rate or self.up_rate).value
+        up_bytes = self.up_fixed.value if self.up_fixed else up.bytes * self.count
+        down_bytes = self.down_fixed.value if self.down_fixed else down.bytes * self.count
+        up_s = up_bytes / (self.up_rate or self.down_rate).value
+        down_s = down_bytes / (self.down_rate or self.up_rate).value
         return max(own, up_s, down_s, (own + self.round_trip.value + up_s + down_s) / self.window)
 
     def clock(self, seen: Clock) -> Switch | None:
         """Take in one more clock, and decide."""
         self.compute.add(seen.compute_s)
         self.encode.setdefault(self.up, _Median()).add(seen.encode_s)
-        for rate, size, took_s in (
-            (self.up_rate, seen.up_bytes, seen.up_s),
-            (self.down_rate, seen.down_bytes, seen.down_s),
+        for rate, fixed, size, took_s in (
+            (self.up_rate, self.up_fixed, seen.up_bytes, seen.up_s),
+            (self.down_rate, self.down_fixed, seen.down_bytes, seen.down_s),
         ):
             if size:
                 rate.add(size / max(took_s, LEAST_S))
+            if size and fixed is not None:
+                fixed.add(size)
         if seen.up_bytes or seen.down_bytes:
             self.round_trip.add(seen.round_trip_s)
         self.clocks += 1

@@ -100,11 +100,12 @@ class Chain:
         values = values_view(values, "values")
         if values.size > COUNT_MAX:
             raise ValueError(f"{values.size} values do not fit one payload; at most {COUNT_MAX} do")
+        memory = memory or Memory()
         if self.reducer is None and self.value_coding is FP32 and self.byte_coding is None:
+            memory.step += 1
             # An empty memoryview cannot be cast, and an empty part would be an empty frame to a transport.
             body: Parts = [values.data.cast("B")] if values.size else []
             return [self._header(values.size, values.size, ALL, PLAIN_BYTES).pack(), *body]
-        memory = memory or Memory()
         reduced = Reduced(values, ALL)
         if self.reducer is not None:
             if values.size > DENSE_COUNT_MAX:

@@ -9,7 +9,7 @@ class SpecError(ValueError):
 
 
 class NonFiniteError(ValueError):
-    """NaN or infinity in values that a lossy stage was asked to encode. Nothing was changed."""
+    """NaN or infinity in values that a lossy stage was asked to encode, or values so large that coding them overflows."""
 
 
 class PayloadError(ValueError):

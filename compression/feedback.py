@@ -79,7 +79,7 @@ class ErrorFeedback:
         """Payload of decay * residual + update, float32[count]; what it does not carry becomes the residual.
 
         NonFiniteError (lossy compressors) for NaN or infinity in update leaves the residual as it was; update is never
-        changed. (A sum that overflows float32 is the same error, but the stream is beyond repair then.)
+        changed. Finite values that overflow once they are added or coded are the same error; the residual is their sum then.
         """
         parts = self.encode_parts(update)
         return memoryview(parts[0] if len(parts) == 1 else b"".join(parts))

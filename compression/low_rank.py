@@ -15,6 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from narrows.compression.buffers import FloatArray, read_only
+from narrows.compression.errors import NonFiniteError
 from narrows.compression.index_codings import CodedIndices
 from narrows.compression.kernels import cpu
 from narrows.compression.kernels.random import RANDOM_BLOCK
@@ -23,6 +24,7 @@ from narrows.compression.reducers import Memory, Reduced
 from narrows.compression.value_codings import non_finite
 
 LOW_RANK = 6  # wire id, in the table of index codings: "not by index at all"
+RANK_MAX = 64  # beyond, the factors of most models are larger than they are; and what a decoder multiplies is bounded
 
 
 class _Header(Protocol):
@@ -44,7 +46,14 @@ def rank_of(header: _Header) -> int:
     if not 1 <= rows <= header.count:
         return 0
     rank, rest = divmod(header.kept, rows + columns_of(rows, header.count))
-    return 0 if rest else rank
+    return 0 if rest or rank > RANK_MAX else rank
+
+
+def bounded(factors: FloatArray, left: int, rank: int) -> bool:
+    """Whether no sum of products of the first `left` values with the others can be NaN or overflow float32."""
+    with np.errstate(invalid="ignore"):
+        tops = [float(np.abs(part).max()) for part in (factors[:left], factors[left:])]
+    return bool(rank * tops[0] * tops[1] < float(np.finfo(np.float32).max))  # false where one is NaN
 
 
 @dataclass(frozen=True)
@@ -83,20 +92,28 @@ class PowerSgd:
             raise non_finite(values)
         rank, rows, columns = self._shape(values.size)
         right = memory.factor
-        if right is None or right.shape != (rank, columns) or not np.all(np.any(right, axis=1)):
+        if right is None or right.shape != (rank, columns) or not _is_factor(right):
             right = _first_factor(memory, rank, columns)
         with np.errstate(over="ignore", invalid="ignore"):
             left, right = _power_iteration(values, right, rows)
-        memory.factor = right
         factors = np.concatenate((left.ravel(), right.ravel()))
-        if cpu.largest_key(read_only(factors)) >= INFINITY_KEY:
-            raise non_finite(factors)
+        if not bounded(factors, left.size, rank):
+            raise NonFiniteError(f"{values.size} finite values are too large for {self.spec}: their products overflow")
+        memory.factor = right
         return Reduced(read_only(factors), CodedIndices(LOW_RANK, rows, np.empty(0, np.uint8)))
 
 
+def _is_factor(right: FloatArray) -> bool:
+    """Finite (a state_dict may hold anything), and with a direction in each row."""
+    return bool(np.isfinite(right).all() and np.all(np.any(right, axis=1)))
+
+
 def _power_iteration(values: FloatArray, right: FloatArray, rows: int) -> tuple[FloatArray, FloatArray]:
-    """(left: rank x rows, orthonormal, right: rank x columns), one step on from `right`."""
+    """(left: rank x rows, orthonormal, right: rank x columns), one step on from the directions of `right`."""
     rank, columns = right.shape
+    right = np.ldexp(
+        right, -np.frexp(np.abs(right).max(axis=1, keepdims=True))[1]
+    )  # exact, and large values stay finite
     rest = values.size % columns
     whole = values[: values.size - rest].reshape(-1, columns)
     last = values[values.size - rest :]

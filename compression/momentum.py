@@ -35,7 +35,10 @@ class MomentumCorrection:
         self.residual: FloatArray = np.zeros(count, np.float32)
 
     def encode(self, gradient: FloatArray) -> memoryview:
-        """Payload of what is sent of float32[count]; NonFiniteError for NaN or infinity in it changes nothing."""
+        """Payload of what is sent of float32[count]; NonFiniteError for NaN or infinity in it changes nothing.
+
+        Finite values that overflow once they are added or coded are the same error; they are in velocity and residual then.
+        """
         gradient = checked_update(gradient, self.count, lossless=False)
         np.multiply(self.velocity, self.momentum, out=self.velocity)
         np.add(self.velocity, gradient, out=self.velocity)

@@ -36,7 +36,7 @@ from narrows.compression.errors import PayloadError
 from narrows.compression.index_codings import EVERY_INDEX, INDEX_CODINGS, ReadIndices
 from narrows.compression.kernels import cpu
 from narrows.compression.kernels.values import INFINITY_KEY
-from narrows.compression.low_rank import LOW_RANK, rank_of
+from narrows.compression.low_rank import LOW_RANK, bounded, rank_of
 from narrows.compression.value_codings import CHUNK, VALUE_CODINGS, CodedValues
 
 LAYOUT_VERSION = 1
@@ -83,6 +83,10 @@ class Opened:
         for begin in range(0, self.header.kept, CHUNK):
             yield begin, self.values.part(begin, scratch[: self.header.kept - begin])
 
+    def factors(self) -> FloatArray:
+        """All that is kept, copied."""
+        return np.concatenate([values.copy() for _, values in self.chunks()])
+
     def indices(self) -> Iterator[IndexArray]:
         """The indices of each chunk, likewise."""
         scratch: IndexArray = np.empty(min(CHUNK, self.header.kept), np.uint32)
@@ -111,7 +115,7 @@ class Opened:
                 else:
                     cpu.add_fp32(values, weight, part)
         elif header.index_coding == LOW_RANK:
-            factors = np.concatenate([values.copy() for _, values in self.chunks()])
+            factors = self.factors()
             left = rank_of(header) * header.parameter
             cpu.add_low_rank(read_only(factors[:left]), read_only(factors[left:]), rank_of(header), weight, out)
         else:
@@ -169,11 +173,19 @@ def check(payload: Payload, count: int, *, finite: bool = False) -> None:
     """Raises PayloadError, one sentence, unless `payload` is valid for exactly `count` values; reads no dense array.
 
     Costs a read of the index section and the scales (and a decompression with lz4). The values themselves may be any:
-    fp32, fp16 and bf16 carry NaN and infinity if the sender put them there, unless `finite`. Any bytes are safe to pass.
+    fp32, fp16 and bf16 carry NaN and infinity if the sender put them there, and a product of factors may overflow, unless
+    `finite`, which costs a decoding. Any bytes are safe to pass.
     """
     opened = open_payload(payload, count)
-    if finite and any(cpu.largest_key(values) >= INFINITY_KEY for _, values in opened.chunks()):
-        raise PayloadError("payload holds NaN or infinity")
+    if not finite:
+        return
+    if opened.header.index_coding == LOW_RANK:
+        rank = rank_of(opened.header)
+        sound = bounded(opened.factors(), rank * opened.header.parameter, rank)
+    else:
+        sound = all(cpu.largest_key(values) < INFINITY_KEY for _, values in opened.chunks())
+    if not sound:
+        raise PayloadError("payload holds NaN or infinity, or decodes to it")
 
 
 def indices(payload: Payload, count: int) -> IndexArray | None:

@@ -13,7 +13,7 @@ from narrows.compression.byte_codings import LZ4
 from narrows.compression.compressor import Chain, Compressor
 from narrows.compression.errors import SpecError
 from narrows.compression.index_codings import STRIDE_MAX
-from narrows.compression.low_rank import PowerSgd
+from narrows.compression.low_rank import RANK_MAX, PowerSgd
 from narrows.compression.sparsifiers import MSTOPK_DROPPED_BITS, BlockTopK, Cycle, RandomK, Threshold, TopK
 from narrows.compression.value_codings import (
     BF16,
@@ -29,7 +29,6 @@ from narrows.compression.value_codings import (
 )
 
 BLOCK_MAX = 1 << 20  # values of a top-k block: beyond, its keys leave the cache in which they are searched
-RANK_MAX = 64  # of powersgd: beyond, the factors of most models are larger than they are
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from narrows.compression import Memory, PayloadError, accumulate, add_raw, check, ladder, parse
+from narrows.compression import Memory, NonFiniteError, PayloadError, accumulate, add_raw, check, ladder, parse
 from narrows.protocols import messages as m
 from narrows.protocols.errors import RemoteProtocolError
 
@@ -181,19 +181,21 @@ class Store:
         self.down = parse(spec).contraction()  # x - p is its error feedback
 
     def publish(self) -> None:
-        """Make x the published state, through the downlink's compressor where it has one."""
+        """Make x the published state, through the downlink's compressor where it has one.
+
+        A state that overflowed (a sum of finite updates may) is published whole: whoever trains must see it as it is.
+        """
         self.publication += 1
         if self.shared:
             return
-        if self.down.lossless:
+        delta = None if self.down.lossless else self._delta()
+        if delta is None:
             self.deltas.clear()  # nothing leads over this publication but the whole state
             if self.lent():
                 self.p = self.x.copy()
             else:
                 np.copyto(self.p, self.x)
             return
-        self.down_memory.step = self.publication - 1  # the clock that is complete with it: that of the pushes in it
-        delta = bytes(self.down.encode(self.x - self.p, self.down_memory))
         if self.lent():
             self.p = self.p.copy()
         accumulate(delta, 1.0, self.p)
@@ -201,6 +203,16 @@ class Store:
         limit = DELTA_BYTES_RATIO * 4 * self.size
         while len(self.deltas) > DELTAS_MAX or (len(self.deltas) > 1 and sum(map(len, self.deltas.values())) > limit):
             self.deltas.popitem(last=False)
+
+    def _delta(self) -> bytes | None:
+        """x - p, coded; None where it is not finite."""
+        self.down_memory.step = self.publication - 1  # the clock that is complete with it: that of the pushes in it
+        with np.errstate(over="ignore", invalid="ignore"):
+            left = self.x - self.p
+        try:
+            return bytes(self.down.encode(left, self.down_memory))
+        except NonFiniteError:
+            return None
 
     def since(self, have: int) -> list[tuple[int, bytes]] | None:
         """(number, delta) of each publication after `have`, or None where only the whole state will do."""

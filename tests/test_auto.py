@@ -175,6 +175,18 @@ def test_each_direction_keeps_to_its_own_ladder(up: str, down: str, ends: tuple[
     assert wide.switches[0][1].before == ("topk:0.01+int8" if up == "auto" else "topk:0.1+int8")
 
 
+def test_what_a_fixed_coding_takes_is_measured() -> None:
+    """A threshold may send everything or nothing: beside states of nearly no bytes a push is what a clock takes."""
+    choices = []
+    for size in (5_000_000, 100):
+        auto = Auto(ladder("auto"), ladder("threshold:0.01"), 1_320_000, 1)
+        for _ in range(10):
+            up = int(auto.choices[auto.at][0].bytes * auto.count)
+            auto.clock(Clock(0.01, 0.001, up, up / MBIT, size, size / MBIT, 0.001))
+        choices.append(auto.step_s(auto.at) - auto.choices[auto.at][0].bytes * auto.count / MBIT)
+    assert choices[0] > 39 and choices[1] < 1
+
+
 def test_a_push_beside_states_that_take_as_long_is_free() -> None:
     """The link is as wide one way as the other, and with two updates in flight both are busy at once."""
     assert Link(1 * MBIT, spec="auto", down="dense", window=2).train(20).auto.up == "dense"

@@ -190,6 +190,11 @@ def test_each_check_has_its_sentence() -> None:
         (100, patched(of("uint8minmax"), 16, struct.pack("<ff", 3.4e38, 1e37)), "a uint8minmax scale is out of range"),
         (100, patched(of("powersgd:2"), 12, b"\x03"), "40 values are no factors with 3 rows"),
         (100, patched(of("powersgd:2"), 12, b"\x00"), "40 values are no factors with 0 rows"),
+        (
+            100_000,
+            struct.pack("<BBBBIII", 1, 6, 6, 0, 100_000, 100 * (250 + 400), 250) + bytes(9_000),
+            "are no factors",
+        ),
         (100, payload + b"\x01", "truncated or too long"),
         (100, padding, "bits are set after the last index"),
         (100, patched(sparse, 3, b"\x01")[:16] + raw, f"holds {len(sparse) - 16} bytes and claims {len(sparse) - 15}"),

@@ -147,5 +147,14 @@ def test_power_sgd() -> None:
     assert np.linalg.norm(out - noise) < 1.1 * errors[0]
     with pytest.raises(NonFiniteError):
         parse("powersgd:1").encode(np.full(10_000, np.inf, np.float32))
+    before = warm.factor
     with pytest.raises(NonFiniteError):
-        parse("powersgd:1").encode(np.full(10_000, 3.4e38, np.float32))
+        parse("powersgd:4").encode(np.full(10_000, 3.4e38, np.float32), warm)
+    assert warm.factor is before
+    for scale in (1e30, 1e-30):  # a factor's length says nothing, so none makes the next one overflow or vanish
+        warm.factor = np.float32(scale) * (before if before is not None else noise)
+        decode(parse("powersgd:4").encode(noise, warm), out)
+        assert np.linalg.norm(out - noise) < 1.1 * errors[0]
+    warm.factor[0, 0] = np.nan  # as a state_dict may bring it
+    decode(parse("powersgd:4").encode(noise, warm), out)
+    assert np.isfinite(out).all()

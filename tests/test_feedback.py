@@ -151,7 +151,7 @@ def test_momentum_correction() -> None:
             wrapper.change(parse("topk:0.01"))
     with pytest.raises(NonFiniteError):
         wrapper.encode(np.full(count, np.nan, np.float32))
-    assert same_bits(wrapper.velocity, velocity)
+    assert same_bits(wrapper.velocity, velocity) and same_bits(wrapper.residual, residual)
     with pytest.raises(ValueError, match="momentum must be at least 0 and below 1, not 1"):
         MomentumCorrection(parse("topk:0.01"), count, momentum=1)
     with pytest.raises(ValueError, match=r"velocity is float32\[4000\]; this stream needs float32\[3999\]"):
@@ -177,3 +177,12 @@ def test_momentum_correction_trains() -> None:
 
     assert distance(None) < 0.01
     assert distance(MomentumCorrection(parse("topk:0.02"), count)) < 0.02
+
+
+def test_every_encode_is_a_step() -> None:
+    """Of any SPEC, so that a change of it finds the stream where it is."""
+    for spec in ("dense", "int8", "topk:0.1", "lz4"):
+        feedback = ErrorFeedback(parse(spec), 100)
+        for _ in range(3):
+            feedback.encode(np.ones(100, np.float32))
+        assert feedback.memory.step == 3

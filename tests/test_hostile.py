@@ -27,7 +27,7 @@ from narrows.protocols.errors import NarrowsError, RemoteProtocolError
 from narrows.protocols.modes import Settings
 from narrows.protocols.wire import decode, encode, pack
 from narrows.ps.server import Server
-from narrows.ps.store import check_payload
+from narrows.ps.store import Store, check_payload
 from narrows.worker import DistributedOptimizer
 
 FORGED = 30  # of each message
@@ -179,6 +179,31 @@ def test_nan_is_refused_where_the_downlink_cannot_code_it(spec: str) -> None:
     check_payload(SimpleNamespace(begin=0, end=100, codec=codec, payload=payload), finite=False)
     with pytest.raises(RemoteProtocolError, match="NaN or infinity"):
         check_payload(SimpleNamespace(begin=0, end=100, codec=codec, payload=payload), finite=True)
+
+
+def test_a_low_rank_payload_whose_product_overflows_is_refused_likewise() -> None:
+    payload = bytearray(parse("powersgd:1").encode(np.linspace(1.0, 2.0, 100, dtype=np.float32)))
+    check_payload(SimpleNamespace(begin=0, end=100, codec=m.CODED, payload=payload), finite=True)
+    payload[16 : 16 + 80] = np.full(20, 1e20, np.float32).tobytes()  # finite factors
+    check_payload(SimpleNamespace(begin=0, end=100, codec=m.CODED, payload=payload), finite=False)
+    with pytest.raises(RemoteProtocolError, match="NaN or infinity"):
+        check_payload(SimpleNamespace(begin=0, end=100, codec=m.CODED, payload=payload), finite=True)
+
+
+@pytest.mark.parametrize("spec", ["int8", "topk:0.1", "powersgd:2"])
+def test_a_state_that_overflows_is_published_whole(spec: str) -> None:
+    """Finite updates may have a sum that is not: whoever trains sees it, as with a dense downlink, and the shard lives on."""
+    store = Store(0, 1_000, at_once=True, compress_down=spec)
+    store.restart(np.zeros(1_000, np.float32), np.zeros(1_000, np.float32), 0)
+    update = np.full(1_000, 3e38, np.float32)
+    update[::3] = 1.0
+    part = SimpleNamespace(begin=0, end=1_000, codec=m.RAW_FLOAT32, payload=update.tobytes())
+    for _ in range(3):
+        store.fold_update([part], 1.0)
+        store.publish()
+        np.testing.assert_array_equal(store.p, store.x) if np.isinf(store.x).any() else None
+    assert store.publication == 3 and np.isinf(store.p[1]) and store.p[0] == 3.0
+    assert store.since(1) is None
 
 
 def pieces(size: int) -> dict[str, list[dict[str, Any]]]:

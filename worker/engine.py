@@ -340,8 +340,14 @@ class Engine:
         began = time.monotonic()
         sent: list[list[Coded]] = [[] for _ in self.views]
         if not dense and self.views[0].feedback.compressor.spec != "dense":
-            for shard, view in enumerate(self.views):  # all before the first leaves: a value that is not finite raises
-                sent[shard] = [(m.CODED, view.begin, view.end, self._encode(view, piece(view.begin, view.end)))]
+            try:
+                for shard, view in enumerate(self.views):  # all before the first leaves
+                    sent[shard] = [(m.CODED, view.begin, view.end, self._encode(view, piece(view.begin, view.end)))]
+            except NarrowsError:  # a value that is not finite: nothing was sent, so nothing may be gone from a residual
+                for view, coded in zip(self.views, sent, strict=True):
+                    for _, _, _, payload in coded:
+                        view.feedback.restore(payload)
+                raise
             for shard, (coded,) in enumerate(sent):
                 self._send_part(shard, 0, 1, coded, hyper)
         else:

@@ -229,7 +229,7 @@ def add_low_rank(left: FloatArray, right: FloatArray, rank: int, weight: np.floa
         row = out[i * columns : (i + 1) * columns]
         for begin in range(0, row.size, LOW_RANK_BLOCK):
             part = row[begin : begin + LOW_RANK_BLOCK]
-            total[:] = np.float32(0.0)
+            total[: part.size] = np.float32(0.0)
             for r in range(rank):
                 factor = left[r * rows + i]
                 column = right[r * columns + begin : r * columns + begin + part.size]
