@@ -148,13 +148,14 @@ def test_power_sgd() -> None:
     with pytest.raises(NonFiniteError):
         parse("powersgd:1").encode(np.full(10_000, np.inf, np.float32))
     before = warm.factor
+    assert before is not None
     with pytest.raises(NonFiniteError):
         parse("powersgd:4").encode(np.full(10_000, 3.4e38, np.float32), warm)
     assert warm.factor is before
     for scale in (1e30, 1e-30):  # a factor's length says nothing, so none makes the next one overflow or vanish
-        warm.factor = np.float32(scale) * (before if before is not None else noise)
+        warm.factor = np.float32(scale) * before
         decode(parse("powersgd:4").encode(noise, warm), out)
         assert np.linalg.norm(out - noise) < 1.1 * errors[0]
-    warm.factor[0, 0] = np.nan  # as a state_dict may bring it
+    warm.factor = np.full_like(before, np.nan)  # as a state_dict may bring it
     decode(parse("powersgd:4").encode(noise, warm), out)
     assert np.isfinite(out).all()

@@ -344,8 +344,8 @@ class Engine:
                 for shard, view in enumerate(self.views):  # all before the first leaves
                     sent[shard] = [(m.CODED, view.begin, view.end, self._encode(view, piece(view.begin, view.end)))]
             except NarrowsError:  # a value that is not finite: nothing was sent, so nothing may be gone from a residual
-                for view, coded in zip(self.views, sent, strict=True):
-                    for _, _, _, payload in coded:
+                for view, own in zip(self.views, sent, strict=True):
+                    for _, _, _, payload in own:
                         view.feedback.restore(payload)
                 raise
             for shard, (coded,) in enumerate(sent):
