@@ -101,8 +101,7 @@ class CudaErrorFeedback:
         if self.compressor.lossless:
             values = self._lossless(update)
             payload = self._send(Reduced(values, ALL, None), (values,))()
-            if self.compressor.byte_coding is not None:
-                self.memory.step += 1  # a plain copy is no step, on the CPU neither
+            self.memory.step += 1
             return payload
         if self._successor is None:
             self._successor = self._zeros()
