@@ -12,7 +12,7 @@ Rules
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
@@ -20,6 +20,7 @@ from narrows.protocols.effects import NS, MemberEffect, Send
 from narrows.protocols.errors import LocalProtocolError
 from narrows.protocols.link import LinkMeter
 from narrows.protocols.modes import Mode, Settings
+from narrows.protocols.wire import FRAME_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +49,103 @@ class PushRecord:
         return sum(len(message.payload) for message in self.messages)
 
 
-@dataclass(slots=True)
 class Session:
-    """Toward one shard."""
+    """Toward one shard, by a member that has its place in the run: pushes and the pull that are not answered yet."""
 
-    pushes: OrderedDict[int, PushRecord] = field(default_factory=OrderedDict)
-    pull: m.Pull | None = None
-    pull_ns: int = 0
-    state: dict[int, m.State] = field(default_factory=dict)
-    requests: int = 0
+    def __init__(self, shard: int, worker: int, epoch: int, mode: Mode, timing: Timing, meter: LinkMeter) -> None:
+        self.shard, self.worker, self.epoch, self.mode = shard, worker, epoch, mode
+        self.timing, self.meter = timing, meter
+        self.pushes: OrderedDict[int, PushRecord] = OrderedDict()
+        self.asked: m.Pull | None = None
+        self.asked_ns = 0
+        self.state: dict[int, m.State] = {}
+        self.requests = 0
+
+    def push(self, messages: list[m.Push], now_ns: int) -> list[MemberEffect]:
+        """Send update `clock` (all its parts); parts may be added by further calls (overlap)."""
+        clock = messages[0].clock
+        record = self.pushes.get(clock)
+        if record is None:
+            if len(self.pushes) >= self.mode.window:
+                raise LocalProtocolError(
+                    f"{len(self.pushes)} pushes in flight to shard {self.shard}: no more may be sent"
+                )
+            self.pushes[clock] = PushRecord(list(messages), now_ns, now_ns)
+        else:
+            record.messages += messages
+            record.sent_ns = now_ns
+        return [Send(self.shard, message) for message in messages]
+
+    def pull(self, clock: int, have: int, master: bool, now_ns: int, coding: str = "") -> list[MemberEffect]:
+        """Ask for a state; a newer pull replaces an older one."""
+        self.requests += 1
+        self.asked = m.Pull(self.worker, self.epoch, self.requests, clock, have, master, coding)
+        self.asked_ns = now_ns
+        self.state.clear()
+        return [Send(self.shard, self.asked)]
+
+    def receive(self, message: m.Message, now_ns: int) -> list[MemberEffect]:
+        """The effects of an answer of the shard; none for one of an earlier epoch."""
+        if isinstance(message, (m.NeedWeights, m.PushAck, m.State)) and message.epoch == self.epoch:
+            if isinstance(message, m.PushAck):
+                return self._acked(message, now_ns)
+            if isinstance(message, m.State):
+                return self._state(message, now_ns)
+            # A late one, to a member that has had a state since, must not make it pull anew from a publication it is about
+            # to leave: the same delta would be added twice.
+            wanted = self.asked is not None and self.asked.have < 0
+            return [e.GiveWeights(self.shard)] if wanted else []
+        return []
+
+    def _acked(self, ack: m.PushAck, now_ns: int) -> list[MemberEffect]:
+        effects: list[MemberEffect] = [e.BuffersWanted()] if ack.want_buffers else []
+        self.meter.down.passed(ack.sent_ns, now_ns)
+        record = self.pushes.get(ack.clock)
+        if record is None:
+            return effects
+        if not record.held and not record.repeated:
+            self.meter.up.passed(record.began_ns, ack.received_ns, record.bytes)
+        if ack.status == m.PushStatus.FOLDED:
+            del self.pushes[ack.clock]
+            return [*effects, e.PushSettled(self.shard, ack.clock, ack.weight)]
+        record.held = True
+        return effects
+
+    def _state(self, state: m.State, now_ns: int) -> list[MemberEffect]:
+        pull = self.asked
+        if pull is None or state.request != pull.request or not 0 <= state.part < state.parts <= m.PARTS_MAX:
+            return []
+        self.asked_ns = now_ns
+        self.meter.down.passed(state.sent_ns, now_ns, len(state.payload))
+        self.state[state.part] = state
+        arrived: list[MemberEffect] = [] if state.delta or pull.master else [e.StatePart(self.shard, state)]
+        if len(self.state) < state.parts:
+            return arrived
+        whole = tuple(self.state[part] for part in sorted(self.state))
+        self.state = {}
+        self.asked = None
+        effects = arrived
+        if not pull.master:
+            for clock in [c for c in self.pushes if c < whole[-1].min_clock]:
+                del self.pushes[clock]
+                effects.append(e.PushSettled(self.shard, clock, 0.0))
+        return [*effects, e.StateArrived(self.shard, pull.clock, pull.master, whole)]
+
+    def repeat(self, now_ns: int, at_once: bool = False) -> list[MemberEffect]:
+        """What was not answered in time, once more; `at_once`: all that was not answered."""
+        effects: list[MemberEffect] = []
+        for record in self.pushes.values():
+            wait = self.timing.request_retry_ns + record.bytes * NS // self.timing.bytes_per_second
+            if not record.held and (at_once or now_ns - record.sent_ns >= wait):
+                record.sent_ns, record.repeated = now_ns, True
+                effects += [Send(self.shard, message) for message in record.messages]
+        if self.asked is not None and (at_once or now_ns - self.asked_ns >= self._pull_wait()):
+            self.asked_ns = now_ns
+            effects.append(Send(self.shard, self.asked))
+        return effects
+
+    def _pull_wait(self) -> int:
+        return self.timing.request_retry_ns + FRAME_BYTES * NS // self.timing.bytes_per_second
 
 
 class Member:
@@ -107,19 +196,7 @@ class Member:
         """Send update `clock` (all its parts) to a shard; parts may be added by further calls (overlap)."""
         if self.phase != "running" or messages[0].epoch != self.epoch:
             return []  # made before a rejoin that its maker has not seen yet
-        session = self.sessions[shard]
-        clock = messages[0].clock
-        record = session.pushes.get(clock)
-        if record is None:
-            if self.mode is not None and len(session.pushes) >= self.mode.window:
-                raise LocalProtocolError(
-                    f"{len(session.pushes)} pushes in flight to shard {shard}: no more may be sent"
-                )
-            session.pushes[clock] = PushRecord(list(messages), now_ns, now_ns)
-        else:
-            record.messages += messages
-            record.sent_ns = now_ns
-        return [Send(shard, message) for message in messages]
+        return self.sessions[shard].push(messages, now_ns)
 
     def pull(
         self, shard: int, clock: int, have: int, master: bool, now_ns: int, coding: str = ""
@@ -127,12 +204,7 @@ class Member:
         """Ask for a state; a newer pull replaces an older one."""
         if self.phase != "running":
             return []  # asked before a rejoin: Started comes, and with it the reason to ask again
-        session = self.sessions[shard]
-        session.requests += 1
-        session.pull = m.Pull(self.worker, self.epoch, session.requests, clock, have, master, coding)
-        session.pull_ns = now_ns
-        session.state.clear()
-        return [Send(shard, session.pull)]
+        return self.sessions[shard].pull(clock, have, master, now_ns, coding)
 
     def buffers(self, packed: bytes) -> list[MemberEffect]:
         return [Send(0, m.Buffers(self.worker, self.epoch, packed))]
@@ -145,6 +217,12 @@ class Member:
         """Go. `clock` >= 0: done, after that many updates; -1: the script failed."""
         self.phase, self.final_clock, self.asked_ns = "leaving", clock, now_ns
         return [Send(0, m.Leave(self.token, clock))]
+
+    def rejoin(self, now_ns: int) -> list[MemberEffect]:
+        """Join once more, under a token of its own; what was in flight is given up."""
+        self.attempt += 1
+        self.epoch = 0
+        return self.join(now_ns)
 
     # Messages.
 
@@ -168,19 +246,7 @@ class Member:
                 self.meter.down.passed(message.sent_ns, now_ns)
                 self.run_started = message.started
             return []
-        if self.phase not in ("running", "leaving") or message.epoch != self.epoch:  # type: ignore[attr-defined]
-            return []  # of an earlier epoch
-        session = self.sessions[shard]
-        if isinstance(message, m.NeedWeights):
-            # A late one, to a member that has had a state since, must not make it pull anew from a publication it is about
-            # to leave: the same delta would be added twice.
-            wanted = session.pull is not None and session.pull.have < 0
-            return [e.GiveWeights(shard)] if wanted else []
-        if isinstance(message, m.PushAck):
-            return self._acked(session, shard, message, now_ns)
-        if isinstance(message, m.State):
-            return self._state(session, shard, message, now_ns)
-        return []
+        return self.sessions[shard].receive(message, now_ns) if self.phase in ("running", "leaving") else []
 
     def _welcome(self, message: m.Welcome, now_ns: int) -> list[MemberEffect]:
         if self.phase != "hello" or message.token != self.token:
@@ -190,7 +256,9 @@ class Member:
         self.settings = Settings.unpacked(message.settings)
         self.mode = self.settings.mode()
         self.lease_ns = message.lease_ms * 1_000_000
-        self.sessions = [Session() for _ in message.ports]
+        self.sessions = [
+            Session(shard, self.worker, 0, self.mode, self.timing, self.meter) for shard in range(len(message.ports))
+        ]
         joined = e.Joined(message.worker, message.rank, message.world_size, message.settings, message.ports)
         return [joined, *(self.declare(self.plan, now_ns) if self.plan else [])]
 
@@ -199,43 +267,11 @@ class Member:
             return []
         self.phase, self.epoch = "running", message.epoch
         self.meter = LinkMeter()  # the server may have been started anew, on a machine with another clock
+        for session in self.sessions:
+            session.epoch, session.meter = message.epoch, self.meter
         ranges = tuple((r[0], r[1]) for r in message.ranges)
         again, self.again = self.again, True
         return [e.Started(message.worker, message.epoch, message.clock, ranges, message.buffers, again)]
-
-    def _acked(self, session: Session, shard: int, ack: m.PushAck, now_ns: int) -> list[MemberEffect]:
-        effects: list[MemberEffect] = [e.BuffersWanted()] if ack.want_buffers else []
-        self.meter.down.passed(ack.sent_ns, now_ns)
-        record = session.pushes.get(ack.clock)
-        if record is None:
-            return effects
-        if not record.held and not record.repeated:
-            self.meter.up.passed(record.began_ns, ack.received_ns, record.bytes)
-        if ack.status == m.PushStatus.FOLDED:
-            del session.pushes[ack.clock]
-            return [*effects, e.PushSettled(shard, ack.clock, ack.weight)]
-        record.held = True
-        return effects
-
-    def _state(self, session: Session, shard: int, state: m.State, now_ns: int) -> list[MemberEffect]:
-        pull = session.pull
-        if pull is None or state.request != pull.request or not 0 <= state.part < state.parts <= m.PARTS_MAX:
-            return []
-        session.pull_ns = now_ns
-        self.meter.down.passed(state.sent_ns, now_ns, len(state.payload))
-        session.state[state.part] = state
-        arrived: list[MemberEffect] = [] if state.delta or pull.master else [e.StatePart(shard, state)]
-        if len(session.state) < state.parts:
-            return arrived
-        whole = tuple(session.state[part] for part in sorted(session.state))
-        session.state = {}
-        session.pull = None
-        effects = arrived
-        if not pull.master:
-            for clock in [c for c in session.pushes if c < whole[-1].min_clock]:
-                del session.pushes[clock]
-                effects.append(e.PushSettled(shard, clock, 0.0))
-        return [*effects, e.StateArrived(shard, pull.clock, pull.master, whole)]
 
     def _refused(self, shard: int, refuse: m.Refuse, now_ns: int) -> list[MemberEffect]:
         if refuse.code != m.RefuseCode.NOT_A_MEMBER:
@@ -246,32 +282,13 @@ class Member:
             return []
         if self.phase == "leaving":
             return []  # the coordinator may have forgotten us with a restart, and must still hear that we are done
-        self.attempt += 1
-        self.epoch = 0
-        return self.join(now_ns)
+        return self.rejoin(now_ns)
 
     # Time.
 
     def reconnected(self, shard: int, now_ns: int) -> list[MemberEffect]:
         """The link was down: what was on it may be lost, so ask again at once."""
-        return self._repeat(shard, now_ns, at_once=True) if self.phase == "running" else []
-
-    def _repeat(self, shard: int, now_ns: int, at_once: bool = False) -> list[MemberEffect]:
-        session, effects = self.sessions[shard], []
-        for record in session.pushes.values():
-            wait = self.timing.request_retry_ns + record.bytes * NS // self.timing.bytes_per_second
-            if not record.held and (at_once or now_ns - record.sent_ns >= wait):
-                record.sent_ns, record.repeated = now_ns, True
-                effects += [Send(shard, message) for message in record.messages]
-        if session.pull is not None and (at_once or now_ns - session.pull_ns >= self._pull_wait()):
-            session.pull_ns = now_ns
-            effects.append(Send(shard, session.pull))
-        return list(effects)
-
-    def _pull_wait(self) -> int:
-        from narrows.protocols.wire import FRAME_BYTES
-
-        return self.timing.request_retry_ns + FRAME_BYTES * NS // self.timing.bytes_per_second
+        return self.sessions[shard].repeat(now_ns, at_once=True) if self.phase == "running" else []
 
     def tick(self, now_ns: int) -> list[MemberEffect]:
         """Repeat what is unanswered, beat, and find the server lost."""
@@ -293,8 +310,8 @@ class Member:
             self.asked_ns = now_ns
             effects.append(Send(0, self._joining()))
         if self.phase in ("running", "leaving"):
-            for shard in range(len(self.sessions)):
-                effects += self._repeat(shard, now_ns)
+            for session in self.sessions:
+                effects += session.repeat(now_ns)
         beat = min(self.lease_ns // 4 or NS, timing.lost_ns // 4)
         if self.worker >= 0 and self.phase != "hello" and now_ns - self.beat_ns >= beat:
             self.beat_ns = now_ns

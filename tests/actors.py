@@ -282,7 +282,7 @@ class Worker:
         view = self.views[shard]
         view.pulling = True
         self._apply(self.member.pull(shard, clock, view.publication, master, self.run.sim.now_ns))
-        self.run.checker.pulled(shard, self.member.sessions[shard].pull)
+        self.run.checker.pulled(shard, self.member.sessions[shard].asked)
 
     def _state(self, event: e.StateArrived) -> None:
         view, last = self.views[event.shard], event.parts[-1]
@@ -355,6 +355,6 @@ class Worker:
             self._apply(self.member.leave(self.clock, self.run.sim.now_ns))
             return
         for shard, view in enumerate(self.views):
-            pull = self.member.sessions[shard].pull
+            pull = self.member.sessions[shard].asked
             if not view.master and (pull is None or not pull.master):
                 self._pull(shard, self.clock, master=True)

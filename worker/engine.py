@@ -4,7 +4,7 @@ Rules
 - One clock is one push to every shard. Before it computes with clock c the worker needs, from every shard, a state with
   min_clock >= c - s. Right after a push it asks for the state that the next clock needs, so that with s >= 1 the link's
   time lies under the next forward and backward.
-- The replica is composed shard by shard (worker/view.py), and then is what the parameters show.
+- The replica is composed shard by shard (protocols/view.py), and then is what the parameters show.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+import narrows.compression
 from narrows.compression import ErrorFeedback, NonFiniteError
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
@@ -24,12 +25,12 @@ from narrows.protocols.effects import MemberEffect
 from narrows.protocols.errors import NarrowsError, UsageError
 from narrows.protocols.keys import parts
 from narrows.protocols.modes import ELEMENTWISE, Rule, Settings
+from narrows.protocols.view import Coded, ShardView, raw_values
 from narrows.protocols.wire import pack
 from narrows.worker.flat import FlatModel, FloatArray, load_buffers, pack_buffers
 from narrows.worker.overlap import Overlap
 from narrows.worker.runner import Link
 from narrows.worker.tuning import Tuning
-from narrows.worker.view import Coded, ShardView, raw_values
 
 START_LIMIT_S = 600.0  # the other workers of a run come within this
 WAIT_LIMIT_S = 3600.0  # no barrier is waited for longer; a dead worker costs a lease, a dead server is found sooner
@@ -101,7 +102,7 @@ class Engine:
         self.local_step = 0
         self.samples = 1
         self.samples_pending = 0
-        self.views: list[ShardView] = []
+        self.views: list[ShardView[ErrorFeedback]] = []
         self.pulled: FloatArray = np.zeros(self.flat.size, np.float32)
         self.replica: FloatArray = self.pulled if self.gradients else np.zeros(self.flat.size, np.float32)
         # What the parameters were set to: the replica as their dtype rounds it. An update is measured from there, or the
@@ -195,7 +196,7 @@ class Engine:
         self.views = []
         for (begin, end), feedback in zip(event.ranges, residuals, strict=True):
             pulled = None if self.direct else self.pulled[begin:end]
-            self.views.append(ShardView(begin, end, feedback, self.mode, pulled))
+            self.views.append(ShardView(begin, end, feedback, self.mode, pulled, narrows.compression))
         self.worker, self.epoch, self.clock = event.worker, event.epoch, event.clock
         self._started = True
         if event.buffers:
@@ -367,7 +368,7 @@ class Engine:
         self.tuning.encode_s = time.monotonic() - began
         self._pushed()
 
-    def _encode(self, view: ShardView, values: FloatArray) -> m.Buffer:
+    def _encode(self, view: ShardView[ErrorFeedback], values: FloatArray) -> m.Buffer:
         try:
             view.feedback.memory.step = self.clock  # alike on all workers, whenever they joined
             return view.feedback.encode(values)
@@ -407,7 +408,7 @@ class Engine:
         while True:
             epoch = self.epoch
 
-            def here(done: Callable[[ShardView], bool], epoch: int = epoch) -> Callable[[], bool]:
+            def here(done: Callable[[ShardView[ErrorFeedback]], bool], epoch: int = epoch) -> Callable[[], bool]:
                 return lambda: self.epoch != epoch or all(done(view) for view in self.views)
 
             if not self.mode.barrier:

@@ -1,27 +1,50 @@
-"""What a worker holds of one shard: the state it pulled, its residual, and its own updates that this state lacks.
+"""What a child, a worker or the server of a cluster, holds of one shard above it: the state it pulled, its residual, and
+its own updates that this state lacks.
 
 Rules
 - replica = pulled + residual + sum over own clocks of stand_in * update (protocols/replica.py), made in `compose` and
   nowhere else.
 - What comes from the server is looked at whole before any of it is taken over.
+- Payloads are read by `coding`, which is narrows.compression: protocols/ does not import it.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
-from narrows.compression import ErrorFeedback, PayloadError, accumulate, add_raw, check
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.keys import covers
 from narrows.protocols.modes import Mode
 from narrows.protocols.replica import stand_in
-from narrows.worker.flat import FloatArray
 
+FloatArray = npt.NDArray[np.float32]
 Coded = tuple[int, int, int, m.Buffer]  # codec, begin, end, payload
+
+
+class Coding(Protocol):
+    """Reads payloads; see narrows.compression."""
+
+    def check(self, payload: m.Buffer, count: int) -> None:
+        """Raise ValueError unless it is one of exactly `count` values."""
+
+    def accumulate(self, payload: m.Buffer, weight: float, out: FloatArray) -> None: ...
+
+    def add_raw(self, raw: m.Buffer, weight: float, out: FloatArray) -> None: ...
+
+
+class Feedback(Protocol):
+    """What is kept back of what was sent."""
+
+    residual: FloatArray | None
+
+
+F = TypeVar("F", bound=Feedback)
 
 
 def raw_values(state: m.State) -> FloatArray:
@@ -34,11 +57,14 @@ def raw_values(state: m.State) -> FloatArray:
     return np.frombuffer(state.payload, np.float32)
 
 
-class ShardView:
-    """Keys [begin, end). `pulled` is this shard's part of the engine's array, or None where states go elsewhere."""
+class ShardView(Generic[F]):
+    """Keys [begin, end). `pulled` is where their state goes, float32[end - begin], or None where the caller takes it."""
 
-    def __init__(self, begin: int, end: int, feedback: ErrorFeedback, mode: Mode, pulled: FloatArray | None) -> None:
+    def __init__(
+        self, begin: int, end: int, feedback: F, mode: Mode, pulled: FloatArray | None, coding: Coding
+    ) -> None:
         self.begin, self.end, self.feedback, self.mode, self.pulled = begin, end, feedback, mode, pulled
+        self.coding = coding
         self.publication = self.min_clock = -1
         self.contains: dict[int, float] = {}  # own clocks in the pulled state, and the weight each was folded at
         self.own: OrderedDict[int, list[Coded]] = OrderedDict()  # updates as sent
@@ -61,8 +87,8 @@ class ShardView:
                 raw_values(part)
                 continue
             try:
-                check(part.payload, self.end - self.begin)
-            except PayloadError as error:
+                self.coding.check(part.payload, self.end - self.begin)
+            except ValueError as error:
                 raise RemoteProtocolError(f"the server sent a payload that is none: {error}") from None
 
     def arrived(self, event: e.StateArrived) -> None:
@@ -80,7 +106,7 @@ class ShardView:
             self._dense(event.parts, self.pulled)
             return
         for part in event.parts:
-            accumulate(part.payload, 1.0, self.pulled)
+            self.coding.accumulate(part.payload, 1.0, self.pulled)
 
     def _dense(self, parts: tuple[m.State, ...], out: FloatArray) -> FloatArray:
         for part in parts:
@@ -96,7 +122,7 @@ class ShardView:
         for clock, coded in self.own.items():
             weight = stand_in(self.mode, clock, own_clock, self.min_clock, self.contains.get(clock))
             for codec, begin, end, payload in coded if weight else ():
-                add = accumulate if codec == m.CODED else add_raw
+                add = self.coding.accumulate if codec == m.CODED else self.coding.add_raw
                 add(payload, weight, out[begin - self.begin : end - self.begin])
         oldest = self.min_clock if self.mode.bound is not None else max(self.min_clock, own_clock - self.mode.window)
         for clock in [c for c in self.own if c < oldest and c not in self.in_flight]:
