@@ -51,9 +51,13 @@ class Member:
 
 
 class Coordinator:
-    """Messages from workers and Reports in, effects out. `first_epoch` is greater than any epoch of an earlier life."""
+    """Messages from workers and Reports in, effects out. `first_epoch` is greater than any epoch of an earlier life.
 
-    def __init__(self, settings: Settings, first_epoch: int, restart_clock: int = -1) -> None:
+    `child`: this cluster is a member of a run above, and admits workers once it has its place there (`joined_above`,
+    `placed`).
+    """
+
+    def __init__(self, settings: Settings, first_epoch: int, restart_clock: int = -1, child: bool = False) -> None:
         self.settings = settings
         self.mode = settings.mode()
         self.shards = settings.shards
@@ -89,6 +93,10 @@ class Coordinator:
         self.generation_ns = 0  # when members were last told to rejoin, 0: never
         self.ticked = False
         self.finished_once = False
+        self.child = child
+        self.rank_above, self.clusters = (-1, 0) if child else (0, 1)  # this cluster's rank, of so many
+        self.above = b""
+        self.undeclared: dict[int, tuple[bytes, m.Declare]] = {}  # workers whose Declare waits for our place above
 
     # What a runner or a machine beside it may read.
 
@@ -157,7 +165,7 @@ class Coordinator:
         conflict = contradiction(expect, self.settings) if isinstance(expect, dict) else "the flags are no map"
         if conflict:
             return [Send(peer, m.Refuse(m.RefuseCode.INCOMPATIBLE, -1, 0, conflict))]
-        if len(self.reports) < self.shards:
+        if len(self.reports) < self.shards or self.rank_above < 0:
             if len(self.waiting) < WAITING_MAX:
                 self.waiting[hello.token] = (peer, hello)
             return []
@@ -178,8 +186,8 @@ class Coordinator:
         welcome = m.Welcome(
             hello.token,
             member.worker,
-            member.rank,
-            self.settings.workers,
+            self.rank_above + self.clusters * member.rank,  # one to each cluster in turn: however many there are of us
+            self.clusters * self.settings.workers,
             self.epoch,
             lease_ms,
             self.settings.packed(),
@@ -198,11 +206,41 @@ class Coordinator:
         except IncompatibleError as error:
             refuse = m.Refuse(m.RefuseCode.INCOMPATIBLE, member.worker, 0, str(error))
             return [Send(member.peer, refuse), *self._remove(member, "refused", now_ns)]
+        if self.child and not self.above:
+            self.undeclared[member.worker] = (member.peer, declare)
+            return []
         self.epoch += 1
         member.epoch, member.start, member.moved_ns = self.epoch, self.min_clock, now_ns
         member.arrived = [self.min_clock] * self.shards
         self._decide(now_ns)
         return self._broadcast(now_ns)
+
+    def joined_above(self, rank: int, clusters: int, now_ns: int) -> list[ServerEffect]:
+        """The run above knows this cluster; workers may come."""
+        self.rank_above, self.clusters = rank, clusters
+        return self._greet(now_ns)
+
+    def placed(self, above: bytes, clock: int, now_ns: int) -> list[ServerEffect]:
+        """This cluster's place in the run above, and the clock of ours that it stands for; b"" when it gives it up."""
+        self.above = above
+        if above and not self.declared:
+            self.min_clock = max(self.min_clock, clock)
+            self.reached_ns = {self.min_clock: now_ns}
+        effects = self._broadcast(now_ns)
+        waiting, self.undeclared = (self.undeclared, {}) if above else ({}, self.undeclared)
+        for worker, (_, declare) in waiting.items():
+            if worker in self.members:
+                effects += self._declare(self.members[worker], declare, now_ns)
+        return effects
+
+    def _greet(self, now_ns: int) -> list[ServerEffect]:
+        """Answer those who had to wait."""
+        waiting, self.waiting = self.waiting, {}
+        return [effect for peer, hello in waiting.values() for effect in self._hello(peer, hello, now_ns)]
+
+    def refuse_all(self, code: int, text: str) -> list[ServerEffect]:
+        """Who is still there need not find out by silence."""
+        return [Send(w.peer, m.Refuse(code, w.worker, w.epoch, text)) for w in self.members.values() if w.leaving < 0]
 
     def _readies(self, only: Member | None = None) -> list[ServerEffect]:
         """Ready for each member whose epoch every shard knows by now."""
@@ -303,9 +341,7 @@ class Coordinator:
                 if clock not in self.norms:
                     self.shard_norms.setdefault(clock, {})[index] = squares
         if len(self.reports) == self.shards:
-            for peer_, hello in self.waiting.values():
-                effects += self._hello(peer_, hello, now_ns)
-            self.waiting.clear()
+            effects += self._greet(now_ns)
         effects += self._settle(now_ns)
         return [*effects, *self._readies()]
 
@@ -343,17 +379,19 @@ class Coordinator:
 
     def _at_rest(self, report: m.Report) -> bool:
         """Whether a shard has seen the end and done all that comes before it."""
-        return report.ledger_seen >= self.over_version and report.min_clock >= self.min_clock
+        return report.ledger_seen >= self.over_version and report.min_clock >= self.min_clock and report.at_rest
 
     def _decide(self, now_ns: int) -> None:
         declared = self.declared
-        fresh = self.restart_clock < 0
+        fresh = self.child or self.restart_clock < 0
         current = [r for r in self.reports.values() if r.generation == self.generation and r.planned]
         if not self.started and declared and len(current) == self.shards:
             enough = len(declared) >= self.needed
             if self.generation_ns and now_ns - self.generation_ns > self.settings.lease * NS:
                 enough = True
-            if enough and (not fresh or all(r.weights_from == self.initialiser for r in current)):
+            if enough and (
+                not fresh or all(r.from_above if self.child else r.weights_from == self.initialiser for r in current)
+            ):
                 self.started = True
                 self.reached_ns = {self.min_clock: now_ns}
                 self.version += 1
@@ -385,13 +423,9 @@ class Coordinator:
         self.over, self.checkpoint, self.over_version = True, self.min_clock, self.version + 1
 
     def stop(self, now_ns: int) -> list[ServerEffect]:
-        """Ctrl-C: checkpoint at the clock reached, and end. Who is still there need not find out by silence."""
+        """Ctrl-C: checkpoint at the clock reached, and end."""
         text = f"the server was stopped at clock {self.min_clock}"
-        refuse = [
-            Send(w.peer, m.Refuse(m.RefuseCode.SERVER_LOST, w.worker, w.epoch, text))
-            for w in self.members.values()
-            if w.leaving < 0
-        ]
+        refuse = self.refuse_all(m.RefuseCode.SERVER_LOST, text)
         self._end()
         return [*refuse, *self._broadcast(now_ns)]
 
@@ -450,5 +484,6 @@ class Coordinator:
             over=self.over,
             report_seen=self.shard_seen[index],
             plan=b"" if planned else self.plan_packed,
+            above=self.above,
         )
         return Send(self.shard_peers[index], ledger)

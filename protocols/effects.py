@@ -42,7 +42,10 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """The run is over: end the process once what was sent is out."""
+    """The run is over: end the process once what was sent is out. `code` > 0: with this error, one sentence in `text`."""
+
+    code: int = 0
+    text: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ Rules
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from narrows.protocols import effects as e
@@ -61,6 +62,10 @@ class Session:
         self.state: dict[int, m.State] = {}
         self.requests = 0
 
+    def send(self, messages: Sequence[m.Message]) -> list[MemberEffect]:
+        """What is not repeated by us: the shard asks for it again."""
+        return [Send(self.shard, message) for message in messages]
+
     def push(self, messages: list[m.Push], now_ns: int) -> list[MemberEffect]:
         """Send update `clock` (all its parts); parts may be added by further calls (overlap)."""
         clock = messages[0].clock
@@ -74,7 +79,7 @@ class Session:
         else:
             record.messages += messages
             record.sent_ns = now_ns
-        return [Send(self.shard, message) for message in messages]
+        return self.send(messages)
 
     def pull(self, clock: int, have: int, master: bool, now_ns: int, coding: str = "") -> list[MemberEffect]:
         """Ask for a state; a newer pull replaces an older one."""
@@ -160,6 +165,7 @@ class Member:
         self.settings: Settings | None = None
         self.mode: Mode | None = None
         self.sessions: list[Session] = []
+        self.ports: tuple[int, ...] = ()  # of the shards
         self.plan = b""
         self.phase = "new"  # new, hello, welcome, declared, running, leaving, over
         self.again = False
@@ -190,7 +196,7 @@ class Member:
         return [Send(0, m.Declare(self.worker, self.welcomed, plan))]
 
     def first_weights(self, shard: int, messages: list[m.FirstWeights]) -> list[MemberEffect]:
-        return [Send(shard, message) for message in messages]
+        return self.sessions[shard].send(messages)
 
     def push(self, shard: int, messages: list[m.Push], now_ns: int) -> list[MemberEffect]:
         """Send update `clock` (all its parts) to a shard; parts may be added by further calls (overlap)."""
@@ -254,7 +260,7 @@ class Member:
         self.phase, self.worker, self.rank = "welcome", message.worker, message.rank
         self.welcomed = message.epoch
         self.settings = Settings.unpacked(message.settings)
-        self.mode = self.settings.mode()
+        self.mode, self.ports = self.settings.mode(), message.ports
         self.lease_ns = message.lease_ms * 1_000_000
         self.sessions = [
             Session(shard, self.worker, 0, self.mode, self.timing, self.meter) for shard in range(len(message.ports))

@@ -322,6 +322,7 @@ class Ledger(Message):
     over: bool
     report_seen: int
     plan: bytes  # empty once the shard has it
+    above: bytes = b""  # this cluster's place in the run above (ps/uplink.py), empty where there is none, or none yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,6 +342,8 @@ class Report(Message):
     arrived: Pairs  # worker, clock: updates of it that are here whole
     norms: Weights  # clock, squared L2 norm of the folded mean on this shard
     checkpoints: Ints  # clocks of the checkpoints on disk
+    from_above: bool = False  # the first state of the server above is here
+    at_rest: bool = True  # the server above, if there is one, has all that this shard has for it
 
 
 KINDS: dict[int, type[Message]] = {

@@ -23,21 +23,13 @@ from typing import Any
 import click
 
 from narrows.protocols.errors import NarrowsError, UsageError
-from narrows.protocols.flags import ALLOCATOR, COMMAND, given, run, run_flags
+from narrows.protocols.flags import ALLOCATOR, COMMAND, given, parse_address, run, run_flags
 from narrows.protocols.modes import Settings
 
 START_S = 120.0  # a cold machine compiles kernels first
 END_S = 40.0  # a shard that does not end within this after the stop is killed
 CHECKPOINTS = "checkpoints"
 EMBEDDED = os.environ.get("NARROWS_EMBEDDED") == "1"  # in a ps-worker, which ends us by closing our stdin
-
-
-def parse_bind(address: str) -> tuple[str, int]:
-    """(host, port) of tcp://host:port. Raises UsageError."""
-    host, colon, port = address.removeprefix("tcp://").rpartition(":")
-    if not address.startswith("tcp://") or not colon or not host or not (port.isdigit() and int(port) < 65536):
-        raise UsageError(f"--bind {address}: write it as tcp://HOST:PORT, for example tcp://127.0.0.1:5555")
-    return host, int(port)
 
 
 def is_loopback(host: str) -> bool:
@@ -50,12 +42,15 @@ def is_loopback(host: str) -> bool:
 class Cluster:
     """The shard processes of one ps-serve, and their events in one bounded queue."""
 
-    def __init__(self, settings: Settings, host: str, port: int, checkpoint_dir: str, resume: bool) -> None:
-        self.settings, self.host, self.port = settings, host, port
+    def __init__(
+        self, settings: Settings, host: str, port: int, checkpoint_dir: str, resume: bool, parent: str
+    ) -> None:
+        self.settings, self.host, self.port, self.parent = settings, host, port, parent
         self.checkpoint_dir, self.resume = checkpoint_dir, resume
         self.processes: list[subprocess.Popen[str]] = []
         self.ports: list[int] = []
         self.events: queue.Queue[tuple[int, dict[str, Any] | None]] = queue.Queue(10_000)
+        self.early: list[dict[str, Any]] = []  # what was logged before all were bound
         self.first_epoch = time.time_ns() // 1_000_000 << 10  # greater than in any earlier life of this run
 
     def start(self) -> None:
@@ -72,6 +67,7 @@ class Cluster:
                 "first_epoch": self.first_epoch,
                 "checkpoint_dir": self.checkpoint_dir,
                 "resume": self.resume,
+                "parent": self.parent,
             }
             process = subprocess.Popen(
                 [sys.executable, "-m", "narrows.ps.process"],
@@ -113,6 +109,8 @@ class Cluster:
                 raise error
             if event["event"] == "bound":
                 bound[index] = event["port"]
+            elif event["event"] == "log":
+                self.early.append(event)
         self.ports = [bound[i] for i in sorted(bound)]
 
     def stop(self) -> None:
@@ -151,6 +149,9 @@ def describe(name: str, values: dict[str, Any]) -> str | None:
 @click.option("--bind", default="tcp://127.0.0.1:5555", show_default=True,
               help="address of shard 0; shard i takes the port i above it")  # fmt: skip
 @run_flags
+@click.option(
+    "--parent", default="", help="address of a ps-serve above: this cluster is one worker of it, and pushes updates"
+)
 @click.option("--insecure", is_flag=True, help="allow other than loopback addresses without authentication")
 @click.option("--checkpoint-dir", default="", help="where checkpoints and the final model.safetensors go; none: nowhere "
               "[checkpoints/DATE-TIME]")  # fmt: skip
@@ -197,7 +198,9 @@ def checkpoint_folder(told: str, resume: bool) -> str:
         ) from None
 
 
-def serve(bind: str, insecure: bool, checkpoint_dir: str, resume: bool, ready_file: str, **flags: Any) -> int:
+def serve(
+    bind: str, parent: str, insecure: bool, checkpoint_dir: str, resume: bool, ready_file: str, **flags: Any
+) -> int:
     settings = Settings(**given(flags)).validated()
     from narrows.compression import SpecError, ladder
 
@@ -206,15 +209,17 @@ def serve(bind: str, insecure: bool, checkpoint_dir: str, resume: bool, ready_fi
             ladder(getattr(settings, name))
         except SpecError as error:
             raise UsageError(f"--{name.replace('_', '-')} {getattr(settings, name)}: {error}") from None
-    host, port = parse_bind(bind)
+    host, port = parse_address("--bind", bind, any_port=True)
     if not is_loopback(host) and not insecure:
         raise UsageError(f"--bind {bind}: anyone who reaches it could join; keep to loopback or say --insecure")
+    if parent:
+        parse_address("--parent", parent)
     if port + settings.shards - 1 >= 65536:
         raise UsageError(
             f"--bind {bind}: --shards {settings.shards} take the ports from there on, and 65535 is the last"
         )
     folder = checkpoint_folder(checkpoint_dir, resume)
-    cluster = Cluster(settings, host, port, folder, resume)
+    cluster = Cluster(settings, host, port, folder, resume, parent)
     signals: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: signals.append(number))
@@ -249,11 +254,21 @@ def _until_stdin_ends() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+def _show(event: dict[str, Any]) -> None:
+    """A log event on the console; of an embedded server only what a user of ps-worker must know."""
+    line = describe(event["name"], event["values"])
+    told = event["name"] in ("discarded", "restart", "lost", "refused", "hyper")
+    if line and (not EMBEDDED or told or event["values"].get("how") == "expired"):
+        say(line)
+
+
 def _watch(cluster: Cluster, signals: list[int]) -> int:
     """Show events until every process has ended; a shard that ends before the others is an error."""
     ended: set[int] = set()
     done: set[int] = set()
     code, stopping, deadline, last = 0, False, float("inf"), -1
+    for early in cluster.early:
+        _show(early)
     while len(ended) < cluster.settings.shards:
         if signals and not stopping:
             stopping, deadline = True, time.monotonic() + END_S
@@ -279,12 +294,9 @@ def _watch(cluster: Cluster, signals: list[int]) -> int:
             say(f"shard {index}: {event['text']}", error=True)
             code = event["code"]
         elif event["event"] == "log":
-            line = describe(event["name"], event["values"])
             if event["name"] == "checkpoint" and event["values"]["shard"] == 0:
                 last = event["values"]["clock"]
-            if line and (not EMBEDDED or event["name"] in ("discarded", "restart", "lost", "refused", "hyper")
-                         or event["values"].get("how") == "expired"):  # fmt: skip
-                say(line)
+            _show(event)
     if last >= 0 and cluster.checkpoint_dir:
         from narrows.ps import checkpoints
 

@@ -23,6 +23,11 @@ from narrows.ps.store import FloatArray
 IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 
+def warm_up() -> None:
+    """Import what torch imports when the first optimizer is made: seconds in which no heartbeat would leave."""
+    torch.optim.SGD([torch.zeros(1)], lr=0.1)
+
+
 class TorchOptimizer:
     """Steps the pieces of one shard. Raises RemoteProtocolError for hyper-parameters that torch refuses."""
 

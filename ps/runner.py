@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,8 +23,10 @@ import zmq
 from narrows.protocols import messages as m
 from narrows.protocols.coordinator import Coordinator
 from narrows.protocols.effects import NS, Checkpoint, Load, Log, Send, ServerEffect, Stop
-from narrows.protocols.errors import NarrowsError, RemoteProtocolError, UsageError
+from narrows.protocols.errors import BY_EXIT_CODE, NarrowsError, RemoteProtocolError, UsageError
+from narrows.protocols.flags import parse_address
 from narrows.protocols.keys import Plan
+from narrows.protocols.member import Member
 from narrows.protocols.modes import Rule, Settings
 from narrows.protocols.wire import HEADER_BYTES_MAX, LOCAL_HOSTS, PAYLOAD_BYTES_MAX, decode, encode, local_endpoint
 from narrows.ps import checkpoints
@@ -35,6 +39,7 @@ QUEUE_MESSAGES_MAX = 4 * m.PARTS_MAX  # one state of the largest shard, four tim
 ZERO_COPY_BYTES = 1 << 16  # below it pyzmq copies anyway
 LINGER_MS = 2000  # what was sent last may take so long to leave
 STOP_S = 20.0  # shards that do not come to rest within this are ended as they are
+RECONNECT_MS_MAX = 2000
 BURST = 64  # messages handled between two looks at the clock
 
 
@@ -49,11 +54,13 @@ class Process:
     first_epoch: int
     checkpoint_dir: str
     resume: bool
+    parent: str = ""  # address of process 0 of the server above, where there is one
 
 
 def _optimizers() -> Callable[[Plan, int, int], ServerOptimizer]:
-    from narrows.ps.optimizers import TorchOptimizer  # seconds of importing torch, which adding updates can do without
+    from narrows.ps.optimizers import TorchOptimizer, warm_up  # seconds of imports that adding updates can do without
 
+    warm_up()
     return TorchOptimizer
 
 
@@ -100,6 +107,11 @@ class Runner:
         self, process: Process, router: zmq.Socket[bytes], upward: zmq.Socket[bytes] | None, port: int
     ) -> None:
         self.process, self.router, self.upward = process, router, upward
+        self.above: zmq.Socket[bytes] | None = None  # toward the shard above; dialled with the first message to it
+        self.bytes_up = self.bytes_down = 0  # over that link
+        self.poller = zmq.Poller()
+        self.end = Stop()
+        child = bool(process.parent)
         self.folder = Path(process.checkpoint_dir) if process.checkpoint_dir else None
         self.lent = Lent()
         kept = checkpoints.clocks(self.folder, process.index) if self.folder and process.resume else ()
@@ -111,16 +123,19 @@ class Runner:
             optimizer=_optimizers() if process.settings.mode().rule is Rule.OPTIMIZER else None,
             lent=self.lent,
             checkpoints=kept,
+            child=child,
         )
-        coordinator = None
+        coordinator = member = None
         if process.index == 0:
             restart = self._restart_clock() if process.resume else -1
-            coordinator = Coordinator(process.settings, process.first_epoch, restart)
+            coordinator = Coordinator(process.settings, process.first_epoch, restart, child)
+            if child:
+                member = Member(uuid.uuid4().hex, f"{socket.gethostname()}:{port}")
             if restart >= 0 and self.folder is not None:
                 _, facts = checkpoints.read(self.folder, 0, restart, only=())
                 coordinator.adopt_plan(facts["plan"])
                 coordinator.buffers = facts["buffers"]
-        self.server = Server(shard, coordinator)
+        self.server = Server(shard, coordinator, member, process.parent)
         self.stopping = False
         self.stop_by = float("inf")
         self.running = True
@@ -140,30 +155,55 @@ class Runner:
             elif isinstance(effect, Load):
                 self._load(effect.clock)
             elif isinstance(effect, Stop):
-                self.running = False
+                self.running, self.end = False, effect
 
     def _send(self, effect: Send) -> None:
         message = effect.message
         if isinstance(message, m.TIMED):
             message = replace(message, sent_ns=time.monotonic_ns())
         frames = encode(message)
-        upward = effect.peer == COORDINATOR
-        socket = self.upward if upward else self.router
-        assert socket is not None and isinstance(effect.peer, bytes)
-        head = [frames[0]] if upward else [effect.peer, frames[0]]
+        if isinstance(effect.peer, int):
+            target, head = self._dialled(), [frames[0]]
+            self.bytes_up += sum(map(len, frames))
+        elif effect.peer == COORDINATOR:
+            assert self.upward is not None
+            target, head = self.upward, [frames[0]]
+        else:
+            target, head = self.router, [effect.peer, frames[0]]
         try:
             if len(frames) == 2 and len(frames[1]) >= ZERO_COPY_BYTES:
-                socket.send_multipart(head, zmq.SNDMORE | zmq.NOBLOCK)
-                tracker = socket.send(frames[1], zmq.NOBLOCK, copy=False, track=True)
+                target.send_multipart(head, zmq.SNDMORE | zmq.NOBLOCK)
+                tracker = target.send(frames[1], zmq.NOBLOCK, copy=False, track=True)
                 assert tracker is not None
                 self.lent.trackers.append(tracker)
             else:
-                socket.send_multipart([*head, *frames[1:]], zmq.NOBLOCK)
+                target.send_multipart([*head, *frames[1:]], zmq.NOBLOCK)
         except zmq.Again:
             pass  # its queue is full; it will ask again
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:  # gone: its lease will tell
                 raise
+
+    def _dialled(self) -> zmq.Socket[bytes]:
+        """The socket toward the shard above: over TCP, also on this machine, so that bytes are those of a link."""
+        if self.above is None:
+            host, port = parse_address("--parent", self.process.parent)
+            uplink = self.server.shard.uplink
+            if self.process.index and uplink is not None and uplink.place is not None:
+                port = uplink.place.ports[self.process.index]
+            self.above = self.router.context.socket(zmq.DEALER)
+            limit(self.above)
+            self.above.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS_MAX)
+            self.above.connect(f"tcp://{host}:{port}")
+            self.poller.register(self.above, zmq.POLLIN)
+        return self.above
+
+    def _receive_above(self, frames: list[zmq.Frame], now_ns: int) -> None:
+        self.bytes_down += sum(len(frame.buffer) for frame in frames)
+        try:
+            self.apply(self.server.handle_above(decode([frame.buffer for frame in frames]), now_ns))
+        except NarrowsError as error:
+            raise type(error)(f"the server above, {self.process.parent}: {error}") from error
 
     def _checkpoint(self, clock: int) -> None:
         shard = self.server.shard
@@ -212,7 +252,7 @@ class Runner:
         self.apply(self.server.stop(time.monotonic_ns()))
 
     def loop(self) -> None:
-        poller = zmq.Poller()
+        poller = self.poller
         poller.register(self.router, zmq.POLLIN)
         if self.upward is not None:
             poller.register(self.upward, zmq.POLLIN)
@@ -224,21 +264,25 @@ class Runner:
             if sys.stdin.fileno() in ready and not self.stopping:
                 poller.unregister(sys.stdin.fileno())
                 self.stop()
-            for socket in (self.router, self.upward):
-                for _ in range(BURST if socket is not None and socket in ready else 0):
-                    assert socket is not None
+            for source in (self.router, self.upward, self.above):
+                for _ in range(BURST if source is not None and source in ready else 0):
+                    assert source is not None
                     try:
-                        frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                        frames = source.recv_multipart(zmq.NOBLOCK, copy=False)
                     except zmq.Again:
                         break
-                    self.receive(frames, time.monotonic_ns(), from_coordinator=socket is self.upward)
+                    if source is self.above:
+                        self._receive_above(frames, time.monotonic_ns())
+                    else:
+                        self.receive(frames, time.monotonic_ns(), from_coordinator=source is self.upward)
             now_ns = time.monotonic_ns()
             if now_ns - ticked >= TICK_MS * NS // 1000:
                 ticked = now_ns
                 self.apply(self.server.tick(now_ns))
             ledger = self.server.shard.ledger
             if self.server.coordinator is None and ledger is not None and ledger.over:
-                self.running = self.server.shard.min_clock < ledger.min_clock  # its last report is on its way
+                shard = self.server.shard
+                self.running = shard.min_clock < ledger.min_clock or not shard.at_rest  # its last report is on its way
             if time.monotonic() > self.stop_by:
                 break
 
@@ -249,7 +293,7 @@ def run(process: Process, ready: Callable[[int], None]) -> None:
         limit(router)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         port = bind(router, process.bind)
-        upward = None
+        upward = runner = None
         if process.coordinator:
             upward = context.socket(zmq.DEALER)
             limit(upward)
@@ -259,6 +303,13 @@ def run(process: Process, ready: Callable[[int], None]) -> None:
             ready(port)
             runner.loop()
         finally:
-            if upward is not None:
-                upward.close()
+            for dialled in (upward, runner.above if runner is not None else None):
+                if dialled is not None:
+                    dialled.close()
+    if runner.end.code:
+        raise BY_EXIT_CODE.get(runner.end.code, NarrowsError)(runner.end.text)
+    if process.parent:
+        moved = f"pushed {runner.bytes_up / 1e6:.2f} MB to {process.parent} and pulled {runner.bytes_down / 1e6:.2f} MB"
+        values = {"shard": process.index, "bytes_up": runner.bytes_up, "bytes_down": runner.bytes_down}
+        emit("log", name="above", values=values | {"text": f"shard {process.index} {moved}"})
     emit("done")

@@ -3,27 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
+from narrows.protocols import effects as e
 from narrows.protocols import messages as m
 from narrows.protocols.coordinator import Coordinator
-from narrows.protocols.effects import Send, ServerEffect
+from narrows.protocols.effects import Log, MemberEffect, Send, ServerEffect, Stop
 from narrows.protocols.errors import RemoteProtocolError
-from narrows.ps.shard import COORDINATOR, Shard
+from narrows.protocols.member import Member
+from narrows.protocols.modes import Rule, Settings
+from narrows.ps.shard import COORDINATOR, Shard, sends
+from narrows.ps.uplink import Place
 
 FOR_COORDINATOR = (m.Hello, m.Declare, m.Heartbeat, m.Leave, m.Buffers, m.Report)
 
 
 class Server:
-    """Routes messages to the two machines; what they tell each other in one process never leaves it."""
+    """Routes messages to its machines; what they tell each other in one process never leaves it.
 
-    def __init__(self, shard: Shard, coordinator: Coordinator | None) -> None:
-        self.shard, self.coordinator = shard, coordinator
+    `member`: of process 0, where this cluster is a worker of the server at `parent`.
+    """
+
+    def __init__(
+        self, shard: Shard, coordinator: Coordinator | None, member: Member | None = None, parent: str = ""
+    ) -> None:
+        self.shard, self.coordinator, self.member, self.parent = shard, coordinator, member, parent
+        self.stopped = False
         if coordinator is not None:
             shard.wants_buffers = coordinator.wants_buffers
+        if member is not None and shard.uplink is not None:
+            shard.session = lambda place: member.sessions[0]
+            shard.uplink.repeats = False
 
     def start(self, now_ns: int) -> Iterator[ServerEffect]:
-        """The first report of this shard."""
-        return self._local([Send(COORDINATOR, self.shard.report())], now_ns)
+        """The first report of this shard, and where there is a server above, a Hello to it."""
+        if self.member is not None:
+            yield from self._seen(self.member.join(now_ns), now_ns)
+        yield from self._local([Send(COORDINATOR, self.shard.report())], now_ns)
 
     def handle(self, peer: bytes, message: m.Message, now_ns: int) -> Iterator[ServerEffect]:
         """Return the effects of a message, all to be taken. Raises RemoteProtocolError; then nothing has changed."""
@@ -31,7 +47,7 @@ class Server:
         if isinstance(message, FOR_COORDINATOR):
             if coordinator is None:
                 raise RemoteProtocolError("this is not the coordinator: dial the address of ps-serve, shard 0")
-            return self._local(coordinator.handle(peer, message, now_ns), now_ns)
+            return self._local([*coordinator.handle(peer, message, now_ns), *self._declare(now_ns)], now_ns)
         if isinstance(message, m.Ledger):
             if peer != COORDINATOR:
                 raise RemoteProtocolError("a ledger comes from the coordinator alone")
@@ -44,11 +60,105 @@ class Server:
         effects = self.shard.tick(now_ns)
         if self.coordinator is not None:
             effects = effects + self.coordinator.tick(now_ns)
-        return self._local(effects, now_ns)
+        yield from self._local(effects, now_ns)
+        if self.member is not None:
+            yield from self._seen([*self._with_the_workers(now_ns), *self.member.tick(now_ns)], now_ns)
 
     def stop(self, now_ns: int) -> Iterator[ServerEffect]:
         """Ctrl-C, told to the coordinator."""
+        self.stopped = True
         return self._local(self.coordinator.stop(now_ns) if self.coordinator is not None else [], now_ns)
+
+    # The server above.
+
+    def handle_above(self, message: m.Message, now_ns: int) -> Iterator[ServerEffect]:
+        """Return the effects of a message of the shard above, all to be taken. Raises RemoteProtocolError."""
+        if self.member is not None:
+            return self._seen(self.member.receive(0, message, now_ns), now_ns)
+        uplink = self.shard.uplink
+        seen = uplink.session.receive(message, now_ns) if uplink is not None and uplink.session is not None else []
+        return self._local(self.shard.from_above(seen, now_ns), now_ns)
+
+    def _declare(self, now_ns: int) -> list[ServerEffect]:
+        """Tell the server above of the model as soon as a worker has told us."""
+        member, coordinator = self.member, self.coordinator
+        if member is None or coordinator is None or coordinator.plan is None or member.plan:
+            return []
+        # Only updates go up: what steps the weights is ours alone.
+        upward = replace(coordinator.plan, optimizer="", max_grad_norm=0.0)
+        return sends(member.declare(upward.packed(), now_ns))
+
+    def _with_the_workers(self, now_ns: int) -> list[MemberEffect]:
+        """Leave while no worker is here, for the run above would wait for us; join again with the first that comes."""
+        member, coordinator = self.member, self.coordinator
+        assert member is not None and coordinator is not None
+        if member.phase == "running" and coordinator.started and not coordinator.declared and not coordinator.over:
+            return member.leave(-1, now_ns)
+        if member.phase == "over" and coordinator.undeclared:
+            return member.rejoin(now_ns)
+        return []
+
+    def _seen(self, events: list[MemberEffect], now_ns: int) -> Iterator[ServerEffect]:
+        """Carry out what the member has seen, in its order."""
+        member, coordinator = self.member, self.coordinator
+        assert member is not None and coordinator is not None
+        for event in events:
+            if isinstance(event, Send):
+                yield event
+            elif isinstance(event, e.Joined):
+                yield from self._joined(event, now_ns)
+            elif isinstance(event, e.Started):
+                settings = member.settings
+                assert settings is not None
+                place = Place(settings, event.worker, event.epoch, event.clock, member.ports, event.ranges)
+                coordinator.buffers = coordinator.buffers or event.buffers
+                clock = event.clock * settings.mode().local_steps
+                yield from self._local(coordinator.placed(place.packed(), clock, now_ns), now_ns)
+            elif isinstance(event, e.Failed):
+                yield from self._end(event.code, event.text, now_ns)
+            elif isinstance(event, e.Left):
+                if coordinator.over:
+                    yield Stop()
+                else:
+                    yield from self._local(coordinator.placed(b"", 0, now_ns), now_ns)
+            elif isinstance(event, e.BuffersWanted):
+                if coordinator.buffers:
+                    yield from sends(member.buffers(coordinator.buffers))
+            else:
+                yield from self._local(self.shard.from_above([event], now_ns), now_ns)
+
+    def _joined(self, event: e.Joined, now_ns: int) -> Iterator[ServerEffect]:
+        coordinator, settings = self.coordinator, Settings.unpacked(event.settings)
+        assert coordinator is not None
+        ours, theirs = coordinator.shards, len(event.ports)
+        if settings.mode().rule is Rule.OPTIMIZER:
+            text = (
+                f"it takes gradients (--sync {settings.sync}) and a cluster pushes updates: start it with --push update"
+            )
+            yield from self._end(m.RefuseCode.INCOMPATIBLE, text, now_ns)
+        elif ours != theirs:
+            text = (
+                f"it has {theirs} shards and this cluster {ours}, and each pushes to one: give --shards {theirs} here"
+            )
+            yield from self._end(m.RefuseCode.INCOMPATIBLE, text, now_ns)
+        else:
+            mode = settings.mode()
+            bound = "no bound" if mode.bound is None else f"staleness {mode.bound}"
+            steps = f", {mode.local_steps} clocks each" if mode.local_steps > 1 else ""
+            yield Log("above", {"text": f"is member {event.rank + 1} of {event.world_size} of {self.parent}: --sync "
+                                        f"{settings.sync}, {bound}{steps}, --compress {settings.compress}, "
+                                        f"--compress-down {settings.compress_down}"})  # fmt: skip
+            yield from self._local(coordinator.joined_above(event.rank, event.world_size, now_ns), now_ns)
+
+    def _end(self, code: int, text: str, now_ns: int) -> Iterator[ServerEffect]:
+        """The session above is over, and so are we."""
+        assert self.coordinator is not None
+        if self.coordinator.over:
+            yield Stop()  # all our workers are done
+            return
+        text = f"the server above, {self.parent}: {text}"
+        yield from self.coordinator.refuse_all(code, text[: m.TEXT_MAX])
+        yield Stop(code, text)
 
     def _local(self, effects: list[ServerEffect], now_ns: int) -> Iterator[ServerEffect]:
         """The effects for the runner; what shard 0 and the coordinator send each other is carried out here.
@@ -57,7 +167,15 @@ class Server:
         that all shards fold at the same time.
         """
         inner = [effect for effect in effects if self._is_local(effect)]
-        yield from (effect for effect in effects if not self._is_local(effect))
+        for effect in effects:
+            if isinstance(effect, Stop) and self.member is not None and self.shard.uplink is not None:
+                if self.member.phase not in ("leaving", "over"):
+                    done = self.shard.uplink.clock if self.shard.uplink.ready and not self.stopped else -1
+                    yield from self._seen(self.member.leave(done, now_ns), now_ns)
+                elif self.member.phase == "over":
+                    yield effect
+            elif not self._is_local(effect):
+                yield effect
         for effect in inner:
             yield from self._local(self._take(effect, now_ns), now_ns)
 

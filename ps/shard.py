@@ -10,19 +10,33 @@ Rules
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from narrows.compression import ladder, parse
 from narrows.protocols import messages as m
-from narrows.protocols.effects import NS, Checkpoint, Load, Log, Send, ServerEffect
+from narrows.protocols.effects import (
+    NS,
+    Checkpoint,
+    GiveWeights,
+    Load,
+    Log,
+    MemberEffect,
+    PushSettled,
+    Send,
+    ServerEffect,
+    StateArrived,
+)
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.keys import Plan, covers, parts, split
+from narrows.protocols.link import LinkMeter
+from narrows.protocols.member import Session, Timing
 from narrows.protocols.modes import Rule, Settings
 from narrows.protocols.wire import unpack
 from narrows.ps.store import FloatArray, ServerOptimizer, Store, check_payload
+from narrows.ps.uplink import Place, Uplink
 
 REPORT_RETRY_NS = NS // 5
 REPORT_AGAIN_NS = NS  # a restarted coordinator knows no shard until it hears from it
@@ -59,6 +73,7 @@ class Shard:
         optimizer: Callable[[Plan, int, int], ServerOptimizer] | None = None,
         lent: Callable[[], bool] = lambda: True,
         checkpoints: tuple[int, ...] = (),
+        child: bool = False,
     ) -> None:
         self.index, self.settings, self.mode = index, settings, settings.mode()
         self.incarnation, self.port = incarnation, port
@@ -90,6 +105,9 @@ class Shard:
         self.discarded = 0
         self.hyper_differs = False
         self.wants_buffers: Callable[[int, int], bool] = lambda worker, now_ns: False
+        self.uplink = Uplink(index) if child else None  # where this cluster is a member of a run above
+        self.folded = 0  # clocks whose updates are all in x; those from min_clock on wait for the run above
+        self.session: Callable[[Place], Session] = self._own_session
 
     # The ledger.
 
@@ -108,10 +126,11 @@ class Shard:
         if ledger.plan and self.plan is None:
             self._adopt_plan(Plan.unpacked(ledger.plan))
         self.ledger = ledger
+        effects += self._take_place(ledger, now_ns)
         effects += self._members(ledger, now_ns)
         effects += self._advance(ledger, now_ns)
         effects += self._answer_pulls(now_ns)
-        return [*effects, self._report(now_ns)]
+        return [*effects, *self._finish(now_ns), self._report(now_ns)]
 
     def _adopt_plan(self, plan: Plan) -> None:
         self.plan = plan
@@ -144,8 +163,10 @@ class Shard:
         self.summed.clear()
         self.discarded += lost
         self.plan = self.store = None
+        self.uplink = Uplink(self.index) if self.uplink is not None else None
         self.weights_from, self.written, self.folds = -1, -1, 0
         reached, self.min_clock = self.min_clock, max(ledger.restart_clock, 0)
+        self.folded = self.min_clock
         if reached > self.min_clock:  # said by each shard: where shard 0 was restarted, its coordinator does not know
             where = {"shard": self.index, "from_clock": self.min_clock, "to_clock": reached}
             text = (
@@ -181,13 +202,20 @@ class Shard:
         norms = dict(ledger.norms)
         while self.min_clock < ledger.min_clock and self.store is not None:
             clock = self.min_clock
-            if self.mode.barrier:
-                if clock not in sets:
-                    break
-                done, more = self._close(clock, sets[clock], norms)
-                effects += more
-                if not done:
-                    break
+            if self.folded == clock:
+                if self.mode.barrier:
+                    if clock not in sets:
+                        break
+                    done, more = self._close(clock, sets[clock], norms)
+                    effects += more
+                    if not done:
+                        break
+                self.folded += 1
+                if self.uplink is not None:
+                    samples = sum(inbox.samples for inbox in self.inboxes.values())
+                    effects += sends(self.uplink.stepped(self.store.x, samples, now_ns))
+            if self.uplink is not None and not self._rebase(self.uplink):
+                break
             self.min_clock += 1
             if self.mode.bound is not None:
                 effects += self._publish()
@@ -279,6 +307,93 @@ class Shard:
         self.folds = 0
         return effects
 
+    # The run above.
+
+    def _own_session(self, place: Place) -> Session:
+        """Of a shard that has no member of its own beside it."""
+        return Session(self.index, place.worker, place.epoch, place.settings.mode(), Timing(), LinkMeter())
+
+    def _take_place(self, ledger: m.Ledger, now_ns: int) -> list[ServerEffect]:
+        uplink, store = self.uplink, self.store
+        if uplink is None or store is None or not ledger.above:
+            return []
+        place = Place.unpacked(ledger.above)
+        if uplink.place is not None and uplink.place.epoch == place.epoch:
+            return []
+        if not self.inboxes:
+            self.min_clock = self.folded = ledger.min_clock  # the run above has gone on without us
+        return sends(uplink.adopt(place, (store.begin, store.end), self.session(place), now_ns))
+
+    def from_above(self, seen: Iterable[MemberEffect], now_ns: int) -> list[ServerEffect]:
+        """Return the effects of what a session toward the shard above has seen."""
+        effects: list[ServerEffect] = []
+        uplink, store, ledger = self.uplink, self.store, self.ledger
+        if uplink is None or store is None or ledger is None:
+            return effects
+        for event in seen:
+            if isinstance(event, GiveWeights):
+                uplink.wants_weights = True
+                effects += self._give_weights(uplink, store, now_ns)
+                effects += self._answer_pulls(now_ns)
+            elif isinstance(event, PushSettled):
+                uplink.settled(event.clock)
+            elif isinstance(event, StateArrived):
+                effects += sends(uplink.arrived(event, now_ns))
+                if not uplink.ready:
+                    base = uplink.base()
+                    if base is not None:
+                        uplink.start = base
+                        store.restart(base.copy(), base.copy(), store.publication + 1)
+                        effects.append(self._report(now_ns))
+                before = self.min_clock
+                effects += self._advance(ledger, now_ns)
+                if self.min_clock > before or uplink.master is not None:
+                    effects += self._answer_pulls(now_ns)
+                if self.min_clock > before:
+                    effects.append(self._report(now_ns))
+        effects += self._finish(now_ns)
+        if ledger.over and self.newest is not None and self.newest.at_rest != self.at_rest:
+            effects.append(self._report(now_ns))
+        return effects
+
+    def _give_weights(self, uplink: Uplink, store: Store, now_ns: int) -> list[ServerEffect]:
+        if not uplink.wants_weights or store.publication < 0:
+            return []  # a worker of ours is asked for them
+        return sends(uplink.give_weights(store.x, now_ns))
+
+    def _rebase(self, uplink: Uplink) -> bool:
+        """Let x stand on what has come from above; false where the next clock must wait for it."""
+        if not uplink.may_go:
+            return False
+        base, store = uplink.base(), self.store
+        if base is not None and store is not None and uplink.start is not None:
+            store.rebase(uplink.start, base)
+            uplink.start = base
+        return True
+
+    @property
+    def at_rest(self) -> bool:
+        """The run above has all that is to come from this shard."""
+        uplink, ledger = self.uplink, self.ledger
+        if uplink is None or not uplink.ready:
+            return True
+        over = ledger is not None and ledger.over and self.min_clock >= ledger.min_clock
+        return over and uplink.at_rest and not self._left_over(uplink)
+
+    def _left_over(self, uplink: Uplink) -> bool:
+        return self.store is not None and uplink.has_left(self.store.x)
+
+    def _finish(self, now_ns: int) -> list[ServerEffect]:
+        """Once every live worker is done, or the run over: push all that is left, and ask for the model of the run above."""
+        uplink, store, ledger = self.uplink, self.store, self.ledger
+        if uplink is None or store is None or ledger is None or not uplink.ready:
+            return []
+        if ledger.over:
+            return sends(uplink.flush(store.x, now_ns)) if self.min_clock >= ledger.min_clock else []
+        pulls = [inbox.pull for inbox in self.inboxes.values()]
+        done = all(pull is not None and pull.master and 0 < pull.clock <= self.min_clock for pull in pulls)
+        return sends(uplink.finish(store.x, now_ns)) if pulls and done and uplink.master is None else []
+
     # Messages of workers.
 
     def handle(self, peer: bytes, message: m.Message, now_ns: int) -> list[ServerEffect]:
@@ -304,7 +419,7 @@ class Shard:
                 f"{self.settings.compress_down} is {', '.join(self.codings)}"
             )
         inbox.pull, inbox.pull_ns, inbox.coding = message, now_ns, message.coding
-        return self._answer(inbox, now_ns)
+        return [*self._answer(inbox, now_ns), *self._finish(now_ns)]
 
     def _check_part(self, message: m.Push | m.FirstWeights) -> Store:
         store = self.store
@@ -337,7 +452,8 @@ class Shard:
         store.first_weights(pieces)
         self.first.clear()
         self.weights_from = inbox.worker
-        return [self._report(now_ns)]
+        given = self._give_weights(self.uplink, store, now_ns) if self.uplink is not None else []
+        return [*given, self._report(now_ns)]
 
     def _push(self, inbox: Inbox, push: m.Push, now_ns: int) -> list[ServerEffect]:
         ledger = self.ledger
@@ -448,13 +564,17 @@ class Shard:
         ledger, store, pull = self.ledger, self.store, inbox.pull
         assert ledger is not None and pull is not None
         if not ledger.started or store is None or store.publication < 0:
-            if ledger.initialiser == inbox.worker and self.weights_from != inbox.worker:
+            wanted = self.uplink is None or self.uplink.wants_weights
+            if wanted and ledger.initialiser == inbox.worker and self.weights_from != inbox.worker:
                 return [Send(inbox.peer, m.NeedWeights(inbox.worker, inbox.epoch))]
             return []
         if pull.clock > self.min_clock if pull.master else not self.mode.allows(pull.clock, self.min_clock):
             return []
         if not pull.master and pull.have == store.publication:
             return []  # it has the newest: the next publication is its answer
+        final = pull.master and pull.clock > 0 and self.uplink is not None  # all clusters are to end with one model
+        if final and self.uplink is not None and self.uplink.master is None:
+            return []
         inbox.pull = None
         since = None if pull.master else store.since(pull.have)
         while inbox.contained and inbox.contained[0][0] < self.min_clock:
@@ -465,7 +585,9 @@ class Shard:
             pieces = [(store.begin, store.end, True, number, m.CODED, delta) for number, delta in since]
         else:
             array = store.p
-            if pull.master and not store.shared:
+            if final and self.uplink is not None and self.uplink.master is not None:
+                array = self.uplink.master
+            elif pull.master and not store.shared:
                 array = store.x.copy()
             whole = array.view(np.uint8).data
             pieces = [
@@ -515,6 +637,8 @@ class Shard:
             arrived=tuple((inbox.worker, inbox.clock) for inbox in self.inboxes.values()),
             norms=tuple(self.norms.items()),
             checkpoints=tuple(self.checkpoints),
+            from_above=self.uplink is not None and self.uplink.ready,
+            at_rest=self.at_rest,
         )
         return self.newest
 
@@ -528,12 +652,21 @@ class Shard:
 
     def tick(self, now_ns: int) -> list[ServerEffect]:
         """Report again what the coordinator has not seen; and now and then all, to one that was restarted."""
+        if self.uplink is not None and self.uplink.session is not None and self.uplink.repeats:
+            again = sends(self.uplink.session.repeat(now_ns))
+            if again:
+                return again
         if self.report_seen < self.version and now_ns - self.reported_ns >= REPORT_RETRY_NS:
             return [self._report(now_ns)]
         if self.newest is not None and now_ns - self.reported_ns >= REPORT_AGAIN_NS:
             self.reported_ns = now_ns
             return [Send(COORDINATOR, self.newest)]
         return []
+
+
+def sends(effects: Iterable[MemberEffect]) -> list[ServerEffect]:
+    """What a session asks a runner to send; the peer is the number of a shard above."""
+    return [effect for effect in effects if isinstance(effect, Send)]
 
 
 def _unpack_hyper(packed: bytes) -> tuple[bytes, tuple[int, ...]]:

@@ -142,6 +142,12 @@ class Store:
             self.x = self.p = self.x.copy()
         return self.x
 
+    def rebase(self, before: FloatArray, base: FloatArray) -> None:
+        """x = base + (x - before): exactly base, where nothing was folded on top of `before`."""
+        x = self._own_x()
+        x -= before
+        x += base
+
     def fold_update(self, parts: Sequence[Payloads], weight: float) -> None:
         """x += weight * update."""
         x = self._own_x()

@@ -14,7 +14,7 @@ from typing import Any
 
 from narrows.compression import warm_up
 from narrows.protocols.coordinator import Coordinator
-from narrows.protocols.effects import NS, Failed, MemberEffect, Send, ServerEffect
+from narrows.protocols.effects import NS, Failed, Joined, MemberEffect, Send, ServerEffect, Stop
 from narrows.protocols.member import Member
 from narrows.protocols.messages import TIMED, Buffer
 from narrows.protocols.modes import Settings
@@ -27,18 +27,24 @@ warm_up()  # as ps-serve and ps-worker do: a kernel that is compiled in the midd
 
 
 class Cluster:
-    """Servers of one run and the links to them."""
+    """Servers of one run, or of one cluster below `parent`, and the links to them."""
 
     held_ns = 0  # how long all bytes together were on their way
 
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings.validated()
-        self.changed = threading.Condition()
+    def __init__(self, settings: Settings, parent: Cluster | None = None, name: str = "cluster") -> None:
+        self.settings, self.parent, self.name = settings.validated(), parent, name
+        self.changed: threading.Condition = parent.changed if parent is not None else threading.Condition()
         self.links: dict[bytes, tuple[Link, int]] = {}
+        self.children: dict[bytes, tuple[Cluster, int]] = {}
+        self.bytes_above = [0, 0]  # up, down
+        self.stopped: Stop | None = None
         self.servers: list[Server] = []
+        child = parent is not None
         for index in range(self.settings.shards):
-            shard = Shard(index, self.settings, incarnation=1, port=1 + index, optimizer=TorchOptimizer)
-            self.servers.append(Server(shard, Coordinator(self.settings, 1 << 20) if index == 0 else None))
+            shard = Shard(index, self.settings, incarnation=1, port=1 + index, optimizer=TorchOptimizer, child=child)
+            coordinator = Coordinator(self.settings, 1 << 20, child=child) if index == 0 else None
+            member = Member(name, "here") if child and index == 0 else None
+            self.servers.append(Server(shard, coordinator, member, "tcp://parent:1"))
         with self.changed:
             for index, server in enumerate(self.servers):
                 self._apply(index, server.start(self.now()))
@@ -53,15 +59,26 @@ class Cluster:
     def _apply(self, index: int, effects: Iterable[ServerEffect]) -> None:
         """Carry out a server's effects; shards know each other as b"shard-<index>"."""
         for effect in list(effects):  # all of them first: what is sent here arrives at once, and comes back
+            if isinstance(effect, Stop):
+                self.stopped = effect
             if isinstance(effect, Send):
                 peer = effect.peer
-                assert isinstance(peer, bytes)
                 message = effect.message
                 if isinstance(message, TIMED):
                     message = replace(message, sent_ns=self.now())  # as ps/runner.py does
                 frames = [bytes(frame) for frame in encode(message)]
                 message = decode(frames)
-                if peer == COORDINATOR:
+                if isinstance(peer, int):
+                    assert self.parent is not None and peer == index
+                    self.bytes_above[0] += sum(map(len, frames))
+                    mine = b"%s.%d" % (self.name.encode(), index)
+                    self.parent.children[mine] = (self, index)
+                    self.parent._apply(index, self.parent.servers[index].handle(mine, message, self.parent.now()))
+                elif peer in self.children:
+                    below, shard = self.children[peer]
+                    below.bytes_above[1] += sum(map(len, frames))
+                    below._apply(shard, below.servers[shard].handle_above(message, below.now()))
+                elif peer == COORDINATOR:
                     self._apply(0, self.servers[0].handle(b"shard-%d" % index, message, self.now()))
                 elif peer.startswith(b"shard-"):
                     self._apply(int(peer[6:]), self.servers[int(peer[6:])].handle(COORDINATOR, message, self.now()))
@@ -88,7 +105,9 @@ class Link:
         self.bytes_up = self.bytes_down = 0
         self.rate = float("inf")  # bytes a second, each way
         self.call(lambda member, now: member.join(now))
-        assert self.take(1.0) is not None
+        joined = self.take(1.0)
+        assert isinstance(joined, Joined)
+        self.joined = joined
 
     def call(self, command: Callable[[Member, int], list[MemberEffect]]) -> None:
         with self.cluster.changed:

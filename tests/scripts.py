@@ -18,7 +18,7 @@ import torch
 from in_process import Cluster, together
 from torch import nn
 
-from narrows.protocols.effects import NS, Joined
+from narrows.protocols.effects import NS
 from narrows.protocols.modes import Settings
 from narrows.worker import session
 
@@ -33,26 +33,22 @@ class Link(in_process.Link):
 
     def __init__(self, cluster: Cluster, token: str) -> None:
         super().__init__(cluster, token)
-        member = self.member
-        ports = tuple(1 + shard for shard in range(cluster.settings.shards))
-        self.events.appendleft(
-            Joined(member.worker, member.rank, cluster.settings.workers, cluster.settings.packed(), ports)
-        )
+        self.events.appendleft(self.joined)
 
     def close(self) -> None:
         """There is no thread to end."""
 
 
 class Run:
-    """One cluster and the sessions of its workers; made by `run`."""
+    """One cluster, or those of a tree, and the sessions of their workers; made by `run` and `tree`."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        self.cluster = cluster
+    def __init__(self, *clusters: Cluster) -> None:
+        self.clusters, self.cluster = clusters, clusters[0]
         self.sessions: list[session.Connected] = []
 
-    def join(self) -> session.Connected:
+    def join(self, cluster: int = 0) -> session.Connected:
         """A new worker, whose session is from now on that of the calling thread."""
-        joined = session.Connected("tcp://in-process:1")
+        joined = session.Connected(f"tcp://in-process:{1 + cluster}")
         self.sessions.append(joined)
         _here.session = joined
         return joined
@@ -70,6 +66,17 @@ class Run:
             return script(worker)
 
         return together(work, len(self.sessions))
+
+    def aside(self, script: Callable[[], Any]) -> threading.Thread:
+        """Start script() in a thread, with the session that joined last."""
+
+        def work() -> None:
+            self.become(-1)
+            script()
+
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        return thread
 
     def expire(self, worker: int) -> None:
         """Let the lease of this one worker run out: its next message is refused, and it joins again."""
@@ -95,6 +102,19 @@ def run(settings: Settings, cluster: Cluster | None = None) -> Iterator[Run]:
         started = Run(cluster)
         for worker in range(cluster.settings.workers):
             assert started.join().rank == worker
+        yield started
+
+
+@contextmanager
+def tree(root: Cluster, *clusters: Cluster, first_rank: int = 0) -> Iterator[Run]:
+    """Clusters below `root` with all their workers joined, one of each cluster in turn: in the order of their ranks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session, "Link", lambda address, token, *rest: Link(clusters[int(address[-1]) - 1], token))
+        patch.setattr(session, "current", lambda: _here.session)
+        started = Run(*clusters)
+        for worker in range(clusters[0].settings.workers):
+            for index in range(len(clusters)):
+                assert started.join(index).rank == worker * len(clusters) + index + first_rank
         yield started
 
 

@@ -30,7 +30,7 @@ from narrows.protocols.errors import (
     UnreachableError,
     UsageError,
 )
-from narrows.protocols.flags import ALLOCATOR, COMMAND, given, run, run_flags
+from narrows.protocols.flags import ALLOCATOR, COMMAND, given, parse_address, run, run_flags
 from narrows.protocols.modes import MODES, Settings
 from narrows.protocols.wire import pack
 from narrows.worker.console import Console
@@ -102,9 +102,7 @@ class Launcher:
         if not module and not Path(command[0]).is_file():
             raise UsageError(f"{command[0]}: there is no such script")
         if server:
-            from narrows.worker.runner import check_address
-
-            check_address(server)
+            parse_address("--server", server)
             if self.flags.get("sync", "ssp") not in MODES:
                 Settings(sync=self.flags["sync"]).validated()
             if checkpoint_dir or resume:

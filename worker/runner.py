@@ -20,7 +20,8 @@ import zmq.utils.garbage  # its own exit handler, needed for zero-copy sends, mu
 
 from narrows.protocols import messages as m
 from narrows.protocols.effects import Failed, Joined, Left, MemberEffect, Send
-from narrows.protocols.errors import BY_EXIT_CODE, NarrowsError, RemoteProtocolError, UsageError
+from narrows.protocols.errors import BY_EXIT_CODE, NarrowsError, RemoteProtocolError
+from narrows.protocols.flags import parse_address
 from narrows.protocols.member import Member, Timing
 from narrows.protocols.wire import HEADER_BYTES_MAX, LOCAL_HOSTS, PAYLOAD_BYTES_MAX, decode, encode, local_endpoint
 
@@ -31,14 +32,6 @@ BURST = 64
 ZERO_COPY_BYTES = 1 << 16
 
 Command = Callable[[Member, int], list[MemberEffect]]
-
-
-def check_address(address: str) -> tuple[str, int]:
-    """(host, port). Raises UsageError in one sentence."""
-    host, colon, port = address.removeprefix("tcp://").rpartition(":")
-    if not address.startswith("tcp://") or not colon or not host or not (port.isdigit() and 0 < int(port) < 65536):
-        raise UsageError(f"--server {address}: write it as tcp://HOST:PORT, as ps-serve printed it")
-    return host, int(port)
 
 
 def endpoint(host: str, port: int) -> str:
@@ -57,7 +50,7 @@ class Link:
 
     def __init__(self, address: str, token: str, host: str, expect: bytes, timing: Timing | None = None) -> None:
         self.address = address
-        self.host, self.port = check_address(address)
+        self.host, self.port = parse_address("--server", address)
         self.member = Member(token, host, expect, timing)
         self._commands: deque[Command] = deque()
         self._events: deque[MemberEffect] = deque()
@@ -199,7 +192,7 @@ class Link:
 def tell_left(address: str, token: str) -> None:
     """Tell a coordinator that the worker of `token` is gone, a few times, without waiting for its answer."""
     message = m.Leave(token, -1)
-    host, port = check_address(address)
+    host, port = parse_address("--server", address)
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.setsockopt(zmq.LINGER, LINGER_MS)
         dealer.connect(endpoint(host, port))

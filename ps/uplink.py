@@ -1,0 +1,233 @@
+"""One shard's stream to the server above: what it pushes there, what it waits for, and the base that it computes on. No I/O.
+
+Rules
+- A cluster's server is a worker of the server above. Its inner step is one advance of its min_clock, its update what the
+  shard's weights moved by since the last push, and it reads its own writes:
+  base = pulled state + residual + own updates that this state lacks (protocols/view.py).
+- What comes from above is applied between two clocks: weights = base + what was folded since the last push.
+- With a bound s above, a clock is published once the next one may be computed; what is folded meanwhile is kept. With no
+  bound nothing waits, and while the window is full the next update grows instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+import narrows.compression
+from narrows.compression import ErrorFeedback, NonFiniteError, ladder, parse
+from narrows.protocols import messages as m
+from narrows.protocols.effects import MemberEffect, StateArrived
+from narrows.protocols.errors import RemoteProtocolError
+from narrows.protocols.keys import parts
+from narrows.protocols.member import Session
+from narrows.protocols.modes import Settings
+from narrows.protocols.view import Coded, ShardView
+from narrows.protocols.wire import pack, unpack
+
+FloatArray = npt.NDArray[np.float32]
+NOTHING = parse("threshold:1")  # codes zeros in 16 bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A cluster's place in the run above, as process 0 tells the other shards."""
+
+    settings: Settings
+    worker: int
+    epoch: int
+    clock: int  # of the first update
+    ports: tuple[int, ...]
+    ranges: tuple[tuple[int, int], ...]
+
+    def packed(self) -> bytes:
+        ranges = [list(keys) for keys in self.ranges]
+        return pack([self.settings.packed(), self.worker, self.epoch, self.clock, list(self.ports), ranges])
+
+    @staticmethod
+    def unpacked(packed: bytes) -> Place:
+        """Raises RemoteProtocolError where `packed` is none."""
+        value: Any = unpack(packed)
+        try:
+            settings, worker, epoch, clock, ports, ranges = value
+            keys = tuple((int(begin), int(end)) for begin, end in ranges)
+            return Place(Settings.unpacked(settings), int(worker), int(epoch), int(clock), tuple(map(int, ports)), keys)
+        except (TypeError, ValueError):
+            raise RemoteProtocolError("a place in the run above is six values") from None
+
+
+class Uplink:
+    """Keys [begin, end) of one shard, toward the shard above that has the same."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.place: Place | None = None
+        self.session: Session | None = None
+        self.view: ShardView[ErrorFeedback] | None = None
+        self.clock = 0  # of the next update
+        self.inner = 0  # clocks of the cluster since the last push
+        self.samples = 0
+        self.start: FloatArray | None = (
+            None  # what the weights were at the last push, or the base that they were set to
+        )
+        self.due = False  # something was pushed or has come since the base was made
+        self.wants_weights = False
+        self.finishing = False  # flush, then ask for the model of the run
+        self.master: FloatArray | None = None  # that model
+        self.repeats = True  # whether its session is ours to repeat: in process 0 the member does
+
+    @property
+    def ready(self) -> bool:
+        """The first state is here."""
+        return self.start is not None
+
+    @property
+    def at_rest(self) -> bool:
+        """The server above has all that was pushed."""
+        return self.session is None or all(record.held for record in self.session.pushes.values())
+
+    def adopt(self, place: Place, keys: tuple[int, int], session: Session, now_ns: int) -> list[MemberEffect]:
+        """Begin, or begin anew after a rejoin: what was in flight is given up, the residual is not."""
+        if len(place.ranges) <= self.index or place.ranges[self.index] != keys:
+            raise RemoteProtocolError(f"the server above cuts the model elsewhere than at {keys}")
+        feedback = self.view.feedback if self.view is not None else None
+        if feedback is None:
+            # The link up is not measured yet: under `auto` the sparsest rung, which is what a worker begins with too.
+            spec = ladder(place.settings.compress)[-1].spec
+            feedback = ErrorFeedback(parse(spec), keys[1] - keys[0], seed=place.worker << 16 | self.index)
+        pulled = np.zeros(keys[1] - keys[0], np.float32)
+        self.view = ShardView(*keys, feedback, place.settings.mode(), pulled, narrows.compression)
+        self.place, self.session, self.clock = place, session, place.clock
+        return self._pull(now_ns)
+
+    def _pull(self, now_ns: int, ahead: int = 0, master: bool = False) -> list[MemberEffect]:
+        assert self.session is not None and self.view is not None
+        return self.session.pull(self.clock + ahead, self.view.publication, master, now_ns)
+
+    def give_weights(self, weights: FloatArray, now_ns: int) -> list[MemberEffect]:
+        """The run above has no weights yet and these are to be the first."""
+        assert self.session is not None and self.view is not None and self.place is not None
+        self.wants_weights = False
+        begin = self.view.begin
+        cuts = list(parts(begin, self.view.end))
+        raw = weights.copy().view(np.uint8).data
+        messages = [
+            m.FirstWeights(self.place.worker, self.place.epoch, i, len(cuts), b, e, m.RAW_FLOAT32,
+                           raw[4 * (b - begin) : 4 * (e - begin)])
+            for i, (b, e) in enumerate(cuts)
+        ]  # fmt: skip
+        return [*self.session.send(messages), *self._pull(now_ns)]
+
+    # Own updates.
+
+    def stepped(self, weights: FloatArray, samples: int, now_ns: int) -> list[MemberEffect]:
+        """A clock of the cluster is complete in `weights`: push, where the mode above pushes now and has room for it."""
+        self.inner += 1
+        self.samples += samples
+        self.master = None
+        if self.place is None or self.view is None or not self.ready:
+            return []
+        mode = self.view.mode
+        if self.inner < mode.local_steps or len(self.view.in_flight) >= mode.window:
+            return []
+        assert self.start is not None
+        return self._push(weights, weights - self.start, now_ns)
+
+    def _push(self, weights: FloatArray, update: FloatArray, now_ns: int, dense: bool = False) -> list[MemberEffect]:
+        view, session, place, start = self.view, self.session, self.place, self.start
+        assert view is not None and session is not None and place is not None and start is not None
+        feedback = view.feedback
+        coded: list[Coded] = []
+        if not update.any() and feedback.residual is None:
+            coded = [(m.CODED, view.begin, view.end, NOTHING.encode(update))]
+        elif not dense and feedback.compressor.spec != "dense":
+            try:
+                feedback.memory.step = self.clock
+                coded = [(m.CODED, view.begin, view.end, feedback.encode(update))]
+            except NonFiniteError:
+                pass  # sent as it is: the server above names it, or whoever trains there sees it
+        if not coded:
+            if feedback.residual is not None:
+                update = update + feedback.residual
+            feedback.load_state_dict({})
+            raw = update.view(np.uint8).data
+            coded = [
+                (m.RAW_FLOAT32, begin, end, raw[4 * (begin - view.begin) : 4 * (end - view.begin)])
+                for begin, end in parts(view.begin, view.end)
+            ]
+        samples = min(max(1, self.samples), m.CLOCK_MAX)
+        messages = [
+            m.Push(place.worker, place.epoch, self.clock, part, len(coded), begin, end, samples, b"", codec, payload)
+            for part, (codec, begin, end, payload) in enumerate(coded)
+        ]
+        view.own[self.clock] = coded
+        view.in_flight.add(self.clock)
+        np.copyto(start, weights)
+        self.clock += 1
+        self.inner = self.samples = 0
+        self.due = True
+        effects = session.push(messages, now_ns)
+        if session.asked is None:
+            ahead = view.mode.bound != 0 and view.mode.allows(self.clock, view.min_clock)
+            effects += self._pull(now_ns, ahead)
+        return effects
+
+    def base(self) -> FloatArray | None:
+        """What the weights are to be based on from now on, where that is new and may be computed on; else None."""
+        view = self.view
+        if view is None or not self.due or not self.may_go:
+            return None
+        base = np.empty(view.end - view.begin, np.float32)
+        view.compose(self.clock, base)
+        self.due = False
+        return base
+
+    @property
+    def may_go(self) -> bool:
+        """Whether the next clock may be computed on what is here."""
+        view = self.view
+        return view is not None and view.min_clock >= 0 and view.mode.allows(self.clock, view.min_clock)
+
+    def arrived(self, event: StateArrived, now_ns: int) -> list[MemberEffect]:
+        """Take over a state from above. Raises RemoteProtocolError; then nothing has changed."""
+        view, session = self.view, self.session
+        assert view is not None and session is not None
+        view.arrived(event)
+        if event.master:
+            self.master, view.master, self.finishing = view.master, None, False
+        else:
+            self.due = True
+        return self._pull(now_ns) if not self.may_go and session.asked is None else []
+
+    def has_left(self, weights: FloatArray) -> bool:
+        """Something was not pushed yet."""
+        residual = self.view.feedback.residual if self.view is not None else None
+        return self.start is not None and bool(
+            np.any(weights != self.start) or (residual is not None and residual.any())
+        )
+
+    def settled(self, clock: int) -> None:
+        if self.view is not None:
+            self.view.in_flight.discard(clock)
+
+    # The end.
+
+    def finish(self, weights: FloatArray, now_ns: int) -> list[MemberEffect]:
+        """Push all that is left, dense, and ask for the model of the run once all clusters have come as far."""
+        view = self.view
+        if self.finishing or view is None or not self.ready or len(view.in_flight) >= view.mode.window:
+            return []
+        self.finishing = True
+        # Nothing too is an update: every cluster's last clock is one after its steps, or one would not wait for another.
+        pushed = self.flush(weights, now_ns) or self._push(weights, np.zeros_like(weights), now_ns)
+        return [*pushed, *self._pull(now_ns, master=True)]
+
+    def flush(self, weights: FloatArray, now_ns: int) -> list[MemberEffect]:
+        """Push all that is left, dense."""
+        view = self.view
+        if view is None or self.start is None or self.place is None or len(view.in_flight) >= view.mode.window:
+            return []
+        return self._push(weights, weights - self.start, now_ns, dense=True) if self.has_left(weights) else []

@@ -1,0 +1,204 @@
+"""Clusters below a server: each is one worker of it, reads its own writes toward it, and all end with one model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from in_process import Cluster
+from processes import until
+from scripts import Array, alone, build, distance, flat, loss_of, tree
+
+from narrows.protocols.modes import Settings
+from narrows.worker import DistributedOptimizer, clock, rank, world_size
+
+STEPS = 12
+
+
+def family(above: Settings, below: Settings, clusters: int = 2) -> tuple[Cluster, list[Cluster]]:
+    root = Cluster(above)
+    return root, [Cluster(below, root, f"cluster{index}") for index in range(clusters)]
+
+
+def sgd(net: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-2)
+
+
+def script(worker: int) -> Array:
+    """STEPS steps on this worker's share of the batch; the model that it ends with."""
+    net = build()
+    optimizer = DistributedOptimizer(sgd(net), net)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(net, step, rank(), world_size()).backward()
+        optimizer.step()
+    optimizer.finish()
+    with optimizer.shared():
+        return flat(net)
+
+
+def one_process() -> Array:
+    with alone():
+        net = build()
+        optimizer = sgd(net)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(net, step).backward()
+            optimizer.step()
+        return flat(net)
+
+
+def mean_loss(weights: Array) -> float:
+    net = build()
+    torch.nn.utils.vector_to_parameters(torch.from_numpy(weights), net.parameters())
+    with torch.no_grad():
+        return float(np.mean([loss_of(net, step) for step in range(STEPS)]))
+
+
+def root_model(root: Cluster) -> Array:
+    stores = [server.shard.store for server in root.servers]
+    return np.concatenate([store.x for store in stores if store is not None])
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize(("clusters", "workers"), [(1, 2), (2, 1), (2, 2)])
+def test_barriers_on_both_levels_are_one_process(shards: int, clusters: int, workers: int) -> None:
+    """SGD is linear in the gradient: the mean of the clusters' updates is the update of the mean gradient."""
+    root, below = family(
+        Settings(sync="bsp", push="update", shards=shards, workers=clusters),
+        Settings(sync="bsp", shards=shards, workers=workers),
+        clusters,
+    )
+    with tree(root, *below) as started:
+        models = started.together(script)
+    assert all(np.array_equal(model, models[0]) for model in models)
+    assert np.array_equal(models[0], root_model(root))
+    assert distance(models[0], one_process()) < 1e-5
+
+
+ABOVE = {
+    "bsp": Settings(sync="bsp", push="update"),
+    "ssp": Settings(sync="ssp", compress="topk:0.2+int8"),
+    "async": Settings(sync="async", compress="topk:0.2", compress_down="int8"),
+    "local": Settings(sync="local", local_steps=3, outer_lr=1.0, outer_momentum=0.0, compress="cycle:0.5+sign"),
+    "diloco, late": Settings(sync="local", local_steps=2, staleness=1, outer_momentum=0.3),
+}
+BELOW = {
+    "bsp": Settings(sync="bsp"),
+    "ssp": Settings(sync="ssp", staleness=2, compress="topk:0.3"),
+    "async": Settings(sync="async"),
+    "local": Settings(sync="local", local_steps=2, outer_lr=1.0, outer_momentum=0.0),
+}
+
+
+@pytest.mark.parametrize("below", BELOW)
+@pytest.mark.parametrize("above", ABOVE)
+def test_every_mode_on_both_levels(above: str, below: str) -> None:
+    def settings(base: Settings, **more: Any) -> Settings:
+        return Settings(**{name: getattr(base, name) for name in Settings.__slots__} | more)
+
+    root, clusters = family(settings(ABOVE[above], shards=2, workers=2), settings(BELOW[below], shards=2, workers=2))
+    with tree(root, *clusters) as started:
+        models = started.together(script)
+        for session in started.sessions:
+            session.close(failed=False)
+    assert np.isfinite(models[0]).all()
+    for model in models:
+        np.testing.assert_array_equal(model, models[0])
+    np.testing.assert_array_equal(models[0], root_model(root))
+    for cluster in clusters:
+        for server in cluster.servers:
+            assert server.shard.at_rest
+            assert server.coordinator is None or server.coordinator.over
+    assert root.servers[0].coordinator is not None and root.servers[0].coordinator.over
+    first, alone_, ours = (mean_loss(weights) for weights in (flat(build()), one_process(), models[0]))
+    assert ours < first - 0.3 * (first - alone_)
+
+
+def test_bytes_above_are_those_of_one_worker() -> None:
+    """However many workers a cluster has: what they push is folded before it is coded (HiTopKComm, 2010.10458)."""
+    above = Settings(sync="bsp", push="update", workers=2, compress="topk:0.1+int8")
+    moved = []
+    for workers in (1, 4):
+        root, below = family(above, Settings(sync="bsp", workers=workers))
+        with tree(root, *below) as started:
+            started.together(script)
+        moved.append([cluster.bytes_above for cluster in below])
+    for one, four in zip(*moved, strict=True):
+        assert four == pytest.approx(one, rel=0.1)
+
+
+def test_a_cluster_that_comes_late_begins_where_the_run_is() -> None:
+    """And its workers' clock is the run's, in steps of theirs."""
+    root, (first,) = family(
+        Settings(sync="local", local_steps=2, outer_lr=1.0, outer_momentum=0.0), Settings(sync="bsp"), 1
+    )
+
+    def steps(net: torch.nn.Module, optimizer: DistributedOptimizer, count: int) -> None:
+        for _ in range(count):
+            optimizer.zero_grad()
+            loss_of(net, clock()).backward()
+            optimizer.step()
+
+    with tree(root, first):
+        early = build()
+        optimizer = DistributedOptimizer(sgd(early), early)
+        steps(early, optimizer, 6)
+        assert clock() == 6
+        with tree(root, Cluster(Settings(sync="bsp"), root, "late"), first_rank=1) as joined:
+            net = build(seed=3)
+            DistributedOptimizer(sgd(net), net)
+            assert clock() == 6 and world_size() == 1
+            np.testing.assert_array_equal(flat(net), root_model(root))
+            joined.sessions[0].close(failed=True)
+
+
+def test_without_workers_a_cluster_leaves_and_comes_back() -> None:
+    """Or the run above would wait for it."""
+    root, below = family(Settings(sync="bsp", push="update", workers=2), Settings(sync="bsp"))
+    with tree(root, *below) as started:
+        coordinator, member = root.servers[0].coordinator, below[1].servers[0].member
+        assert coordinator is not None and member is not None
+
+        def one(worker: int) -> None:
+            net = build()
+            optimizer = DistributedOptimizer(sgd(net), net)
+            loss_of(net, 0).backward()
+            optimizer.step()
+            if worker == 1:
+                started.sessions[1].close(failed=True)
+
+        started.together(one)
+        assert len(coordinator.declared) == 2
+        with root.changed:
+            below[1]._apply(0, below[1].servers[0].tick(below[1].now()))
+        assert len(coordinator.declared) == 1 and member.phase == "over"
+        before = coordinator.min_clock
+        started.join(1)
+        net = build(seed=9)
+
+        def declare() -> None:
+            DistributedOptimizer(sgd(net), net)
+
+        thread = started.aside(declare)
+        undeclared = below[1].servers[0].coordinator
+        assert undeclared is not None
+        until(lambda: undeclared.undeclared, "the worker to declare its model", 10.0)
+        with root.changed:
+            below[1]._apply(0, below[1].servers[0].tick(below[1].now()))
+        thread.join(10.0)
+        assert not thread.is_alive() and len(coordinator.declared) == 2 and coordinator.min_clock >= before
+        np.testing.assert_array_equal(flat(net), root_model(root))
+
+
+@pytest.mark.parametrize(("above", "below", "said"), [
+    (Settings(sync="bsp"), Settings(), "it takes gradients (--sync bsp) and a cluster pushes updates: start it with --push"),
+    (Settings(shards=2), Settings(), "it has 2 shards and this cluster 1, and each pushes to one: give --shards 2 here"),
+])  # fmt: skip
+def test_what_does_not_fit_is_one_sentence(above: Settings, below: Settings, said: str) -> None:
+    root, (cluster,) = family(above, below, 1)
+    assert cluster.stopped is not None and cluster.stopped.code == 5
+    assert said in cluster.stopped.text and cluster.stopped.text.startswith("the server above, tcp://parent:1: ")
+    assert root.servers[0].coordinator is not None
