@@ -43,9 +43,17 @@ class Cluster:
     """The shard processes of one ps-serve, and their events in one bounded queue."""
 
     def __init__(
-        self, settings: Settings, host: str, port: int, checkpoint_dir: str, resume: bool, parent: str
+        self,
+        settings: Settings,
+        host: str,
+        port: int,
+        checkpoint_dir: str,
+        resume: bool,
+        parent: str,
+        parent_timeout: float,
     ) -> None:
-        self.settings, self.host, self.port, self.parent = settings, host, port, parent
+        self.settings, self.host, self.port = settings, host, port
+        self.parent, self.parent_timeout = parent, parent_timeout
         self.checkpoint_dir, self.resume = checkpoint_dir, resume
         self.processes: list[subprocess.Popen[str]] = []
         self.ports: list[int] = []
@@ -68,6 +76,7 @@ class Cluster:
                 "checkpoint_dir": self.checkpoint_dir,
                 "resume": self.resume,
                 "parent": self.parent,
+                "parent_timeout": self.parent_timeout,
             }
             process = subprocess.Popen(
                 [sys.executable, "-m", "narrows.ps.process"],
@@ -152,6 +161,8 @@ def describe(name: str, values: dict[str, Any]) -> str | None:
 @click.option(
     "--parent", default="", help="address of a ps-serve above: this cluster is one worker of it, and pushes updates"
 )
+@click.option("--parent-timeout", type=click.FloatRange(0.1), default=30.0, show_default=True,
+              help="seconds of silence after which the server above is lost")  # fmt: skip
 @click.option("--insecure", is_flag=True, help="allow other than loopback addresses without authentication")
 @click.option("--checkpoint-dir", default="", help="where checkpoints and the final model.safetensors go; none: nowhere "
               "[checkpoints/DATE-TIME]")  # fmt: skip
@@ -199,7 +210,14 @@ def checkpoint_folder(told: str, resume: bool) -> str:
 
 
 def serve(
-    bind: str, parent: str, insecure: bool, checkpoint_dir: str, resume: bool, ready_file: str, **flags: Any
+    bind: str,
+    parent: str,
+    parent_timeout: float,
+    insecure: bool,
+    checkpoint_dir: str,
+    resume: bool,
+    ready_file: str,
+    **flags: Any,
 ) -> int:
     settings = Settings(**given(flags)).validated()
     from narrows.compression import SpecError, ladder
@@ -219,7 +237,7 @@ def serve(
             f"--bind {bind}: --shards {settings.shards} take the ports from there on, and 65535 is the last"
         )
     folder = checkpoint_folder(checkpoint_dir, resume)
-    cluster = Cluster(settings, host, port, folder, resume, parent)
+    cluster = Cluster(settings, host, port, folder, resume, parent, parent_timeout)
     signals: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: signals.append(number))

@@ -26,7 +26,7 @@ from narrows.protocols.effects import NS, Checkpoint, Load, Log, Send, ServerEff
 from narrows.protocols.errors import BY_EXIT_CODE, NarrowsError, RemoteProtocolError, UsageError
 from narrows.protocols.flags import parse_address
 from narrows.protocols.keys import Plan
-from narrows.protocols.member import Member
+from narrows.protocols.member import Member, Timing
 from narrows.protocols.modes import Rule, Settings
 from narrows.protocols.wire import HEADER_BYTES_MAX, LOCAL_HOSTS, PAYLOAD_BYTES_MAX, decode, encode, local_endpoint
 from narrows.ps import checkpoints
@@ -55,6 +55,7 @@ class Process:
     checkpoint_dir: str
     resume: bool
     parent: str = ""  # address of process 0 of the server above, where there is one
+    parent_timeout: float = 30.0
 
 
 def _optimizers() -> Callable[[Plan, int, int], ServerOptimizer]:
@@ -130,7 +131,9 @@ class Runner:
             restart = self._restart_clock() if process.resume else -1
             coordinator = Coordinator(process.settings, process.first_epoch, restart, child)
             if child:
-                member = Member(uuid.uuid4().hex, f"{socket.gethostname()}:{port}")
+                lost_ns = int(process.parent_timeout * NS)
+                timing = Timing(lost_ns=lost_ns, connect_ns=lost_ns)
+                member = Member(uuid.uuid4().hex, f"{socket.gethostname()}:{port}", timing=timing)
             if restart >= 0 and self.folder is not None:
                 _, facts = checkpoints.read(self.folder, 0, restart, only=())
                 coordinator.adopt_plan(facts["plan"])

@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -372,3 +373,26 @@ def test_a_script_that_never_joins_ends_its_embedded_server(tmp_path: Path) -> N
     path.write_text("print('no training here')\n")
     code, out, err = finished("ps-worker", str(path))
     assert code == 0 and out == "no training here\n" and "1 of 1 workers done" in err
+
+
+# A cluster, and the server above it.
+
+
+def test_a_cluster_that_dies_is_left_out_and_a_server_above_that_dies_ends_its_clusters() -> None:
+    above = ("--workers", "2", "--sync", "bsp", "--push", "update", "--lease", "2", "--shards", "2")
+    with serving(*above) as root:
+        below = ("--parent", root.address, "--parent-timeout", "3", "--shards", "2", "--sync", "bsp")
+        with serving(*below) as one, serving(*below) as two:
+            with ThreadPoolExecutor(2) as pool:
+                first, second = pool.map(Worker, (one.address, two.address))
+                list(pool.map(lambda worker: worker.train(5), (first, second)))
+            two.kill()
+            first.train(20)  # the next barrier above waits for a lease, and no longer
+            assert re.search(r"worker 1 \(rank 1, .*\) expired at clock \d+; 1 live", root.command.out), root.command
+            root.kill()
+            with pytest.raises(
+                ServerLostError, match=r"the server above, tcp:.*: the server has not answered for 3 s"
+            ):
+                first.train(1000)
+            assert one.command.wait() == 6, one.command
+            assert "the server has not answered for 3 s" in one.command.err and "Traceback" not in one.command.err
