@@ -37,12 +37,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import click
 import flows
@@ -50,6 +50,7 @@ import launch
 from launch import CommandFailed
 
 SOURCE = Path(__file__).with_name("link.c")
+COMPILE = ("cc", "-std=c17", "-O2", "-Wall", "-Wextra")
 NETNS = Path("/run/netns")
 TUN = Path("/dev/net/tun")
 NAME = re.compile(r"narrows-(\d+)-")
@@ -82,7 +83,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def available() -> str:
     """Empty, or what the lab lacks here, in one sentence."""
-    needs = {
+    needs: dict[str, Callable[[], object]] = {
         "root": lambda: os.geteuid() == 0,
         "the capabilities NET_ADMIN and SYS_ADMIN": lambda: _capabilities() & CAPABILITIES == CAPABILITIES,
         str(TUN): lambda: TUN.is_char_device() and os.access(TUN, os.R_OK | os.W_OK),
@@ -107,11 +108,12 @@ class Way:
     delay_s: float = 0.0
     jitter_s: float = 0.0  # up to so much more or less delay, in order all the same
     loss: float = 0.0  # share of the packets
-    queue_bytes: int = 0  # 0: one product of rate and round trip, which is what one stream of cubic needs to fill the link
+    queue_bytes: int = 0  # 0: rate times round trip, which is what one stream needs to fill the link; see `queue`
 
     def __post_init__(self) -> None:
-        within = 0 <= self.rate <= RATE_MAX and 0 <= self.jitter_s <= self.delay_s <= DELAY_S_MAX and 0 <= self.loss <= 1
-        if not (within and (self.queue_bytes == 0 or MTU <= self.queue_bytes <= QUEUE_BYTES_MAX)):
+        times = 0 <= self.jitter_s <= self.delay_s <= DELAY_S_MAX
+        queue = self.queue_bytes == 0 or MTU <= self.queue_bytes <= QUEUE_BYTES_MAX
+        if not (0 <= self.rate <= RATE_MAX and times and 0 <= self.loss <= 1 and queue):
             raise ValueError(
                 f"a link has up to {RATE_MAX:.0e} bit/s, {DELAY_S_MAX:g} s of delay, jitter within the delay, a loss from "
                 f"0 to 1 and a queue from {MTU} to {QUEUE_BYTES_MAX} bytes; not {self}"
@@ -207,11 +209,13 @@ class Host:
     """A network namespace with a loopback of its own. What is started in it ends with the lab."""
 
     def __init__(self, netns: str) -> None:
-        """Raises CommandFailed."""
         self.netns, self.address = netns, ""
         self.processes: list[subprocess.Popen[Any]] = []
-        ip("netns", "add", netns)
-        ip("-n", netns, "link", "set", "lo", "up")
+
+    def open(self) -> None:
+        """Makes it. Raises CommandFailed."""
+        ip("netns", "add", self.netns)
+        ip("-n", self.netns, "link", "set", "lo", "up")
         with self.inside():
             for name, value in SYSCTLS.items():
                 with suppress(FileNotFoundError):  # a kernel may have no IPv6
@@ -256,11 +260,6 @@ class Host:
         columns = [line.split(":")[1].split() for line in lines if line.lstrip().startswith("wan")]
         return sum(int(column[0]) for column in columns), sum(int(column[8]) for column in columns)
 
-    def close(self) -> None:
-        for process in self.processes:
-            launch.end(process)
-        remove(self.netns)
-
 
 class Lab:
     """Hosts, and links that join them; see pair() and star(). Raises CommandFailed."""
@@ -284,13 +283,17 @@ class Lab:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stack.close()
+        try:
+            for process in [process for host in self.hosts for process in host.processes][::-1]:
+                launch.end(process)  # before its link, for it may have something to say yet
+        finally:
+            self._stack.close()
 
     def host(self) -> Host:
-        netns = f"narrows-{os.getpid()}-{next(_numbers)}"
-        self._stack.callback(remove, netns)  # one that is half made too
-        self.hosts.append(host := Host(netns))
-        self._stack.callback(host.close)
+        host = Host(f"narrows-{os.getpid()}-{next(_numbers)}")
+        self._stack.callback(remove, host.netns)  # one that is half made too
+        host.open()
+        self.hosts.append(host)
         return host
 
     def join(self, first: Host, second: Host, there: Way, back: Way | None = None) -> Link:
@@ -345,7 +348,7 @@ def compiled() -> Path:
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        launch.run(["cc", "-std=c17", "-O2", "-Wall", "-Wextra", "-Werror", "-o", str(temporary), str(SOURCE)], COMMAND_S)
+        launch.run([*COMPILE, "-o", str(temporary), str(SOURCE)], COMMAND_S)
         os.replace(temporary, path)
     return path
 
@@ -374,26 +377,24 @@ def sweep() -> None:
 
 LINKS = (("1gbit", "1ms"), ("100mbit", "20ms"), ("20mbit", "60ms"), ("1mbit", "100ms"))  # rate, delay one way
 PINGS, PINGS_S = 50, 6.0
+PRIORITY = -10  # of who measures: links, not what else this machine does
 
 
-class Quantity(click.ParamType):
-    """A number and its unit, such as 100mbit; the first unit of the table may be left out."""
+def quantity(**units: float) -> Callable[[str], float]:
+    """Reads a number with one of these units, such as 100mbit."""
 
-    def __init__(self, name: str, **units: float) -> None:
-        self.name, self.units = name, units
+    def read(text: str) -> float:
+        found = re.fullmatch(r"(\d+\.?\d*|\.\d+) ?([a-z%]+)", text)
+        if not found or found[2] not in units:
+            raise click.BadParameter(f"{text!r} is not a number with one of {', '.join(units)}")
+        return float(found[1]) * units[found[2]]
 
-    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> float:
-        found = re.fullmatch(r"([\d.]+)\s*([a-z%]*)", str(value))
-        try:
-            assert found and (found[2] or next(iter(self.units))) in self.units
-            return float(found[1]) * self.units[found[2] or next(iter(self.units))]
-        except (AssertionError, ValueError):
-            self.fail(f"{value!r} is not a number with one of {', '.join(self.units)}", parameter, context)
+    return read
 
 
-RATE = Quantity("rate", bit=1, kbit=1e3, mbit=1e6, gbit=1e9)
-TIME = Quantity("time", s=1, ms=1e-3, us=1e-6)
-SHARE = Quantity("share", **{"%": 0.01})
+RATE = quantity(bit=1, kbit=1e3, mbit=1e6, gbit=1e9)
+TIME = quantity(s=1, ms=1e-3, us=1e-6)
+SHARE = quantity(**{"%": 0.01})
 
 
 def row(name: str, way: Way, back: Way, seconds: float, seed: int, congestion: str) -> str:
@@ -414,6 +415,7 @@ def row(name: str, way: Way, back: Way, seconds: float, seed: int, congestion: s
 
 
 def table(ways: dict[str, tuple[Way, Way]], seconds: float, seed: int, congestion: str) -> Iterator[str]:
+    os.setpriority(os.PRIO_PROCESS, 0, PRIORITY)
     yield "| link, one way | Mbit/s of payload there | back | round trip, ms | 95 % | MB of payload there | at its interface | sent | headers |"  # noqa: E501
     yield "|---|---|---|---|---|---|---|---|---|"
     for name, (way, back) in ways.items():
@@ -422,8 +424,8 @@ def table(ways: dict[str, tuple[Way, Way]], seconds: float, seed: int, congestio
     yield ""
     yield (
         f"One TCP stream ({congestion}) of {seconds:g} s each way, one after the other, its rate over the last "
-        f"{1 - flows.SKIPPED:.0%} of that; up to {PINGS} UDP packets of {flows.PING_BYTES} bytes. Commit {facts['commit']}; {facts['machine']}, load "
-        f"{facts['load']}; {facts['date'][:16]}."
+        f"{1 - flows.SKIPPED:.0%} of that; up to {PINGS} UDP packets of {flows.PING_BYTES} bytes. Commit {facts['commit']}; "
+        f"{facts['machine']}, load {facts['load']}; {facts['date'][:16]}."
     )
 
 
@@ -458,13 +460,15 @@ def main(
         back = replace(there, rate=rate if back_rate is None else back_rate)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
+    if missing := available():
+        raise click.ClickException(missing)
     try:
         if command:
             sys.exit(run_command(command, there, back, seed, congestion))
         name = f"{rate / 1e6:g} Mbit/s, {1e3 * delay:g} ms" + (f", {100 * loss:g} % lost" if loss else "")
         ways = {name: (there, back)}
         if standard:
-            found = [(RATE.convert(rate, None, None), TIME.convert(delay, None, None)) for rate, delay in LINKS]
+            found = [(RATE(rate), TIME(delay)) for rate, delay in LINKS]
             ways = {f"{rate / 1e6:,.0f} Mbit/s, {1e3 * delay:.0f} ms": (Way(rate, delay),) * 2 for rate, delay in found}
         for line in table(ways, seconds, seed, congestion):
             click.echo(line)
