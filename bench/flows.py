@@ -16,7 +16,7 @@ CHUNK = bytes(1 << 18)
 PING_BYTES = 64  # with its headers
 HEADERS = 28  # of UDP over IPv4
 PATIENCE_S = 30.0  # longer than any round trip and TCP's first retransmissions
-SKIPPED = 0.3  # of a stream's time, before its rate is taken: slow start, and the loss that ends it
+SKIPPED = 0.4  # of a stream's time, before its rate is taken: slow start, and the loss that ends it
 
 
 class Stream(NamedTuple):

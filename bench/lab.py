@@ -6,7 +6,7 @@
 
 In a test or a benchmark:
 
-    with pair(Way(rate=20e6, delay_s=0.06)) as lab:
+    with pair(Way(rate=20e6, delay_s=0.06)) as lab:  # Way: from link
         here, there = lab.hosts
         there.popen(["ps-serve", "--bind", f"tcp://{there.address}:5555", "--insecure"])
         here.run(["ps-worker", "--server", f"tcp://{there.address}:5555", "train.py"], limit_s=60)
@@ -14,7 +14,7 @@ In a test or a benchmark:
         received, sent = here.bytes()
 
 Rules
-- A link is a process of link.c, compiled on first use; the docstring there says what queue, jitter and loss mean exactly.
+- link.c says what queue, jitter and loss mean exactly.
 - Bytes are the kernel's, read at the interface: IP packets with their headers, acks and retransmissions.
 - All is gone when the block ends, by an exception or SIGTERM too: processes, links, namespaces. What a killed run has
   left is found by name, which holds its pid, and removed by the next.
@@ -24,11 +24,9 @@ Rules
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import itertools
 import os
 import re
-import select
 import shutil
 import signal
 import socket
@@ -39,35 +37,28 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 import flows
 import launch
 from launch import CommandFailed
+from link import COMMAND_S, GONE_S, MTU, Link, Way
 
-SOURCE = Path(__file__).with_name("link.c")
-COMPILE = ("cc", "-std=c17", "-O2", "-Wall", "-Wextra")
 NETNS = Path("/run/netns")
 TUN = Path("/dev/net/tun")
 NAME = re.compile(r"narrows-(\d+)-")
-MTU = 1500
-RATE_MAX, DELAY_S_MAX, QUEUE_BYTES_MAX = 10e9, 10.0, 256 << 20  # link.c's own
-QUEUE_BYTES_MIN = 32 << 10  # two initial windows of TCP, of ten full packets each
-QUEUE_S_MIN = 0.01  # a busy machine wakes a link late; what has come meanwhile comes at once and must find room
 LINKS_MAX = 250  # a byte of the address
 DEVICE_PACKETS = 2000  # that the kernel holds for a link that is late
-COMMAND_S = 60.0  # for what takes milliseconds, or a second for the compiler
-GONE_S = 10.0  # after SIGKILL
 CAPABILITIES = 1 << 12 | 1 << 21  # CAP_NET_ADMIN, CAP_SYS_ADMIN
 CLONE_NEWNET = 0x40000000
 
-# Per namespace. Buffers: twice the 12.5 MB that 1 Gbit/s has under way at 100 ms, as half a buffer is overhead; 4 MB, the
-# kernel's own, would hold a stream to 80 Mbit/s at 200 ms. Metrics: what one connection has found out about a path must
-# not speed up the next one. IPv6: its neighbour discovery would be among the bytes.
+# Per namespace. Buffers: half of one is overhead, so these carry 1 Gbit/s over a round trip of 250 ms, and the kernel's own
+# 4 MB only 80 Mbit/s over 200 ms. Metrics: what one connection has found out about a path must not speed up the next one.
+# IPv6: its neighbour discovery would be among the bytes.
 SYSCTLS = {
     "net/ipv4/tcp_rmem": "4096 131072 67108864",
     "net/ipv4/tcp_wmem": "4096 65536 67108864",
@@ -98,111 +89,6 @@ def available() -> str:
 def _capabilities() -> int:
     effective = re.search(r"^CapEff:\s*(\w+)", Path("/proc/self/status").read_text(), re.MULTILINE)
     return int(effective[1], 16) if effective else 0
-
-
-@dataclass(frozen=True)
-class Way:
-    """One direction of a link."""
-
-    rate: float  # bit/s of IP packets; 0: cut
-    delay_s: float = 0.0
-    jitter_s: float = 0.0  # up to so much more or less delay, in order all the same
-    loss: float = 0.0  # share of the packets
-    queue_bytes: int = 0  # 0: rate times round trip, which is what one stream needs to fill the link; see `queue`
-
-    def __post_init__(self) -> None:
-        times = 0 <= self.jitter_s <= self.delay_s <= DELAY_S_MAX
-        queue = self.queue_bytes == 0 or MTU <= self.queue_bytes <= QUEUE_BYTES_MAX
-        if not (0 <= self.rate <= RATE_MAX and times and 0 <= self.loss <= 1 and queue):
-            raise ValueError(
-                f"a link has up to {RATE_MAX:.0e} bit/s, {DELAY_S_MAX:g} s of delay, jitter within the delay, a loss from "
-                f"0 to 1 and a queue from {MTU} to {QUEUE_BYTES_MAX} bytes; not {self}"
-            )
-
-    @property
-    def queue(self) -> int:
-        own = max(QUEUE_BYTES_MIN, self.rate / 8 * max(2 * self.delay_s, QUEUE_S_MIN))
-        return self.queue_bytes or min(int(own), QUEUE_BYTES_MAX)
-
-    def packed(self) -> str:
-        """As link.c reads it."""
-        parts = (self.rate, self.delay_s * 1e9, self.jitter_s * 1e9, self.loss * 1e9, self.queue)
-        return " ".join(f"{part:.0f}" for part in parts)
-
-
-class Counts(NamedTuple):
-    """What a way has done, as link.c says."""
-
-    packets: int
-    bytes: int
-    dropped: int  # by the queue
-    lost: int  # at random, or by a cut
-
-
-class Link:
-    """A running link; `there` is its way from the first host to the second, `back` the other."""
-
-    def __init__(self, ends: Sequence[tuple[str, str]], there: Way, back: Way, seed: int) -> None:
-        """`ends`: namespace and device, twice. Raises CommandFailed."""
-        self._process = subprocess.Popen(
-            [str(compiled()), str(seed), *itertools.chain(*ends)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        try:
-            self._answer()
-            self.set(there, back)
-        except BaseException:
-            self.close()
-            raise
-
-    def set(self, there: Way, back: Way) -> None:
-        self.there, self.back = there, back
-        self._ask(f"{there.packed()} {back.packed()}")
-
-    def change(self, **settings: Any) -> None:
-        """Fields of Way, for both ways, from now on; what is on the line keeps its time."""
-        self.set(replace(self.there, **settings), replace(self.back, **settings))
-
-    def cut(self) -> None:
-        """Until mend() nothing comes through; what is under way is lost."""
-        self._ask(" ".join([replace(self.there, rate=0).packed(), replace(self.back, rate=0).packed()]))
-
-    def mend(self) -> None:
-        self.set(self.there, self.back)
-
-    def counts(self) -> tuple[Counts, Counts]:
-        """There, back."""
-        numbers = [int(word) for word in self._ask("").split()]
-        return Counts(*numbers[:4]), Counts(*numbers[4:])
-
-    def _ask(self, line: str) -> str:
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # then there is no answer either
-            self._process.stdin.write(line + "\n")
-            self._process.stdin.flush()
-        return self._answer()
-
-    def _answer(self) -> str:
-        process = self._process
-        assert process.stdout is not None
-        ready = select.select([process.stdout], [], [], COMMAND_S)[0]
-        if line := process.stdout.readline() if ready else "":
-            return line
-        process.kill()
-        raise CommandFailed(f"a link has ended: {process.communicate()[1].strip() or 'it did not answer'}")
-
-    def close(self) -> None:
-        with self._process as process:  # closes the pipes, and waits
-            assert process.stdin is not None
-            with suppress(BrokenPipeError):
-                process.stdin.close()
-            try:
-                process.wait(GONE_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
 
 
 class Host:
@@ -342,17 +228,6 @@ def _enter(netns: int) -> None:
         raise OSError(ctypes.get_errno(), "setns")
 
 
-def compiled() -> Path:
-    """link.c as a program, made when there is none of this very text. Raises CommandFailed."""
-    path = launch.OUT / f"link-{hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:12]}"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        launch.run([*COMPILE, "-o", str(temporary), str(SOURCE)], COMMAND_S)
-        os.replace(temporary, path)
-    return path
-
-
 def remove(netns: str) -> None:
     """A namespace, and first whatever still runs in it. Nothing where there is none."""
     deadline = time.monotonic() + GONE_S
@@ -424,17 +299,17 @@ def table(ways: dict[str, tuple[Way, Way]], seconds: float, seed: int, congestio
     yield ""
     yield (
         f"One TCP stream ({congestion}) of {seconds:g} s each way, one after the other, its rate over the last "
-        f"{1 - flows.SKIPPED:.0%} of that; up to {PINGS} UDP packets of {flows.PING_BYTES} bytes. Commit {facts['commit']}; "
-        f"{facts['machine']}, load {facts['load']}; {facts['date'][:16]}."
+        f"{100 * (1 - flows.SKIPPED):.0f} % of that; up to {PINGS} UDP packets of {flows.PING_BYTES} bytes. Commit "
+        f"{facts['commit']}; {facts['machine']}, load {facts['load']}; {facts['date'][:16]}."
     )
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--rate", type=RATE, default="100mbit", help="of IP packets: bit, kbit, mbit, gbit")
-@click.option("--back-rate", type=RATE, help="from the second host to the first; as --rate by default")
-@click.option("--delay", type=TIME, default="20ms", help="one way: s, ms, us")
-@click.option("--jitter", type=TIME, default="0ms", help="up to so much more or less delay; packets stay in order")
-@click.option("--loss", type=SHARE, default="0%", help="of all packets, at random")
+@click.option("--rate", type=RATE, metavar="RATE", default="100mbit", help="of IP packets: bit, kbit, mbit, gbit")
+@click.option("--back-rate", type=RATE, metavar="RATE", help="from the second host to the first; as --rate by default")
+@click.option("--delay", type=TIME, metavar="TIME", default="20ms", help="one way: s, ms, us")
+@click.option("--jitter", type=TIME, metavar="TIME", default="0ms", help="up to so much more or less delay, in order")
+@click.option("--loss", type=SHARE, metavar="SHARE", default="0%", help="of all packets, at random")
 @click.option("--queue", type=int, default=0, help="bytes; 0: rate times round trip, and some for slow links")
 @click.option("--seed", default=0, help="of loss and jitter")
 @click.option("--congestion", default=CONGESTION, help="TCP's congestion control")
@@ -481,7 +356,10 @@ def run_command(command: Sequence[str], there: Way, back: Way, seed: int, conges
     with pair(there, back, seed, congestion) as lab:
         here, peer = lab.hosts
         env = os.environ | {"LAB_ADDRESS": here.address, "LAB_PEER": peer.address, "LAB_NETNS": peer.netns}
-        code = here.popen(command, env=env).wait()
+        try:
+            code = here.popen(command, env=env).wait()
+        except OSError as error:
+            raise CommandFailed(f"{command[0]}: {error.strerror}") from None
         received, sent = here.bytes()
         click.echo(f"received {received:,} B, sent {sent:,} B", err=True)
     return code if code >= 0 else 128 - code

@@ -17,8 +17,9 @@ import flows
 import lab
 import pytest
 from click.testing import CliRunner
-from lab import Host, Way, pair, star
+from lab import Host, pair, star
 from launch import CommandFailed
+from link import Way
 from processes import alive, until
 
 needs_lab = pytest.mark.skipif(bool(lab.available()), reason=lab.available() or "available")
@@ -172,7 +173,8 @@ def left(pid: int) -> list[str]:
 
 SCRIPT = """
 import time
-from lab import Way, pair
+from lab import pair
+from link import Way
 with pair(Way(1e6)) as two:
     sleeper = two.hosts[0].popen(["sh", "-c", "sleep 100 & sleep 100"])
     print(two.links[0]._process.pid, sleeper.pid, flush=True)
