@@ -73,7 +73,7 @@ def _read_until(receiver: socket.socket, end: float) -> int:
 
 
 def round_trips(near: Host, far: Host, count: int, limit_s: float) -> list[float]:
-    """Seconds of each, of packets of 64 bytes that come back; up to `count` of them, in about `limit_s`."""
+    """Seconds of each, of packets of 64 bytes that come back; up to `count`, in about `limit_s`. Raises TimeoutError."""
     times = []
     with near.socket(socket.SOCK_DGRAM) as here, far.socket(socket.SOCK_DGRAM) as there:
         there.bind((far.address, 0))
@@ -101,4 +101,6 @@ def round_trips(near: Host, far: Host, count: int, limit_s: float) -> list[float
                 times.append(time.perf_counter() - begin)
         here.send(b"")
         thread.join()
+    if not times:
+        raise TimeoutError(f"of {PING_BYTES}-byte packets none came back within {limit_s / 3:g} s")
     return times

@@ -347,7 +347,7 @@ def main(
             ways = {f"{rate / 1e6:,.0f} Mbit/s, {1e3 * delay:.0f} ms": (Way(rate, delay),) * 2 for rate, delay in found}
         for line in table(ways, seconds, seed, congestion):
             click.echo(line)
-    except CommandFailed as error:
+    except (CommandFailed, ConnectionError, TimeoutError) as error:
         raise click.ClickException(str(error)) from None
 
 

@@ -20,7 +20,7 @@ from click.testing import CliRunner
 from lab import Host, pair, star
 from launch import CommandFailed
 from link import Way
-from processes import alive, until
+from processes import alive, descendants, until
 
 needs_lab = pytest.mark.skipif(bool(lab.available()), reason=lab.available() or "available")
 HEADERS = 28  # of UDP over IPv4
@@ -176,7 +176,7 @@ import time
 from lab import pair
 from link import Way
 with pair(Way(1e6)) as two:
-    sleeper = two.hosts[0].popen(["sh", "-c", "sleep 100 & sleep 100"])
+    sleeper = two.hosts[0].popen(["sh", "-c", "sleep 100 & wait"])
     print(two.links[0]._process.pid, sleeper.pid, flush=True)
     time.sleep(100)
 """
@@ -189,11 +189,14 @@ def test_nothing_is_left(ending: signal.Signals) -> None:
     command = [sys.executable, "-c", SCRIPT]
     with subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as run:
         assert run.stdout is not None
-        pids = [int(word) for word in run.stdout.readline().split()]
-        pids += [int(pid) for pid in lab.ip("netns", "pids", sorted(left(run.pid))[0]).split()]
-        assert len(pids) >= 4 and all(map(alive, pids)) and len(left(run.pid)) == 2
-        run.send_signal(ending)
-        run.wait(20)
+        link, sleeper = (int(word) for word in run.stdout.readline().split())
+        try:
+            pids = [link, sleeper, *until(lambda: descendants(sleeper), "a grandchild", 10)]
+            assert all(map(alive, pids)) and len(left(run.pid)) == 2
+            run.send_signal(ending)
+            run.wait(20)
+        finally:
+            run.kill()
     if ending == signal.SIGKILL:  # then the next one sees to it
         lab.sweep()
     until(lambda: not any(map(alive, pids)), "its processes to be gone", 10)
