@@ -1,0 +1,277 @@
+"""Two cities and the link between them: step time, bytes at the interface and loss of Narrows and of DDP, in the lab (lab.py).
+
+    python bench/wan.py                        # every contender on the 20 Mbit/s link, 40 steps each, 3 rounds in turn
+    python bench/wan.py --link 100mbit --rows 'ddp*' --steps 20
+    python bench/wan.py --link 20mbit --rows 'ssp*' --steps 400 --rounds 1     # trained in full: loss and seconds to it
+    python bench/wan.py --show                 # print what the last runs found, as Markdown
+
+Rules
+- One worker in each city trains tasks/bytelm.py on its half of the batch, one thread each. The root is in the first city.
+- A round runs every row once, one after the other; step times are medians over rounds of a run's own median, worst worker.
+- Bytes a step are the kernel's, at the second city's interface, between two steps of the run: headers, acks and heartbeats
+  are in them, the first weights and the last flush are not. Payload is what `--record` says where there is one.
+- `loopback` is no link at all: both workers on one host.
+- Each run is written to the JSON at once.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import click
+import lab
+import launch
+from launch import CommandFailed
+from link import Way
+
+BENCH = Path(__file__).parent
+TASK = str(BENCH / "tasks" / "bytelm.py")
+PORT = 25_000  # of the server above, on hosts that nobody else is on; clusters take the tens after it
+SETTLE = 5  # first steps that no figure counts: connections, first states, the compiler
+SAMPLE_S = 0.2
+READY_S = 120.0
+
+Result = dict[str, Any]
+
+LINKS: dict[str, Way | None] = {
+    "loopback": None,
+    "1gbit": Way(1e9, 0.001),
+    "100mbit": Way(100e6, 0.02),
+    "20mbit": Way(20e6, 0.06),
+    "1mbit": Way(1e6, 0.1),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """`above`: flags of the root. `below`: of a server in each city; none where workers dial the root themselves."""
+
+    name: str
+    above: tuple[str, ...] = ()
+    below: tuple[str, ...] = ()
+    hook: str = ""  # DDP's
+
+
+def flat(mode: str, compress: str, *more: str) -> Row:
+    name = " ".join((mode, compress, *(word.removeprefix("--") for word in more)))
+    return Row(name, ("--sync", mode, "--compress", compress, *more))
+
+
+LOCAL_SGD = ("--outer-lr", "1", "--outer-momentum", "0")
+ROWS = (
+    Row("ddp", hook="none"),
+    Row("ddp fp16", hook="fp16"),
+    Row("ddp powersgd-4", hook="powersgd"),
+    Row("bsp", ("--sync", "bsp")),
+    flat("ssp", "topk:0.05+int8"),
+    flat("ssp", "cycle:0.15+sign"),
+    Row("ssp auto", ("--sync", "ssp", "--compress", "auto")),
+    Row("local H=4 topk:123/4096+2bit",
+        ("--sync", "local", "--local-steps", "4", "--staleness", "1", "--compress", "topk:123/4096+2bit", *LOCAL_SGD)),
+    Row("tree: ssp topk:0.05+int8 over bsp", ("--sync", "ssp", "--compress", "topk:0.05+int8"), ("--sync", "bsp")),
+    Row("diloco H=50", ("--sync", "local", "--local-steps", "50")),
+)  # fmt: skip
+
+
+@contextmanager
+def cities(way: Way | None) -> Iterator[tuple[lab.Host, lab.Host]]:
+    """Two hosts; on `loopback` both are one."""
+    with ExitStack() as stack:
+        if way is None:
+            only = stack.enter_context(lab.Lab()).host()
+            only.address = "127.0.0.1"
+            yield only, only
+        else:
+            first, second = stack.enter_context(lab.pair(way)).hosts
+            yield first, second
+
+
+def serve(host: lab.Host, port: int, flags: Sequence[str], folder: Path, name: str) -> None:
+    """A ps-serve that is ready, or CommandFailed. It ends by itself, or with the lab."""
+    ready, said = folder / f"{name}.ready", folder / f"{name}.log"
+    bind = f"tcp://{host.address}:{port}"
+    command = [sys.executable, "-m", "narrows.ps.cli", "--bind", bind, "--insecure", "--checkpoint-dir", "none"]
+    with said.open("w") as log:
+        process = host.popen([*command, "--ready-file", str(ready), *flags], stdout=log, stderr=log, cwd=launch.ROOT)
+    deadline = time.monotonic() + READY_S
+    while not ready.exists():
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise CommandFailed(f"{name} did not start: {said.read_text()[-500:]}")
+        time.sleep(0.02)
+
+
+def workers(row: Row, hosts: Sequence[lab.Host], args: Sequence[str], folder: Path) -> list[Any]:
+    """The two training processes, started; each writes a record to folder."""
+    started = []
+    for rank, host in enumerate(hosts):
+        record = folder / f"record{rank}"
+        env = launch.environment()
+        if row.hook:
+            env |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": hosts[0].address, "MASTER_PORT": str(PORT)}
+            env["GLOO_SOCKET_IFNAME"] = "lo" if hosts[0] is hosts[1] else "wan0"
+            command = [sys.executable, str(BENCH / "ddp.py"), row.hook, str(record), *args]
+        else:
+            server = (
+                f"tcp://{host.address}:{PORT + 10 * (1 + rank)}" if row.below else f"tcp://{hosts[0].address}:{PORT}"
+            )
+            command = [sys.executable, "-m", "narrows.worker.cli", "--server", server, "--record", str(record)]
+            command += [TASK, *args]
+        with (folder / f"worker{rank}.log").open("w") as log:
+            started.append(host.popen(command, stdout=log, stderr=log, cwd=launch.ROOT, env=env))
+    return started
+
+
+def steps_of(record: Path) -> list[Result]:
+    lines = record.read_text().splitlines() if record.exists() else []
+    return [event for line in lines if '"step"' in line and (event := json.loads(line))["event"] == "step"]
+
+
+def measure(row: Row, way: Way | None, steps: int, seed: int, limit_s: float) -> Result:
+    """One run. Raises CommandFailed."""
+    args = ["--steps", str(steps), "--seed", str(seed)]
+    with tempfile.TemporaryDirectory() as name, cities(way) as hosts:
+        folder, samples = Path(name), list[tuple[int, int, int]]()
+        if row.above:
+            serve(hosts[0], PORT, ["--workers", "2", *row.above], folder, "root")
+        for rank, host in enumerate(hosts if row.below else ()):
+            parent = ["--parent", f"tcp://{hosts[0].address}:{PORT}", *row.below]
+            serve(host, PORT + 10 * (1 + rank), parent, folder, f"cluster{rank}")
+        began = time.monotonic()
+        processes = workers(row, hosts, args, folder)
+        while any(process.poll() is None for process in processes):
+            if time.monotonic() - began > limit_s:
+                raise CommandFailed(f"{row.name} ran longer than {limit_s:.0f} s")
+            done = steps_of(folder / "record1")
+            received, sent = hosts[1].bytes()
+            samples.append((done[-1]["clock"] if done else 0, received, sent))
+            time.sleep(SAMPLE_S)
+        seconds = time.monotonic() - began
+        for rank, process in enumerate(processes):
+            if process.returncode != 0:
+                raise CommandFailed(f"worker {rank} of {row.name}: {(folder / f'worker{rank}.log').read_text()[-800:]}")
+        records = [(folder / f"record{rank}").read_text() for rank in range(2)]
+        return figures([[json.loads(line) for line in text.splitlines()] for text in records], samples, seconds)
+
+
+def figures(records: list[list[Result]], samples: list[tuple[int, int, int]], seconds: float) -> Result:
+    steps = [[event for event in record if event["event"] == "step"] for record in records]
+    between = [[b["seconds"] - a["seconds"] for a, b in pairwise(own[SETTLE:])] for own in steps]
+    last = len(steps[1])
+    inside = [sample for sample in samples if SETTLE <= sample[0] < last]
+    result: Result = {
+        "step_s": max(statistics.median(own) for own in between),
+        "steps": last,
+        "loss": statistics.fmean(record[-1]["last"]["loss"] for record in records),
+        "seconds": seconds,
+        "train_s": max(own[-1]["seconds"] - own[0]["seconds"] for own in steps),
+    }
+    if len(inside) > 1 and inside[-1][0] > inside[0][0]:
+        clocks = inside[-1][0] - inside[0][0]
+        result |= {"down": (inside[-1][1] - inside[0][1]) / clocks, "up": (inside[-1][2] - inside[0][2]) / clocks}
+    payload = [event for event in steps[1][SETTLE:] if "push_bytes" in event]
+    if payload:
+        result["push"] = statistics.fmean(event["push_bytes"] for event in payload)
+        result["pull"] = statistics.fmean(event["pull_bytes"] for event in payload)
+    return result
+
+
+def median(found: list[Result], name: str) -> float | None:
+    values = [result[name] for result in found if name in result]
+    return statistics.median(values) if values else None
+
+
+def shown(value: float | None, digits: int = 1, scale: float = 1.0) -> str:
+    return "-" if value is None else f"{value * scale:,.{digits}f}"
+
+
+def table(results: list[Result], commit: str) -> str:
+    """A table for each link and number of steps of this commit."""
+    out: list[str] = []
+    mine = [result for result in results if result["commit"] == commit]
+    for link, steps in sorted({(result["link"], result["steps"]) for result in mine}):
+        here = [result for result in mine if (result["link"], result["steps"]) == (link, steps)]
+        floor = median([r for r in here if r["row"] == "ddp"], "step_s")
+        out += [
+            f"{link}, {steps} steps",
+            "",
+            "| run | rounds | step, ms | of ddp here | kB up, down a step at the interface | kB of messages | loss | s |",
+            "|---|---|---|---|---|---|---|---|",
+        ]
+        for row in ROWS:
+            found = [result for result in here if result["row"] == row.name]
+            if not found:
+                continue
+            step = median(found, "step_s")
+            ratio = shown(step / floor, 2) if step and floor else "-"
+            cells = [
+                *(row.name, str(len(found)), shown(step, 0, 1e3), ratio),
+                *(f"{shown(median(found, a), 1, 1e-3)}, {shown(median(found, b), 1, 1e-3)}"
+                  for a, b in (("up", "down"), ("push", "pull"))),
+                *(shown(median(found, "loss"), 3), shown(median(found, "train_s"), 0)),
+            ]  # fmt: skip
+            out.append(f"| {' | '.join(cells)} |")
+        loads = [result["load"] for result in here]
+        out += [
+            "",
+            f"commit {commit}; {here[-1]['machine']}, load {min(loads)} to {max(loads)}; {here[-1]['date']}",
+            "",
+        ]
+    return "\n".join(out)
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--link", "links", default="20mbit", help=f"comma-separated: {', '.join(LINKS)}")
+@click.option("--rows", "pattern", default="*", help="only rows whose name matches")
+@click.option("--steps", default=40)
+@click.option("--rounds", default=3)
+@click.option("--seed", default=0)
+@click.option("--show", is_flag=True, help="run nothing, print the tables of the newest commit")
+@click.option("--out", type=click.Path(path_type=Path), default=launch.OUT / "wan.json")
+@click.option("--limit", "limit_s", default=1800.0, help="seconds after which a run counts as failed")
+def main(links: str, pattern: str, steps: int, rounds: int, seed: int, show: bool, out: Path, limit_s: float) -> None:
+    """Train across a narrow link, by every contender."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    results: list[Result] = json.loads(out.read_text()) if out.exists() else []
+    if show:
+        click.echo(table(results, results[-1]["commit"]) if results else f"{out} holds no run")
+        return
+    if missing := lab.available():
+        raise click.ClickException(missing)
+    chosen = [row for row in ROWS if fnmatch.fnmatchcase(row.name, pattern)]
+    unknown = [link for link in links.split(",") if link not in LINKS]
+    if unknown or not chosen:
+        raise click.UsageError(
+            f"no such link or row; links: {', '.join(LINKS)}; rows: {', '.join(r.name for r in ROWS)}"
+        )
+    failed = False
+    for number in range(rounds):
+        for link in links.split(","):
+            for row in chosen:
+                key = {"row": row.name, "link": link, "round": number, "seed": seed}
+                try:
+                    result = measure(row, LINKS[link], steps, seed, limit_s)
+                except (CommandFailed, OSError) as error:
+                    failed = True
+                    click.echo(f"FAILED {row.name} on {link}: {error}", err=True)
+                    continue
+                results.append(key | launch.facts() | result)
+                launch.save(out, results)
+                click.echo(f"{row.name} on {link}: {1000 * result['step_s']:.0f} ms a step, loss {result['loss']:.3f}")
+    click.echo(f"\n{table(results, launch.facts()['commit'])}")
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()
