@@ -162,14 +162,16 @@ def measure(row: Row, way: Way | None, steps: int, seed: int, limit_s: float) ->
             if process.returncode != 0:
                 raise CommandFailed(f"worker {rank} of {row.name}: {(folder / f'worker{rank}.log').read_text()[-800:]}")
         records = [(folder / f"record{rank}").read_text() for rank in range(2)]
-        return figures([[json.loads(line) for line in text.splitlines()] for text in records], samples, seconds)
+        events = [[json.loads(line) for line in text.splitlines()] for text in records]
+        return figures(events, samples, seconds, crosses=not row.below)
 
 
-def figures(records: list[list[Result]], samples: list[tuple[int, int, int]], seconds: float) -> Result:
+def figures(records: list[list[Result]], samples: list[tuple[int, int, int]], seconds: float, crosses: bool) -> Result:
+    """`crosses`: what the records count is what crosses the link."""
     steps = [[event for event in record if event["event"] == "step"] for record in records]
     between = [[b["seconds"] - a["seconds"] for a, b in pairwise(own[SETTLE:])] for own in steps]
     last = len(steps[1])
-    inside = [sample for sample in samples if SETTLE <= sample[0] < last]
+    inside = [sample for sample in samples if SETTLE <= sample[0] <= last - SETTLE]
     result: Result = {
         "step_s": max(statistics.median(own) for own in between),
         "steps": last,
@@ -180,7 +182,7 @@ def figures(records: list[list[Result]], samples: list[tuple[int, int, int]], se
     if len(inside) > 1 and inside[-1][0] > inside[0][0]:
         clocks = inside[-1][0] - inside[0][0]
         result |= {"down": (inside[-1][1] - inside[0][1]) / clocks, "up": (inside[-1][2] - inside[0][2]) / clocks}
-    payload = [event for event in steps[1][SETTLE:] if "push_bytes" in event]
+    payload = [event for event in steps[1][SETTLE:] if crosses and "push_bytes" in event]
     if payload:
         result["push"] = statistics.fmean(event["push_bytes"] for event in payload)
         result["pull"] = statistics.fmean(event["pull_bytes"] for event in payload)
