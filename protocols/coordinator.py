@@ -95,7 +95,10 @@ class Coordinator:
         self.finished_once = False
         self.child = child
         self.rank_above, self.clusters = (-1, 0) if child else (0, 1)  # this cluster's rank, of so many
-        self.above = b""
+        self.above, self.place = b"", 0  # our place there, packed, and its epoch
+        self.weights = -1  # the worker whose first weights are those of the run, once they are on all shards
+        self.finishes, self.finish_at = 0, 0
+        self.finished: set[tuple[int, int]] = set()  # workers and their clocks, of the last finish
         self.undeclared: dict[int, tuple[bytes, m.Declare]] = {}  # workers whose Declare waits for our place above
 
     # What a runner or a machine beside it may read.
@@ -109,6 +112,8 @@ class Coordinator:
         """Whose weights are the first: the longest-standing member, while the run has none."""
         if self.started or self.restart_clock >= 0:
             return -1
+        if self.weights >= 0:
+            return self.weights
         return min((member.worker for member in self.declared), default=-1)
 
     def adopt_plan(self, packed: bytes) -> None:
@@ -220,18 +225,36 @@ class Coordinator:
         self.rank_above, self.clusters = rank, clusters
         return self._greet(now_ns)
 
-    def placed(self, above: bytes, clock: int, now_ns: int) -> list[ServerEffect]:
-        """This cluster's place in the run above, and the clock of ours that it stands for; b"" when it gives it up."""
-        self.above = above
-        if above and not self.declared:
+    @property
+    def may_declare(self) -> bool:
+        """There are workers enough to take part in the run above."""
+        return len(self.undeclared) >= (1 if self.started else self.needed)
+
+    def begin(self, clock: int, now_ns: int) -> int:
+        """The clock at which a new place above begins: `clock`, that of the run above, where nobody here is further."""
+        if not self.declared:
             self.min_clock = max(self.min_clock, clock)
             self.reached_ns = {self.min_clock: now_ns}
+        return self.min_clock
+
+    def placed(self, above: bytes, epoch: int, now_ns: int) -> list[ServerEffect]:
+        """This cluster's place in the run above; b"" when it gives it up."""
+        if self.over:
+            return []
+        self.above, self.place = above, epoch
+        self.finished = set()  # who waits for the last model asks for it at the new place
         effects = self._broadcast(now_ns)
         waiting, self.undeclared = (self.undeclared, {}) if above else ({}, self.undeclared)
         for worker, (_, declare) in waiting.items():
             if worker in self.members:
                 effects += self._declare(self.members[worker], declare, now_ns)
         return effects
+
+    def cut_off(self, now_ns: int) -> list[ServerEffect]:
+        """There is no run above any more: checkpoint at the clock reached, and end."""
+        self.above, self.place = b"", 0
+        self._end()
+        return self._broadcast(now_ns)
 
     def _greet(self, now_ns: int) -> list[ServerEffect]:
         """Answer those who had to wait."""
@@ -248,6 +271,8 @@ class Coordinator:
         if self.plan is None or len(self.reports) < self.shards:
             return effects
         known = min(r.epoch if r.planned and r.generation == self.generation else 0 for r in self.reports.values())
+        if self.child and self.started and any(r.from_above != self.place for r in self.reports.values()):
+            return effects  # what the shards have is older than our place
         ranges = tuple(split(self.plan.size, self.shards))
         for member in [only] if only is not None else self.declared:
             if member.epoch and member.epoch <= known and (only is not None or not member.ready_sent):
@@ -294,6 +319,7 @@ class Coordinator:
 
     def _remove(self, member: Member, how: str, now_ns: int) -> list[ServerEffect]:
         del self.members[member.worker]
+        self.undeclared.pop(member.worker, None)
         if how != "expired":
             self._forget(member.token)
         if member.epoch:
@@ -381,6 +407,15 @@ class Coordinator:
         """Whether a shard has seen the end and done all that comes before it."""
         return report.ledger_seen >= self.over_version and report.min_clock >= self.min_clock and report.at_rest
 
+    def _ready(self, report: m.Report) -> bool:
+        """This shard has the weights that the run begins with."""
+        return report.from_above == self.place > 0 if self.child else report.weights_from == self.initialiser
+
+    def _done(self, member: Member) -> bool:
+        """It waits for the last model, and all that it pushed is in: a barrier need not wait for it."""
+        waits = all(member.worker in report.finishing for report in self.reports.values())
+        return self.child and waits and member.clock <= self.min_clock
+
     def _decide(self, now_ns: int) -> None:
         declared = self.declared
         fresh = self.child or self.restart_clock < 0
@@ -389,14 +424,15 @@ class Coordinator:
             enough = len(declared) >= self.needed
             if self.generation_ns and now_ns - self.generation_ns > self.settings.lease * NS:
                 enough = True
-            if enough and (
-                not fresh or all(r.from_above if self.child else r.weights_from == self.initialiser for r in current)
-            ):
+            if enough and (not fresh or all(self._ready(r) for r in current)):
                 self.started = True
                 self.reached_ns = {self.min_clock: now_ns}
                 self.version += 1
         # After the end no clock closes: a shard that has reached the last one is gone, and would be waited for.
-        while self.started and not self.over and declared and all(w.clock > self.min_clock for w in declared):
+        while self.started and not self.over:
+            going = [w for w in declared if not self._done(w)]
+            if not going or not all(w.clock > self.min_clock for w in going):
+                break
             clock = self.min_clock
             if self.mode.barrier:
                 inside = [w.worker for w in declared if w.start <= clock < w.clock]
@@ -406,6 +442,14 @@ class Coordinator:
             self.version += 1
             self.reached_ns[self.min_clock] = now_ns
             self.reached_ns.pop(self.min_clock - (self.mode.bound or 0) - 1, None)
+        undecided = self.child and self.weights < 0 and self.initialiser >= 0 and len(current) == self.shards
+        if undecided and all(report.weights_from == self.initialiser for report in current):
+            self.weights = self.initialiser
+            self.version += 1
+        ended = {(w.worker, w.clock) for w in declared if self._done(w)}
+        if declared and len(ended) == len(declared) and not ended <= self.finished and not self.over:
+            self.finished, self.finishes, self.finish_at = ended, self.finishes + 1, self.min_clock
+            self.version += 1
         self.departed = {w: kept for w, kept in self.departed.items() if max(kept[1]) > self.min_clock}
         for clock, by_shard in list(self.shard_norms.items()):
             if len(by_shard) == self.shards:
@@ -485,5 +529,8 @@ class Coordinator:
             report_seen=self.shard_seen[index],
             plan=b"" if planned else self.plan_packed,
             above=self.above,
+            weights=self.weights,
+            finishes=self.finishes,
+            finish_at=self.finish_at,
         )
         return Send(self.shard_peers[index], ledger)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
 from narrows.protocols.effects import NS, MemberEffect, Send
-from narrows.protocols.errors import LocalProtocolError
+from narrows.protocols.errors import LocalProtocolError, RemoteProtocolError
 from narrows.protocols.link import LinkMeter
 from narrows.protocols.modes import Mode, Settings
 from narrows.protocols.wire import FRAME_BYTES
@@ -275,7 +275,9 @@ class Member:
         self.meter = LinkMeter()  # the server may have been started anew, on a machine with another clock
         for session in self.sessions:
             session.epoch, session.meter = message.epoch, self.meter
-        ranges = tuple((r[0], r[1]) for r in message.ranges)
+        if any(len(keys) != 2 for keys in message.ranges):
+            raise RemoteProtocolError("the server sent key ranges that are none")
+        ranges = tuple((keys[0], keys[1]) for keys in message.ranges)
         again, self.again = self.again, True
         return [e.Started(message.worker, message.epoch, message.clock, ranges, message.buffers, again)]
 

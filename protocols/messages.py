@@ -322,7 +322,11 @@ class Ledger(Message):
     over: bool
     report_seen: int
     plan: bytes  # empty once the shard has it
-    above: bytes = b""  # this cluster's place in the run above (ps/uplink.py), empty where there is none, or none yet
+    # Of a cluster with a server above:
+    above: bytes = b""  # its place in that run (ps/uplink.py), empty while it has none
+    weights: int = -1  # the worker whose first weights are on every shard, to be handed up
+    finishes: int = 0  # times that all workers were done, the last at clock `finish_at`
+    finish_at: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,8 +346,11 @@ class Report(Message):
     arrived: Pairs  # worker, clock: updates of it that are here whole
     norms: Weights  # clock, squared L2 norm of the folded mean on this shard
     checkpoints: Ints  # clocks of the checkpoints on disk
-    from_above: bool = False  # the first state of the server above is here
-    at_rest: bool = True  # the server above, if there is one, has all that this shard has for it
+    # Of a cluster with a server above:
+    from_above: int = 0  # epoch of the place whose first state is here
+    finishing: Ints = ()  # workers that wait for the last model
+    at_rest: bool = True  # the server above has all that this shard has for it
+    trouble: str = ""  # what ended the session of this shard
 
 
 KINDS: dict[int, type[Message]] = {

@@ -204,9 +204,10 @@ class Runner:
     def _receive_above(self, frames: list[zmq.Frame], now_ns: int) -> None:
         self.bytes_down += sum(len(frame.buffer) for frame in frames)
         try:
-            self.apply(self.server.handle_above(decode([frame.buffer for frame in frames]), now_ns))
+            effects = list(self.server.handle_above(decode([frame.buffer for frame in frames]), now_ns))
         except NarrowsError as error:
-            raise type(error)(f"the server above, {self.process.parent}: {error}") from error
+            effects = list(self.server.fail_above(str(error), now_ns))
+        self.apply(effects)
 
     def _checkpoint(self, clock: int) -> None:
         shard = self.server.shard

@@ -28,12 +28,12 @@ class Server:
         self, shard: Shard, coordinator: Coordinator | None, member: Member | None = None, parent: str = ""
     ) -> None:
         self.shard, self.coordinator, self.member, self.parent = shard, coordinator, member, parent
-        self.stopped = False
+        self.final = Stop()  # what this process ends with
         if coordinator is not None:
             shard.wants_buffers = coordinator.wants_buffers
-        if member is not None and shard.uplink is not None:
+        if member is not None:
             shard.session = lambda place: member.sessions[0]
-            shard.uplink.repeats = False
+            shard.repeats = False
 
     def start(self, now_ns: int) -> Iterator[ServerEffect]:
         """The first report of this shard, and where there is a server above, a Hello to it."""
@@ -47,7 +47,10 @@ class Server:
         if isinstance(message, FOR_COORDINATOR):
             if coordinator is None:
                 raise RemoteProtocolError("this is not the coordinator: dial the address of ps-serve, shard 0")
-            return self._local([*coordinator.handle(peer, message, now_ns), *self._declare(now_ns)], now_ns)
+            effects = coordinator.handle(peer, message, now_ns)
+            if isinstance(message, m.Report) and message.trouble:
+                effects += self._end(m.RefuseCode.INCOMPATIBLE, message.trouble, now_ns)
+            return self._local([*effects, *self._declare(now_ns)], now_ns)
         if isinstance(message, m.Ledger):
             if peer != COORDINATOR:
                 raise RemoteProtocolError("a ledger comes from the coordinator alone")
@@ -62,12 +65,17 @@ class Server:
             effects = effects + self.coordinator.tick(now_ns)
         yield from self._local(effects, now_ns)
         if self.member is not None:
-            yield from self._seen([*self._with_the_workers(now_ns), *self.member.tick(now_ns)], now_ns)
+            yield from self._local(self._with_the_workers(now_ns), now_ns)
+            yield from self._seen(self.member.tick(now_ns), now_ns)
 
     def stop(self, now_ns: int) -> Iterator[ServerEffect]:
-        """Ctrl-C, told to the coordinator."""
-        self.stopped = True
-        return self._local(self.coordinator.stop(now_ns) if self.coordinator is not None else [], now_ns)
+        """Ctrl-C, told to the coordinator, and to the server above."""
+        if self.coordinator is None:
+            return
+        effects = self.coordinator.stop(now_ns)
+        if self.member is not None and self.member.phase not in ("leaving", "over"):
+            effects += [*sends(self.member.leave(-1, now_ns)), *self.coordinator.cut_off(now_ns)]
+        yield from self._local(effects, now_ns)
 
     # The server above.
 
@@ -75,28 +83,40 @@ class Server:
         """Return the effects of a message of the shard above, all to be taken. Raises RemoteProtocolError."""
         if self.member is not None:
             return self._seen(self.member.receive(0, message, now_ns), now_ns)
+        if isinstance(message, m.Refuse) and message.code != m.RefuseCode.NOT_A_MEMBER:
+            return self.fail_above(message.text, now_ns)
         uplink = self.shard.uplink
         seen = uplink.session.receive(message, now_ns) if uplink is not None and uplink.session is not None else []
         return self._local(self.shard.from_above(seen, now_ns), now_ns)
+
+    def fail_above(self, text: str, now_ns: int) -> Iterator[ServerEffect]:
+        """The session of this shard is over, and with it the cluster's; process 0 is told."""
+        if self.coordinator is not None:
+            return self._local(self._end(m.RefuseCode.INCOMPATIBLE, text, now_ns), now_ns)
+        self.shard.trouble = text[: m.TEXT_MAX]
+        return self._local([Send(COORDINATOR, self.shard.report())], now_ns)
 
     def _declare(self, now_ns: int) -> list[ServerEffect]:
         """Tell the server above of the model as soon as a worker has told us."""
         member, coordinator = self.member, self.coordinator
         if member is None or coordinator is None or coordinator.plan is None or member.plan:
             return []
+        if not coordinator.may_declare:
+            return []
         # Only updates go up: what steps the weights is ours alone.
         upward = replace(coordinator.plan, optimizer="", max_grad_norm=0.0)
         return sends(member.declare(upward.packed(), now_ns))
 
-    def _with_the_workers(self, now_ns: int) -> list[MemberEffect]:
-        """Leave while no worker is here, for the run above would wait for us; join again with the first that comes."""
+    def _with_the_workers(self, now_ns: int) -> list[ServerEffect]:
+        """Leave while no worker is here, for the run above would wait for us; join again when there are enough."""
         member, coordinator = self.member, self.coordinator
         assert member is not None and coordinator is not None
-        if member.phase == "running" and coordinator.started and not coordinator.declared and not coordinator.over:
-            return member.leave(-1, now_ns)
-        if member.phase == "over" and coordinator.undeclared:
-            return member.rejoin(now_ns)
-        return []
+        someone = coordinator.declared or coordinator.undeclared
+        if member.phase in ("declared", "running") and not someone and not coordinator.over:
+            return [*sends(member.leave(-1, now_ns)), *coordinator.placed(b"", 0, now_ns)]
+        if member.phase == "over" and coordinator.may_declare and coordinator.undeclared and not coordinator.over:
+            return sends(member.rejoin(now_ns))
+        return self._declare(now_ns)
 
     def _seen(self, events: list[MemberEffect], now_ns: int) -> Iterator[ServerEffect]:
         """Carry out what the member has seen, in its order."""
@@ -110,17 +130,14 @@ class Server:
             elif isinstance(event, e.Started):
                 settings = member.settings
                 assert settings is not None
-                place = Place(settings, event.worker, event.epoch, event.clock, member.ports, event.ranges)
+                at = coordinator.begin(event.clock * settings.mode().local_steps, now_ns)
+                place = Place(settings, event.worker, event.epoch, event.clock, at, member.ports, event.ranges)
                 coordinator.buffers = coordinator.buffers or event.buffers
-                clock = event.clock * settings.mode().local_steps
-                yield from self._local(coordinator.placed(place.packed(), clock, now_ns), now_ns)
+                yield from self._local(coordinator.placed(place.packed(), event.epoch, now_ns), now_ns)
             elif isinstance(event, e.Failed):
-                yield from self._end(event.code, event.text, now_ns)
+                yield from self._local(self._end(event.code, event.text, now_ns), now_ns)
             elif isinstance(event, e.Left):
-                if coordinator.over:
-                    yield Stop()
-                else:
-                    yield from self._local(coordinator.placed(b"", 0, now_ns), now_ns)
+                pass  # where the run is over, the next tick sees that all is done
             elif isinstance(event, e.BuffersWanted):
                 if coordinator.buffers:
                     yield from sends(member.buffers(coordinator.buffers))
@@ -135,12 +152,12 @@ class Server:
             text = (
                 f"it takes gradients (--sync {settings.sync}) and a cluster pushes updates: start it with --push update"
             )
-            yield from self._end(m.RefuseCode.INCOMPATIBLE, text, now_ns)
+            yield from self._local(self._end(m.RefuseCode.INCOMPATIBLE, text, now_ns), now_ns)
         elif ours != theirs:
             text = (
                 f"it has {theirs} shards and this cluster {ours}, and each pushes to one: give --shards {theirs} here"
             )
-            yield from self._end(m.RefuseCode.INCOMPATIBLE, text, now_ns)
+            yield from self._local(self._end(m.RefuseCode.INCOMPATIBLE, text, now_ns), now_ns)
         else:
             mode = settings.mode()
             bound = "no bound" if mode.bound is None else f"staleness {mode.bound}"
@@ -150,15 +167,16 @@ class Server:
                                         f"--compress-down {settings.compress_down}"})  # fmt: skip
             yield from self._local(coordinator.joined_above(event.rank, event.world_size, now_ns), now_ns)
 
-    def _end(self, code: int, text: str, now_ns: int) -> Iterator[ServerEffect]:
-        """The session above is over, and so are we."""
-        assert self.coordinator is not None
-        if self.coordinator.over:
-            yield Stop()  # all our workers are done
-            return
-        text = f"the server above, {self.parent}: {text}"
-        yield from self.coordinator.refuse_all(code, text[: m.TEXT_MAX])
-        yield Stop(code, text)
+    def _end(self, code: int, text: str, now_ns: int) -> list[ServerEffect]:
+        """The session above is over: tell the workers why, write a checkpoint, and end."""
+        member, coordinator = self.member, self.coordinator
+        assert member is not None and coordinator is not None
+        member.phase = "over"
+        if coordinator.over:
+            return coordinator.cut_off(now_ns) if coordinator.above else []  # all our workers are done
+        text = f"the server above, {self.parent}: {text}"[: m.TEXT_MAX]
+        self.final = Stop(code, text)
+        return [*coordinator.refuse_all(code, text), *coordinator.cut_off(now_ns)]
 
     def _local(self, effects: list[ServerEffect], now_ns: int) -> Iterator[ServerEffect]:
         """The effects for the runner; what shard 0 and the coordinator send each other is carried out here.
@@ -168,16 +186,20 @@ class Server:
         """
         inner = [effect for effect in effects if self._is_local(effect)]
         for effect in effects:
-            if isinstance(effect, Stop) and self.member is not None and self.shard.uplink is not None:
-                if self.member.phase not in ("leaving", "over"):
-                    done = self.shard.uplink.clock if self.shard.uplink.ready and not self.stopped else -1
-                    yield from self._seen(self.member.leave(done, now_ns), now_ns)
-                elif self.member.phase == "over":
-                    yield effect
+            if isinstance(effect, Stop):
+                yield from self._leave_above(now_ns)
             elif not self._is_local(effect):
                 yield effect
         for effect in inner:
             yield from self._local(self._take(effect, now_ns), now_ns)
+
+    def _leave_above(self, now_ns: int) -> Iterator[ServerEffect]:
+        """All is done here: leave the run above, and then end."""
+        member, uplink = self.member, self.shard.uplink
+        if member is None or member.phase in ("over", "new"):
+            yield self.final
+        elif member.phase != "leaving" and uplink is not None:
+            yield from sends(member.leave(uplink.clock if uplink.ready else -1, now_ns))
 
     def _is_local(self, effect: ServerEffect) -> bool:
         return self.coordinator is not None and isinstance(effect, Send) and effect.peer == COORDINATOR

@@ -108,6 +108,10 @@ class Shard:
         self.uplink = Uplink(index) if child else None  # where this cluster is a member of a run above
         self.folded = 0  # clocks whose updates are all in x; those from min_clock on wait for the run above
         self.session: Callable[[Place], Session] = self._own_session
+        self.repeats = True  # what the shard above does not answer; in process 0 the member does
+        self.renewed = False  # nobody here has a state of before the present place
+        self.finishes = 0
+        self.trouble = ""
 
     # The ledger.
 
@@ -128,9 +132,11 @@ class Shard:
         self.ledger = ledger
         effects += self._take_place(ledger, now_ns)
         effects += self._members(ledger, now_ns)
+        if self.uplink is not None and self.store is not None:
+            effects += self._give_weights(self.uplink, self.store, ledger, now_ns)
         effects += self._advance(ledger, now_ns)
         effects += self._answer_pulls(now_ns)
-        return [*effects, *self._finish(now_ns), self._report(now_ns)]
+        return [*effects, self._report(now_ns)]
 
     def _adopt_plan(self, plan: Plan) -> None:
         self.plan = plan
@@ -163,7 +169,7 @@ class Shard:
         self.summed.clear()
         self.discarded += lost
         self.plan = self.store = None
-        self.uplink = Uplink(self.index) if self.uplink is not None else None
+        self.uplink, self.renewed, self.finishes = (Uplink(self.index) if self.uplink is not None else None), False, 0
         self.weights_from, self.written, self.folds = -1, -1, 0
         reached, self.min_clock = self.min_clock, max(ledger.restart_clock, 0)
         self.folded = self.min_clock
@@ -200,9 +206,16 @@ class Shard:
         effects: list[ServerEffect] = []
         sets = {row[0]: row[1:] for row in ledger.sets}
         norms = dict(ledger.norms)
-        while self.min_clock < ledger.min_clock and self.store is not None:
+        uplink, store = self.uplink, self.store
+        while self.min_clock < ledger.min_clock and store is not None:
             clock = self.min_clock
             if self.folded == clock:
+                if uplink is not None:
+                    effects += self._take_place(ledger, now_ns)
+                    more, done = self._finish(uplink, store, ledger, now_ns)
+                    effects += more
+                    if not done:
+                        break
                 if self.mode.barrier:
                     if clock not in sets:
                         break
@@ -211,16 +224,21 @@ class Shard:
                     if not done:
                         break
                 self.folded += 1
-                if self.uplink is not None:
-                    samples = sum(inbox.samples for inbox in self.inboxes.values())
-                    effects += sends(self.uplink.stepped(self.store.x, samples, now_ns))
-            if self.uplink is not None and not self._rebase(self.uplink):
-                break
+                if uplink is not None:
+                    uplink.stepped(sum(inbox.samples for inbox in self.inboxes.values()))
+            if uplink is not None:
+                more, done = self._upward(uplink, store, ledger, now_ns)
+                effects += more
+                if not done:
+                    break
             self.min_clock += 1
             if self.mode.bound is not None:
                 effects += self._publish()
             if ledger.checkpoint == self.min_clock and self.written != self.min_clock:
                 effects.append(self._checkpoint())
+        if uplink is not None and store is not None and self.folded == self.min_clock:
+            effects += self._take_place(ledger, now_ns)
+            effects += self._finish(uplink, store, ledger, now_ns)[0]
         at = ledger.checkpoint == self.min_clock == ledger.min_clock and self.written != self.min_clock
         if at and self.store is not None and self.store.publication >= 0:
             effects.append(self._checkpoint())
@@ -314,15 +332,53 @@ class Shard:
         return Session(self.index, place.worker, place.epoch, place.settings.mode(), Timing(), LinkMeter())
 
     def _take_place(self, ledger: m.Ledger, now_ns: int) -> list[ServerEffect]:
+        """Begin at the place that the ledger names, where the clocks before it are folded."""
         uplink, store = self.uplink, self.store
-        if uplink is None or store is None or not ledger.above:
+        if uplink is None or store is None or not self._displaced(ledger):
             return []
         place = Place.unpacked(ledger.above)
-        if uplink.place is not None and uplink.place.epoch == place.epoch:
+        if not self.inboxes.keys() & {worker for worker, *_ in ledger.members}:
+            self.min_clock = self.folded = place.at  # the run above has gone on without us
+            self.renewed = True
+        if self.folded < place.at or self.min_clock < place.at:
             return []
-        if not self.inboxes:
-            self.min_clock = self.folded = ledger.min_clock  # the run above has gone on without us
         return sends(uplink.adopt(place, (store.begin, store.end), self.session(place), now_ns))
+
+    def _displaced(self, ledger: m.Ledger) -> bool:
+        """The ledger has a place that the uplink has not taken yet."""
+        if self.uplink is None or not ledger.above:
+            return False
+        return self.uplink.place is None or self.uplink.place.epoch != Place.unpacked(ledger.above).epoch
+
+    def _upward(self, uplink: Uplink, store: Store, ledger: m.Ledger, now_ns: int) -> tuple[list[ServerEffect], bool]:
+        """Push what is owed and let x stand on what has come; false where the clock folded last must wait for either."""
+        if not ledger.above or self._displaced(ledger):
+            return [], True  # the run above has lost us, or we it
+        effects: list[ServerEffect] = []
+        if uplink.owes:
+            if not uplink.has_room:
+                return [], False
+            effects += sends(uplink.push(store.x, now_ns))
+        if not uplink.ready or not uplink.may_go:
+            return effects, False
+        self._rebase(uplink, store, uplink.base())
+        return effects, True
+
+    def _rebase(self, uplink: Uplink, store: Store, base: FloatArray | None) -> None:
+        if base is not None and uplink.start is not None:
+            store.rebase(uplink.start, base)
+            uplink.start = base
+
+    def _finish(self, uplink: Uplink, store: Store, ledger: m.Ledger, now_ns: int) -> tuple[list[ServerEffect], bool]:
+        """Once all workers are done: push all that is left. False where this is yet to be done, before the next clock."""
+        if self.finishes == ledger.finishes or self.folded < ledger.finish_at:
+            return [], True
+        if not ledger.above or self._displaced(ledger):
+            return [], True
+        if not uplink.has_room or not uplink.may_go:
+            return [], False
+        self.finishes = ledger.finishes
+        return sends(uplink.finish(store.x, now_ns)), True
 
     def from_above(self, seen: Iterable[MemberEffect], now_ns: int) -> list[ServerEffect]:
         """Return the effects of what a session toward the shard above has seen."""
@@ -330,69 +386,52 @@ class Shard:
         uplink, store, ledger = self.uplink, self.store, self.ledger
         if uplink is None or store is None or ledger is None:
             return effects
+        before = (self.min_clock, uplink.ready, self.at_rest)
         for event in seen:
             if isinstance(event, GiveWeights):
                 uplink.wants_weights = True
-                effects += self._give_weights(uplink, store, now_ns)
-                effects += self._answer_pulls(now_ns)
+                effects += self._give_weights(uplink, store, ledger, now_ns)
             elif isinstance(event, PushSettled):
                 uplink.settled(event.clock)
             elif isinstance(event, StateArrived):
                 effects += sends(uplink.arrived(event, now_ns))
-                if not uplink.ready:
-                    base = uplink.base()
-                    if base is not None:
-                        uplink.start = base
-                        store.restart(base.copy(), base.copy(), store.publication + 1)
-                        effects.append(self._report(now_ns))
-                before = self.min_clock
-                effects += self._advance(ledger, now_ns)
-                if self.min_clock > before or uplink.master is not None:
-                    effects += self._answer_pulls(now_ns)
-                if self.min_clock > before:
-                    effects.append(self._report(now_ns))
-        effects += self._finish(now_ns)
-        if ledger.over and self.newest is not None and self.newest.at_rest != self.at_rest:
+                if not uplink.ready and uplink.due:
+                    self._begin(uplink, store)
+                if uplink.master is not None:
+                    self._rebase(uplink, store, uplink.master)
+        effects += self._advance(ledger, now_ns)
+        effects += self._answer_pulls(now_ns)
+        if before != (self.min_clock, uplink.ready, self.at_rest):
             effects.append(self._report(now_ns))
         return effects
 
-    def _give_weights(self, uplink: Uplink, store: Store, now_ns: int) -> list[ServerEffect]:
-        if not uplink.wants_weights or store.publication < 0:
-            return []  # a worker of ours is asked for them
-        return sends(uplink.give_weights(store.x, now_ns))
-
-    def _rebase(self, uplink: Uplink) -> bool:
-        """Let x stand on what has come from above; false where the next clock must wait for it."""
-        if not uplink.may_go:
-            return False
-        base, store = uplink.base(), self.store
-        if base is not None and store is not None and uplink.start is not None:
-            store.rebase(uplink.start, base)
+    def _begin(self, uplink: Uplink, store: Store) -> None:
+        """The first state at this place is here. Who has nothing of ours yet is shown it at once."""
+        uplink.ready = True
+        if uplink.start is None:
+            base = uplink.base()
+            assert base is not None
             uplink.start = base
-        return True
+            store.restart(base.copy(), base.copy(), store.publication + 1)
+        elif self.renewed:
+            self._rebase(uplink, store, uplink.base())
+            store.restart(store.x, store.x.copy(), store.publication + 1)
+        self.renewed = False
+
+    def _give_weights(self, uplink: Uplink, store: Store, ledger: m.Ledger, now_ns: int) -> list[ServerEffect]:
+        """Hand up the first weights, once all shards have those of one worker, or a checkpoint."""
+        decided = self.weights_from < 0 or ledger.weights == self.weights_from
+        if not uplink.wants_weights or store.publication < 0 or not decided:
+            return []
+        return sends(uplink.give_weights(store.x, now_ns))
 
     @property
     def at_rest(self) -> bool:
         """The run above has all that is to come from this shard."""
         uplink, ledger = self.uplink, self.ledger
-        if uplink is None or not uplink.ready:
+        if uplink is None or ledger is None or not ledger.above:
             return True
-        over = ledger is not None and ledger.over and self.min_clock >= ledger.min_clock
-        return over and uplink.at_rest and not self._left_over(uplink)
-
-    def _left_over(self, uplink: Uplink) -> bool:
-        return self.store is not None and uplink.has_left(self.store.x)
-
-    def _finish(self, now_ns: int) -> list[ServerEffect]:
-        """Once every live worker is done, or the run over: push all that is left, and ask for the model of the run above."""
-        uplink, store, ledger = self.uplink, self.store, self.ledger
-        if uplink is None or store is None or ledger is None or not uplink.ready:
-            return []
-        if ledger.over:
-            return sends(uplink.flush(store.x, now_ns)) if self.min_clock >= ledger.min_clock else []
-        pulls = [inbox.pull for inbox in self.inboxes.values()]
-        done = all(pull is not None and pull.master and 0 < pull.clock <= self.min_clock for pull in pulls)
-        return sends(uplink.finish(store.x, now_ns)) if pulls and done and uplink.master is None else []
+        return ledger.over and self.min_clock >= ledger.min_clock and uplink.at_rest
 
     # Messages of workers.
 
@@ -419,7 +458,13 @@ class Shard:
                 f"{self.settings.compress_down} is {', '.join(self.codings)}"
             )
         inbox.pull, inbox.pull_ns, inbox.coding = message, now_ns, message.coding
-        return [*self._answer(inbox, now_ns), *self._finish(now_ns)]
+        effects = self._answer(inbox, now_ns)
+        # Who waits for the last model needs not be waited for: the coordinator must know.
+        return [*effects, self._report(now_ns)] if self._finishing(inbox) else effects
+
+    def _finishing(self, inbox: Inbox) -> bool:
+        """It is done, and waits for the model that all clusters end with."""
+        return self.uplink is not None and inbox.pull is not None and inbox.pull.master and inbox.pull.clock > 0
 
     def _check_part(self, message: m.Push | m.FirstWeights) -> Store:
         store = self.store
@@ -439,6 +484,8 @@ class Shard:
         assert ledger is not None
         if ledger.started or ledger.initialiser != inbox.worker or self.weights_from == inbox.worker:
             return []
+        if self.uplink is not None and not self.uplink.wants_weights:
+            return []  # the run above has some by now
         store = self._check_part(message)
         if any(part.worker != inbox.worker for part in self.first.values()):
             self.first.clear()
@@ -452,8 +499,7 @@ class Shard:
         store.first_weights(pieces)
         self.first.clear()
         self.weights_from = inbox.worker
-        given = self._give_weights(self.uplink, store, now_ns) if self.uplink is not None else []
-        return [*given, self._report(now_ns)]
+        return [self._report(now_ns)]
 
     def _push(self, inbox: Inbox, push: m.Push, now_ns: int) -> list[ServerEffect]:
         ledger = self.ledger
@@ -572,9 +618,10 @@ class Shard:
             return []
         if not pull.master and pull.have == store.publication:
             return []  # it has the newest: the next publication is its answer
-        final = pull.master and pull.clock > 0 and self.uplink is not None  # all clusters are to end with one model
-        if final and self.uplink is not None and self.uplink.master is None:
+        final = self.uplink.master if self.uplink is not None else None
+        if self._finishing(inbox) and final is None:
             return []
+        last = final if self._finishing(inbox) else None
         inbox.pull = None
         since = None if pull.master else store.since(pull.have)
         while inbox.contained and inbox.contained[0][0] < self.min_clock:
@@ -585,8 +632,8 @@ class Shard:
             pieces = [(store.begin, store.end, True, number, m.CODED, delta) for number, delta in since]
         else:
             array = store.p
-            if final and self.uplink is not None and self.uplink.master is not None:
-                array = self.uplink.master
+            if last is not None:
+                array = last
             elif pull.master and not store.shared:
                 array = store.x.copy()
             whole = array.view(np.uint8).data
@@ -623,6 +670,7 @@ class Shard:
     def report(self) -> m.Report:
         """What this shard has seen and done, under a new version."""
         self.version += 1
+        uplink = self.uplink
         self.newest = m.Report(
             shard=self.index,
             port=self.port,
@@ -637,8 +685,10 @@ class Shard:
             arrived=tuple((inbox.worker, inbox.clock) for inbox in self.inboxes.values()),
             norms=tuple(self.norms.items()),
             checkpoints=tuple(self.checkpoints),
-            from_above=self.uplink is not None and self.uplink.ready,
+            from_above=uplink.place.epoch if uplink is not None and uplink.ready and uplink.place is not None else 0,
+            finishing=tuple(inbox.worker for inbox in self.inboxes.values() if self._finishing(inbox)),
             at_rest=self.at_rest,
+            trouble=self.trouble,
         )
         return self.newest
 
@@ -652,7 +702,7 @@ class Shard:
 
     def tick(self, now_ns: int) -> list[ServerEffect]:
         """Report again what the coordinator has not seen; and now and then all, to one that was restarted."""
-        if self.uplink is not None and self.uplink.session is not None and self.uplink.repeats:
+        if self.uplink is not None and self.uplink.session is not None and self.repeats:
             again = sends(self.uplink.session.repeat(now_ns))
             if again:
                 return again

@@ -5,8 +5,9 @@ Rules
   shard's weights moved by since the last push, and it reads its own writes:
   base = pulled state + residual + own updates that this state lacks (protocols/view.py).
 - What comes from above is applied between two clocks: weights = base + what was folded since the last push.
-- With a bound s above, a clock is published once the next one may be computed; what is folded meanwhile is kept. With no
-  bound nothing waits, and while the window is full the next update grows instead.
+- A clock is published once its update has left and the next may be computed; what is folded meanwhile is kept.
+- All shards push at the same clocks of the cluster, counted from the one at which their place begins, and once more each time
+  that all workers are done: so their clocks above are the same.
 """
 
 from __future__ import annotations
@@ -40,23 +41,25 @@ class Place:
     worker: int
     epoch: int
     clock: int  # of the first update
+    at: int  # the cluster's clock that this place begins at
     ports: tuple[int, ...]
     ranges: tuple[tuple[int, int], ...]
 
     def packed(self) -> bytes:
         ranges = [list(keys) for keys in self.ranges]
-        return pack([self.settings.packed(), self.worker, self.epoch, self.clock, list(self.ports), ranges])
+        return pack([self.settings.packed(), self.worker, self.epoch, self.clock, self.at, list(self.ports), ranges])
 
     @staticmethod
     def unpacked(packed: bytes) -> Place:
         """Raises RemoteProtocolError where `packed` is none."""
         value: Any = unpack(packed)
         try:
-            settings, worker, epoch, clock, ports, ranges = value
+            settings, worker, epoch, clock, at, ports, ranges = value
             keys = tuple((int(begin), int(end)) for begin, end in ranges)
-            return Place(Settings.unpacked(settings), int(worker), int(epoch), int(clock), tuple(map(int, ports)), keys)
+            numbers = (int(worker), int(epoch), int(clock), int(at))
+            return Place(Settings.unpacked(settings), *numbers, tuple(map(int, ports)), keys)
         except (TypeError, ValueError):
-            raise RemoteProtocolError("a place in the run above is six values") from None
+            raise RemoteProtocolError("a place in the run above is seven values") from None
 
 
 class Uplink:
@@ -74,15 +77,10 @@ class Uplink:
             None  # what the weights were at the last push, or the base that they were set to
         )
         self.due = False  # something was pushed or has come since the base was made
+        self.ready = False  # the first state of this place is here
         self.wants_weights = False
-        self.finishing = False  # flush, then ask for the model of the run
+        self.finishing = False  # the model of the run above was asked for, now that all is pushed
         self.master: FloatArray | None = None  # that model
-        self.repeats = True  # whether its session is ours to repeat: in process 0 the member does
-
-    @property
-    def ready(self) -> bool:
-        """The first state is here."""
-        return self.start is not None
 
     @property
     def at_rest(self) -> bool:
@@ -101,6 +99,9 @@ class Uplink:
         pulled = np.zeros(keys[1] - keys[0], np.float32)
         self.view = ShardView(*keys, feedback, place.settings.mode(), pulled, narrows.compression)
         self.place, self.session, self.clock = place, session, place.clock
+        self.inner = self.samples = 0
+        self.due = self.ready = self.wants_weights = self.finishing = False
+        self.master = None
         return self._pull(now_ns)
 
     def _pull(self, now_ns: int, ahead: int = 0, master: bool = False) -> list[MemberEffect]:
@@ -123,16 +124,23 @@ class Uplink:
 
     # Own updates.
 
-    def stepped(self, weights: FloatArray, samples: int, now_ns: int) -> list[MemberEffect]:
-        """A clock of the cluster is complete in `weights`: push, where the mode above pushes now and has room for it."""
+    def stepped(self, samples: int) -> None:
+        """A clock of the cluster is complete."""
         self.inner += 1
         self.samples += samples
-        self.master = None
-        if self.place is None or self.view is None or not self.ready:
-            return []
-        mode = self.view.mode
-        if self.inner < mode.local_steps or len(self.view.in_flight) >= mode.window:
-            return []
+        self.master, self.finishing = None, False
+
+    @property
+    def owes(self) -> bool:
+        """The mode above wants an update now."""
+        return self.view is not None and self.inner >= self.view.mode.local_steps
+
+    @property
+    def has_room(self) -> bool:
+        return self.ready and self.view is not None and len(self.view.in_flight) < self.view.mode.window
+
+    def push(self, weights: FloatArray, now_ns: int) -> list[MemberEffect]:
+        """Push what the weights have moved by; there is room."""
         assert self.start is not None
         return self._push(weights, weights - self.start, now_ns)
 
@@ -141,7 +149,7 @@ class Uplink:
         assert view is not None and session is not None and place is not None and start is not None
         feedback = view.feedback
         coded: list[Coded] = []
-        if not update.any() and feedback.residual is None:
+        if not update.any() and (feedback.residual is None or not feedback.residual.any()):
             coded = [(m.CODED, view.begin, view.end, NOTHING.encode(update))]
         elif not dense and feedback.compressor.spec != "dense":
             try:
@@ -196,18 +204,12 @@ class Uplink:
         view, session = self.view, self.session
         assert view is not None and session is not None
         view.arrived(event)
-        if event.master:
-            self.master, view.master, self.finishing = view.master, None, False
-        else:
+        if not event.master:
             self.due = True
+        elif self.finishing and event.clock == self.clock:
+            self.master, self.finishing = view.master, False
+        view.master = None
         return self._pull(now_ns) if not self.may_go and session.asked is None else []
-
-    def has_left(self, weights: FloatArray) -> bool:
-        """Something was not pushed yet."""
-        residual = self.view.feedback.residual if self.view is not None else None
-        return self.start is not None and bool(
-            np.any(weights != self.start) or (residual is not None and residual.any())
-        )
 
     def settled(self, clock: int) -> None:
         if self.view is not None:
@@ -216,18 +218,11 @@ class Uplink:
     # The end.
 
     def finish(self, weights: FloatArray, now_ns: int) -> list[MemberEffect]:
-        """Push all that is left, dense, and ask for the model of the run once all clusters have come as far."""
-        view = self.view
-        if self.finishing or view is None or not self.ready or len(view.in_flight) >= view.mode.window:
-            return []
-        self.finishing = True
-        # Nothing too is an update: every cluster's last clock is one after its steps, or one would not wait for another.
-        pushed = self.flush(weights, now_ns) or self._push(weights, np.zeros_like(weights), now_ns)
-        return [*pushed, *self._pull(now_ns, master=True)]
+        """Push all that is left, dense, and ask for the model of the run once all clusters have come as far; there is room.
 
-    def flush(self, weights: FloatArray, now_ns: int) -> list[MemberEffect]:
-        """Push all that is left, dense."""
-        view = self.view
-        if view is None or self.start is None or self.place is None or len(view.in_flight) >= view.mode.window:
-            return []
-        return self._push(weights, weights - self.start, now_ns, dense=True) if self.has_left(weights) else []
+        Nothing too is an update: every cluster's last clock is one after its steps, or one would not wait for another.
+        """
+        assert self.start is not None
+        self.finishing, self.master = True, None
+        pushed = self._push(weights, weights - self.start, now_ns, dense=True)
+        return [*pushed, *self._pull(now_ns, master=True)]

@@ -16,7 +16,7 @@ from narrows.compression import warm_up
 from narrows.protocols.coordinator import Coordinator
 from narrows.protocols.effects import NS, Failed, Joined, MemberEffect, Send, ServerEffect, Stop
 from narrows.protocols.member import Member
-from narrows.protocols.messages import TIMED, Buffer
+from narrows.protocols.messages import TIMED, Buffer, Push, State
 from narrows.protocols.modes import Settings
 from narrows.protocols.wire import decode, encode
 from narrows.ps.optimizers import TorchOptimizer
@@ -36,7 +36,7 @@ class Cluster:
         self.changed: threading.Condition = parent.changed if parent is not None else threading.Condition()
         self.links: dict[bytes, tuple[Link, int]] = {}
         self.children: dict[bytes, tuple[Cluster, int]] = {}
-        self.bytes_above = [0, 0]  # up, down
+        self.bytes_above = [0, 0]  # of pushes up, of states down
         self.stopped: Stop | None = None
         self.servers: list[Server] = []
         child = parent is not None
@@ -70,13 +70,13 @@ class Cluster:
                 message = decode(frames)
                 if isinstance(peer, int):
                     assert self.parent is not None and peer == index
-                    self.bytes_above[0] += sum(map(len, frames))
+                    self.bytes_above[0] += sum(map(len, frames)) if isinstance(message, Push) else 0
                     mine = b"%s.%d" % (self.name.encode(), index)
                     self.parent.children[mine] = (self, index)
                     self.parent._apply(index, self.parent.servers[index].handle(mine, message, self.parent.now()))
                 elif peer in self.children:
                     below, shard = self.children[peer]
-                    below.bytes_above[1] += sum(map(len, frames))
+                    below.bytes_above[1] += sum(map(len, frames)) if isinstance(message, State) else 0
                     below._apply(shard, below.servers[shard].handle_above(message, below.now()))
                 elif peer == COORDINATOR:
                     self._apply(0, self.servers[0].handle(b"shard-%d" % index, message, self.now()))

@@ -1,0 +1,401 @@
+"""What can happen between a cluster and the server above: messages lost, late or twice, leases that end, workers that differ.
+
+Virtual time: `pump` lets the clock of every machine run, and their timers with it.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from in_process import Cluster
+from scripts import Array, Link, Run, build, distance, flat, loss_of, tree
+from test_tree import ABOVE, BELOW, family, root_model
+from test_wire import SEED
+
+from narrows.protocols import messages as m
+from narrows.protocols.effects import NS, Checkpoint, ServerEffect
+from narrows.protocols.modes import Settings
+from narrows.worker import DistributedOptimizer, clock, rank, world_size
+
+BARRIER = Settings(sync="bsp", push="update")
+TICK_S = 0.25  # of virtual time
+REAL_S = 40.0  # after which a run counts as stuck
+
+
+def like(base: Settings, **more: Any) -> Settings:
+    return Settings(**{name: getattr(base, name) for name in Settings.__slots__} | more)
+
+
+def steps(count: int, seed: int = 7, finish: bool = True, at: Callable[[int], None] = lambda step: None) -> Array:
+    """A script: `count` steps, `at` after each; the model that it ends with."""
+    net = build(seed)
+    optimizer = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.05), net)
+    for step in range(count):
+        optimizer.zero_grad()
+        loss_of(net, step, rank(), world_size()).backward()
+        optimizer.step()
+        at(step)
+    if not finish:
+        return flat(net)
+    optimizer.finish()
+    with optimizer.shared():
+        return flat(net)
+
+
+def waits(go: threading.Event, now: bool) -> None:
+    if now:
+        go.wait(REAL_S)
+
+
+class Script(threading.Thread):
+    """A script in a thread, with one session; `result` or `error` once it has ended."""
+
+    def __init__(self, run: Run, session: int, script: Callable[[], Any]) -> None:
+        super().__init__(daemon=True)
+        self.started_run, self.session, self.script = run, session, script
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        torch.set_num_threads(1)
+        self.started_run.become(self.session)
+        try:
+            self.result = self.script()
+        except BaseException as error:
+            self.error = error
+
+    @property
+    def ended(self) -> bool:
+        return not self.is_alive()
+
+
+def pump(run: Run, clusters: Sequence[Cluster], done: Callable[[], Any], virtual_s: float = 1e9) -> bool:
+    """Let virtual time go by until done(), at most so long; False where it did not come true."""
+    deadline = time.monotonic() + REAL_S
+    while not done():
+        if virtual_s <= 0 or time.monotonic() > deadline:
+            return False
+        with clusters[0].changed:
+            for cluster in clusters:
+                cluster.held_ns += int(TICK_S * NS)
+            for cluster in clusters:
+                for index, server in enumerate(cluster.servers):
+                    cluster._apply(index, server.tick(cluster.now()))
+            for session in run.sessions:
+                link = cast(Link, session.link)
+                link.deliver(link.member.tick(link.cluster.now()))
+        virtual_s -= TICK_S
+        time.sleep(0.005)
+    return True
+
+
+def finished(run: Run, clusters: Sequence[Cluster], *scripts: Script) -> list[Array]:
+    """What the scripts returned, once all have ended well."""
+    assert pump(run, clusters, lambda: all(script.ended for script in scripts)), "stuck"
+    assert [script.error for script in scripts] == [None] * len(scripts)
+    return [script.result for script in scripts]
+
+
+class Held:
+    """Messages from above that come to one shard late, in their order, once `release` is called."""
+
+    def __init__(self, cluster: Cluster, shard: int, kinds: tuple[type, ...]) -> None:
+        self.cluster, self.shard, self.kinds = cluster, shard, kinds
+        self.server = cluster.servers[shard]
+        self.real, self.late, self.on = self.server.handle_above, list[m.Message](), True
+        self.server.handle_above = self.handle  # type: ignore[method-assign]
+
+    def handle(self, message: m.Message, now_ns: int) -> Iterator[ServerEffect]:
+        if not self.on or not isinstance(message, self.kinds):
+            return self.real(message, now_ns)
+        self.late.append(message)
+        return iter(())
+
+    def release(self) -> None:
+        with self.cluster.changed:
+            self.on = False
+            for message in self.late:
+                self.cluster._apply(self.shard, self.real(message, self.cluster.now()))
+
+
+def expire(cluster: Cluster) -> None:
+    """End the lease that a cluster has above."""
+    parent, member = cluster.parent, cluster.servers[0].member
+    assert parent is not None and member is not None
+    coordinator = parent.servers[0].coordinator
+    assert coordinator is not None
+    with parent.changed:
+        now_ns = parent.now()
+        effects = coordinator._remove(coordinator.members[member.worker], "expired", now_ns)
+        parent._apply(0, parent.servers[0]._local(effects, now_ns))
+
+
+def clock_of(cluster: Cluster) -> int:
+    coordinator = cluster.servers[0].coordinator
+    assert coordinator is not None
+    return coordinator.min_clock
+
+
+# Workers that differ.
+
+
+@pytest.mark.parametrize("below", ["bsp", "ssp"])
+def test_workers_of_one_cluster_may_take_different_numbers_of_steps(below: str) -> None:
+    """Who is done waits for the last model, and nobody waits for it."""
+    root, (cluster,) = family(BARRIER, like(BELOW[below], workers=2), 1)
+    with tree(root, cluster) as run:
+        first, second = Script(run, 0, lambda: steps(4)), Script(run, 1, lambda: steps(7))
+        a, b = finished(run, [root, cluster], first, second)
+    assert np.array_equal(a, b) and np.array_equal(a, root_model(root))
+
+
+def test_a_cluster_counts_above_once_it_can_train() -> None:
+    root, (first,) = family(BARRIER, Settings(sync="bsp"), 1)
+    late = Cluster(Settings(sync="bsp", workers=2), root, "late")
+    with tree(root, first) as run:
+        Script(run, 0, lambda: steps(100_000, finish=False))  # until the late one is there, and then no more
+        assert pump(run, [root, first, late], lambda: clock_of(root) >= 10)
+        with tree(root, late, first_rank=1) as others:
+            one_of_two = Script(others, 0, lambda: steps(1, finish=False))
+            coordinator = late.servers[0].coordinator
+            assert coordinator is not None and pump(others, [root, first, late], lambda: coordinator.undeclared)
+            before = clock_of(root)
+            assert pump(run, [root, first, late], lambda: clock_of(root) > before + 10)
+            two = Script(others, 1, lambda: steps(1, finish=False))
+            run.sessions += others.sessions
+            finished(run, [root, first, late], one_of_two, two)
+
+
+def test_the_first_weights_are_those_of_one_worker() -> None:
+    """Also where the shards of a cluster learn at different times that weights are wanted, and of whom."""
+    root, (cluster,) = family(like(BARRIER, shards=2), Settings(sync="bsp", workers=2, shards=2), 1)
+    held = Held(cluster, 1, (m.NeedWeights,))
+    with tree(root, cluster) as run:
+        second = Script(run, 1, lambda: steps(0, seed=11, finish=False))
+        pump(run, [root, cluster], lambda: second.ended, 2.0)
+        first = Script(run, 0, lambda: steps(0, seed=3, finish=False))
+        pump(run, [root, cluster], lambda: False, 2.0)
+        held.release()
+        a, b = finished(run, [root, cluster], first, second)
+    assert np.array_equal(a, b)
+    assert any(np.array_equal(a, flat(build(seed))) for seed in (3, 11))
+
+
+# Leases that end.
+
+
+def test_shards_begin_a_new_place_at_one_clock() -> None:
+    """The state for one shard is late when the cluster is lost above: it has folded less than the other."""
+    root, (cluster,) = family(like(BARRIER, shards=2), Settings(sync="ssp", staleness=1, shards=2), 1)
+    held: list[Held] = []
+    go = threading.Event()
+
+    def at(step: int) -> None:
+        if step == 2:
+            held.append(Held(cluster, 1, (m.State,)))
+        waits(go, step == 8)
+
+    with tree(root, cluster) as run:
+        script = Script(run, 0, lambda: steps(12, at=at))
+        ahead, behind = (server.shard for server in cluster.servers)
+        deadline = time.monotonic() + 10
+        while ahead.folded <= behind.folded and time.monotonic() < deadline:
+            time.sleep(0.01)
+        expire(cluster)
+        pump(run, [root, cluster], lambda: False, 3.0)
+        held[0].release()
+        go.set()
+        (model,) = finished(run, [root, cluster], script)
+    assert np.array_equal(model, root_model(root))
+
+
+def test_a_full_window_keeps_all_shards_at_one_clock() -> None:
+    root, (cluster,) = family(Settings(sync="async", shards=2), Settings(sync="bsp", shards=2), 1)
+    held: list[Held] = []
+
+    def at(step: int) -> None:
+        if step == 1:
+            held.append(Held(cluster, 1, (m.State, m.PushAck)))
+        if step == 5:
+            held[0].release()
+
+    with tree(root, cluster) as run:
+        (model,) = finished(run, [root, cluster], Script(run, 0, lambda: steps(12, at=at)))
+    assert np.array_equal(model, root_model(root))
+
+
+def test_a_cluster_that_is_lost_while_it_finishes_comes_back_to_finish() -> None:
+    root, (one, other) = family(like(BARRIER, workers=2), Settings(sync="bsp"))
+    go = threading.Event()
+    with tree(root, one, other) as run:
+        first = Script(run, 0, lambda: steps(3))
+        second = Script(run, 1, lambda: steps(9, at=lambda step: waits(go, step == 2)))
+        shard = one.servers[0].shard
+        assert pump(run, [root, one, other], lambda: shard.uplink is not None and shard.uplink.finishing)
+        expire(one)
+        pump(run, [root, one, other], lambda: False, 5.0)
+        go.set()
+        finished(run, [root, one, other], first, second)
+
+
+def test_a_worker_that_comes_to_a_cluster_without_any_begins_at_the_run() -> None:
+    root, (one, other) = family(like(BARRIER, workers=2), Settings(sync="bsp"))
+    go = threading.Event()
+    with tree(root, one, other) as run:
+        first = Script(run, 0, lambda: steps(20, finish=False, at=lambda step: waits(go, step == 1)))
+        second = Script(run, 1, lambda: steps(2, finish=False))
+        assert pump(run, [root, one, other], lambda: second.ended)
+        run.sessions.pop(1).close(failed=True)
+        member = other.servers[0].member
+        assert member is not None and pump(run, [root, one, other], lambda: member.phase == "over")
+        go.set()
+        assert pump(run, [root, one, other], lambda: first.ended)
+        run.join(1)
+        began: list[int] = []
+
+        def joins() -> Array:
+            model = steps(0, seed=9, finish=False)
+            began.append(clock())
+            return model
+
+        (model,) = finished(run, [root, one, other], Script(run, 1, joins))
+    assert began == [20] and np.array_equal(model, root_model(root))
+
+
+# Servers above that refuse or go.
+
+
+def test_a_refusal_of_any_shard_ends_the_cluster_with_its_sentence() -> None:
+    above = like(BARRIER, shards=2, compress_down="topk:0.2")
+    root, (cluster,) = family(above, Settings(sync="bsp", shards=2), 1)
+
+    def poisoned() -> None:
+        net = build()
+        optimizer = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.05), net)
+        loss_of(net, 0).backward()
+        last = list(net.parameters())[-1].grad
+        assert last is not None
+        last[-1] = float("nan")
+        optimizer.step()
+
+    real = root.servers[1].handle
+
+    def handle(peer: bytes, message: m.Message, now_ns: int) -> Iterator[ServerEffect]:
+        try:
+            return real(peer, message, now_ns)
+        except Exception as error:  # as ps/runner.py answers it
+            below, shard = root.children[peer]
+            refuse = m.Refuse(m.RefuseCode.INCOMPATIBLE, -1, 0, str(error))
+            below._apply(shard, below.servers[shard].handle_above(refuse, now_ns))
+            return iter(())
+
+    root.servers[1].handle = handle  # type: ignore[method-assign]
+    with tree(root, cluster) as run:
+        script = Script(run, 0, poisoned)
+        assert pump(run, [root, cluster], lambda: script.ended and cluster.stopped)
+    assert cluster.stopped is not None and cluster.stopped.code == 5
+    assert "NaN or infinity, which --compress-down cannot code" in cluster.stopped.text
+    assert "NaN or infinity" in str(script.error)
+
+
+def test_a_cluster_whose_server_above_is_gone_leaves_a_checkpoint() -> None:
+    root, (cluster,) = family(BARRIER, Settings(sync="bsp"), 1)
+    kept: list[int] = []
+    shard = cluster.servers[0].shard
+    asked = shard._checkpoint
+
+    def checkpoint() -> Checkpoint:
+        kept.append(shard.min_clock)
+        return asked()
+
+    shard._checkpoint = checkpoint  # type: ignore[method-assign]
+    gone = threading.Event()
+    with tree(root, cluster) as run:
+        script = Script(run, 0, lambda: steps(1000, at=lambda step: gone.set() if step == 5 else None))
+        gone.wait(REAL_S)
+        with root.changed:
+            Held(cluster, 0, (m.Message,))
+        assert pump(run, [cluster], lambda: cluster.stopped and script.ended)
+    assert cluster.stopped is not None and cluster.stopped.code == 6 and kept == [clock_of(cluster)]
+    assert "the server has not answered for 30 s" in str(script.error)
+
+
+# Everything at once.
+
+
+class Faults:
+    """Between two levels, both ways: messages lost, twice, or late and out of order."""
+
+    def __init__(self, rng: random.Random, share: float) -> None:
+        self.rng, self.share = rng, share
+        self.late: list[Callable[[], None]] = []
+
+    def between(self, child: Cluster) -> None:
+        parent = child.parent
+        assert parent is not None
+        for index, (below, above) in enumerate(zip(child.servers, parent.servers, strict=True)):
+            down, up, name = below.handle_above, above.handle, child.name.encode() + b"."
+
+            def handle_above(message: m.Message, now_ns: int, index: int = index, real: Any = down) -> Any:
+                later = lambda: child._apply(index, real(message, child.now()))  # noqa: E731
+                return self.pass_on(lambda: real(message, now_ns), later)
+
+            def handle(
+                peer: bytes, message: m.Message, now_ns: int, index: int = index, real: Any = up, name: bytes = name
+            ) -> Any:
+                if not peer.startswith(name):
+                    return real(peer, message, now_ns)
+                later = lambda: parent._apply(index, real(peer, message, parent.now()))  # noqa: E731
+                return self.pass_on(lambda: real(peer, message, now_ns), later)
+
+            below.handle_above, above.handle = handle_above, handle  # type: ignore[method-assign]
+
+    def pass_on(self, now: Callable[[], Any], later: Callable[[], None]) -> Any:
+        fate = self.rng.random() / self.share
+        if fate < 1:
+            return iter(())
+        if fate < 3:
+            self.late.append(later)
+        return iter(()) if fate < 2 else now()
+
+    def some(self) -> None:
+        self.rng.shuffle(self.late)
+        for _ in range(self.rng.randint(0, len(self.late))):
+            self.late.pop()()
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_a_bad_link_between_levels_loses_nothing(number: int) -> None:
+    """All end, and with the root's model. NARROWS_TEST_SEED replays a run."""
+    rng = random.Random(f"{SEED} {number}")
+    above, below = rng.choice(list(ABOVE)), rng.choice(list(BELOW))
+    shards, clusters, deep = rng.choice([1, 2]), rng.choice([1, 2]), rng.random() < 0.3
+    told = f"seed {SEED}: {below} below {above}, {shards} shards, {clusters} clusters, {3 if deep else 2} levels"
+    root = Cluster(like(ABOVE[above], shards=shards, workers=1 if deep else clusters))
+    middle = [Cluster(like(ABOVE[above], shards=shards, workers=clusters), root, "middle")] if deep else []
+    parent = middle[0] if deep else root
+    leaves = [Cluster(like(BELOW[below], shards=shards, workers=2), parent, f"leaf{i}") for i in range(clusters)]
+    everyone = [root, *middle, *leaves]
+    faults = Faults(rng, 0.05)
+    for child in (*middle, *leaves):
+        faults.between(child)
+
+    def done() -> bool:
+        with root.changed:
+            faults.some()
+        return all(script.ended for script in scripts)
+
+    with tree(root, *leaves) as run:
+        scripts = [Script(run, session, lambda: steps(8)) for session in range(len(run.sessions))]
+        assert pump(run, everyone, done), f"stuck, {told}"
+    assert [script.error for script in scripts] == [None] * len(scripts), told
+    for script in scripts:
+        assert distance(script.result, root_model(root)) == 0.0, told
