@@ -386,6 +386,7 @@ class Coordinator:
         self.sets.clear()
         self.norms.clear()
         self.shard_norms.clear()
+        self.finishes, self.finished = 0, set()
         self.checkpoint = -1
         lost: dict[str, object] = {"shard": index, "from_clock": self.min_clock, "to_clock": reached}
         return [Log("restart", lost), *self._broadcast(now_ns)]
@@ -447,7 +448,9 @@ class Coordinator:
             self.weights = self.initialiser
             self.version += 1
         ended = {(w.worker, w.clock) for w in declared if self._done(w)}
-        if declared and len(ended) == len(declared) and not ended <= self.finished and not self.over:
+        # One after the other: a shard that saw two at once would push once less than the others.
+        idle = all(report.finishes == self.finishes for report in self.reports.values())
+        if idle and declared and len(ended) == len(declared) and not ended <= self.finished and not self.over:
             self.finished, self.finishes, self.finish_at = ended, self.finishes + 1, self.min_clock
             self.version += 1
         self.departed = {w: kept for w, kept in self.departed.items() if max(kept[1]) > self.min_clock}

@@ -349,6 +349,7 @@ class Report(Message):
     # Of a cluster with a server above:
     from_above: int = 0  # epoch of the place whose first state is here
     finishing: Ints = ()  # workers that wait for the last model
+    finishes: int = 0  # of the ledger's, that are done here
     at_rest: bool = True  # the server above has all that this shard has for it
     trouble: str = ""  # what ended the session of this shard
 

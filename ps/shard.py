@@ -386,7 +386,7 @@ class Shard:
         uplink, store, ledger = self.uplink, self.store, self.ledger
         if uplink is None or store is None or ledger is None:
             return effects
-        before = (self.min_clock, uplink.ready, self.at_rest)
+        before = (self.min_clock, uplink.ready, self.at_rest, self.finishes)
         for event in seen:
             if isinstance(event, GiveWeights):
                 uplink.wants_weights = True
@@ -401,7 +401,7 @@ class Shard:
                     self._rebase(uplink, store, uplink.master)
         effects += self._advance(ledger, now_ns)
         effects += self._answer_pulls(now_ns)
-        if before != (self.min_clock, uplink.ready, self.at_rest):
+        if before != (self.min_clock, uplink.ready, self.at_rest, self.finishes):
             effects.append(self._report(now_ns))
         return effects
 
@@ -464,7 +464,8 @@ class Shard:
 
     def _finishing(self, inbox: Inbox) -> bool:
         """It is done, and waits for the model that all clusters end with."""
-        return self.uplink is not None and inbox.pull is not None and inbox.pull.master and inbox.pull.clock > 0
+        pull = inbox.pull
+        return self.uplink is not None and pull is not None and pull.master and 0 < pull.clock <= inbox.clock
 
     def _check_part(self, message: m.Push | m.FirstWeights) -> Store:
         store = self.store
@@ -560,6 +561,8 @@ class Shard:
         else:
             weight = self._weight(inbox)
             self._fold_at_once(pieces, weight)
+            if self.uplink is not None:
+                self.uplink.moved()
             assert self.store is not None
             inbox.contained.append((clock, weight, self.store.publication + 1))
             while len(inbox.contained) > 4 * self.mode.window:
@@ -687,6 +690,7 @@ class Shard:
             checkpoints=tuple(self.checkpoints),
             from_above=uplink.place.epoch if uplink is not None and uplink.ready and uplink.place is not None else 0,
             finishing=tuple(inbox.worker for inbox in self.inboxes.values() if self._finishing(inbox)),
+            finishes=self.finishes,
             at_rest=self.at_rest,
             trouble=self.trouble,
         )

@@ -128,6 +128,10 @@ class Uplink:
         """A clock of the cluster is complete."""
         self.inner += 1
         self.samples += samples
+        self.moved()
+
+    def moved(self) -> None:
+        """The weights are on their way again: the last model was none."""
         self.master, self.finishing = None, False
 
     @property

@@ -247,7 +247,7 @@ class OnDisk(in_process.Cluster):
         OnDisk.lives += 1
         self.settings = settings.validated()
         self.changed = threading.Condition()
-        self.links = {}
+        self.links, self.children = {}, {}
         self.servers: list[Server] = []
         self.runners: list[DiskRunner] = []
         for index in range(self.settings.shards):

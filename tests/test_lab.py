@@ -172,9 +172,10 @@ def left(pid: int) -> list[str]:
 
 
 SCRIPT = """
-import time
+import signal, time
 from lab import pair
 from link import Way
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job is started with it ignored
 with pair(Way(1e6)) as two:
     sleeper = two.hosts[0].popen(["sh", "-c", "sleep 100 & wait"])
     print(two.links[0]._process.pid, sleeper.pid, flush=True)
