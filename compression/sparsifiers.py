@@ -5,6 +5,7 @@ SGD does. Of equal magnitudes the lowest indices are kept; zeros never are, so t
 """
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -45,7 +46,7 @@ def _selected(values: FloatArray, indices: IndexArray, kept: FloatArray) -> Redu
 NOTHING = CodedIndices(1, 0, np.empty(0, np.uint8))  # Rice, of no index
 
 
-class _Selecting:
+class _Selecting(ABC):
     """What all members have in common that keep values as they are."""
 
     sparse = True
@@ -54,8 +55,8 @@ class _Selecting:
     def index_bytes_max(self, count: int) -> int:
         return indices_max_bytes(self.kept_max(count), count)
 
-    def kept_max(self, count: int) -> int:
-        raise NotImplementedError
+    @abstractmethod
+    def kept_max(self, count: int) -> int: ...
 
 
 @dataclass(frozen=True)

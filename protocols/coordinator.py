@@ -8,6 +8,7 @@ It lives with shard 0 and is the one owner of membership. Rules
 - min_clock advances when every live member's update has arrived at every shard. With a barrier the set of a clock is
   closed at that moment: the members, and those who left since, whose update is on all shards. So a worker that died
   between two shards is in the set of all of them or of none.
+- Of a cluster below another server it also decides when it takes part there, from which clock, and when all are done.
 - A restarted shard begins a generation: every shard goes back to the newest checkpoint they share, all must rejoin.
 """
 

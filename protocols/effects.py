@@ -11,7 +11,7 @@ NS = 1_000_000_000  # one second, in the unit of every `now_ns`
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send `message` to `peer`. A server's peers are routing ids (bytes), a member's are shard numbers."""
+    """Send `message` to `peer`: a routing id (bytes) is one of a server's children, a number a shard of the server above."""
 
     peer: bytes | int
     message: Message

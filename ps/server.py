@@ -1,4 +1,5 @@
-"""The machine of one server process: a shard, and in process 0 the coordinator beside it. No I/O."""
+"""The machine of one server process: a shard, in process 0 the coordinator beside it, and there, in a cluster with a server
+above, the member that joins and leaves that run. No I/O."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The shard machine: one key range, its store, and the pushes and pulls of every member. No I/O.
+"""The shard machine: one key range, its store, the pushes and pulls of every member, and where the cluster has a server
+above, when its uplink pushes and what waits for it. No I/O.
 
 Rules
 - A push is held until all its parts are here. Update c of a worker is accepted after update c-1, exactly once.
@@ -106,6 +107,7 @@ class Shard:
         self.hyper_differs = False
         self.wants_buffers: Callable[[int, int], bool] = lambda worker, now_ns: False
         self.uplink = Uplink(index) if child else None  # where this cluster is a member of a run above
+        self.place: Place | None = None  # there, as the ledger has it
         self.folded = 0  # clocks whose updates are all in x; those from min_clock on wait for the run above
         self.session: Callable[[Place], Session] = self._own_session
         self.repeats = True  # what the shard above does not answer; in process 0 the member does
@@ -129,6 +131,8 @@ class Shard:
             effects += self._restart(ledger)
         if ledger.plan and self.plan is None:
             self._adopt_plan(Plan.unpacked(ledger.plan))
+        if self.ledger is None or ledger.above != self.ledger.above:
+            self.place = Place.unpacked(ledger.above) if ledger.above else None
         self.ledger = ledger
         effects += self._take_place(ledger, now_ns)
         effects += self._members(ledger, now_ns)
@@ -333,10 +337,9 @@ class Shard:
 
     def _take_place(self, ledger: m.Ledger, now_ns: int) -> list[ServerEffect]:
         """Begin at the place that the ledger names, where the clocks before it are folded."""
-        uplink, store = self.uplink, self.store
-        if uplink is None or store is None or not self._displaced(ledger):
+        uplink, store, place = self.uplink, self.store, self.place
+        if uplink is None or store is None or place is None or not self._displaced():
             return []
-        place = Place.unpacked(ledger.above)
         if not self.inboxes.keys() & {worker for worker, *_ in ledger.members}:
             self.min_clock = self.folded = place.at  # the run above has gone on without us
             self.renewed = True
@@ -344,15 +347,13 @@ class Shard:
             return []
         return sends(uplink.adopt(place, (store.begin, store.end), self.session(place), now_ns))
 
-    def _displaced(self, ledger: m.Ledger) -> bool:
+    def _displaced(self) -> bool:
         """The ledger has a place that the uplink has not taken yet."""
-        if self.uplink is None or not ledger.above:
-            return False
-        return self.uplink.place is None or self.uplink.place.epoch != Place.unpacked(ledger.above).epoch
+        return self.uplink is not None and self.place is not None and self.uplink.place != self.place
 
     def _upward(self, uplink: Uplink, store: Store, ledger: m.Ledger, now_ns: int) -> tuple[list[ServerEffect], bool]:
         """Push what is owed and let x stand on what has come; false where the clock folded last must wait for either."""
-        if not ledger.above or self._displaced(ledger):
+        if not ledger.above or self._displaced():
             return [], True  # the run above has lost us, or we it
         effects: list[ServerEffect] = []
         if uplink.owes:
@@ -373,7 +374,7 @@ class Shard:
         """Once all workers are done: push all that is left. False where this is yet to be done, before the next clock."""
         if self.finishes == ledger.finishes or self.folded < ledger.finish_at:
             return [], True
-        if not ledger.above or self._displaced(ledger):
+        if not ledger.above or self._displaced():
             return [], True
         if not uplink.has_room or not uplink.may_go:
             return [], False

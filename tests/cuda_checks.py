@@ -20,6 +20,7 @@ import numpy.typing as npt
 import pytest
 from numba import cuda
 from reference import gaps_of, values_of
+from reference_payload import SECTIONS
 
 from narrows.compression import ErrorFeedback, NonFiniteError, PayloadError, accumulate, decode, parse, sparsifiers
 from narrows.compression import cuda as cuda_compression
@@ -207,15 +208,7 @@ def words_for(bits: int) -> Array:
     return np.zeros((bits + 63) // 64 + 2, np.uint64)
 
 
-CODINGS: dict[str, tuple[tuple[Any, int, int], ...]] = {  # per so many values, so many of a type
-    "fp16": ((np.uint16, 1, 1),),
-    "bf16": ((np.uint16, 1, 1),),
-    "int8": ((np.uint16, 1, 256), (np.int8, 1, 1)),
-    "int4": ((np.uint16, 1, 64), (np.uint8, 1, 2)),
-    "2bit": ((np.uint8, 3, 512), (np.uint8, 1, 8), (np.uint8, 1, 8)),
-    "sign": ((np.uint16, 1, 256), (np.uint8, 1, 8)),
-    "uint8minmax": ((np.float32, 2, 2048), (np.uint8, 1, 1)),
-}
+CODINGS = {name: sections for name, sections in SECTIONS.items() if name != "fp32"}
 
 
 def coded_as(name: str, values: Array, offset: int, stochastic: bool = False) -> tuple[Array, ...]:

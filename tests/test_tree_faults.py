@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from in_process import Cluster
+from processes import until
 from scripts import Array, Link, Run, build, distance, flat, loss_of, tree
 from test_tree import ABOVE, BELOW, family, root_model
 from test_wire import SEED
@@ -206,9 +207,7 @@ def test_shards_begin_a_new_place_at_one_clock() -> None:
     with tree(root, cluster) as run:
         script = Script(run, 0, lambda: steps(12, at=at))
         ahead, behind = (server.shard for server in cluster.servers)
-        deadline = time.monotonic() + 10
-        while ahead.folded <= behind.folded and time.monotonic() < deadline:
-            time.sleep(0.01)
+        until(lambda: ahead.folded > behind.folded, "one shard to be ahead", 10.0)
         expire(cluster)
         pump(run, [root, cluster], lambda: False, 3.0)
         held[0].release()
