@@ -127,7 +127,8 @@ def test_bytes_above_are_those_of_one_worker() -> None:
             started.together(script)
         moved.append([cluster.bytes_above for cluster in below])
     for one, four in zip(*moved, strict=True):
-        assert four == pytest.approx(one, rel=0.1)
+        # A state more or less is a matter of timing; flat it would be 4 times as much.
+        assert four == pytest.approx(one, rel=0.3)
 
 
 def test_a_cluster_that_comes_late_begins_where_the_run_is() -> None:
