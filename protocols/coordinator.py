@@ -8,6 +8,7 @@ It lives with shard 0 and is the one owner of membership. Rules
 - min_clock advances when every live member's update has arrived at every shard. With a barrier the set of a clock is
   closed at that moment: the members, and those who left since, whose update is on all shards. So a worker that died
   between two shards is in the set of all of them or of none.
+- Under gossip it introduces the workers to each other (`Roster`): at each change, and to who says that it has an older one.
 - Of a cluster below another server it also decides when it takes part there, from which clock, and when all are done.
 - A restarted shard begins a generation: every shard goes back to the newest checkpoint they share, all must rejoin.
 """
@@ -20,7 +21,7 @@ from narrows.protocols import messages as m
 from narrows.protocols.effects import NS, Log, Send, ServerEffect, Stop
 from narrows.protocols.errors import IncompatibleError, RemoteProtocolError
 from narrows.protocols.keys import Plan, split
-from narrows.protocols.modes import Settings, contradiction
+from narrows.protocols.modes import Rule, Settings, contradiction
 from narrows.protocols.wire import unpack
 
 LEDGER_RETRY_NS = NS // 5  # unseen ledgers are sent again this often
@@ -45,6 +46,7 @@ class Member:
     leaving: int = -1  # its final clock, once it is done
     moved_ns: int = 0
     step_ns: int = 0  # longest recent time between two of its updates
+    address: str = ""  # where its peers reach it (gossip)
 
     @property
     def clock(self) -> int:
@@ -100,6 +102,7 @@ class Coordinator:
         self.weights = -1  # the worker whose first weights are those of the run, once they are on all shards
         self.finishes, self.finish_at = 0, 0
         self.finished: set[tuple[int, int]] = set()  # workers and their clocks, of the last finish
+        self.introduced = 0  # epoch of the roster that all were sent
         self.undeclared: dict[int, tuple[bytes, m.Declare]] = {}  # workers whose Declare waits for our place above
 
     # What a runner or a machine beside it may read.
@@ -139,7 +142,8 @@ class Coordinator:
             if isinstance(message, m.Declare):
                 return self._declare(member, message, now_ns)
             if isinstance(message, m.Heartbeat):
-                return [Send(peer, self._pulse(member, message, now_ns))]
+                pulse: list[ServerEffect] = [Send(peer, self._pulse(member, message, now_ns))]
+                return pulse + self._rosters([member] if message.roster != self._roster_epoch else [])
             self.buffers, self.buffers_ns = bytes(message.payload), now_ns
             return []
         raise RemoteProtocolError(f"a coordinator takes no {type(message).__name__}")
@@ -216,8 +220,11 @@ class Coordinator:
             self.undeclared[member.worker] = (member.peer, declare)
             return []
         self.epoch += 1
-        member.epoch, member.start, member.moved_ns = self.epoch, self.min_clock, now_ns
-        member.arrived = [self.min_clock] * self.shards
+        # Under gossip no clock closes here: 1 says that the run has begun, and its model is with the workers.
+        begun = self.mode.rule is Rule.MIX and self.started
+        member.epoch, member.start, member.moved_ns = self.epoch, self.min_clock + begun, now_ns
+        member.address = declare.address
+        member.arrived = [member.start] * self.shards
         self._decide(now_ns)
         return self._broadcast(now_ns)
 
@@ -279,7 +286,7 @@ class Coordinator:
             if member.epoch and member.epoch <= known and (only is not None or not member.ready_sent):
                 member.ready_sent = True
                 ready = m.Ready(member.worker, member.epoch, member.start, ranges, self.buffers)
-                effects.append(Send(member.peer, ready))
+                effects += [Send(member.peer, ready), *self._rosters([member])]
         return effects
 
     def _pulse(self, member: Member, beat: m.Heartbeat, now_ns: int) -> m.HeartbeatAck:
@@ -293,6 +300,24 @@ class Coordinator:
             now_ns,
             now_ns,
         )
+
+    @property
+    def _roster_epoch(self) -> int:
+        """That of the newest roster that a member may have; 0: there is none."""
+        return self.epoch if self.mode.rule is Rule.MIX and self.started else 0
+
+    def _rosters(self, members: list[Member]) -> list[ServerEffect]:
+        """The roster, for each of `members`."""
+        if not self._roster_epoch:
+            return []
+        declared = self.declared
+        rows = tuple((w.worker, w.epoch, w.rank, w.start) for w in declared)
+        addresses = tuple(w.address for w in declared)
+        return [
+            Send(w.peer, m.Roster(w.worker, self.epoch, self.started, rows, addresses))
+            for w in members
+            if w.ready_sent  # earlier it would not know what to do with it
+        ]
 
     def _leave(self, peer: bytes, leave: m.Leave, now_ns: int) -> list[ServerEffect]:
         ack = Send(peer, m.LeaveAck(leave.token))
@@ -509,7 +534,11 @@ class Coordinator:
 
     def _broadcast(self, now_ns: int) -> list[ServerEffect]:
         self.version += 1
-        return [self._ledger(index, now_ns) for index in self.shard_peers]
+        effects: list[ServerEffect] = [self._ledger(index, now_ns) for index in self.shard_peers]
+        if self.introduced != self._roster_epoch:
+            self.introduced = self._roster_epoch
+            effects += self._rosters(self.declared)
+        return effects
 
     def _ledger(self, index: int, now_ns: int) -> Send:
         report = self.reports.get(index)

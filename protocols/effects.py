@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from narrows.protocols.messages import Buffer, Message, State
+from narrows.protocols.messages import Buffer, Message, Offer, Roster, State
 
 NS = 1_000_000_000  # one second, in the unit of every `now_ns`
 
@@ -134,6 +134,60 @@ class Left:
     """Member: the coordinator knows that we are done."""
 
 
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Send `message` to the peer at `address`."""
+
+    address: str
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class RosterNews:
+    """Member: who may mix with whom from now on."""
+
+    roster: Roster
+
+
+@dataclass(frozen=True, slots=True)
+class OfferArrived:
+    """Member: the whole of a peer's side of an exchange."""
+
+    peer: int
+    parts: tuple[Offer, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AdoptAsked:
+    """Member: a new peer asks for the whole model."""
+
+    peer: int
+
+
+@dataclass(frozen=True, slots=True)
+class PeerEnded:
+    """Member: this peer has done its last step."""
+
+    peer: int
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLost:
+    """Member: this peer was awaited and has been silent for a lease."""
+
+    peer: int
+
+
+@dataclass(frozen=True, slots=True)
+class PeersSettled:
+    """Member: at the end, every peer has all that was sent to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerGone:
+    """Member: the server does not answer, and the run goes on without it (gossip)."""
+
+
 ServerEffect = Send | Log | Checkpoint | Load | Stop
 MemberEffect = (
     Send
@@ -147,5 +201,13 @@ MemberEffect = (
     | BuffersWanted
     | Failed
     | Left
+    | Tell
+    | RosterNews
+    | OfferArrived
+    | AdoptAsked
+    | PeerEnded
+    | PeerLost
+    | PeersSettled
+    | ServerGone
 )
 Payloads = tuple[Buffer, ...]

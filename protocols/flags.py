@@ -14,6 +14,7 @@ import click
 
 from narrows.protocols.errors import NarrowsError, UsageError
 from narrows.protocols.modes import MODES
+from narrows.protocols.topology import RANDOM, TOPOLOGIES
 
 # How glibc is to keep memory in the processes that ps-serve and ps-worker start, unless the user says otherwise: messages
 # of a few MiB come and go at every step, and giving their pages back to the kernel each time costs more than copying them.
@@ -26,13 +27,19 @@ RUN_FLAGS: tuple[tuple[str, Any, str, str], ...] = (
     ("shards", int, "1", "server processes that the model is cut over"),
     ("workers", int, "1", "workers needed to start, and the script's world_size()"),
     ("sync", str, "ssp", f"sync mode: {', '.join(MODES)}"),
-    ("staleness", int, "1 for ssp, 0 for local", "staleness bound S, in clocks"),
-    ("local_steps", int, "10", "inner steps between two pushes (local)"),
+    ("staleness", int, "1 for ssp and gossip, 0 for local", "staleness bound S, in clocks"),
+    ("local_steps", int, "10", "inner steps between two pushes (local, gossip [1])"),
     ("push", str, "bsp: gradient, else update", "what is pushed: gradient or update"),
     ("outer_lr", float, "0.7", "rate of the outer optimizer (local); 1 with momentum 0 is local SGD"),
     ("outer_momentum", float, "0.9", "Nesterov momentum of the outer optimizer (local)"),
     ("compress", str, "dense", "what pushes are coded with, e.g. topk:0.01+int8; auto: what the link allows"),
     ("compress_down", str, "as --compress; bsp: dense", "what published states are coded with"),
+    (
+        "topology",
+        str,
+        "matching",
+        f"who mixes with whom (gossip): {', '.join(TOPOLOGIES)}, or {RANDOM}, where nobody waits",
+    ),
     ("lease", float, "10", "seconds of silence after which a worker is taken for dead"),
     ("checkpoint_every", float, "at the end", "seconds between two checkpoints"),
 )

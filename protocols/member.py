@@ -20,7 +20,8 @@ from narrows.protocols import messages as m
 from narrows.protocols.effects import NS, MemberEffect, Send
 from narrows.protocols.errors import LocalProtocolError, RemoteProtocolError
 from narrows.protocols.link import LinkMeter
-from narrows.protocols.modes import Mode, Settings
+from narrows.protocols.modes import Mode, Rule, Settings
+from narrows.protocols.peers import Peers
 from narrows.protocols.wire import FRAME_BYTES
 
 
@@ -167,7 +168,9 @@ class Member:
         self.sessions: list[Session] = []
         self.ports: tuple[int, ...] = ()  # of the shards
         self.plan = b""
-        self.phase = "new"  # new, hello, welcome, declared, running, leaving, over
+        self.address = ""  # where peers reach this member; its runner knows
+        self.peers: Peers | None = None  # once it has its place in a run of gossip
+        self.phase = "new"  # new, hello, welcome, declared, running, alone, leaving, over
         self.again = False
         self.heard_ns = 0
         self.asked_ns = 0
@@ -193,7 +196,7 @@ class Member:
         if self.phase != "welcome":
             return []
         self.phase = "declared"
-        return [Send(0, m.Declare(self.worker, self.welcomed, plan))]
+        return [Send(0, self._joining())]
 
     def first_weights(self, shard: int, messages: list[m.FirstWeights]) -> list[MemberEffect]:
         return self.sessions[shard].send(messages)
@@ -221,6 +224,9 @@ class Member:
 
     def leave(self, clock: int, now_ns: int) -> list[MemberEffect]:
         """Go. `clock` >= 0: done, after that many updates; -1: the script failed."""
+        if self.phase == "alone":
+            self.phase = "over"
+            return [e.Left()]
         self.phase, self.final_clock, self.asked_ns = "leaving", clock, now_ns
         return [Send(0, m.Leave(self.token, clock))]
 
@@ -229,6 +235,13 @@ class Member:
         self.attempt += 1
         self.epoch = 0
         return self.join(now_ns)
+
+    def leave_server(self) -> list[MemberEffect]:
+        """Go on without the server where peers know each other (gossip); nothing where they do not."""
+        if self.phase != "running" or self.peers is None or not self.peers.epoch:
+            return []
+        self.phase = "alone"
+        return [e.ServerGone()]
 
     # Messages.
 
@@ -252,7 +265,13 @@ class Member:
                 self.meter.down.passed(message.sent_ns, now_ns)
                 self.run_started = message.started
             return []
+        if isinstance(message, m.Roster):
+            return self.peers.roster(message, now_ns) if self.peers is not None else []
         return self.sessions[shard].receive(message, now_ns) if self.phase in ("running", "leaving") else []
+
+    def receive_peer(self, message: m.Message, now_ns: int) -> list[MemberEffect]:
+        """The effects of a message of another worker (gossip)."""
+        return self.peers.receive(message, now_ns) if self.peers is not None else []
 
     def _welcome(self, message: m.Welcome, now_ns: int) -> list[MemberEffect]:
         if self.phase != "hello" or message.token != self.token:
@@ -278,15 +297,19 @@ class Member:
         if any(len(keys) != 2 for keys in message.ranges):
             raise RemoteProtocolError("the server sent key ranges that are none")
         ranges = tuple((keys[0], keys[1]) for keys in message.ranges)
+        if self.mode is not None and self.mode.rule is Rule.MIX:
+            self.peers = Peers(self.worker, self.lease_ns)
         again, self.again = self.again, True
         return [e.Started(message.worker, message.epoch, message.clock, ranges, message.buffers, again)]
 
     def _refused(self, shard: int, refuse: m.Refuse, now_ns: int) -> list[MemberEffect]:
         if refuse.code != m.RefuseCode.NOT_A_MEMBER:
+            if refuse.code == m.RefuseCode.SERVER_LOST and (gone := self.leave_server()):
+                return gone
             self.phase = "over"
             return [e.Failed(refuse.code, refuse.text)]
         epoch = self.epoch or self.welcomed
-        if refuse.worker != self.worker or refuse.epoch != epoch or self.phase in ("hello", "over"):
+        if refuse.worker != self.worker or refuse.epoch != epoch or self.phase in ("hello", "alone", "over"):
             return []
         if self.phase == "leaving":
             return []  # the coordinator may have forgotten us with a restart, and must still hear that we are done
@@ -303,8 +326,13 @@ class Member:
         timing = self.timing
         if self.phase in ("new", "over"):
             return []
+        gossip = self.peers.tick(now_ns) if self.peers is not None else []
+        if self.phase == "alone":
+            return gossip
         limit = timing.lost_ns if self.ever_heard else timing.connect_ns
         if now_ns - self.heard_ns > limit:
+            if gone := self.leave_server():
+                return [*gossip, *gone]
             code = m.RefuseCode.SERVER_LOST if self.ever_heard else m.RefuseCode.UNREACHABLE
             self.phase = "over"
             text = f"the server has not answered for {limit / NS:g} s"
@@ -313,7 +341,7 @@ class Member:
                     f"no server answered within {limit / NS:g} s; check that ps-serve runs there and its ports are open"
                 )
             return [e.Failed(int(code), text)]
-        effects: list[MemberEffect] = []
+        effects: list[MemberEffect] = gossip
         if self.phase in ("hello", "declared", "leaving") and now_ns - self.asked_ns >= timing.join_retry_ns:
             self.asked_ns = now_ns
             effects.append(Send(0, self._joining()))
@@ -323,12 +351,13 @@ class Member:
         beat = min(self.lease_ns // 4 or NS, timing.lost_ns // 4)
         if self.worker >= 0 and self.phase != "hello" and now_ns - self.beat_ns >= beat:
             self.beat_ns = now_ns
-            effects.append(Send(0, m.Heartbeat(self.worker, self.epoch or self.welcomed, now_ns)))
+            roster = self.peers.epoch if self.peers is not None else 0
+            effects.append(Send(0, m.Heartbeat(self.worker, self.epoch or self.welcomed, now_ns, roster)))
         return effects
 
     def _joining(self) -> m.Message:
         if self.phase == "hello":
             return m.Hello(self.token, self.host, self.expect)
         if self.phase == "declared":
-            return m.Declare(self.worker, self.welcomed, self.plan)
+            return m.Declare(self.worker, self.welcomed, self.plan, self.address)
         return m.Leave(self.token, self.final_clock)

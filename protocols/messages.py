@@ -2,7 +2,7 @@
 
 Rules
 - A message is a header (all fields but `payload`) and at most one payload frame, which no transport looks into.
-- `KINDS` is the table of kinds. A number is never used twice; 32 to 47 are kept for tensors between peers (gossip).
+- `KINDS` is the table of kinds. A number is never used twice; 32 to 47 are between peers (gossip).
 - Every message that comes from a member names the epoch in which that member joined (docs/architecture.md, "Epochs").
 - Each reply carries the server's receive and send times, so that a session always knows the round trip of its link.
 """
@@ -84,7 +84,9 @@ CHECKS: dict[str, Callable[[Any], bool]] = {
     "Quads": lambda v: _is_rows(v, 4, int),
     "Weights": lambda v: _is_rows(v, 2, float),
     "Sets": lambda v: type(v) is tuple and len(v) <= LIST_MAX and all(map(_is_ints, v)),
+    "Texts": lambda v: type(v) is tuple and len(v) <= LIST_MAX and all(map(CHECKS["str"], v)),
 }
+Texts = tuple[str, ...]
 Quads = tuple[tuple[int, int, int, int], ...]
 Sets = tuple[Ints, ...]
 
@@ -149,6 +151,7 @@ class Declare(Message):
     worker: int
     epoch: int
     plan: bytes
+    address: str = ""  # where its peers reach it (gossip); of a cluster one for each shard, with spaces between them
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +261,7 @@ class Heartbeat(Message):
     worker: int
     epoch: int
     sent_ns: int
+    roster: int = 0  # epoch of the newest Roster that is here; a newer one is the answer (gossip)
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,6 +358,72 @@ class Report(Message):
     trouble: str = ""  # what ended the session of this shard
 
 
+@dataclass(frozen=True, slots=True)
+class Roster(Message):
+    """Coordinator to worker: who may mix with whom from now on (gossip)."""
+
+    worker: int  # that it is for
+    epoch: int
+    started: bool
+    members: Quads  # worker, epoch joined, rank, 0 for one that began with the run
+    addresses: Texts  # of each member
+
+
+@dataclass(frozen=True, slots=True)
+class Offer(Message):
+    """Peer to peer: one part of the sender's side of exchange `number` of this pair, keys [begin, end).
+
+    `whole`: the model itself; else its difference to what the two share.
+    """
+
+    worker: int
+    peer: int  # that it is for
+    epoch: int  # of the sender's roster
+    round: int
+    number: int
+    part: int
+    parts: int
+    begin: int
+    end: int
+    weight: float
+    whole: bool
+    codec: int
+    payload: Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class OfferAck(Message):
+    """Peer to peer: all parts of your side of exchange `number` are here."""
+
+    worker: int
+    peer: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ended(Message):
+    """Peer to peer: I have done my last step, and mix with whoever asks until all have."""
+
+    worker: int
+    peer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Adopt(Message):
+    """Peer to peer: I am new; the answer to this is an Offer of number -1, your whole model."""
+
+    worker: int
+    peer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ping(Message):
+    """Peer to peer: are you there? Answered with the newest OfferAck."""
+
+    worker: int
+    peer: int
+
+
 KINDS: dict[int, type[Message]] = {
     1: Hello,
     2: Welcome,
@@ -373,6 +443,12 @@ KINDS: dict[int, type[Message]] = {
     16: Buffers,
     24: Ledger,
     25: Report,
+    26: Roster,
+    32: Offer,
+    33: OfferAck,
+    34: Ended,
+    35: Adopt,
+    36: Ping,
 }
 # What a server's runner puts the send time into: the machine made it before it folded and published.
 TIMED = (PushAck, State, HeartbeatAck)

@@ -11,6 +11,7 @@ from enum import Enum
 
 from narrows.protocols.errors import RemoteProtocolError, UsageError
 from narrows.protocols.messages import WORKERS_MAX
+from narrows.protocols.topology import RANDOM, TOPOLOGIES
 from narrows.protocols.wire import pack, unpack
 
 SHARDS_MAX = 256
@@ -30,13 +31,15 @@ class Rule(Enum):
     OPTIMIZER = "optimizer"  # gradients: a step of the script's optimizer
     ADD = "add"  # updates: weighted addition
     OUTER = "outer"  # updates: outer SGD with Nesterov momentum on their negative (DiLoCo, 2311.08105)
+    MIX = "mix"  # nothing but the last model: workers mix with each other (BAGUA, 2107.01499)
 
 
 @dataclass(frozen=True, slots=True)
 class Mode:
     """One resolved row of the table.
 
-    bound: staleness bound s; None: no bound. barrier: folded when every live worker has pushed, else at once.
+    bound: staleness bound s; None: no bound. Of gossip: rounds that may be computed while one is mixed.
+    barrier: folded when every live worker has pushed, else at once.
     push_choices: what may be pushed, the default first.
     """
 
@@ -71,6 +74,7 @@ MODES: dict[str, Mode] = {
         Mode("ssp", 1, 1, False, ("update", "gradient"), Rule.ADD, True, False),
         Mode("async", 1, None, False, ("update", "gradient"), Rule.ADD, False, False),
         Mode("local", 10, 0, True, ("update",), Rule.OUTER, True, True),
+        Mode("gossip", 1, 1, False, ("model",), Rule.MIX, True, True),
     )
 }
 
@@ -89,6 +93,7 @@ class Settings:
     push: str = ""
     compress: str = "dense"
     compress_down: str = ""
+    topology: str = ""
     shards: int = 1
     workers: int = 1
     outer_lr: float = 0.7
@@ -122,6 +127,19 @@ class Settings:
             raise UsageError(f"--staleness: --sync {self.sync} has no staleness bound to set; {have} have one")
         if self.local_steps not in (-1, row.local_steps) and not row.takes_local_steps:
             raise UsageError(f"--local-steps: --sync {self.sync} pushes every step; --sync local takes local steps")
+        mixes = row.update_rule is Rule.MIX
+        if self.topology and not mixes:
+            raise UsageError(f"--topology: --sync {self.sync} goes through the server; --sync gossip has a topology")
+        if self.topology and self.topology not in (*TOPOLOGIES, RANDOM):
+            raise UsageError(f"--topology {self.topology}: unknown; there are {', '.join(TOPOLOGIES)} and {RANDOM}")
+        if self.topology == RANDOM and self.staleness not in (-1, row.bound):
+            raise UsageError(f"--staleness: under --topology {RANDOM} nobody waits, so there is no bound to set")
+        if mixes and self.compress == "auto":
+            raise UsageError("--compress auto: --sync gossip has no server that measures the link; name a SPEC")
+        if mixes and self.compress_down not in ("", "dense"):
+            raise UsageError("--compress-down: --sync gossip has no downlink; --compress codes both ways")
+        if mixes and self.checkpoint_every:
+            raise UsageError("--checkpoint-every: under --sync gossip the server has no model until the end")
         if self.push and self.push not in row.push_choices:
             choices = " or ".join(row.push_choices)
             raise UsageError(f"--push {self.push}: --sync {self.sync} pushes {choices}")
@@ -130,13 +148,14 @@ class Settings:
             staleness=self.staleness if self.staleness >= 0 or row.bound is None else row.bound,
             local_steps=self.local_steps if self.local_steps > 0 else row.local_steps,
             push=self.push or row.push_choices[0],
-            compress_down=self.compress_down or ("dense" if row.name == "bsp" else self.compress),
+            compress_down=self.compress_down or ("dense" if row.name == "bsp" or mixes else self.compress),
+            topology=self.topology or ("matching" if mixes else ""),
         )
 
     def mode(self) -> Mode:
         """The resolved mode of validated settings. `local` with a staleness bound folds at once."""
         row = MODES[self.sync]
-        bound = None if row.bound is None else self.staleness
+        bound = None if row.bound is None or self.topology == RANDOM else self.staleness
         barrier = row.barrier and bound == 0
         return replace(row, local_steps=self.local_steps, bound=bound, barrier=barrier, push=self.push)
 

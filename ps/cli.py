@@ -24,7 +24,7 @@ import click
 
 from narrows.protocols.errors import NarrowsError, UsageError
 from narrows.protocols.flags import ALLOCATOR, COMMAND, given, parse_address, run, run_flags
-from narrows.protocols.modes import Settings
+from narrows.protocols.modes import Rule, Settings
 
 START_S = 120.0  # a cold machine compiles kernels first
 END_S = 40.0  # a shard that does not end within this after the stop is killed
@@ -232,6 +232,10 @@ def serve(
         raise UsageError(f"--bind {bind}: anyone who reaches it could join; keep to loopback or say --insecure")
     if parent:
         parse_address("--parent", parent)
+        if settings.mode().rule is Rule.MIX:
+            raise UsageError(
+                "--parent: under --sync gossip no update goes through this server; choose another mode here"
+            )
     if port + settings.shards - 1 >= 65536:
         raise UsageError(
             f"--bind {bind}: --shards {settings.shards} take the ports from there on, and 65535 is the last"
@@ -320,7 +324,8 @@ def _watch(cluster: Cluster, signals: list[int]) -> int:
 
         folder = Path(cluster.checkpoint_dir)
         path = checkpoints.merge(folder, cluster.settings.shards, last, checkpoints.buffers(folder, last))
-        say(f"the model at clock {last} is in {path}")
+        at = "that the workers ended with" if cluster.settings.mode().rule is Rule.MIX else f"at clock {last}"
+        say(f"the model {at} is in {path}")
     return 128 + signals[0] if signals and not EMBEDDED else code
 
 

@@ -149,7 +149,10 @@ class Server:
         coordinator, settings = self.coordinator, Settings.unpacked(event.settings)
         assert coordinator is not None
         ours, theirs = coordinator.shards, len(event.ports)
-        if settings.mode().rule is Rule.OPTIMIZER:
+        if settings.mode().rule is Rule.MIX:
+            text = "its workers gossip, and clusters do not yet: start it with another --sync"
+            yield from self._local(self._end(m.RefuseCode.INCOMPATIBLE, text, now_ns), now_ns)
+        elif settings.mode().rule is Rule.OPTIMIZER:
             text = (
                 f"it takes gradients (--sync {settings.sync}) and a cluster pushes updates: start it with --push update"
             )

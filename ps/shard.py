@@ -586,6 +586,8 @@ class Shard:
         assert store is not None
         if rule is Rule.ADD:
             store.fold_update(pieces, weight)
+        elif rule is Rule.MIX:
+            store.first_weights(pieces)  # the last model, of one worker for all
         elif rule is Rule.OUTER:
             store.fold_outer(store.mean([(weight, pieces)]))
         else:

@@ -14,7 +14,7 @@ from typing import Any
 
 from narrows.compression import warm_up
 from narrows.protocols.coordinator import Coordinator
-from narrows.protocols.effects import NS, Failed, Joined, MemberEffect, Send, ServerEffect, Stop
+from narrows.protocols.effects import NS, Failed, Joined, MemberEffect, Send, ServerEffect, Stop, Tell
 from narrows.protocols.member import Member
 from narrows.protocols.messages import TIMED, Buffer, Push, State
 from narrows.protocols.modes import Settings
@@ -35,6 +35,8 @@ class Cluster:
         self.settings, self.parent, self.name = settings.validated(), parent, name
         self.changed: threading.Condition = parent.changed if parent is not None else threading.Condition()
         self.links: dict[bytes, tuple[Link, int]] = {}
+        self.workers: dict[str, Link] = {}  # by the address that peers know
+        self.lost: Callable[[Tell], bool] = lambda tell: False  # of what peers tell each other
         self.children: dict[bytes, tuple[Cluster, int]] = {}
         self.bytes_above = [0, 0]  # of pushes up, of states down
         self.stopped: Stop | None = None
@@ -100,6 +102,8 @@ class Link:
     def __init__(self, cluster: Cluster, token: str) -> None:
         self.cluster = cluster
         self.member = Member(token, "here")
+        self.member.address = f"worker-{id(self)}"
+        cluster.workers[self.member.address] = self
         self.events: deque[MemberEffect] = deque()
         self.error = ""
         self.bytes_up = self.bytes_down = 0
@@ -120,6 +124,13 @@ class Link:
                 frames = [bytes(frame) for frame in encode(effect.message)]
                 self.bytes_up += sum(map(len, frames))
                 self.cluster.send(self, effect.peer, frames)
+            elif isinstance(effect, Tell):
+                frames = [bytes(frame) for frame in encode(effect.message)]
+                self.bytes_up += sum(map(len, frames))
+                peer = self.cluster.workers.get(effect.address)
+                if peer is not None and not self.cluster.lost(effect):
+                    peer.bytes_down += sum(map(len, frames))
+                    peer.deliver(peer.member.receive_peer(decode(frames), self.cluster.now()))
             elif isinstance(effect, Failed):
                 self.error = effect.text
             else:

@@ -27,6 +27,9 @@ TABLE: list[tuple[dict[str, Any], tuple[int, int | None, bool, str, Rule, int]]]
     ({"sync": "local", "local_steps": 500}, (500, 0, True, "update", Rule.OUTER, 1)),
     ({"sync": "local", "local_steps": 1}, (1, 0, True, "update", Rule.OUTER, 1)),
     ({"sync": "local", "staleness": 2}, (10, 2, False, "update", Rule.OUTER, 3)),
+    ({"sync": "gossip"}, (1, 1, False, "model", Rule.MIX, 2)),
+    ({"sync": "gossip", "local_steps": 5, "staleness": 0}, (5, 0, False, "model", Rule.MIX, 1)),
+    ({"sync": "gossip", "topology": "random"}, (1, None, False, "model", Rule.MIX, WINDOW)),
 ]
 
 
@@ -50,6 +53,7 @@ def test_every_mode_is_in_the_table_above() -> None:
         ({"sync": "ssp", "compress": "int8"}, "int8"),
         ({"sync": "local"}, "dense"),
         ({"sync": "async", "compress": "int8", "compress_down": "fp16"}, "fp16"),
+        ({"sync": "gossip", "compress": "int8"}, "dense"),
     ],
 )
 def test_the_downlink_is_coded_as_the_uplink_except_at_a_barrier_of_gradients(flags: dict[str, Any], down: str) -> None:
@@ -64,10 +68,13 @@ NAN = float("nan")
     [
         ({"sync": "gossup"}, "--sync gossup: unknown mode; the modes are bsp, ssp, async, local"),
         ({"sync": ""}, "--sync : unknown mode"),
-        ({"sync": "bsp", "staleness": 2}, "--staleness: --sync bsp has no staleness bound to set; ssp, local have one"),
+        (
+            {"sync": "bsp", "staleness": 2},
+            "--staleness: --sync bsp has no staleness bound to set; ssp, local, gossip have one",
+        ),
         (
             {"sync": "async", "staleness": 2},
-            "--staleness: --sync async has no staleness bound to set; ssp, local have one",
+            "--staleness: --sync async has no staleness bound to set; ssp, local, gossip have one",
         ),
         ({"sync": "ssp", "staleness": -2}, "--staleness -2: give a value from 0 to"),
         ({"sync": "ssp", "staleness": STALENESS_MAX + 1}, "--staleness 1048577: give a value from 0 to 1048576"),
@@ -130,6 +137,7 @@ def test_a_contradiction_names_both_sides_and_agreement_is_silent() -> None:
         "outer_lr": 1.0,
         "outer_momentum": 0.5,
         "lease": 3.0,
+        "topology": "ring",
         "checkpoint_every": 5.0,
     }
     assert set(others) == set(asdict(actual)), "every flag of a run"

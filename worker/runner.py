@@ -1,6 +1,7 @@
 """Runs a `Member` over ZeroMQ in a thread of its own: the only file of worker/ that knows sockets.
 
-One DEALER for each shard (several connects on one socket would take turns). The thread owns the sockets and the machine;
+One DEALER for each shard (several connects on one socket would take turns); under gossip one for each peer too, and a ROUTER
+that they dial. The thread owns the sockets and the machine;
 other threads hand it commands with `call` and take what it delivers with `take`.
 """
 
@@ -19,10 +20,11 @@ import zmq
 import zmq.utils.garbage  # its own exit handler, needed for zero-copy sends, must be registered before our last push at exit
 
 from narrows.protocols import messages as m
-from narrows.protocols.effects import Failed, Joined, Left, MemberEffect, Send
+from narrows.protocols.effects import Failed, Joined, Left, MemberEffect, RosterNews, Send, Tell
 from narrows.protocols.errors import BY_EXIT_CODE, NarrowsError, RemoteProtocolError
 from narrows.protocols.flags import parse_address
 from narrows.protocols.member import Member, Timing
+from narrows.protocols.modes import Rule, Settings
 from narrows.protocols.wire import HEADER_BYTES_MAX, LOCAL_HOSTS, PAYLOAD_BYTES_MAX, decode, encode, local_endpoint
 
 TICK_MS = 50
@@ -43,6 +45,15 @@ def endpoint(host: str, port: int) -> str:
             probe.connect("\0" + local.removeprefix("ipc://@"))
             return local
     return f"tcp://{host}:{port}"
+
+
+def own_host(host: str, port: int) -> str:
+    """The address of this machine that leads to `host`: where peers on the same network reach it."""
+    family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(target)  # UDP: nothing is sent
+        found = str(probe.getsockname()[0])
+    return f"[{found}]" if ":" in found else found
 
 
 class Link:
@@ -66,6 +77,8 @@ class Link:
         self._wake_out.connect(wake)
         self._wake_lock = threading.Lock()
         self._sockets: list[zmq.Socket[bytes]] = []
+        self._inbound: zmq.Socket[bytes] | None = None  # what peers dial
+        self._peers: dict[str, zmq.Socket[bytes]] = {}  # by address
         self._thread = threading.Thread(target=self._main, name="narrows-io", daemon=True)
         self._thread.start()
         self.call(lambda member, now: member.join(now))
@@ -111,16 +124,37 @@ class Link:
             self._error = self._error or error
             self._changed.notify_all()
 
+    def _socket(self, kind: int) -> zmq.Socket[bytes]:
+        made = self._context.socket(kind)
+        made.setsockopt(zmq.LINGER, LINGER_MS)
+        made.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES_MAX)
+        made.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES_MAX)
+        made.setsockopt(zmq.MAXMSGSIZE, max(PAYLOAD_BYTES_MAX, HEADER_BYTES_MAX))
+        made.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+        return made
+
     def _connect(self, poller: zmq.Poller, port: int) -> None:
-        dealer = self._context.socket(zmq.DEALER)
-        dealer.setsockopt(zmq.LINGER, LINGER_MS)
-        dealer.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES_MAX)
-        dealer.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES_MAX)
-        dealer.setsockopt(zmq.MAXMSGSIZE, max(PAYLOAD_BYTES_MAX, HEADER_BYTES_MAX))
-        dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+        dealer = self._socket(zmq.DEALER)
         dealer.connect(endpoint(self.host, port))
         poller.register(dealer, zmq.POLLIN)
         self._sockets.append(dealer)
+
+    def _open_to_peers(self, poller: zmq.Poller) -> None:
+        """Listen on the address by which the server's network knows this machine."""
+        self._inbound = self._socket(zmq.ROUTER)
+        host = own_host(self.host, self.port)
+        port = self._inbound.bind_to_random_port(f"tcp://{host}")
+        poller.register(self._inbound, zmq.POLLIN)
+        self.member.address = f"tcp://{host}:{port}"
+
+    def _dial(self, named: set[str]) -> None:
+        """A DEALER for each peer that is named, and none for others."""
+        for address in set(self._peers) - named:
+            self._peers.pop(address).close()
+        for address in named - set(self._peers) - {self.member.address}:
+            parse_address("a peer's address", address)
+            self._peers[address] = self._socket(zmq.DEALER)
+            self._peers[address].connect(address)
 
     def _main(self) -> None:
         poller = zmq.Poller()
@@ -144,6 +178,9 @@ class Link:
                         self.bytes_down += sum(len(frame.buffer) for frame in frames)
                         message = decode([frame.buffer for frame in frames])
                         self._apply(poller, self.member.receive(shard, message, time.monotonic_ns()))
+                for _ in range(BURST if self._inbound in ready else 0):
+                    if not self._hear_peer(poller):
+                        break
                 now = time.monotonic_ns()
                 if now - ticked >= TICK_MS * 1_000_000:
                     ticked = now
@@ -153,14 +190,35 @@ class Link:
                 error = type(error)(f"{self.address}: {error}")
             self._fail(error)
         finally:
-            for dealer in self._sockets:
-                dealer.close()
+            for opened in (*self._sockets, *self._peers.values(), self._inbound):
+                if opened is not None:
+                    opened.close()
             self._wake_in.close(0)
+
+    def _hear_peer(self, poller: zmq.Poller) -> bool:
+        """Handle one message of a peer, if there is one. Bytes that are none of ours are dropped: anyone may dial."""
+        assert self._inbound is not None
+        try:
+            _, *frames = self._inbound.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return False
+        self.bytes_down += sum(len(frame.buffer) for frame in frames)
+        try:
+            message = decode([frame.buffer for frame in frames])
+            effects = self.member.receive_peer(message, time.monotonic_ns())
+        except RemoteProtocolError as error:
+            print(f"ps-worker: a peer's message was refused: {error}", file=sys.stderr)
+            return True
+        self._apply(poller, effects)
+        return True
 
     def _apply(self, poller: zmq.Poller, effects: list[MemberEffect]) -> None:
         for effect in effects:
             if isinstance(effect, Send):
                 self._send(effect)
+            elif isinstance(effect, Tell):
+                if effect.address in self._peers:
+                    self._put(self._peers[effect.address], effect.message)
             elif isinstance(effect, Failed):
                 kind: Any = BY_EXIT_CODE.get(effect.code, NarrowsError)
                 self._fail(kind(f"{self.address}: {effect.text}"))
@@ -168,6 +226,11 @@ class Link:
                 if isinstance(effect, Joined):
                     for port in effect.ports[len(self._sockets) :]:
                         self._connect(poller, port)
+                    mixes = Settings.unpacked(effect.settings).mode().rule is Rule.MIX
+                    if mixes and self._inbound is None:
+                        self._open_to_peers(poller)
+                if isinstance(effect, RosterNews):
+                    self._dial(set(effect.roster.addresses))
                 self._deliver(effect)
                 if isinstance(effect, Left):
                     return
@@ -176,9 +239,11 @@ class Link:
         assert isinstance(effect.peer, int)
         if effect.peer >= len(self._sockets):
             return
-        frames = encode(effect.message)
+        self._put(self._sockets[effect.peer], effect.message)
+
+    def _put(self, dealer: zmq.Socket[bytes], message: m.Message) -> None:
+        frames = encode(message)
         self.bytes_up += sum(map(len, frames))
-        dealer = self._sockets[effect.peer]
         try:
             if len(frames) == 2 and len(frames[1]) >= ZERO_COPY_BYTES:
                 dealer.send(frames[0], zmq.SNDMORE | zmq.NOBLOCK)

@@ -24,8 +24,9 @@ import torch
 from narrows.protocols.effects import NS, Joined, MemberEffect
 from narrows.protocols.errors import NarrowsError, UnreachableError
 from narrows.protocols.member import Timing
-from narrows.protocols.modes import Settings
+from narrows.protocols.modes import Rule, Settings
 from narrows.worker.engine import Engine
+from narrows.worker.gossip import GossipEngine
 from narrows.worker.runner import Link, tell_left
 
 
@@ -97,7 +98,10 @@ class Connected:
     ) -> Engine:
         if self.engine is not None:
             raise NarrowsError("a run has one DistributedOptimizer: pass all parameter groups to one optimizer")
-        self.engine = Engine(self.link, self.settings, model, inner, max_grad_norm, overlap)
+        mixes = self.settings.mode().rule is Rule.MIX
+        self.engine = (GossipEngine if mixes else Engine)(
+            self.link, self.settings, model, inner, max_grad_norm, overlap
+        )
         _tell("model", parameters=self.engine.flat.size, clock=self.engine.clock)
         return self.engine
 

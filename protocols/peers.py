@@ -1,0 +1,204 @@
+"""One worker's links to its peers (gossip): offers that are repeated until they are acked, peers that fall silent. No I/O.
+
+Rules
+- The exchanges of a pair are numbered. The next begins when this one is mixed here, which may be before the peer has our side
+  of it: so at most two own offers are under way, and one that arrives.
+- An offer is acked when all its parts are here, whatever its receiver does with it, and is delivered exactly once.
+- The coordinator introduces peers (`Roster`) and drops them. It may be gone: who is awaited and silent for a lease is lost,
+  and stays lost.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from narrows.protocols import effects as e
+from narrows.protocols import messages as m
+from narrows.protocols.effects import NS, MemberEffect, Tell
+from narrows.protocols.errors import RemoteProtocolError
+
+EARLY_MAX = 64  # messages kept of workers that no roster has named yet
+RETRY_NS = 5 * NS  # an offer that is not acked is sent again
+BYTES_PER_SECOND = 125_000  # on the slowest link: an offer of n bytes gets n / this on top
+ENDED_NS = NS  # who is done says so this often, until all are
+WHOLE = -1  # the number of an offer that answers Adopt
+
+
+@dataclass(slots=True)
+class Peer:
+    """One peer. `expected`: number of its next offer."""
+
+    address: str
+    heard_ns: int
+    expected: int = 0
+    parts: dict[int, m.Offer] = field(default_factory=dict)
+    sent: dict[int, list[m.Offer]] = field(default_factory=dict)  # by number: those that are not acked yet
+    sent_ns: int = 0
+    awaited: int = -1  # number of the offer that must come
+    adopting: bool = False
+    asked_ns: int = 0
+
+    @property
+    def sent_bytes(self) -> int:
+        return sum(len(offer.payload) for offers in self.sent.values() for offer in offers)
+
+
+class Peers:
+    """Messages of peers and rosters in, effects out. `worker`: this one's id, by which its peers name it."""
+
+    def __init__(self, worker: int, lease_ns: int) -> None:
+        self.worker, self.lease_ns = worker, lease_ns
+        self.epoch = 0  # of the newest roster
+        self.peers: dict[int, Peer] = {}
+        self.lost: set[int] = set()
+        self.early: deque[m.Message] = deque(maxlen=EARLY_MAX)
+        self.ended = False  # this worker is done, and waits for the others
+        self.ended_ns = 0
+        self.closing = False  # to be told once all have what was sent
+
+    def roster(self, roster: m.Roster, now_ns: int) -> list[MemberEffect]:
+        """Take over a newer roster. Raises RemoteProtocolError for one that is none."""
+        if (roster.epoch, roster.started) <= (self.epoch, False) or roster.worker != self.worker:
+            return []
+        if len(roster.addresses) != len(roster.members):
+            raise RemoteProtocolError("a roster has an address for each member")
+        self.epoch = roster.epoch
+        named = {row[0]: address for row, address in zip(roster.members, roster.addresses, strict=True)}
+        self.peers = {worker: peer for worker, peer in self.peers.items() if worker in named}
+        for worker, address in named.items():
+            if worker not in self.peers and worker != self.worker and worker not in self.lost:
+                self.peers[worker] = Peer(address, now_ns)
+        early, self.early = self.early, deque(maxlen=EARLY_MAX)
+        effects: list[MemberEffect] = [e.RosterNews(roster)]
+        for message in early:
+            effects += self.receive(message, now_ns)
+        return effects
+
+    # Commands.
+
+    def offer(self, offers: list[m.Offer], now_ns: int) -> list[MemberEffect]:
+        """Send own side of an exchange, all its parts; the peer's side is awaited. To one that is gone nothing is sent."""
+        peer = self.peers.get(offers[0].peer)
+        if peer is None:
+            return []
+        if offers[0].number == WHOLE:
+            return self._tell(peer, offers)
+        if not peer.sent and peer.awaited < peer.expected:
+            peer.heard_ns = max(peer.heard_ns, now_ns)  # from here on it must show that it lives
+        peer.sent[offers[0].number] = list(offers)
+        peer.sent_ns, peer.awaited = now_ns, offers[0].number
+        return self._tell(peer, offers)
+
+    def adopt(self, worker: int, now_ns: int) -> list[MemberEffect]:
+        """Ask a peer for its whole model."""
+        peer = self.peers.get(worker)
+        if peer is None:
+            return []
+        peer.adopting, peer.heard_ns, peer.asked_ns = True, now_ns, now_ns
+        return self._tell(peer, [m.Adopt(self.worker, worker)])
+
+    def end(self, now_ns: int) -> list[MemberEffect]:
+        """This worker is done: say so until all are, or `over`."""
+        self.ended, self.ended_ns = True, now_ns
+        for peer in self.peers.values():
+            peer.heard_ns = now_ns
+        return self._say_ended()
+
+    def lose(self, worker: int) -> list[MemberEffect]:
+        """No longer listen to this peer."""
+        self.peers.pop(worker, None)
+        self.lost.add(worker)
+        return self._settled()
+
+    def over(self) -> list[MemberEffect]:
+        """All are done: nobody is awaited any more, and only what is not acked yet is sent again."""
+        self.ended, self.closing = False, True
+        return self._settled()
+
+    def _settled(self) -> list[MemberEffect]:
+        if not self.closing or any(peer.sent for peer in self.peers.values()):
+            return []
+        self.closing = False
+        return [e.PeersSettled()]
+
+    def _say_ended(self) -> list[MemberEffect]:
+        return [Tell(peer.address, m.Ended(self.worker, worker)) for worker, peer in self.peers.items()]
+
+    def _tell(self, peer: Peer, messages: Iterable[m.Message]) -> list[MemberEffect]:
+        return [Tell(peer.address, message) for message in messages]
+
+    # Messages.
+
+    def receive(self, message: m.Message, now_ns: int) -> list[MemberEffect]:
+        """Return the effects of a peer's message. Raises RemoteProtocolError for one that no peer sends."""
+        if not isinstance(message, (m.Offer, m.OfferAck, m.Ended, m.Adopt, m.Ping)):
+            raise RemoteProtocolError(f"a peer takes no {type(message).__name__}")
+        if message.peer != self.worker or message.worker in self.lost:
+            return []  # for who was here before, or from one that is given up
+        peer = self.peers.get(message.worker)
+        if peer is None:
+            self.early.append(message)
+            return []
+        peer.heard_ns = now_ns
+        if isinstance(message, m.Offer):
+            return self._offered(peer, message)
+        if isinstance(message, m.OfferAck):
+            peer.sent = {number: offers for number, offers in peer.sent.items() if number > message.number}
+            return self._settled()
+        if isinstance(message, m.Ended):
+            return [e.PeerEnded(message.worker)]
+        if isinstance(message, m.Adopt):
+            return [e.AdoptAsked(message.worker)]
+        return self._ack(peer, message.worker)
+
+    def _ack(self, peer: Peer, worker: int) -> list[MemberEffect]:
+        return self._tell(peer, [m.OfferAck(self.worker, worker, peer.expected - 1)])
+
+    def _offered(self, peer: Peer, offer: m.Offer) -> list[MemberEffect]:
+        whole = offer.number == WHOLE
+        if whole and not peer.adopting:
+            return []
+        if not whole and offer.number != peer.expected:
+            return self._ack(peer, offer.worker) if offer.number < peer.expected else []
+        if not 0 <= offer.part < offer.parts <= m.PARTS_MAX or not 0.0 < offer.weight <= 0.5:
+            raise RemoteProtocolError(
+                f"part {offer.part} of {offer.parts} of an offer of worker {offer.worker}, weight {offer.weight:g}"
+            )
+        if any((part.number, part.parts) != (offer.number, offer.parts) for part in peer.parts.values()):
+            peer.parts.clear()
+        peer.parts[offer.part] = offer
+        if len(peer.parts) < offer.parts:
+            return []
+        parts = tuple(peer.parts[part] for part in range(offer.parts))
+        peer.parts = {}
+        if whole:
+            peer.adopting = False
+            return [e.OfferArrived(offer.worker, parts)]
+        peer.expected += 1
+        return [*self._ack(peer, offer.worker), e.OfferArrived(offer.worker, parts)]
+
+    # Time.
+
+    def tick(self, now_ns: int) -> list[MemberEffect]:
+        """Send again what is not acked, look after those who are awaited, and give up who is silent."""
+        effects: list[MemberEffect] = []
+        for worker, peer in list(self.peers.items()):
+            awaited = bool(peer.sent) or peer.awaited >= peer.expected or peer.adopting or self.ended
+            if awaited and now_ns - peer.heard_ns > self.lease_ns + peer.sent_bytes * NS // BYTES_PER_SECOND:
+                effects += [e.PeerLost(worker), *self.lose(worker)]
+                continue
+            if peer.sent and now_ns - peer.sent_ns >= RETRY_NS + peer.sent_bytes * NS // BYTES_PER_SECOND:
+                peer.sent_ns = now_ns
+                for offers in peer.sent.values():
+                    effects += self._tell(peer, offers)
+            quiet = now_ns - max(peer.heard_ns, peer.asked_ns)
+            if awaited and quiet >= self.lease_ns // 4:
+                peer.asked_ns = now_ns
+                ask = m.Adopt(self.worker, worker) if peer.adopting else m.Ping(self.worker, worker)
+                effects += self._tell(peer, [ask])
+        if self.ended and now_ns - self.ended_ns >= ENDED_NS:
+            self.ended_ns = now_ns
+            effects += self._say_ended()
+        return [*effects, *self._settled()]

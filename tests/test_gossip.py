@@ -1,0 +1,451 @@
+"""Gossip: who mixes with whom, what a mix does, and what it survives."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import in_process
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from gossiping import COUNT, LEASE_NS, Faults, Net
+from in_process import together
+from scripts import Array, Run, alone, build, distance, flat, loss_of, run
+
+from narrows.protocols import messages as m
+from narrows.protocols.effects import NS, Tell
+from narrows.protocols.errors import UsageError
+from narrows.protocols.modes import Settings
+from narrows.protocols.topology import RANDOM, TOPOLOGIES, edges, partners
+from narrows.worker import DistributedOptimizer, clock, rank, world_size
+
+COUNTS = [1, 2, 3, 4, 5, 7, 8, 12]
+Matrix = npt.NDArray[np.float64]
+both = pytest.mark.parametrize("topology", TOPOLOGIES)
+everyone = pytest.mark.parametrize("topology", [*TOPOLOGIES, RANDOM])
+
+
+def matrix(topology: str, number: int, count: int) -> Matrix:
+    """The mixing matrix of one round, float64[count, count]: the reference of all below."""
+    w = np.eye(count)
+    for a, b, weight in edges(topology, number, range(count)):
+        w[a, a] -= weight
+        w[b, b] -= weight
+        w[a, b] += weight
+        w[b, a] += weight
+    return w
+
+
+# Who mixes with whom.
+
+
+@both
+@pytest.mark.parametrize("count", COUNTS)
+def test_every_round_is_symmetric_and_doubly_stochastic_and_all_are_joined(topology: str, count: int) -> None:
+    product = np.eye(count)
+    for number in range(60):
+        w = matrix(topology, number, count)
+        assert (w >= -1e-12).all() and np.array_equal(w, w.T)
+        np.testing.assert_allclose(w.sum(0), 1.0)
+        product = w @ product
+        for worker in range(count):
+            mine = partners(topology, number, range(count), worker)
+            assert dict(mine) == {peer: w[worker, peer] for peer in range(count) if peer != worker and w[worker, peer]}
+    assert np.abs(product - 1 / count).max() < 0.02, "information of each reaches all"
+
+
+def test_peers_depend_on_the_members_and_not_on_their_numbers_being_dense() -> None:
+    members = (3, 7, 8, 20, 41)
+    for topology in TOPOLOGIES:
+        for number in range(10):
+            found = edges(topology, number, members)
+            assert {a for edge in found for a in edge[:2]} <= set(members)
+            assert found == edges(topology, number, members), "both sides find the same"
+    rounds = [edges("matching", number, members) for number in range(20)]
+    assert len({tuple(found) for found in rounds}) > 5
+    assert edges("matching", 0, members, seed=1) != edges("matching", 0, members, seed=2)
+
+
+def test_a_power_of_two_is_averaged_exactly_by_its_logarithm() -> None:
+    product = np.eye(8)
+    for number in range(3):
+        product = matrix("exponential", number, 8) @ product
+    np.testing.assert_array_equal(product, np.full((8, 8), 1 / 8))
+
+
+# What a mix does.
+
+
+def started(net: Net, count: int, rounds: int, seed: int = 0, **kinds: Any) -> Array:
+    """`count` nodes with a model of their own each; the models."""
+    models: Array = np.random.default_rng(seed).standard_normal((count, COUNT)).astype(np.float32)
+    for _ in range(count):
+        net.add(rounds, **kinds)
+    net.introduce()
+    for worker, node in net.nodes.items():
+        node.begin(np.zeros(COUNT, np.float32))
+        node.mixing.model = models[worker].copy()
+    return models
+
+
+def consensus(models: npt.NDArray[Any]) -> float:
+    """L2 distance of all models to their mean."""
+    wide = models.astype(np.float64)
+    return float(np.linalg.norm(wide - wide.mean(0)))
+
+
+@both
+@pytest.mark.parametrize("count", [3, 4, 7, 8])
+def test_the_mean_is_kept_over_a_thousand_rounds(topology: str, count: int) -> None:
+    """To float32 rounding, in full and in low precision, and the models come together."""
+    for spec, rounds in (("dense", 1000), ("int8", 150), ("topk:0.1+int8", 150)):
+        net = Net(topology, spec)
+        models = started(net, count, rounds)
+        net.run()
+        mean = models.astype(np.float64).mean(0)
+        np.testing.assert_allclose(net.models().astype(np.float64).mean(0), mean, atol=2e-6)
+        for model in net.models():
+            assert np.array_equal(model, net.models()[0]), "the last round makes one model of all"
+
+
+@both
+@pytest.mark.parametrize("count", [4, 7])
+@pytest.mark.parametrize("bound", [0, 1])
+def test_the_models_are_those_of_the_mixing_matrices(topology: str, count: int, bound: int) -> None:
+    """x(t+1) = W(t) x(t) + u(t+1), and with bound 1 the mix of a round is in one step later."""
+    rounds = 12
+    updates = np.random.default_rng(1).standard_normal((rounds, count, COUNT)).astype(np.float32)
+    net = Net(topology, update=lambda worker, number: updates[number, worker])
+    x = started(net, count, rounds, bound=bound).astype(np.float64)
+    late = np.zeros_like(x)
+    for number in range(rounds):
+        x = x + updates[number] + late
+        mixed = matrix(topology, number, count) @ x - x
+        x, late = (x + mixed, late) if bound == 0 else (x, mixed)
+    net.run()
+    np.testing.assert_allclose([node.reached for node in net.nodes.values()], x + late, atol=1e-5)
+
+
+@both
+def test_consensus_falls_as_the_spectral_gap_says(topology: str) -> None:
+    """By the second largest singular value of the product of the rounds' matrices, for any models."""
+    count, rounds = 8, 6
+    product = np.eye(count) - 1 / count
+    for number in range(rounds):
+        product = matrix(topology, number, count) @ product
+    net = Net(topology)
+    before = consensus(started(net, count, rounds, bound=0))
+    net.run()
+    after = consensus(np.stack([node.reached for node in net.nodes.values()]))
+    assert after <= np.linalg.norm(product, 2) * before + 1e-4
+    assert after < 0.3 * before
+
+
+def test_low_precision_sends_a_quarter_of_the_bytes() -> None:
+    sent = []
+    for spec in ("dense", "int8"):
+        net = Net("matching", spec)
+        started(net, 8, 400)
+        net.run()
+        sent.append(sum(node.bytes for node in net.nodes.values()))
+    header = 3 * 120  # of an offer, its ack, and their acks' share: not small beside 200 values
+    assert sent[1] < 0.27 * sent[0] + header * 8 * 400
+
+
+def test_sparse_differences_need_no_consensus_step_size() -> None:
+    """One value in fifty, on a ring: CHOCO-SGD (1902.00340) needs a step size far below 1 for this not to diverge."""
+    net = Net("ring", "topk:0.02")
+    started(net, 6, 400)
+    before = consensus(net.models())
+    net.run()
+    assert consensus(np.stack([node.reached for node in net.nodes.values()])) < 0.02 * before
+
+
+# What it survives.
+
+
+@everyone
+@pytest.mark.parametrize("seed", range(6))
+def test_the_mean_is_kept_on_a_bad_network(topology: str, seed: int) -> None:
+    """Messages lost, late and twice, workers of different speeds, rosters that come when they come."""
+    spec = ("dense", "int8", "topk:0.05+int8")[seed % 3]
+    net = Net(topology, spec, Faults(lost=12, twice=7, late_ns=NS // 50), seed)
+    count = 3 + seed
+    models = started(net, count, 25)
+    for worker, node in net.nodes.items():
+        node.step_ns = NS // 200 * (1 + worker)
+    for again in range(4):
+        net.at(NS // 4 * (1 + again), net.introduce)
+    net.run()
+    assert not any(node.lost for node in net.nodes.values())
+    mean = models.astype(np.float64).mean(0)
+    np.testing.assert_allclose(net.models().astype(np.float64).mean(0), mean, atol=3e-6)
+    assert all(np.array_equal(model, net.models()[0]) for model in net.models())
+
+
+@everyone
+@pytest.mark.parametrize("told", [True, False], ids=["by the roster", "by its silence"])
+def test_the_death_of_one_delays_the_rest_by_at_most_a_lease(topology: str, told: bool) -> None:
+    net = Net(topology)
+    started(net, 5, 200)
+
+    def die() -> None:
+        net.nodes[2].alive = False
+
+    net.at(NS, die)
+    if told:
+        net.at(NS + LEASE_NS // 2, net.introduce)
+    net.run(limit_s=(LEASE_NS / NS) * (0.6 if told else 1.5) + 60)
+    assert all(np.array_equal(model, net.models()[0]) for model in net.models())
+    assert all(node.number == 200 for node in net.nodes.values() if node.alive)
+
+
+@everyone
+def test_a_joiner_begins_with_a_peers_model_and_round(topology: str) -> None:
+    net = Net(topology)
+    started(net, 3, 300)
+
+    def join() -> None:
+        node = net.add(300, joins=True)
+        net.introduce()
+        net.at(net.now_ns + NS // 10, lambda: node.take(node.peers.adopt(0, net.now_ns)))
+        node.phase = "asking"
+
+    net.at(NS, join)
+    net.run()
+    assert net.nodes[3].number == 300
+    assert all(np.array_equal(model, net.models()[0]) for model in net.models())
+    assert consensus(net.models()) == 0.0
+
+
+def test_bad_offers_end_that_pair_and_change_nothing() -> None:
+    raw = bytes(4 * COUNT)
+    good: dict[str, Any] = {"worker": 1, "peer": 0, "epoch": 1, "round": 0, "number": 0, "part": 0, "parts": 1}
+    good |= {"begin": 0, "end": COUNT, "weight": 0.5, "whole": True, "codec": m.RAW_FLOAT32, "payload": raw}
+    for wrong in (
+        {"payload": raw[4:]},
+        {"end": COUNT - 1},
+        {"whole": False},
+        {"codec": 9},
+        {"whole": False, "codec": m.CODED},
+    ):
+        fresh = Net("matching")
+        started(fresh, 2, 3)
+        node = fresh.nodes[0]
+        node.take(node.peers.roster(m.Roster(0, 1, True, ((0, 1, 0, 0), (1, 1, 1, 0)), ("0", "1")), 0))
+        before = node.mixing.model.copy()
+        node.take(node.peers.receive(m.Offer(**good | wrong), 0))
+        assert [peer for peer, _ in node.gossip.refused] == [1]
+        assert np.array_equal(node.mixing.model, before) and 1 not in node.gossip.pairs
+
+
+# The engine, whole.
+
+
+STEPS = 12
+
+
+def sgd(net: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(net.parameters(), lr=0.1)
+
+
+def script(worker: int, after: Any = None) -> Array:
+    net = build()
+    optimizer = DistributedOptimizer(sgd(net), net)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(net, step, rank(), world_size()).backward()
+        optimizer.step()
+        if after is not None:
+            after(worker, step)
+    optimizer.finish()
+    return flat(net)
+
+
+def reference(topology: str, count: int, bound: int) -> Array:
+    """All workers of D-SGD in one loop, float32 models."""
+    nets = [build() for _ in range(count)]
+    x = np.stack([flat(net) for net in nets]).astype(np.float64)
+    late = np.zeros_like(x)
+    for step in range(STEPS):
+        for worker, net in enumerate(nets):
+            torch.nn.utils.vector_to_parameters(torch.from_numpy(x[worker].astype(np.float32)), net.parameters())
+            optimizer = sgd(net)
+            optimizer.zero_grad()
+            loss_of(net, step, worker, count).backward()
+            optimizer.step()
+        moved = np.stack([flat(net) for net in nets])
+        x = x + (moved - x.astype(np.float32)) + late
+        mixed = matrix(topology, step, count) @ x - x
+        x, late = (x + mixed, late) if bound == 0 else (x, mixed)
+    mean: Array = (x + late).mean(0).astype(np.float32)
+    return mean
+
+
+@both
+@pytest.mark.parametrize("bound", [0, 1])
+@pytest.mark.parametrize("count", [2, 3])
+def test_the_engine_is_decentralized_sgd(topology: str, bound: int, count: int) -> None:
+    settings = Settings(sync="gossip", topology=topology, workers=count, staleness=bound)
+    ends = []
+    for _ in range(2):
+        with run(settings) as started_:
+            models = started_.together(script)
+            server = started_.cluster.servers[0].shard.store
+        assert all(np.array_equal(model, models[0]) for model in models)
+        assert server is not None and np.array_equal(server.x, models[0]), "the server has the last model"
+        ends.append(models[0])
+    assert np.array_equal(ends[0], ends[1]), "two runs are the same, bit for bit"
+    assert distance(models[0], reference(topology, count, bound)) < 1e-5
+
+
+@everyone
+@pytest.mark.parametrize("compress", ["dense", "topk:0.1+int8"])
+@pytest.mark.parametrize("local_steps", [1, 3])
+def test_gossip_trains(topology: str, compress: str, local_steps: int) -> None:
+    def mean_loss(weights: Array) -> float:
+        net = build()
+        torch.nn.utils.vector_to_parameters(torch.from_numpy(weights), net.parameters())
+        with torch.no_grad():
+            return float(np.mean([loss_of(net, step) for step in range(STEPS)]))
+
+    settings = Settings(
+        sync="gossip", topology=topology, workers=3, compress=compress, local_steps=local_steps, shards=2
+    )
+    with run(settings) as started_:
+        models = started_.together(script)
+        for joined in started_.sessions:
+            joined.close(failed=False)
+        coordinator = started_.cluster.servers[0].coordinator
+        assert coordinator is not None and coordinator.over and not coordinator.members
+    with alone():
+        net = build()
+        optimizer = sgd(net)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(net, step).backward()
+            optimizer.step()
+    first = mean_loss(flat(build()))
+    assert mean_loss(models[0]) < first - 0.5 * (first - mean_loss(flat(net)))
+
+
+def test_a_late_worker_joins_the_run_where_it_is() -> None:
+    with run(Settings(sync="gossip", workers=2)) as started_:
+        seen: list[tuple[int, Array]] = []
+        threads: list[threading.Thread] = []
+
+        def late() -> None:
+            net = build(seed=99)  # not the run's weights
+            optimizer = DistributedOptimizer(sgd(net), net)
+            seen.append((clock(), flat(net)))
+            for step in range(clock(), STEPS):
+                optimizer.zero_grad()
+                loss_of(net, step).backward()
+                optimizer.step()
+            optimizer.finish()
+            seen.append((clock(), flat(net)))
+
+        def after(worker: int, step: int) -> None:
+            if worker == 0 and step == 5:
+                started_.join()
+                threads.append(started_.aside(late))
+                started_.become(0)
+
+        models = together(lambda worker: _as(started_, worker, after), 2)
+        threads[0].join(60)
+    (began, first), (ended, last) = seen
+    assert 0 < began < STEPS and ended == STEPS
+    assert distance(first, flat(build(seed=99))) > 0.5
+    assert np.array_equal(last, models[0]) and np.array_equal(models[0], models[1])
+
+
+def _as(started_: Run, worker: int, after: Any) -> Array:
+    torch.set_num_threads(1)
+    started_.become(worker)
+    return script(worker, after)
+
+
+def test_the_server_is_not_needed_once_the_workers_know_each_other() -> None:
+    """Killed in the middle: all steps and the end are the same, bit for bit."""
+    settings = Settings(sync="gossip", workers=3)
+    with run(settings) as started_:
+        expected = started_.together(script)
+    with run(settings) as started_:
+
+        def kill(worker: int, step: int) -> None:
+            if worker == 0 and step == 2:
+                cluster = started_.cluster
+                with cluster.changed:
+                    cluster.links.clear()
+                    cluster.send = lambda *told: None  # type: ignore[method-assign]
+                    for joined in started_.sessions:
+                        link = cast(in_process.Link, joined.link)
+                        link.deliver(link.member.leave_server())
+
+        models = together(lambda worker: _as(started_, worker, kill), 3)
+    assert all(np.array_equal(a, b) for a, b in zip(models, expected, strict=True))
+
+
+def test_lost_offers_are_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("narrows.protocols.peers.RETRY_NS", NS // 20)
+    settings = Settings(sync="gossip", workers=2)
+    with run(settings) as started_:
+        expected = started_.together(script)
+    with run(settings) as started_:
+        count = [0]
+
+        def lost(tell: Tell) -> bool:
+            count[0] += 1
+            return isinstance(tell.message, (m.Offer, m.OfferAck)) and count[0] % 3 == 0
+
+        started_.cluster.lost = lost
+
+        with ticker(started_):
+            models = started_.together(script)
+    assert all(np.array_equal(a, b) for a, b in zip(models, expected, strict=True))
+
+
+@contextmanager
+def ticker(started_: Run) -> Iterator[None]:
+    """Ticks of the members, as their runners make them."""
+    done = threading.Event()
+
+    def tick() -> None:
+        while not done.wait(0.02):
+            for joined in started_.sessions:
+                joined.link.call(lambda member, now: member.tick(now))
+
+    thread = threading.Thread(target=tick, daemon=True)
+    thread.start()
+    yield
+    done.set()
+    thread.join(10)
+
+
+@pytest.mark.parametrize(
+    ("flags", "names"),
+    [
+        ({"sync": "ssp", "topology": "ring"}, "--topology"),
+        ({"sync": "gossip", "topology": "star"}, "--topology star"),
+        ({"sync": "gossip", "compress": "auto"}, "--compress auto"),
+        ({"sync": "gossip", "compress": "int8", "compress_down": "int8"}, "--compress-down"),
+        ({"sync": "gossip", "checkpoint_every": 5.0}, "--checkpoint-every"),
+        ({"sync": "gossip", "topology": "random", "staleness": 2}, "--staleness"),
+        ({"sync": "gossip", "push": "update"}, "--push"),
+    ],
+)
+def test_flags_that_gossip_does_not_have_are_named(flags: dict[str, Any], names: str) -> None:
+    with pytest.raises(UsageError, match=names):
+        Settings(**flags).validated()
+
+
+def test_overlap_has_nothing_to_overlap() -> None:
+    with run(Settings(sync="gossip")) as started_:
+        started_.become(0)
+        net = build()
+        with pytest.raises(UsageError, match="overlap"):
+            DistributedOptimizer(sgd(net), net, overlap=True)
