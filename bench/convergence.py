@@ -2,6 +2,7 @@
 
     python bench/convergence.py --preset modes                 # MNIST-5k, 4 workers, each mode at its default flags
     python bench/convergence.py --preset modes --task digits
+    python bench/convergence.py --preset gossip --workers 8    # MNIST-5k, each topology, full and low precision
     python bench/convergence.py --preset sparse                # byte GPT, 2 workers, 5 % and 1 % of each update
     python bench/convergence.py --preset compress --workers 4  # byte GPT and MNIST-5k, one SPEC after the other
     python bench/convergence.py --preset sparse --show         # print what the last campaign found, as Markdown
@@ -133,11 +134,24 @@ CURVE = (
     *(pushed(spec, 4, 0, RATE) for spec in ("topk:123/4096+2bit", "cycle:0.12+sign")),
 )
 
+GOSSIP = tuple(
+    Row(f"gossip, {topology}, {compress}", ("--sync", "gossip", "--topology", topology, "--compress", compress))
+    for topology, compress in (
+        *(("matching", "dense"), ("matching", "int8"), ("matching", "topk:0.05+int8"), ("ring", "dense")),
+        *(("exponential", "dense"), ("shift-one", "dense"), ("random", "dense")),
+    )
+)
+
 PRESETS = {
     "modes": Preset(
         (Task("mnist5k", "accuracy", 744, steps_per_epoch=62), Task("digits", "accuracy", 600)),
         workers=4,
         rows=(SINGLE, *(Row(mode, ("--sync", mode)) for mode in ("bsp", "ssp", "async", "local"))),
+    ),
+    "gossip": Preset(
+        (Task("mnist5k", "accuracy", 744, steps_per_epoch=62),),
+        workers=4,
+        rows=(SINGLE, DENSE, *GOSSIP),
     ),
     "sparse": Preset(
         (Task("bytelm", "loss", 400),),

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import in_process
@@ -12,8 +16,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+import zmq
 from gossiping import COUNT, LEASE_NS, Faults, Net
 from in_process import together
+from processes import Worker, descendants, serving, started, until
 from scripts import Array, Run, alone, build, distance, flat, loss_of, run
 
 from narrows.protocols import messages as m
@@ -21,6 +27,7 @@ from narrows.protocols.effects import NS, Tell
 from narrows.protocols.errors import UsageError
 from narrows.protocols.modes import Settings
 from narrows.protocols.topology import RANDOM, TOPOLOGIES, edges, partners
+from narrows.protocols.wire import encode
 from narrows.worker import DistributedOptimizer, clock, rank, world_size
 
 COUNTS = [1, 2, 3, 4, 5, 7, 8, 12]
@@ -80,7 +87,7 @@ def test_a_power_of_two_is_averaged_exactly_by_its_logarithm() -> None:
 # What a mix does.
 
 
-def started(net: Net, count: int, rounds: int, seed: int = 0, **kinds: Any) -> Array:
+def begun(net: Net, count: int, rounds: int, seed: int = 0, **kinds: Any) -> Array:
     """`count` nodes with a model of their own each; the models."""
     models: Array = np.random.default_rng(seed).standard_normal((count, COUNT)).astype(np.float32)
     for _ in range(count):
@@ -104,7 +111,7 @@ def test_the_mean_is_kept_over_a_thousand_rounds(topology: str, count: int) -> N
     """To float32 rounding, in full and in low precision, and the models come together."""
     for spec, rounds in (("dense", 1000), ("int8", 150), ("topk:0.1+int8", 150)):
         net = Net(topology, spec)
-        models = started(net, count, rounds)
+        models = begun(net, count, rounds)
         net.run()
         mean = models.astype(np.float64).mean(0)
         np.testing.assert_allclose(net.models().astype(np.float64).mean(0), mean, atol=2e-6)
@@ -120,7 +127,7 @@ def test_the_models_are_those_of_the_mixing_matrices(topology: str, count: int, 
     rounds = 12
     updates = np.random.default_rng(1).standard_normal((rounds, count, COUNT)).astype(np.float32)
     net = Net(topology, update=lambda worker, number: updates[number, worker])
-    x = started(net, count, rounds, bound=bound).astype(np.float64)
+    x = begun(net, count, rounds, bound=bound).astype(np.float64)
     late = np.zeros_like(x)
     for number in range(rounds):
         x = x + updates[number] + late
@@ -138,7 +145,7 @@ def test_consensus_falls_as_the_spectral_gap_says(topology: str) -> None:
     for number in range(rounds):
         product = matrix(topology, number, count) @ product
     net = Net(topology)
-    before = consensus(started(net, count, rounds, bound=0))
+    before = consensus(begun(net, count, rounds, bound=0))
     net.run()
     after = consensus(np.stack([node.reached for node in net.nodes.values()]))
     assert after <= np.linalg.norm(product, 2) * before + 1e-4
@@ -149,7 +156,7 @@ def test_low_precision_sends_a_quarter_of_the_bytes() -> None:
     sent = []
     for spec in ("dense", "int8"):
         net = Net("matching", spec)
-        started(net, 8, 400)
+        begun(net, 8, 400)
         net.run()
         sent.append(sum(node.bytes for node in net.nodes.values()))
     header = 3 * 120  # of an offer, its ack, and their acks' share: not small beside 200 values
@@ -159,7 +166,7 @@ def test_low_precision_sends_a_quarter_of_the_bytes() -> None:
 def test_sparse_differences_need_no_consensus_step_size() -> None:
     """One value in fifty, on a ring: CHOCO-SGD (1902.00340) needs a step size far below 1 for this not to diverge."""
     net = Net("ring", "topk:0.02")
-    started(net, 6, 400)
+    begun(net, 6, 400)
     before = consensus(net.models())
     net.run()
     assert consensus(np.stack([node.reached for node in net.nodes.values()])) < 0.02 * before
@@ -175,7 +182,7 @@ def test_the_mean_is_kept_on_a_bad_network(topology: str, seed: int) -> None:
     spec = ("dense", "int8", "topk:0.05+int8")[seed % 3]
     net = Net(topology, spec, Faults(lost=12, twice=7, late_ns=NS // 50), seed)
     count = 3 + seed
-    models = started(net, count, 25)
+    models = begun(net, count, 25)
     for worker, node in net.nodes.items():
         node.step_ns = NS // 200 * (1 + worker)
     for again in range(4):
@@ -191,7 +198,7 @@ def test_the_mean_is_kept_on_a_bad_network(topology: str, seed: int) -> None:
 @pytest.mark.parametrize("told", [True, False], ids=["by the roster", "by its silence"])
 def test_the_death_of_one_delays_the_rest_by_at_most_a_lease(topology: str, told: bool) -> None:
     net = Net(topology)
-    started(net, 5, 200)
+    begun(net, 5, 200)
 
     def die() -> None:
         net.nodes[2].alive = False
@@ -207,7 +214,7 @@ def test_the_death_of_one_delays_the_rest_by_at_most_a_lease(topology: str, told
 @everyone
 def test_a_joiner_begins_with_a_peers_model_and_round(topology: str) -> None:
     net = Net(topology)
-    started(net, 3, 300)
+    begun(net, 3, 300)
 
     def join() -> None:
         node = net.add(300, joins=True)
@@ -234,7 +241,7 @@ def test_bad_offers_end_that_pair_and_change_nothing() -> None:
         {"whole": False, "codec": m.CODED},
     ):
         fresh = Net("matching")
-        started(fresh, 2, 3)
+        begun(fresh, 2, 3)
         node = fresh.nodes[0]
         node.take(node.peers.roster(m.Roster(0, 1, True, ((0, 1, 0, 0), (1, 1, 1, 0)), ("0", "1")), 0))
         before = node.mixing.model.copy()
@@ -449,3 +456,93 @@ def test_overlap_has_nothing_to_overlap() -> None:
         net = build()
         with pytest.raises(UsageError, match="overlap"):
             DistributedOptimizer(sgd(net), net, overlap=True)
+
+
+# Processes.
+
+
+TRAINS = """
+import sys, time, torch
+from narrows.worker import DistributedOptimizer, rank, step_count
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 2)
+optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model)
+while step_count() < 60:
+    torch.manual_seed(1000 * rank() + step_count())
+    optimizer.zero_grad()
+    model(torch.randn(3, 4)).square().sum().backward()
+    optimizer.step()
+    time.sleep(0.02)
+    if step_count() == 10: print("trains", rank(), flush=True)
+optimizer.finish()
+print("ends", model.weight.flatten().tolist(), flush=True)
+"""
+
+
+def ends(text: str) -> set[str]:
+    return {line for line in text.splitlines() if line.startswith("ends")}
+
+
+def test_a_server_that_is_killed_changes_nothing(tmp_path: Path) -> None:
+    """The same steps and the same model, bit for bit; the workers say that it is gone, and exit with 0."""
+    script = tmp_path / "script.py"
+    script.write_text(TRAINS)
+    found = []
+    for kill in (False, True):
+        with serving("--sync", "gossip", "--workers", "3", "--topology", "ring", cwd=tmp_path) as server:
+            words = ("--server", server.address, "--server-timeout", "3", "-n", "3", str(script))
+            with started("ps-worker", *words) as three:
+                until(lambda: three.out.count("trains") == 3 or three.process.poll() is not None, str(three))
+                if kill:
+                    server.kill()
+                assert three.wait() == 0, three
+                found.append(ends(three.out))
+                if kill:
+                    assert "the server is gone; the workers go on among themselves" in three.err, three
+                else:
+                    assert server.command.wait() == 0, server.command
+                    assert "the model that the workers ended with is in" in server.command.out
+    assert len(found[0]) == 1 and found[0] == found[1]
+
+
+def test_a_worker_that_is_killed_is_mixed_with_no_more(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(TRAINS)
+    with (
+        serving("--sync", "gossip", "--workers", "3", "--lease", "2", cwd=tmp_path) as server,
+        started("ps-worker", "--server", server.address, str(script)) as first,
+        started("ps-worker", "--server", server.address, str(script)) as second,
+        started("ps-worker", "--server", server.address, str(script)) as third,
+    ):
+        until(lambda: all("trains" in each.out for each in (first, second, third)), str(third))
+        for pid in [*descendants(third.pid), third.pid]:
+            os.kill(pid, signal.SIGKILL)
+        assert first.wait() == 0 and second.wait() == 0, f"{first}\n{second}"
+        assert len(ends(first.out) | ends(second.out)) == 1
+
+
+def test_bytes_of_strangers_change_nothing(tmp_path: Path) -> None:
+    """What a peer's port is sent by others is refused by name, and the run goes on."""
+    with serving("--sync", "gossip", "--workers", "1") as server, Worker(server.address) as worker:
+        worker.train(2)
+        address = worker.session.link.member.address
+        before = flat(worker.model)
+        host, port = address.removeprefix("tcp://").split(":")
+        with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+            stranger.setsockopt(zmq.LINGER, 1000)
+            stranger.connect(address)
+            ours = [[bytes(frame) for frame in encode(message)] for message in forged(worker)]
+            for frames in ([b"junk"], [b"NRWS\x01\xc1"], *ours):
+                stranger.send_multipart(frames)
+            with socket.create_connection((host, int(port)), 5) as raw:
+                raw.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(1000))
+        assert np.array_equal(flat(worker.model), before)
+        worker.train(3)
+
+
+def forged(worker: Worker) -> list[m.Message]:
+    """Of a worker that no roster names, and messages that no peer sends."""
+    mine, count = worker.session.link.member.worker, worker.engine.flat.size
+    payload = np.full(count, 1e9, np.float32).tobytes()
+    offer = m.Offer(99, mine, 1, 0, 0, 0, 1, 0, count, 0.5, True, m.RAW_FLOAT32, payload)
+    return [offer, m.Adopt(99, mine), m.Ended(99, mine), m.LeaveAck("x"), m.Refuse(6, mine, 0, "the end")]
