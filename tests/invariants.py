@@ -315,7 +315,9 @@ class Checker:
         due_ns = max(self.quorum_ns + grace_ns, self.closable_ns)
         if self.closable_ns >= 0 and now_ns > due_ns + self.run.sim.tick_ns:
             waited = (now_ns - self.quorum_ns) / NS
-            raise Violation(f"clock {coordinator.min_clock} is open {waited:.3f} s after its quorum, {grace_ns / NS} allowed")
+            raise Violation(
+                f"clock {coordinator.min_clock} is open {waited:.3f} s after its quorum, {grace_ns / NS} allowed"
+            )
 
     def leaves(self, worker: Worker) -> None:
         """A worker that is done has lost nothing of what it pushed."""

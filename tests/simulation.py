@@ -197,7 +197,12 @@ class Run:
 
     def worker_pushed(self, worker: Worker) -> None:
         crash, cut = self.case.crash, self.case.cut
-        if self.planned["crash"] and crash is not None and worker.index == crash.who and worker.run_clock >= crash.clock:
+        if (
+            self.planned["crash"]
+            and crash is not None
+            and worker.index == crash.who
+            and worker.run_clock >= crash.clock
+        ):
             self._crash_worker(crash.later_ns)
         if self.planned["cut"] and cut is not None and worker.index == cut.who and worker.run_clock >= cut.clock:
             self.planned["cut"] = False

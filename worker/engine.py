@@ -2,8 +2,9 @@
 
 Rules
 - One clock is one push to every shard. Before it computes with clock c the worker needs, from every shard, a state that is
-  settled to c - s: its min_clock, or with a quorum, which goes on without who is late, its own updates. Right after a push it asks for the state that the next clock needs, so that with s >= 1 the link's
-  time lies under the next forward and backward.
+  settled to c - s: all are in of which it says so, and with a quorum, which goes on without who is late, its own. Right
+  after a push it asks for the state that the next clock needs, so that with s >= 1 the link's time lies under the next
+  forward and backward.
 - The replica is composed shard by shard (protocols/view.py), and then is what the parameters show.
 """
 
