@@ -17,7 +17,7 @@ from actors import PLANS, update_of
 from in_process import Cluster, Link
 from processes import SCRIPT, finished, serving, started, until
 from scripts import Array, build, flat, loss_of, run, tree
-from simulation import MODES, MS, Run, case_of
+from simulation import MODES, Run, case_of
 
 import narrows.worker as narrows
 from narrows.protocols import effects as e
@@ -26,7 +26,7 @@ from narrows.protocols.coordinator import GRACE_MAX_NS, GRACE_MIN_NS, Coordinato
 from narrows.protocols.effects import NS
 from narrows.protocols.keys import parts
 from narrows.protocols.modes import Settings
-from narrows.protocols.simulator import Faults, Random
+from narrows.protocols.simulator import MS, Faults, Random
 from narrows.worker import DistributedOptimizer
 
 # The rule, in NumPy and milliseconds, as docs/architecture.md has it: updates that are there and in no round yet are open.
@@ -143,21 +143,28 @@ class Pusher:
                 self.ranges, self.clock = event.ranges, event.clock
                 self._pull()
             elif isinstance(event, e.GiveWeights):
-                shard = event.shard
-                raw = np.arange(KEYS, dtype=np.float32)[slice(*self.ranges[shard])].tobytes()
-                first = m.FirstWeights(
-                    self.link.member.worker, self.link.member.epoch, 0, 1, *self.ranges[shard], m.RAW_FLOAT32, raw
-                )
-                self.link.call(lambda member, now, shard=shard, first=first: member.first_weights(shard, [first]))
-                self.link.call(lambda member, now, shard=shard: member.pull(shard, self.clock, -1, False, now))
+                self._give_weights(event.shard)
             elif isinstance(event, e.StateArrived):
                 self.states[event.shard] = list(event.parts)
         return len(self.states) == len(self.ranges) > 0
 
+    def _give_weights(self, shard: int) -> None:
+        (begin, end), member = self.ranges[shard], self.link.member
+        raw = np.arange(KEYS, dtype=np.float32)[begin:end].tobytes()
+        first = m.FirstWeights(member.worker, member.epoch, 0, 1, begin, end, m.RAW_FLOAT32, raw)
+        self.link.call(lambda member, now: member.first_weights(shard, [first]))
+        self._ask(shard)
+
+    def _ask(self, shard: int) -> None:
+        self.link.call(lambda member, now: member.pull(shard, self.clock, -1, False, now))
+
     def _pull(self) -> None:
         self.states = {}
         for shard in range(len(self.ranges)):
-            self.link.call(lambda member, now, shard=shard: member.pull(shard, self.clock, -1, False, now))
+            self._ask(shard)
+
+    def _send(self, shard: int, pushes: list[m.Push]) -> None:
+        self.link.call(lambda member, now: member.push(shard, pushes, now))
 
     def push(self) -> None:
         values = update_of(self.index, 0, self.clock)
@@ -168,7 +175,7 @@ class Pusher:
                        samples_of(self.index, self.clock), b"", m.RAW_FLOAT32, values[b:stop].tobytes())
                 for i, (b, stop) in cuts
             ]  # fmt: skip
-            self.link.call(lambda member, now, shard=shard, pushes=pushes: member.push(shard, pushes, now))
+            self._send(shard, pushes)
         self.clock += 1
         self._pull()
 
@@ -291,7 +298,7 @@ def test_a_worker_that_dies_with_its_update_on_all_shards_is_in_the_next_round_a
     assert all(not server.shard.held for server in cluster.servers)
     # A second one, whose push reaches shard 0 alone.
     real = cluster.servers[1].handle
-    cluster.servers[1].handle = lambda *arguments: iter(())  # type: ignore[assignment, method-assign]
+    cluster.servers[1].handle = lambda *arguments: iter(())  # type: ignore[method-assign]
     pushers[1].push()
     cluster.servers[1].handle = real  # type: ignore[method-assign]
     assert cluster.servers[0].shard.held

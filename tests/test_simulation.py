@@ -60,9 +60,6 @@ def test_with_a_quorum_updates_are_late_and_none_is_lost() -> None:
     assert all(run.checker.late for run in runs)
     assert {run.case.settings.grace >= 0 for run in runs} == {True, False}
     assert max(age for run in runs for _, _, age in run.checker.late) > 3
-    # A worker ten times slower than the others is late, and in the model all the same.
-    slow = [run for run in runs if max(run.case.step_ns) > 5 * sorted(run.case.step_ns)[1]]
-    assert slow
 
 
 @pytest.mark.parametrize("restart", [False, True])
@@ -201,7 +198,7 @@ PLANTED = {
     "the bound off by one": (Kit(), case_of, "staleness"),
     "a barrier closed one early": (Kit(coordinator=OneEarly), case_of, "is closed over|is complete"),
     "an epoch unchecked": (Kit(shard=AnyEpoch), lambda seed: case_of(seed, restart=True), "folded|blames|ended"),
-    "a late update dropped": (Kit(coordinator=Drops), with_quorum, "before the one that it lacks|lacks"),
+    "a late update dropped": (Kit(coordinator=Drops), with_quorum, "is closed over .* have pushed"),
     "a grace cut short": (Kit(coordinator=Impatient), with_quorum, "is closed over"),
     "a grace without end": (Kit(coordinator=Patient), with_quorum, "after its quorum"),
     "a late worker sent on without its update": (Kit(shard=LeavesBehind), with_quorum, "own writes|is settled to"),
