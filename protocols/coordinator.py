@@ -6,8 +6,10 @@ It lives with shard 0 and is the one owner of membership. Rules
 - A worker joins in two steps: Hello reserves a rank; Declare makes it a member in a new epoch, at the live members'
   min_clock. Ready is sent once every shard knows the epoch.
 - min_clock advances when every live member's update has arrived at every shard. With a barrier the set of a clock is
-  closed at that moment: the members, and those who left since, whose update is on all shards. So a worker that died
-  between two shards is in the set of all of them or of none.
+  closed at that moment: the oldest open update, on all shards and in no set yet, of each member and of those who left
+  since. So a worker that died between two shards is in the set of all of them or of none.
+- With a quorum it also advances when so many have an open update and the grace after them is over. Who comes later is in
+  the next set: its update counts there as any other, and its worker, which waits for that set, is not asked for one more.
 - Under gossip it introduces the workers to each other (`Roster`): at each change, and to who says that it has an older one.
 - Of a cluster below another server it also decides when it takes part there, from which clock, and when all are done.
 - A restarted shard begins a generation: every shard goes back to the newest checkpoint they share, all must rejoin.
@@ -16,6 +18,7 @@ It lives with shard 0 and is the one owner of membership. Rules
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import chain
 
 from narrows.protocols import messages as m
 from narrows.protocols.effects import NS, Log, Send, ServerEffect, Stop
@@ -27,6 +30,13 @@ from narrows.protocols.wire import unpack
 LEDGER_RETRY_NS = NS // 5  # unseen ledgers are sent again this often
 LEASE_STEPS = 3  # a lease is never under three measured steps
 WAITING_MAX = 1024  # joiners that wait for the shards to report
+
+# Adaptive grace, as a share of what a round took of late until its quorum was there: room for workers that are meant to be
+# alike, and a quarter of their pace at most is what one that is truly slow can cost the others.
+GRACE_SHARE = 0.25
+GRACE_MIN_NS = NS // 20  # the round trip of a long link, and two ticks
+GRACE_MAX_NS = 60 * NS  # nor longer than a lease: who is silent for so long is dead
+ROUND_GAIN = 0.25  # weight of the newest round: a slow first one, with all its warming up, is forgotten in ten
 
 
 @dataclass(slots=True)
@@ -42,6 +52,8 @@ class Member:
     epoch: int = 0
     start: int = 0
     arrived: list[int] = field(default_factory=list)
+    taken: int = 0  # its updates below are in sets (barrier)
+    due: int = 0  # the clock whose set its next update is for: one in a later set is late
     ready_sent: bool = False
     leaving: int = -1  # its final clock, once it is done
     moved_ns: int = 0
@@ -76,8 +88,11 @@ class Coordinator:
         self.plan: Plan | None = None
         self.plan_packed = b""
         self.members: dict[int, Member] = {}
-        self.departed: dict[int, tuple[int, tuple[int, ...]]] = {}  # worker -> start, clocks, while they may count
-        self.sets: dict[int, tuple[int, ...]] = {}
+        self.departed: dict[int, int] = {}  # worker that left -> its open update
+        self.sets: dict[int, tuple[tuple[int, int], ...]] = {}  # clock -> (worker, its update), by worker
+        self.quorum_ns = -1  # when the quorum of the present clock was there, -1: not yet
+        self.round_ns = 0  # smoothed: from the close of a clock to the quorum of the next
+        self.said: list[ServerEffect] = []  # what is to be told of decisions, with the ledger that has them
         self.norms: dict[int, float] = {}
         self.shard_norms: dict[int, dict[int, float]] = {}
         self.reports: dict[int, m.Report] = {}
@@ -225,6 +240,7 @@ class Coordinator:
         member.epoch, member.start, member.moved_ns = self.epoch, self.min_clock + begun, now_ns
         member.address = declare.address
         member.arrived = [member.start] * self.shards
+        member.taken = member.due = member.start
         self._decide(now_ns)
         return self._broadcast(now_ns)
 
@@ -350,8 +366,8 @@ class Coordinator:
             self._forget(member.token)
         if member.epoch:
             self.epoch += 1
-            if self.mode.barrier and max(member.arrived) > self.min_clock:
-                self.departed[member.worker] = (member.start, tuple(member.arrived))
+            if self.mode.barrier and self._open(member):
+                self.departed[member.worker] = member.taken
         if not self.started and how != "refused":
             self.needed = max(1, self.needed - 1)
         self._decide(now_ns)
@@ -409,6 +425,7 @@ class Coordinator:
         self.generation_ns = now_ns
         self.members.clear()
         self.departed.clear()
+        self.quorum_ns = -1
         self.sets.clear()
         self.norms.clear()
         self.shard_norms.clear()
@@ -441,7 +458,46 @@ class Coordinator:
     def _done(self, member: Member) -> bool:
         """It waits for the last model, and all that it pushed is in: a barrier need not wait for it."""
         waits = all(member.worker in report.finishing for report in self.reports.values())
-        return self.child and waits and member.clock <= self.min_clock
+        return self.child and waits and not self._open(member)
+
+    def _open(self, member: Member) -> bool:
+        """An update of it is on all shards that no closed clock has."""
+        return member.clock > (member.taken if self.mode.barrier else self.min_clock)
+
+    def _grace_over(self, pushed: int, now_ns: int) -> bool:
+        """Whether the present clock, with so many open updates, is to be closed without the rest."""
+        if not 0 < self.settings.quorum <= pushed:
+            return False
+        if self.quorum_ns < 0:
+            self.quorum_ns = now_ns
+            took = now_ns - self.reached_ns[self.min_clock]
+            self.round_ns += int(ROUND_GAIN * (took - self.round_ns)) if self.round_ns else took
+        return now_ns - self.quorum_ns >= self.grace_ns
+
+    @property
+    def grace_ns(self) -> int:
+        """How long a clock stays open once its quorum is there."""
+        if self.settings.grace >= 0:
+            return int(self.settings.grace * NS)
+        limit = min(GRACE_MAX_NS, int(self.settings.lease * NS))
+        return min(max(int(GRACE_SHARE * self.round_ns), GRACE_MIN_NS), limit)
+
+    def _close(self, now_ns: int) -> None:
+        """The set of the present clock: the oldest open update of each worker."""
+        clock = self.min_clock
+        taken = dict(self.departed)
+        for member in filter(self._open, self.declared):
+            taken[member.worker] = member.taken
+            age = clock - member.due
+            if age:
+                which = {"worker": member.worker, "rank": member.rank, "clock": clock, "age": age}
+                late = f"the update of worker {member.worker} for clock {member.due} came late"
+                self.said.append(Log("late", which | {"text": f"{late} and is in clock {clock}, {age} after it"}))
+            member.taken += 1
+            member.due = clock + 1
+            member.moved_ns = now_ns  # its next step begins with what this clock is folded to
+        self.sets[clock] = tuple(sorted(taken.items()))
+        self.departed.clear()
 
     def _decide(self, now_ns: int) -> None:
         declared = self.declared
@@ -458,13 +514,14 @@ class Coordinator:
         # After the end no clock closes: a shard that has reached the last one is gone, and would be waited for.
         while self.started and not self.over:
             going = [w for w in declared if not self._done(w)]
-            if not going or not all(w.clock > self.min_clock for w in going):
+            pushed = sum(map(self._open, going))
+            if not going or not (pushed == len(going) or self._grace_over(pushed + len(self.departed), now_ns)):
                 break
-            clock = self.min_clock
             if self.mode.barrier:
-                inside = [w.worker for w in declared if w.start <= clock < w.clock]
-                inside += [w for w, (start, clocks) in self.departed.items() if start <= clock < min(clocks)]
-                self.sets[clock] = tuple(sorted(inside))
+                if any(report.min_clock < self.min_clock for report in current):
+                    break  # late updates alone could close one clock after the other, with no one to see them
+                self._close(now_ns)
+            self.quorum_ns = -1
             self.min_clock += 1
             self.version += 1
             self.reached_ns[self.min_clock] = now_ns
@@ -479,7 +536,6 @@ class Coordinator:
         if idle and declared and len(ended) == len(declared) and not ended <= self.finished and not self.over:
             self.finished, self.finishes, self.finish_at = ended, self.finishes + 1, self.min_clock
             self.version += 1
-        self.departed = {w: kept for w, kept in self.departed.items() if max(kept[1]) > self.min_clock}
         for clock, by_shard in list(self.shard_norms.items()):
             if len(by_shard) == self.shards:
                 self.norms[clock] = sum(by_shard[i] for i in range(self.shards)) ** 0.5
@@ -534,7 +590,8 @@ class Coordinator:
 
     def _broadcast(self, now_ns: int) -> list[ServerEffect]:
         self.version += 1
-        effects: list[ServerEffect] = [self._ledger(index, now_ns) for index in self.shard_peers]
+        said, self.said = self.said, []
+        effects: list[ServerEffect] = [*said, *(self._ledger(index, now_ns) for index in self.shard_peers)]
         if self.introduced != self._roster_epoch:
             self.introduced = self._roster_epoch
             effects += self._rosters(self.declared)
@@ -555,7 +612,8 @@ class Coordinator:
             initialiser=self.initialiser,
             members=tuple((w.worker, w.epoch, w.rank, w.start) for w in self.declared),
             min_clock=self.min_clock,
-            sets=tuple((clock, *workers) for clock, workers in self.sets.items() if clock >= published),
+            sets=tuple((clock, *chain(*rows)) for clock, rows in self.sets.items() if clock >= published),
+            departed=tuple(self.departed.items()),
             norms=tuple((clock, norm) for clock, norm in self.norms.items() if clock >= published),
             checkpoint=self.checkpoint,
             over=self.over,

@@ -32,6 +32,18 @@ RUN_FLAGS: tuple[tuple[str, Any, str, str], ...] = (
     ("push", str, "bsp: gradient, else update", "what is pushed: gradient or update"),
     ("outer_lr", float, "0.7", "rate of the outer optimizer (local); 1 with momentum 0 is local SGD"),
     ("outer_momentum", float, "0.9", "Nesterov momentum of the outer optimizer (local)"),
+    (
+        "quorum",
+        int,
+        "all live workers",
+        "pushes that close a round once --grace is over; later ones join the next (local)",
+    ),
+    (
+        "grace",
+        float,
+        "adaptive: a quarter of a round",
+        "seconds that a round waits for the rest once --quorum have pushed",
+    ),
     ("compress", str, "dense", "what pushes are coded with, e.g. topk:0.01+int8; auto: what the link allows"),
     ("compress_down", str, "as --compress; bsp: dense", "what published states are coded with"),
     (

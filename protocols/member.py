@@ -4,7 +4,7 @@ Rules
 - A request is repeated under the same id until it is answered; its timer starts anew with each sign of progress. Silence
   settles nothing, and neither does a refusal: a push in flight when we must join again may have been folded, and its ack
   lost. It is given up, never given back, or it could be folded a second time.
-- HELD stops the repeats of a push; FOLDED, or a pulled state with min_clock above it, settles it.
+- HELD stops the repeats of a push; FOLDED, or a pulled state that is settled beyond it, settles it.
 - At most `window` pushes of a shard are in flight: `push` beyond that is a LocalProtocolError.
 - NOT_A_MEMBER for the present epoch means: join again under a new token, and begin anew from the run's clock.
 """
@@ -132,7 +132,7 @@ class Session:
         self.asked = None
         effects = arrived
         if not pull.master:
-            for clock in [c for c in self.pushes if c < whole[-1].min_clock]:
+            for clock in [c for c in self.pushes if c < whole[-1].settled]:
                 del self.pushes[clock]
                 effects.append(e.PushSettled(self.shard, clock, 0.0))
         return [*effects, e.StateArrived(self.shard, pull.clock, pull.master, whole)]

@@ -220,14 +220,14 @@ class PushAck(Message):
 
 @dataclass(frozen=True, slots=True)
 class Pull(Message):
-    """Worker to shard: the state for my clock, as soon as clock <= min_clock + s. `have`: publication held, or -1."""
+    """Worker to shard: the state for my clock, as soon as clock <= settled + s. `have`: publication held, or -1."""
 
     worker: int
     epoch: int
     request: int
     clock: int
     have: int
-    master: bool  # the master copy itself, dense, as soon as clock <= min_clock: evaluation and the end of a run
+    master: bool  # the master copy itself, dense, as soon as clock <= settled: evaluation and the end of a run
     coding: str = ""  # SPEC that suits this worker's link, where published states are coded with `auto`
 
 
@@ -236,7 +236,9 @@ class State(Message):
     """Shard to worker: one part of an answer to Pull `request`.
 
     `delta` false: keys [begin, end) of the published state itself. `delta` true: what publication `publication` added.
-    `contains`: own clocks >= min_clock that are in this state, each with the weight it was folded at.
+    `settled`: own updates below it are all in this state, and what else was folded with them: min_clock, and behind it for
+    a worker that was late (--quorum).
+    `contains`: own clocks >= settled that are in this state, each with the weight it was folded at.
     """
 
     worker: int
@@ -249,6 +251,7 @@ class State(Message):
     delta: bool
     publication: int
     min_clock: int
+    settled: int
     contains: Weights
     received_ns: int
     sent_ns: int
@@ -320,7 +323,8 @@ class Ledger(Message):
     initialiser: int  # the worker whose weights are the first, -1: nobody yet
     members: Quads  # worker, epoch joined, rank, clock joined
     min_clock: int
-    sets: Sets  # of closed clocks that this shard may lack: clock, worker, worker, ...
+    sets: Sets  # of closed clocks that this shard may lack: clock, worker, its update, worker, its update, ...
+    departed: Pairs  # worker, update: of those who left, for the next set
     norms: Weights  # clock, L2 norm of the folded mean over all shards (max_grad_norm)
     checkpoint: int  # write one when this clock is published, -1: none asked for
     over: bool

@@ -58,13 +58,18 @@ class Mode:
         return Rule.OPTIMIZER if self.push == "gradient" else self.update_rule
 
     @property
+    def rounds(self) -> bool:
+        """Local steps between barriers: what a quorum may close."""
+        return self.barrier and self.rule is Rule.OUTER
+
+    @property
     def window(self) -> int:
         """Updates of one worker that may be in flight."""
         return WINDOW if self.bound is None else self.bound + 1
 
-    def allows(self, clock: int, min_clock: int) -> bool:
-        """Whether a worker may compute with `clock` on a state of `min_clock` (Ho et al. 2013, sec. 3)."""
-        return self.bound is None or clock <= min_clock + self.bound
+    def allows(self, clock: int, settled: int) -> bool:
+        """Whether a worker may compute with `clock` on a state of `settled` (Ho et al. 2013, sec. 3: its min_clock)."""
+        return self.bound is None or clock <= settled + self.bound
 
 
 MODES: dict[str, Mode] = {
@@ -98,6 +103,8 @@ class Settings:
     workers: int = 1
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
+    quorum: int = -1  # -1: all live members
+    grace: float = -1.0  # seconds; -1: adaptive
     lease: float = 10.0  # seconds
     checkpoint_every: float = 0.0  # seconds; 0: at the end and on Ctrl-C only
 
@@ -114,12 +121,13 @@ class Settings:
             ("lease", 0.1, 86400.0),
             ("checkpoint_every", 0.0, 1e9),
             ("outer_lr", 0.0, 1e6),
+            ("quorum", -1, WORKERS_MAX),
+            ("grace", -1.0, 86400.0),
         ):
             value = getattr(self, name)
-            if not low <= value <= high or (name == "local_steps" and value == 0):
-                raise UsageError(
-                    f"{_flag(name)} {value}: give a value from {1 if name == 'local_steps' else max(low, 0)} to {high}"
-                )
+            least = 1 if name in ("local_steps", "quorum") else max(low, 0)
+            if not (value == low or least <= value <= high):
+                raise UsageError(f"{_flag(name)} {value}: give a value from {least} to {high}")
         if not 0 <= self.outer_momentum < 1:
             raise UsageError(f"--outer-momentum {self.outer_momentum}: give a value from 0 up to, not including, 1")
         if self.staleness not in (-1, row.bound) and not row.takes_staleness:
@@ -143,7 +151,14 @@ class Settings:
         if self.push and self.push not in row.push_choices:
             choices = " or ".join(row.push_choices)
             raise UsageError(f"--push {self.push}: --sync {self.sync} pushes {choices}")
-        return replace(
+        if self.quorum > self.workers:
+            raise UsageError(
+                f"--quorum {self.quorum}: a run of --workers {self.workers} has fewer pushes a round; "
+                f"give a value from 1 to {self.workers}"
+            )
+        if self.grace >= 0 and self.quorum < 0:
+            raise UsageError(f"--grace {self.grace}: it begins when a quorum has pushed; give --quorum too")
+        filled = replace(
             self,
             staleness=self.staleness if self.staleness >= 0 or row.bound is None else row.bound,
             local_steps=self.local_steps if self.local_steps > 0 else row.local_steps,
@@ -151,6 +166,13 @@ class Settings:
             compress_down=self.compress_down or ("dense" if row.name == "bsp" or mixes else self.compress),
             topology=self.topology or ("matching" if mixes else ""),
         )
+        if self.quorum > 0 and not filled.mode().rounds:
+            bound = f" --staleness {self.staleness}" if row.takes_staleness and self.staleness > 0 else ""
+            raise UsageError(
+                f"--quorum {self.quorum}: --sync {self.sync}{bound} has no barrier of local rounds that a quorum could "
+                "close; --sync local with --staleness 0 has"
+            )
+        return filled
 
     def mode(self) -> Mode:
         """The resolved mode of validated settings. `local` with a staleness bound folds at once."""

@@ -16,12 +16,13 @@ from narrows.protocols.modes import Mode, Rule
 STANDS_IN_UNBOUNDED = 1
 
 
-def stand_in(mode: Mode, clock: int, own_clock: int, min_clock: int, weight: float | None) -> float:
+def stand_in(mode: Mode, clock: int, own_clock: int, settled: int, weight: float | None) -> float:
     """Weight of own update `clock` in the replica of a worker whose clock is `own_clock`.
 
+    settled: of the pulled state; own updates below it are in, and so are the others' that were folded with them.
     weight: what it was folded with in the pulled state, None where it is not in it.
     """
-    if mode.rule is Rule.OPTIMIZER or clock < min_clock:
+    if mode.rule is Rule.OPTIMIZER or clock < settled:
         return 0.0
     if mode.bound is None and clock < own_clock - STANDS_IN_UNBOUNDED:
         return 0.0

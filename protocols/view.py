@@ -65,7 +65,7 @@ class ShardView(Generic[F]):
     ) -> None:
         self.begin, self.end, self.feedback, self.mode, self.pulled = begin, end, feedback, mode, pulled
         self.coding = coding
-        self.publication = self.min_clock = -1
+        self.publication = self.min_clock = self.settled = -1
         self.contains: dict[int, float] = {}  # own clocks in the pulled state, and the weight each was folded at
         self.own: OrderedDict[int, list[Coded]] = OrderedDict()  # updates as sent
         self.pulling = False
@@ -99,7 +99,8 @@ class ShardView(Generic[F]):
             self.master = self._dense(event.parts, np.empty(self.end - self.begin, np.float32))
             return
         last = event.parts[-1]
-        self.publication, self.min_clock, self.contains = last.publication, last.min_clock, dict(last.contains)
+        self.publication, self.min_clock, self.settled = last.publication, last.min_clock, last.settled
+        self.contains = dict(last.contains)
         if self.pulled is None:
             return
         if not last.delta:
@@ -120,10 +121,10 @@ class ShardView(Generic[F]):
         if self.feedback.residual is not None:
             out += self.feedback.residual
         for clock, coded in self.own.items():
-            weight = stand_in(self.mode, clock, own_clock, self.min_clock, self.contains.get(clock))
+            weight = stand_in(self.mode, clock, own_clock, self.settled, self.contains.get(clock))
             for codec, begin, end, payload in coded if weight else ():
                 add = self.coding.accumulate if codec == m.CODED else self.coding.add_raw
                 add(payload, weight, out[begin - self.begin : end - self.begin])
-        oldest = self.min_clock if self.mode.bound is not None else max(self.min_clock, own_clock - self.mode.window)
+        oldest = self.settled if self.mode.bound is not None else max(self.settled, own_clock - self.mode.window)
         for clock in [c for c in self.own if c < oldest and c not in self.in_flight]:
             del self.own[clock]

@@ -4,7 +4,8 @@ above, when its uplink pushes and what waits for it. No I/O.
 Rules
 - A push is held until all its parts are here. Update c of a worker is accepted after update c-1, exactly once.
 - At once: an accepted push is folded and acked FOLDED. With a barrier it is acked HELD, and folded when the ledger closes
-  its clock over a set that holds its worker; what no set holds is discarded, named and counted.
+  a clock over a set that names it; what no set ever will, since its worker left, is discarded, named and counted.
+- With a barrier a pull is answered once all that the worker pushed before is in the published state.
 - What a message says is checked before anything changes. The ledger is obeyed, never second-guessed.
 """
 
@@ -52,6 +53,8 @@ class Inbox:
     epoch: int
     rank: int
     clock: int
+    taken: int = 0  # updates of it below are in x (barrier)
+    settled: int = 0  # and below this in the published state, or min_clock is here, before which it was no member
     peer: bytes = b""
     samples: int = 0
     partial: dict[int, dict[int, m.Push]] = field(default_factory=dict)
@@ -84,13 +87,14 @@ class Shard:
         self.plan: Plan | None = None
         self.ledger: m.Ledger | None = None
         self.inboxes: dict[int, Inbox] = {}
-        self.held: dict[int, dict[int, list[m.Push]]] = {}  # clock -> worker -> parts
+        self.held: dict[int, dict[int, list[m.Push]]] = {}  # update -> worker -> parts
         self.first: dict[int, m.FirstWeights] = {}
         self.weights_from = -1
         self.min_clock = 0  # of the newest publication
         self.generation = 0
         self.epoch = 0
         self.folds = 0  # since the last publication (async)
+        self.samples = 0  # of the newest set (barrier)
         self.means: dict[int, tuple[FloatArray, bytes, tuple[int, ...]]] = {}  # folded, waiting for the norm
         self.norms: dict[int, float] = {}
         self.summed: dict[tuple[int, int], tuple[tuple[int, float], ...]] = {}  # parts of the mean taken early, of whom
@@ -199,8 +203,20 @@ class Shard:
                 effects.append(self._discard(worker, clock, f"{len(pieces)} of its parts had come"))
         for worker, (epoch, rank, clock) in now_members.items():
             if worker not in self.inboxes:
-                self.inboxes[worker] = Inbox(worker, epoch, rank, clock)
+                self.inboxes[worker] = Inbox(worker, epoch, rank, clock, clock, min(clock, self.min_clock))
+        wanted = {*ledger.departed, *(pair for row in ledger.sets for pair in _pairs(row))}
+        for update, by_worker in list(self.held.items()):
+            for worker in [w for w in by_worker if w not in self.inboxes and (w, update) not in wanted]:
+                self._take_held(worker, update)
+                effects.append(self._discard(worker, update, "it left before all shards had it"))
         return effects
+
+    def _take_held(self, worker: int, update: int) -> list[m.Push]:
+        by_worker = self.held[update]
+        pieces = by_worker.pop(worker)
+        if not by_worker:
+            del self.held[update]
+        return pieces
 
     def _discard(self, worker: int, clock: int, why: str) -> Log:
         self.discarded += 1
@@ -208,7 +224,7 @@ class Shard:
 
     def _advance(self, ledger: m.Ledger, now_ns: int) -> list[ServerEffect]:
         effects: list[ServerEffect] = []
-        sets = {row[0]: row[1:] for row in ledger.sets}
+        sets = {row[0]: _pairs(row) for row in ledger.sets}
         norms = dict(ledger.norms)
         uplink, store = self.uplink, self.store
         while self.min_clock < ledger.min_clock and store is not None:
@@ -229,13 +245,16 @@ class Shard:
                         break
                 self.folded += 1
                 if uplink is not None:
-                    uplink.stepped(sum(inbox.samples for inbox in self.inboxes.values()))
+                    live = sum(inbox.samples for inbox in self.inboxes.values())
+                    uplink.stepped(self.samples if self.mode.barrier else live)
             if uplink is not None:
                 more, done = self._upward(uplink, store, ledger, now_ns)
                 effects += more
                 if not done:
                     break
             self.min_clock += 1
+            for inbox in self.inboxes.values():
+                inbox.settled = min(inbox.taken, self.min_clock)
             if self.mode.bound is not None:
                 effects += self._publish()
             if ledger.checkpoint == self.min_clock and self.written != self.min_clock:
@@ -257,31 +276,34 @@ class Shard:
         self.checkpoints = list(kept)
         self.version += 1
 
-    def _close(self, clock: int, workers: m.Ints, norms: dict[int, float]) -> tuple[bool, list[ServerEffect]]:
-        """Fold the closed set of `clock`. False while the norm over all shards is awaited."""
-        store, effects = self.store, []
+    def _close(self, clock: int, updates: list[m.Pair], norms: dict[int, float]) -> tuple[bool, list[ServerEffect]]:
+        """Fold the closed set of `clock`: (worker, its update). False while the norm over all shards is awaited."""
+        store = self.store
+        effects: list[ServerEffect] = []
         assert store is not None
         if clock not in self.means:
-            held = self.held.pop(clock, {})
-            missing = [w for w in workers if w not in held]
-            assert not missing, f"shard {self.index} lacks updates of {missing} in the set of clock {clock}"
-            for worker in sorted(set(held) - set(workers)):
-                effects.append(self._discard(worker, clock, "it left before all shards had it"))
-            total = sum(held[w][0].samples for w in workers)
+            missing = [(w, update) for w, update in updates if w not in self.held.get(update, {})]
+            assert not missing, f"shard {self.index} lacks updates {missing} in the set of clock {clock}"
+            held = {worker: self._take_held(worker, update) for worker, update in updates}
+            workers = tuple(held)
+            for worker, update in updates:
+                if worker in self.inboxes:
+                    self.inboxes[worker].taken = update + 1
+            self.samples = total = sum(held[w][0].samples for w in workers)
             pushes = [(held[w][0].samples / total, held[w]) for w in workers]
             if not pushes:
-                return True, list(effects)
+                return True, effects
             if self.mode.rule is Rule.ADD:
                 for weight, pieces in pushes:
                     store.fold_update(pieces, weight)
-                return True, list(effects)
+                return True, effects
             by_whom = tuple((w, held[w][0].samples) for w in workers)
             early = all(self.summed.get((part.begin, part.end)) == by_whom for w in workers for part in held[w])
             mean = store.total() if early else store.mean(pushes)
             self.summed.clear()
             if self.mode.rule is Rule.OUTER:
                 store.fold_outer(mean)
-                return True, list(effects)
+                return True, effects
             hyper, absent, differs = self._hyper(held, workers)
             if differs and not self.hyper_differs:
                 self.hyper_differs = True
@@ -293,14 +315,14 @@ class Shard:
         if self.plan.max_grad_norm > 0:
             self.norms[clock] = float(np.dot(mean, mean))
             if clock not in norms:
-                return False, list(effects)
+                return False, effects
             coefficient = self.plan.max_grad_norm / (norms[clock] + 1e-6)  # torch.nn.utils.clip_grad_norm_
             if coefficient < 1.0:
                 mean *= np.float32(coefficient)
             self.norms.pop(clock)
         store.fold_gradient(mean, hyper, absent, 1.0)
         del self.means[clock]
-        return True, list(effects)
+        return True, effects
 
     def _hyper(self, held: dict[int, list[m.Push]], workers: m.Ints) -> tuple[bytes, tuple[int, ...], bool]:
         """Hyper-parameters of the longest-standing member, tensors that no one has a gradient of, and whether any differ."""
@@ -521,8 +543,8 @@ class Shard:
         if push.part == 0 and store.optimizer is not None:
             store.optimizer.check(_unpack_hyper(push.hyper)[0])
         inbox.partial.setdefault(push.clock, {})[push.part] = push
-        if self.mode.barrier and push.clock == self.min_clock and self.mode.rule is not Rule.ADD:
-            self._sum_early(push.clock, push.part)
+        if self.mode.barrier and push.clock == inbox.taken and self.mode.rule is not Rule.ADD:
+            self._sum_early(push.part)
         effects: list[ServerEffect] = []
         while True:
             pieces = inbox.partial.get(inbox.clock)
@@ -535,15 +557,15 @@ class Shard:
             effects += self._accept(inbox, ordered, now_ns)
         return effects
 
-    def _sum_early(self, clock: int, part: int) -> None:
+    def _sum_early(self, part: int) -> None:
         """Take the mean of one part as soon as all live members have sent it, while other parts are still on their way.
 
         Most likely they are the set that the clock is closed over; `_close` looks whether they were, and else begins anew.
         """
         pieces: list[tuple[int, m.Push]] = []
-        for worker in sorted(self.inboxes):
-            accepted = self.held.get(clock, {}).get(worker)
-            found = dict(enumerate(accepted)) if accepted else self.inboxes[worker].partial.get(clock, {})
+        for worker, inbox in sorted(self.inboxes.items()):
+            accepted = self.held.get(inbox.taken, {}).get(worker)
+            found = dict(enumerate(accepted)) if accepted else inbox.partial.get(inbox.taken, {})
             if part not in found:
                 return
             pieces.append((worker, found[part]))
@@ -557,8 +579,7 @@ class Shard:
         clock = inbox.clock
         inbox.samples = pieces[0].samples
         if self.mode.barrier:
-            if clock >= self.min_clock:
-                self.held.setdefault(clock, {})[inbox.worker] = pieces
+            self.held.setdefault(clock, {})[inbox.worker] = pieces
         else:
             weight = self._weight(inbox)
             self._fold_at_once(pieces, weight)
@@ -596,7 +617,7 @@ class Shard:
             store.fold_gradient(store.mean([(1.0, pieces)]), hyper, absent, weight)
 
     def _ack(self, inbox: Inbox, clock: int, now_ns: int) -> Send:
-        folded = not self.mode.barrier or clock < self.min_clock
+        folded = not self.mode.barrier or clock < inbox.settled
         weight = next((w for c, w, _ in inbox.contained if c == clock), 0.0)
         status = m.PushStatus.FOLDED if folded else m.PushStatus.HELD
         wants = self.wants_buffers(inbox.worker, now_ns)
@@ -620,7 +641,8 @@ class Shard:
             if wanted and ledger.initialiser == inbox.worker and self.weights_from != inbox.worker:
                 return [Send(inbox.peer, m.NeedWeights(inbox.worker, inbox.epoch))]
             return []
-        if pull.clock > self.min_clock if pull.master else not self.mode.allows(pull.clock, self.min_clock):
+        settled = inbox.settled if self.mode.barrier else self.min_clock
+        if pull.clock > settled if pull.master else not self.mode.allows(pull.clock, settled):
             return []
         if not pull.master and pull.have == store.publication:
             return []  # it has the newest: the next publication is its answer
@@ -661,6 +683,7 @@ class Shard:
                     delta=delta,
                     publication=publication,
                     min_clock=self.min_clock,
+                    settled=settled,
                     contains=contains,
                     received_ns=inbox.pull_ns,
                     sent_ns=now_ns,
@@ -724,6 +747,11 @@ class Shard:
 def sends(effects: Iterable[MemberEffect]) -> list[ServerEffect]:
     """What a session asks a runner to send; the peer is the number of a shard above."""
     return [effect for effect in effects if isinstance(effect, Send)]
+
+
+def _pairs(row: m.Ints) -> list[m.Pair]:
+    """The (worker, update) of one row of a ledger's sets."""
+    return list(zip(row[1::2], row[2::2], strict=True))
 
 
 def _unpack_hyper(packed: bytes) -> tuple[bytes, tuple[int, ...]]:

@@ -183,7 +183,7 @@ class Uplink:
         self.due = True
         effects = session.push(messages, now_ns)
         if session.asked is None:
-            ahead = view.mode.bound != 0 and view.mode.allows(self.clock, view.min_clock)
+            ahead = view.mode.bound != 0 and view.mode.allows(self.clock, view.settled)
             effects += self._pull(now_ns, ahead)
         return effects
 
@@ -201,7 +201,7 @@ class Uplink:
     def may_go(self) -> bool:
         """Whether the next clock may be computed on what is here."""
         view = self.view
-        return view is not None and view.min_clock >= 0 and view.mode.allows(self.clock, view.min_clock)
+        return view is not None and view.settled >= 0 and view.mode.allows(self.clock, view.settled)
 
     def arrived(self, event: StateArrived, now_ns: int) -> list[MemberEffect]:
         """Take over a state from above. Raises RemoteProtocolError; then nothing has changed."""

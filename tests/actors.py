@@ -1,8 +1,8 @@
 """The parts of a simulated cluster that stand where our runners stand: a disk, a server process, a scripted worker.
 
 - `Process` stands where ps/runner.py stands: it carries out effects and has no rule of its own.
-- `Worker` stands where worker/engine.py stands and keeps its rules: it computes with clock c only on states with min_clock
-  >= c - s, keeps at most a window in flight, asks one clock ahead where this one is served, and begins anew when told.
+- `Worker` stands where worker/engine.py stands and keeps its rules: it computes with clock c only on states that are
+  settled to c - s, keeps at most a window in flight, asks one clock ahead where this one is served, and begins anew when told.
 """
 
 from __future__ import annotations
@@ -179,6 +179,7 @@ class View:
     pulled: FloatArray
     publication: int = -1
     min_clock: int = -1
+    settled: int = -1
     pulling: bool = False
     in_flight: set[int] = field(default_factory=set)
     master: bool = False
@@ -203,6 +204,10 @@ class Worker:
         run.sim.start(self, self.name)
         self._apply(self.member.join(run.sim.now_ns))
         self._apply(self.member.declare(PLANS[run.case.max_grad_norm], run.sim.now_ns))
+
+    @property
+    def run_clock(self) -> int:
+        return self.clock + min((view.min_clock - view.settled for view in self.views), default=0)
 
     def handle(self, source: str, message: m.Message, now_ns: int) -> None:
         self._apply(self.member.receive(int(source[1:]), message, now_ns))
@@ -237,7 +242,7 @@ class Worker:
                 self._push()
             elif not self._ready():
                 return
-            elif self.clock >= CLOCKS:
+            elif self.run_clock >= CLOCKS:
                 self.finishing = True
                 for view in self.views:
                     view.master = False
@@ -296,13 +301,13 @@ class Worker:
                 target[:] = np.frombuffer(state.payload, np.float32)
             elif len(state.payload):
                 accumulate(state.payload, 1.0, target)
-        view.publication, view.min_clock = last.publication, last.min_clock
+        view.publication, view.min_clock, view.settled = last.publication, last.min_clock, last.settled
         self.run.checker.state_arrived(self, event.shard, view.publication, view.pulled)
 
     def _ready(self) -> bool:
         ready = True
         for shard, view in enumerate(self.views):
-            if view.min_clock < 0 or not self.mode.allows(self.clock, view.min_clock):
+            if view.settled < 0 or not self.mode.allows(self.clock, view.settled):
                 ready = False
                 if not view.pulling:
                     self._pull(shard, self.clock)
@@ -310,7 +315,7 @@ class Worker:
 
     def _compute(self) -> None:
         run = self.run
-        run.checker.computes(self, self.clock, [view.min_clock for view in self.views])
+        run.checker.computes(self, self.clock, [view.settled for view in self.views])
         self.computing = True
         base = run.case.step_ns[self.index]
         run.sim.at(run.sim.now_ns + run.sim.random.between(base // 2, base), self._done)
@@ -340,7 +345,7 @@ class Worker:
         self.clock += 1
         for shard, view in enumerate(self.views):
             if not view.pulling:
-                ahead = self.mode.bound != 0 and self.mode.allows(self.clock, view.min_clock)
+                ahead = self.mode.bound != 0 and self.mode.allows(self.clock, view.settled)
                 self._pull(shard, self.clock + ahead)
         run.worker_pushed(self)
 
@@ -351,6 +356,7 @@ class Worker:
         if any(view.in_flight for view in self.views) and not self.mode.barrier:
             return
         if all(view.master for view in self.views):
+            self.run.checker.leaves(self)
             self.views = []
             self._apply(self.member.leave(self.clock, self.run.sim.now_ns))
             return

@@ -4,6 +4,8 @@
     exactly once  a push is folded at most once, and is folded where it was acknowledged; what is given back never was
     weights       at a barrier samples over the sum of the set; at once over the live members, the dead ones' gone
     sets          every shard closes each clock over the set that the coordinator closed, which holds all live members
+    quorum        or so many of them, once the grace is over and not later; it holds every update that is on all shards
+    own writes    a state has all own updates that it says are settled; who leaves has every update of its own in the model
     publications  of one number are bit-identical, on a shard and in every worker that pulled them
     the model     is, after every event and bit for bit, what the log gives: for a barrier the sum in worker-id order
     progress      no wait is longer than a lease and the repeats of what was lost; every run ends
@@ -23,7 +25,7 @@ from mirrors import FloatArray, Given, Held, Mirror, Violation
 
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
-from narrows.protocols.coordinator import Coordinator
+from narrows.protocols.coordinator import GRACE_MAX_NS, GRACE_MIN_NS, Coordinator
 from narrows.protocols.effects import NS, ServerEffect
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ class Checker:
         self.run = run
         settings = run.case.settings
         self.mode = settings.mode()
+        self.quorum = settings.quorum
         self.bound = None if settings.sync == "async" else settings.staleness
         self.given = Given()
         self.made: dict[tuple[int, int], int] = {}  # worker, epoch -> its clock, as it knows itself
@@ -55,6 +58,11 @@ class Checker:
         self.generation = -1
         self.min_clock = 0
         self.started = False
+        self.quorum_ns = -1  # when so many had an update on all shards that no set has
+        self.closable_ns = -1  # and when all shards had published the clock before
+        self.next: dict[tuple[int, int], int] = {}  # generation, worker -> its first update that no set has
+        self.due: dict[tuple[int, int], int] = {}  # and the clock since which it is waited for
+        self.late: list[tuple[int, int, int]] = []  # worker, clock, age: of all updates that were
         self.moved_ns = 0
         self.moved_struck: Counter[str] = Counter()
 
@@ -108,8 +116,10 @@ class Checker:
             self.version = (coordinator.first_epoch, coordinator.version)
             for member in coordinator.declared:
                 given.generation_of.setdefault((member.worker, member.epoch), coordinator.generation)
-            for clock, workers in coordinator.sets.items():
-                given.sets.setdefault((coordinator.generation, clock), workers)
+                for table in (self.next, self.due):
+                    table.setdefault((coordinator.generation, member.worker), member.start)
+            for clock, updates in coordinator.sets.items():
+                given.sets.setdefault((coordinator.generation, clock), updates)
         if store is not None:
             mirror = self.mirrors.get(process.index)
             if mirror is None or mirror.store is not store:
@@ -147,8 +157,16 @@ class Checker:
         if coordinator.generation == generation and state.min_clock > coordinator.min_clock:
             raise Violation(f"{where} is ahead of the coordinator")
         bound = 0 if master else self.bound
-        if bound is not None and clock > state.min_clock + bound:
-            raise Violation(f"staleness: {where} is of min_clock {state.min_clock}, s = {bound}")
+        if bound is not None and clock > state.settled + bound:
+            raise Violation(f"staleness: {where} is settled to {state.settled}, s = {bound}")
+        if state.settled > state.min_clock or (self.quorum < 0 and state.settled < state.min_clock):
+            raise Violation(f"{where} is settled to {state.settled}, of min_clock {state.min_clock}")
+        # With no bound a publication may be older than min_clock is.
+        for own in range(max(state.settled - 3, 0), state.settled) if self.bound is not None else ():
+            push = (state.worker, state.epoch, own)
+            shown = push in held.folded if master else held.shown.get(push, state.publication + 1) <= state.publication
+            if push in self.given.pushes and not shown:
+                raise Violation(f"own writes: {where} is settled to {state.settled} and lacks {push}")
         if master:
             if bytes(state.payload) != held.x.tobytes():
                 raise Violation(f"{where} is not the master copy")
@@ -203,15 +221,18 @@ class Checker:
         if coordinator.generation != self.generation:
             self._on_generation(coordinator, effects)
         elif coordinator.min_clock != self.min_clock:
-            self._on_min_clock(coordinator)
+            self._on_min_clock(coordinator, effects)
         elif coordinator.started and not self.started:
             self._moved("the start")
         self.started, self.min_clock = coordinator.started, coordinator.min_clock
+        if self.quorum > 0 and coordinator.started:
+            self._on_quorum(coordinator)
 
     def _on_generation(self, coordinator: Coordinator, effects: Sequence[ServerEffect]) -> None:
         """The first, or a shard was restarted: back to a checkpoint that all shards have."""
         run, clock, was = self.run, coordinator.restart_clock, self.min_clock
         same_life, self.generation = self.generation >= 0, coordinator.generation
+        self.quorum_ns = self.closable_ns = -1
         self._moved("a generation")
         if not run.sim.struck["shard restarted"]:
             return
@@ -223,24 +244,89 @@ class Checker:
         if same_life:
             self._named("restart", effects, max(clock, 0), was)
 
-    def _on_min_clock(self, coordinator: Coordinator) -> None:
+    def _on_min_clock(self, coordinator: Coordinator, effects: Sequence[ServerEffect]) -> None:
         """min_clock comes to where every live member's update is on every shard."""
         self._moved(f"min_clock {coordinator.min_clock}")
+        late = len(self.late)
         for clock in range(self.min_clock, coordinator.min_clock):
             workers = [member.worker for member in coordinator.declared if member.start <= clock]
+            updates = [(worker, clock) for worker in workers]
             if self.mode.barrier:
-                inside = self.given.sets.get((coordinator.generation, clock), ())
-                if not set(workers) <= set(inside):
-                    raise Violation(f"clock {clock} is closed over {inside}, and {workers} are live")
-                workers = list(inside)
-            for worker in workers:
-                self._arrived_everywhere(worker, clock)
-        for member in coordinator.declared:
+                updates = list(self.given.sets.get((coordinator.generation, clock), ()))
+                self._on_set(coordinator, clock, updates)
+            for worker, update in updates:
+                self._arrived_everywhere(worker, update)
+        said = [x.values for x in effects if isinstance(x, e.Log) and x.event == "late"]
+        if [(v["worker"], v["clock"], v["age"]) for v in said] != self.late[late:]:
+            raise Violation(f"late are {self.late[late:]}, and the record says {said}")
+        for member in coordinator.declared if self.quorum < 0 else ():
             made = self.made.get((member.worker, member.epoch), member.start)
             if not self.min_clock < coordinator.min_clock <= made:
                 raise Violation(
                     f"min_clock goes from {self.min_clock} to {coordinator.min_clock}, worker {member.worker} has {made}"
                 )
+
+    def _open(self, coordinator: Coordinator) -> set[int]:
+        """Live workers with an update on all shards that no set has, as the shards have reported."""
+        found: set[int] = set()
+        for member in coordinator.declared:
+            clocks = [
+                dict(report.arrived).get(member.worker, 0) if report.generation == coordinator.generation else 0
+                for report in coordinator.reports.values()
+            ]
+            if min(clocks) > self.next[coordinator.generation, member.worker]:
+                found.add(member.worker)
+        return found
+
+    def _on_set(self, coordinator: Coordinator, clock: int, updates: Sequence[tuple[int, int]]) -> None:
+        """All live members, or with a quorum all that have pushed; of each the first update that no set has."""
+        live = {member.worker for member in coordinator.declared if member.start <= clock}
+        inside, pushed = {worker for worker, _ in updates}, self._open(coordinator)
+        if not (live if self.quorum < 0 else pushed) <= inside:
+            raise Violation(f"clock {clock} is closed over {updates}, and {live} are live, {pushed} have pushed")
+        waited = self.run.sim.now_ns - self.quorum_ns if self.quorum_ns >= 0 else 0
+        if not live <= inside and (len(inside) < self.quorum or waited < coordinator.grace_ns):
+            raise Violation(f"clock {clock} is closed over {updates} after {waited / NS:.3f} s, and {live} are live")
+        for worker, update in updates:
+            if update != self.next[coordinator.generation, worker]:
+                raise Violation(f"clock {clock} has update {update} of worker {worker} before the one that it lacks")
+            who = (coordinator.generation, worker)
+            age, self.next[who], self.due[who] = clock - self.due[who], update + 1, clock + 1
+            if age and worker in live:
+                self.late.append((worker, clock, age))
+        self.quorum_ns = self.closable_ns = -1
+
+    def _on_quorum(self, coordinator: Coordinator) -> None:
+        """No clock is open for longer than the grace after its quorum, but for the ticks that look at the time."""
+        settings, now_ns = self.run.case.settings, self.run.sim.now_ns
+        published = all(report.min_clock >= coordinator.min_clock for report in coordinator.reports.values())
+        if len(self._open(coordinator)) + len(coordinator.departed) < self.quorum or coordinator.over:
+            self.quorum_ns = self.closable_ns = -1
+            return
+        self.quorum_ns = self.quorum_ns if self.quorum_ns >= 0 else now_ns
+        if not published:
+            self.closable_ns = -1
+        elif self.closable_ns < 0:
+            self.closable_ns = now_ns
+        grace_ns, lease_ns = coordinator.grace_ns, int(settings.lease * NS)
+        right = grace_ns == int(settings.grace * NS) if settings.grace >= 0 else GRACE_MIN_NS <= grace_ns <= lease_ns
+        if not right or grace_ns > GRACE_MAX_NS:
+            raise Violation(f"the grace is {grace_ns / NS} s, asked for were {settings.grace}")
+        due_ns = max(self.quorum_ns + grace_ns, self.closable_ns)
+        if self.closable_ns >= 0 and now_ns > due_ns + self.run.sim.tick_ns:
+            waited = (now_ns - self.quorum_ns) / NS
+            raise Violation(
+                f"clock {coordinator.min_clock} is open {waited:.3f} s after its quorum, {grace_ns / NS} allowed"
+            )
+
+    def leaves(self, worker: Worker) -> None:
+        """A worker that is done has lost nothing of what it pushed."""
+        who = (worker.worker, worker.epoch)
+        for mirror in self.mirrors.values():
+            if self.given.generation_of.get(who) == mirror.process.shard.generation:
+                lost = [p for p in self.given.pushes if p[:2] == who and p not in mirror.held.folded]
+                if lost:
+                    raise Violation(f"{worker.name} leaves, and shard {mirror.index} lacks {lost}")
 
     def _arrived_everywhere(self, worker: int, clock: int) -> None:
         for index, mirror in self.mirrors.items():
@@ -257,7 +343,7 @@ class Checker:
         now_ns, struck = run.sim.now_ns, run.sim.struck.copy()
         strikes = struck - self.moved_struck
         lease_ns = int(case.settings.lease * NS)
-        allowed = lease_ns + 4 * max(case.step_ns) + SLACK_NS
+        allowed = lease_ns + 4 * max(case.step_ns) + SLACK_NS + int(max(case.settings.grace, 0) * NS)
         allowed += (strikes["lost"] + strikes["reordered"] + strikes["duplicated"]) * (COST_NS + case.faults.late_ns)
         if strikes["shard restarted"] and case.restart is not None:
             allowed += case.restart.lasts_ns + 2 * lease_ns  # it is down, and the rest may have to be waited for

@@ -33,7 +33,7 @@ TICK_NS = 200 * MS
 END_NS = 240 * NS  # virtual time in which every run has ended
 WIRE_EVERY = 16  # one run in so many sends bytes, not objects
 
-# The modes, in turn. `staleness` -1 stands for 0 to 3 in turn.
+# The modes, in turn. `staleness` -1 stands for 0 to 3 in turn, `quorum` -1 for some of the workers.
 MODES: tuple[dict[str, Any], ...] = (
     {"sync": "bsp"},
     {"sync": "ssp", "staleness": -1},
@@ -43,6 +43,7 @@ MODES: tuple[dict[str, Any], ...] = (
     {"sync": "bsp", "push": "update"},
     {"sync": "ssp", "staleness": -1, "push": "gradient"},
     {"sync": "async", "push": "gradient"},
+    {"sync": "local", "quorum": -1},
 )
 
 
@@ -79,6 +80,9 @@ def case_of(seed: int, restart: bool = False) -> Case:
     if "staleness" in row:
         row["staleness"] = seed // len(MODES) % 4
     workers, shards = between(4, 6), between(2, 3)
+    if "quorum" in row:
+        row["quorum"] = between(1, workers - 1)
+        row["grace"] = between(0, 300) / 1000 if chance(0.5) else -1.0
     dense_down = chance(0.7) or row["sync"] == "bsp"
     settings = Settings(
         **row,
@@ -102,7 +106,7 @@ def case_of(seed: int, restart: bool = False) -> Case:
             late_ns=between(50, 1000) * MS,
         ),
         1.5 if gradients and settings.sync == "bsp" and chance(0.5) else 0.0,
-        tuple(between(5, 60) * MS * (3 if chance(0.2) else 1) for _ in range(workers)),
+        tuple(between(5, 60) * MS * ((10 if "quorum" in row else 3) if chance(0.2) else 1) for _ in range(workers)),
         Fault(
             between(0, workers - 1),
             between(0, CLOCKS // 2 if unbound else CLOCKS - 3),
@@ -193,9 +197,14 @@ class Run:
 
     def worker_pushed(self, worker: Worker) -> None:
         crash, cut = self.case.crash, self.case.cut
-        if self.planned["crash"] and crash is not None and worker.index == crash.who and worker.clock >= crash.clock:
+        if (
+            self.planned["crash"]
+            and crash is not None
+            and worker.index == crash.who
+            and worker.run_clock >= crash.clock
+        ):
             self._crash_worker(crash.later_ns)
-        if self.planned["cut"] and cut is not None and worker.index == cut.who and worker.clock >= cut.clock:
+        if self.planned["cut"] and cut is not None and worker.index == cut.who and worker.run_clock >= cut.clock:
             self.planned["cut"] = False
             self.sim.struck["cuts"] += 1
             for shard in range(self.case.settings.shards):

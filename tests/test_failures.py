@@ -306,7 +306,7 @@ def forged(worker: Worker) -> dict[str, list[bytes]]:
         "no hyper-parameters": [header, body],
         "a server's message": [bytes(frame) for frame in encode(m.LeaveAck("x"))],
         "a ledger": [bytes(frame) for frame in encode(
-            m.Ledger(1 << 60, member.epoch, -1, 1, True, 0, (), 1 << 40, (), (), -1, True, 0, b"")
+            m.Ledger(1 << 60, member.epoch, -1, 1, True, 0, (), 1 << 40, (), (), (), -1, True, 0, b"")
         )],
         "a report": [bytes(frame) for frame in encode(
             m.Report(0, 1, 1 << 60, 1, 0, 0, 0, True, 0, 1 << 40, ((member.worker, 1 << 40),), (), ())

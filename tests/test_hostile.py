@@ -236,7 +236,7 @@ def test_a_worker_takes_no_state_that_is_none(what: str, master: bool) -> None:
         size = engine.flat.size
         before = engine.pulled.copy()
         good = m.State(
-            *(engine.worker, engine.epoch, 1, 0, 1, 0, size, False, 1, 0, (), 0, 0, m.RAW_FLOAT32),
+            *(engine.worker, engine.epoch, 1, 0, 1, 0, size, False, 1, 0, 0, (), 0, 0, m.RAW_FLOAT32),
             np.ones(size, np.float32).tobytes(),
         )
         parts = tuple(replace(good, **changes) for changes in pieces(size)[what])

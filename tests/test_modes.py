@@ -88,6 +88,24 @@ NAN = float("nan")
         ({"sync": "local", "push": "gradient"}, "--push gradient: --sync local pushes update"),
         ({"sync": "ssp", "push": "model"}, "--push model: --sync ssp pushes update or gradient"),
         ({"sync": "bsp", "push": "weights"}, "--push weights: --sync bsp pushes gradient or update"),
+        ({"sync": "bsp", "quorum": 1}, "--quorum 1: --sync bsp has no barrier of local rounds"),
+        ({"sync": "bsp", "push": "update", "quorum": 1}, "--quorum 1: --sync bsp has no barrier of local rounds"),
+        (
+            {"sync": "ssp", "quorum": 1},
+            "--quorum 1: --sync ssp has no barrier of local rounds that a quorum could close",
+        ),
+        ({"sync": "ssp", "staleness": 0, "quorum": 1}, "--sync local with --staleness 0 has"),
+        ({"sync": "async", "quorum": 1}, "--quorum 1: --sync async has no barrier of local rounds"),
+        ({"sync": "local", "staleness": 1, "quorum": 1}, "--quorum 1: --sync local --staleness 1 has no barrier"),
+        (
+            {"sync": "local", "workers": 3, "quorum": 4},
+            "--quorum 4: a run of --workers 3 has fewer pushes a round; give",
+        ),
+        ({"sync": "local", "quorum": 0}, "--quorum 0: give a value from 1 to 65536"),
+        ({"sync": "local", "quorum": -2}, "--quorum -2: give a value from 1 to 65536"),
+        ({"sync": "local", "grace": 1.0}, "--grace 1.0: it begins when a quorum has pushed; give --quorum too"),
+        ({"sync": "local", "quorum": 1, "grace": -0.5}, "--grace -0.5: give a value from 0 to 86400"),
+        ({"sync": "local", "quorum": 1, "grace": NAN}, "--grace nan: give a value from 0 to 86400"),
         ({"shards": 0}, "--shards 0: give a value from 1 to 256"),
         ({"shards": SHARDS_MAX + 1}, "--shards 257: give a value from 1 to 256"),
         ({"workers": 0}, "--workers 0: give a value from 1 to 65536"),
@@ -125,7 +143,7 @@ def test_a_contradiction_names_both_sides_and_agreement_is_silent() -> None:
     assert contradiction({}, actual) is None
     assert contradiction(asdict(actual), actual) is None
     assert contradiction({"of_another_release": 1}, actual) is None
-    others = {
+    others: dict[str, Any] = {
         "sync": "bsp",
         "staleness": 1,
         "local_steps": 4,
@@ -136,6 +154,8 @@ def test_a_contradiction_names_both_sides_and_agreement_is_silent() -> None:
         "workers": 9,
         "outer_lr": 1.0,
         "outer_momentum": 0.5,
+        "quorum": 2,
+        "grace": 1.0,
         "lease": 3.0,
         "topology": "ring",
         "checkpoint_every": 5.0,
@@ -144,7 +164,9 @@ def test_a_contradiction_names_both_sides_and_agreement_is_silent() -> None:
     for name, value in others.items():
         flag = "--" + name.replace("_", "-")
         text = contradiction({name: value}, actual) or ""
-        assert f"{flag} {value} contradicts" in text and f"{flag} {getattr(actual, name)}" in text
+        has = getattr(actual, name)
+        theirs = f"has no {flag} under --sync ssp" if has == -1 else f"{flag} {has}"
+        assert f"{flag} {value} contradicts" in text and theirs in text
     none = contradiction({"staleness": 4}, Settings(sync="async").validated())
     assert none is not None and "has no --staleness under --sync async" in none
 

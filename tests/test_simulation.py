@@ -12,7 +12,7 @@ import pytest
 from actors import CLOCKS, Disk
 from mirrors import Violation
 from scenario import play
-from simulation import Case, Fault, Kit, Run, case_of
+from simulation import MODES, Case, Fault, Kit, Run, case_of
 
 from narrows.protocols import messages as m
 from narrows.protocols.coordinator import Coordinator
@@ -53,6 +53,13 @@ def test_a_run_is_as_large_as_is_said_and_the_modes_take_turns() -> None:
     assert (
         {s for sync, _, s in modes if sync == "ssp"} == {s for sync, _, s in modes if sync == "local"} == {0, 1, 2, 3}
     )
+
+
+def test_with_a_quorum_updates_are_late_and_none_is_lost() -> None:
+    runs = [Run(with_quorum(seed)).run() for seed in range(20)]
+    assert all(run.checker.late for run in runs)
+    assert {run.case.settings.grace >= 0 for run in runs} == {True, False}
+    assert max(age for run in runs for _, _, age in run.checker.late) > 3
 
 
 @pytest.mark.parametrize("restart", [False, True])
@@ -139,6 +146,48 @@ class CountsTheDead(Shard):
         return effects
 
 
+class Drops(Coordinator):
+    """A late update dropped: the clock that closes without it counts as its own."""
+
+    def _close(self, now_ns: int) -> None:
+        super()._close(now_ns)
+        for member in self.declared:
+            if member.due <= self.min_clock:
+                member.taken += 1
+
+
+class Impatient(Coordinator):
+    """A clock closed with its quorum, whatever the grace."""
+
+    def _grace_over(self, pushed: int, now_ns: int) -> bool:
+        super()._grace_over(pushed, now_ns)
+        return 0 < self.settings.quorum <= pushed
+
+
+class Patient(Coordinator):
+    """A grace that no tick ends."""
+
+    def tick(self, now_ns: int) -> list[ServerEffect]:
+        before, self.quorum_ns = self.quorum_ns, now_ns
+        effects = super().tick(now_ns)
+        self.quorum_ns = before if self.quorum_ns == now_ns else self.quorum_ns
+        return effects
+
+
+class LeavesBehind(Shard):
+    """A pull answered as soon as the run has come so far, though an update of the puller is in no set yet."""
+
+    def _answer(self, inbox: Inbox, now_ns: int) -> list[ServerEffect]:
+        settled, inbox.settled = inbox.settled, self.min_clock
+        effects = super()._answer(inbox, now_ns)
+        inbox.settled = settled
+        return effects
+
+
+def with_quorum(seed: int) -> Case:
+    return case_of(len(MODES) * seed + MODES.index({"sync": "local", "quorum": -1}))
+
+
 def one_too_far(mode: Mode, clock: int, min_clock: int) -> bool:
     """The bound off by one, for shards and workers alike."""
     return mode.bound is None or clock <= min_clock + mode.bound + 1
@@ -149,6 +198,10 @@ PLANTED = {
     "the bound off by one": (Kit(), case_of, "staleness"),
     "a barrier closed one early": (Kit(coordinator=OneEarly), case_of, "is closed over|is complete"),
     "an epoch unchecked": (Kit(shard=AnyEpoch), lambda seed: case_of(seed, restart=True), "folded|blames|ended"),
+    "a late update dropped": (Kit(coordinator=Drops), with_quorum, "is closed over .* have pushed"),
+    "a grace cut short": (Kit(coordinator=Impatient), with_quorum, "is closed over"),
+    "a grace without end": (Kit(coordinator=Patient), with_quorum, "after its quorum"),
+    "a late worker sent on without its update": (Kit(shard=LeavesBehind), with_quorum, "own writes|is settled to"),
     "a dead worker's weight kept": (Kit(shard=CountsTheDead), case_of, "weight of"),
 }
 

@@ -1,9 +1,10 @@
 """The engine: what a worker pushes, what it waits for, and the replica it computes on. The main thread owns it.
 
 Rules
-- One clock is one push to every shard. Before it computes with clock c the worker needs, from every shard, a state with
-  min_clock >= c - s. Right after a push it asks for the state that the next clock needs, so that with s >= 1 the link's
-  time lies under the next forward and backward.
+- One clock is one push to every shard. Before it computes with clock c the worker needs, from every shard, a state that is
+  settled to c - s: all are in of which it says so, and with a quorum, which goes on without who is late, its own. Right
+  after a push it asks for the state that the next clock needs, so that with s >= 1 the link's time lies under the next
+  forward and backward.
 - The replica is composed shard by shard (protocols/view.py), and then is what the parameters show.
 """
 
@@ -98,6 +99,8 @@ class Engine:
         self.tuning = Tuning(settings, self.flat.size)
         self.gradients = self.mode.rule is Rule.OPTIMIZER
         self.worker, self.epoch, self.clock = -1, 0, 0
+        self.missed = 0  # rounds that closed without an update of ours, in this life (--quorum)
+        self.late = 0  # those of them that are not in the record yet
         self.composed = 0  # the epoch of the life that the replica is of
         self.local_step = 0
         self.samples = 1
@@ -141,6 +144,11 @@ class Engine:
             self.overlap = Overlap(self.flat, [(v.begin, v.end) for v in self.views], overlap, self._send_gradient)
         self._compose()
         self._open_overlap()
+
+    @property
+    def run_clock(self) -> int:
+        """Of the run: our own clock, and what closed without us."""
+        return self.clock + self.missed
 
     def _buffer(self) -> FloatArray:
         return self.ring[self.clock % len(self.ring)]
@@ -197,7 +205,7 @@ class Engine:
         for (begin, end), feedback in zip(event.ranges, residuals, strict=True):
             pulled = None if self.direct else self.pulled[begin:end]
             self.views.append(ShardView(begin, end, feedback, self.mode, pulled, narrows.compression))
-        self.worker, self.epoch, self.clock = event.worker, event.epoch, event.clock
+        self.worker, self.epoch, self.clock, self.missed = event.worker, event.epoch, event.clock, 0
         self._started = True
         if event.buffers:
             load_buffers(self.model, event.buffers)
@@ -229,7 +237,7 @@ class Engine:
         def ready() -> bool:
             ok = True
             for shard, view in enumerate(self.views):
-                if view.min_clock < 0 or not self.mode.allows(self.clock, view.min_clock):
+                if view.settled < 0 or not self.mode.allows(self.clock, view.settled):
                     ok = False
                     if not view.pulling:
                         self._pull(shard, self.clock)
@@ -237,7 +245,11 @@ class Engine:
 
         self._wait(ready, limit_s, f"a state for clock {self.clock}")
         self.wait_s = time.monotonic() - before
-        self.staleness = self.clock - min(view.min_clock for view in self.views)
+        self.staleness = self.clock - min(view.settled for view in self.views)
+        missed = min(view.min_clock - view.settled for view in self.views)
+        if self.composed == self.epoch:
+            self.late += missed - self.missed
+        self.missed = missed
 
     def _compose(self) -> None:
         """The replica, into the parameters."""
@@ -393,7 +405,7 @@ class Engine:
         for shard, view in enumerate(self.views):
             if not view.pulling:
                 # Ahead only where this clock is served: else it would wait for a min_clock that only the next one needs.
-                ahead = self.mode.bound != 0 and self.mode.allows(self.clock, view.min_clock)
+                ahead = self.mode.bound != 0 and self.mode.allows(self.clock, view.settled)
                 self._pull(shard, self.clock + ahead)
 
     def _next(self) -> None:

@@ -104,7 +104,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._engine is not None:
             residual = self._engine.residual()
             state["narrows"] = {
-                "clock": self._engine.clock,
+                "clock": self._engine.run_clock,
                 "residual": None if residual is None else torch.from_numpy(residual),
             }
         return state

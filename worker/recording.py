@@ -54,12 +54,12 @@ class Recording:
             self._joined(worker, event["parameters"], event["clock"])
         elif kind == "bytes":
             self.up[worker], self.down[worker] = event["up"], event["down"]
-        elif kind == "compress":
-            self.note("compress", worker=worker, **event)
+        elif kind in ("compress", "late"):
+            self.note(kind, worker=worker, **event)
         elif kind in ("step", "last"):
             if kind == "step":
                 self.steps += 1
-                self.updates += event["clock"] - self.clocks.get(worker, 0)
+                self.updates += event["clock"] > self.clocks.get(worker, 0)  # one, also where rounds went by without it
                 self.clocks[worker] = event["clock"]
                 self.up[worker] += event["push_bytes"]
                 self.down[worker] += event["pull_bytes"]

@@ -85,13 +85,13 @@ class Connected:
 
     @property
     def clock(self) -> int:
-        return self.engine.clock if self.engine is not None else 0
+        return self.engine.run_clock if self.engine is not None else 0
 
     @property
     def step_count(self) -> int:
         if self.engine is None:
             return 0
-        return self.engine.clock * self.engine.mode.local_steps + self.engine.local_step
+        return self.engine.run_clock * self.engine.mode.local_steps + self.engine.local_step
 
     def attach(
         self, model: torch.nn.Module, inner: torch.optim.Optimizer, max_grad_norm: float, overlap: int
@@ -102,7 +102,7 @@ class Connected:
         self.engine = (GossipEngine if mixes else Engine)(
             self.link, self.settings, model, inner, max_grad_norm, overlap
         )
-        _tell("model", parameters=self.engine.flat.size, clock=self.engine.clock)
+        _tell("model", parameters=self.engine.flat.size, clock=self.engine.run_clock)
         return self.engine
 
     def stepped(self) -> None:
@@ -112,13 +112,16 @@ class Connected:
         assert engine is not None
         up, down = self.link.bytes_up, self.link.bytes_down
         self._pending = {
-            "clock": engine.clock,
+            "clock": engine.run_clock,
             "push_bytes": up - self._bytes[0],
             "pull_bytes": down - self._bytes[1],
             "wait_seconds": round(engine.wait_s, 6),
             "staleness": engine.staleness,
         }
         self._bytes = (up, down)
+        if engine.late:
+            _tell("late", clock=engine.run_clock, age=engine.late)
+            engine.late = 0
         while engine.tuning.switches:
             clock, switch = engine.tuning.switches.pop(0)
             _tell("compress", clock=clock, **{"from": switch.before, "to": switch.after}, reason=switch.reason)
@@ -242,7 +245,8 @@ def world_size() -> int:
 
 
 def clock() -> int:
-    """The run's clock: updates that this worker has completed, from which a script sets epoch and schedule."""
+    """The run's clock: updates that this worker has completed, and with a quorum the rounds that closed without it. A script
+    sets epoch and schedule from it."""
     return current().clock
 
 
