@@ -149,7 +149,13 @@ class Server:
         coordinator, settings = self.coordinator, Settings.unpacked(event.settings)
         assert coordinator is not None
         ours, theirs = coordinator.shards, len(event.ports)
-        if settings.mode().rule is Rule.OPTIMIZER:
+        if settings.mode().streams:
+            text = (
+                "it merges fragments of the model (--fragments, --merge-delay, --merge-alpha), and a cluster exchanges all of "
+                "it at once: start it without these flags"
+            )
+            yield from self._local(self._end(m.RefuseCode.INCOMPATIBLE, text, now_ns), now_ns)
+        elif settings.mode().rule is Rule.OPTIMIZER:
             text = (
                 f"it takes gradients (--sync {settings.sync}) and a cluster pushes updates: start it with --push update"
             )

@@ -41,7 +41,11 @@ class Checker:
         self.run = run
         settings = run.case.settings
         self.mode = settings.mode()
-        self.bound = None if settings.sync == "async" else settings.staleness
+        delay, clock_steps = settings.merge_delay, settings.local_steps // settings.fragments
+        late = next(
+            clocks for clocks in range(delay + 1) if clocks * clock_steps >= delay
+        )  # begun before a merge is due
+        self.bound = None if settings.sync == "async" else settings.staleness + late
         self.given = Given()
         self.made: dict[tuple[int, int], int] = {}  # worker, epoch -> its clock, as it knows itself
         self.pulls: dict[
