@@ -147,7 +147,7 @@ def test_what_is_mixed_in_a_merge_follows_from_its_delay() -> None:
         ({"merge_delay": 3, "merge_alpha": 0.0}, (1, 3, 0.0)),
         ({"merge_alpha": 0.25}, (1, 0, 0.25)),
     ):
-        settings = Settings(sync="local", **flags).validated()  # type: ignore[arg-type]
+        settings = Settings(sync="local", **flags).validated()
         mode = settings.mode()
         assert (mode.fragments, mode.merge_delay, mode.merge_alpha) == expected
         assert settings.validated() == settings and Settings.unpacked(settings.packed()) == settings
