@@ -151,8 +151,8 @@ class Settings:
         if self.push and self.push not in row.push_choices:
             choices = " or ".join(row.push_choices)
             raise UsageError(f"--push {self.push}: --sync {self.sync} pushes {choices}")
-        # A delay of one inner step is the paper's (2501.18512, sec. 3). Without one nothing was computed meanwhile that
-        # could be kept; with one a half of it is, which is what the paper found best.
+        # One inner step is the least delay that hides anything. With one, half of what was computed meanwhile is kept, as in
+        # Streaming DiLoCo (2501.18512); without one there is nothing to keep.
         delay = self.merge_delay if self.merge_delay >= 0 else int(self.fragments > 1)
         return replace(
             self,

@@ -138,7 +138,7 @@ def test_a_flag_that_says_what_the_mode_does_anyway_is_no_error(flags: dict[str,
 
 
 def test_what_is_mixed_in_a_merge_follows_from_its_delay() -> None:
-    """2501.18512, sec. 3: a delay of one inner step and a half of the local values; without a delay there is none to keep."""
+    """With a delay half of the local values are kept (2501.18512); without one there is nothing to keep."""
     for flags, expected in (
         ({}, (1, 0, 0.0)),
         ({"fragments": 5}, (5, 1, 0.5)),
