@@ -53,6 +53,11 @@ def test_a_run_is_as_large_as_is_said_and_the_modes_take_turns() -> None:
     assert (
         {s for sync, _, s in modes if sync == "ssp"} == {s for sync, _, s in modes if sync == "local"} == {0, 1, 2, 3}
     )
+    streams = [c.settings.mode() for c in cases if c.settings.mode().streams]
+    assert {mode.fragments for mode in streams} == {2, 3, 4} and {mode.bound for mode in streams} == {0, 1, 2, 3}
+    assert any(
+        c.settings.sync == "local" and c.settings.mode().barrier and not c.settings.mode().streams for c in cases
+    )
 
 
 @pytest.mark.parametrize("restart", [False, True])
