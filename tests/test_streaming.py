@@ -330,9 +330,10 @@ def test_who_follows_the_publications_of_fragments_has_the_published_state(specs
 
 
 def pieces(**changes: Any) -> m.State:
-    values: dict[str, Any] = {"worker": 0, "epoch": 1, "request": 1, "part": 0, "parts": 1, "begin": 10, "end": 14, "delta": True,
-              "publication": 1, "min_clock": 1, "contains": (), "received_ns": 0, "sent_ns": 0, "codec": m.RAW_FLOAT32,
-              "payload": np.ones(4, np.float32).tobytes()}  # fmt: skip
+    values: dict[str, Any] = {"worker": 0, "epoch": 1, "request": 1, "part": 0, "parts": 1, "begin": 10, "end": 14,
+                              "delta": True, "publication": 1, "min_clock": 1, "contains": (), "received_ns": 0,
+                              "sent_ns": 0, "codec": m.RAW_FLOAT32,
+                              "payload": np.ones(4, np.float32).tobytes()}  # fmt: skip
     return m.State(**(values | changes))
 
 

@@ -287,8 +287,8 @@ class Engine:
         """After an inner step: merge what is due, push where it is time, and merge that at once where there is no delay."""
         self.wait_s = 0.0
         if self._merge_due() and pushes:
-            self.unmerged.append(self.clock)
             self._push(self._update())
+            self.unmerged.append(self.clock - 1)
             self._merge_due()
         self.staleness = self.clock - min(view.min_clock for view in self.views)
 
@@ -328,6 +328,8 @@ class Engine:
         if self.finished:
             raise UsageError("step() after finish(): the run is over for this worker")
         self.poll()
+        if self.unmerged:
+            self._ask(self.unmerged[-1] + 1)  # so that it comes under this step too
         pushes = self.local_step + 1 >= self.mode.local_steps
         if pushes and self.overlap is None:
             self._wait_window()
