@@ -145,6 +145,12 @@ def split(size: int, shards: int) -> list[tuple[int, int]]:
     return list(pairwise(cuts))
 
 
+def fragment(begin: int, end: int, fragments: int, index: int) -> tuple[int, int]:
+    """Fragment `index` of `fragments` of a shard's keys [begin, end): consecutive ranges, sizes differ by at most one."""
+    size = end - begin
+    return begin + size * index // fragments, begin + size * (index + 1) // fragments
+
+
 def parts(begin: int, end: int, values_max: int = FRAME_VALUES) -> Iterator[tuple[int, int]]:
     """Cut [begin, end) into runs of at most `values_max` keys. An empty range is one empty part."""
     if begin == end:

@@ -123,6 +123,12 @@ class Session:
             return []
         self.asked_ns = now_ns
         self.meter.down.passed(state.sent_ns, now_ns, len(state.payload))
+        # A pull that was repeated may be answered twice, of two publications: parts of the older answer are none of the newer.
+        answer_ns = max((part.received_ns for part in self.state.values()), default=state.received_ns)
+        if state.received_ns < answer_ns:
+            return []
+        if state.received_ns > answer_ns:
+            self.state.clear()
         self.state[state.part] = state
         arrived: list[MemberEffect] = [] if state.delta or pull.master else [e.StatePart(self.shard, state)]
         if len(self.state) < state.parts:

@@ -16,6 +16,7 @@ from narrows.protocols.wire import pack, unpack
 
 SHARDS_MAX = 256
 STALENESS_MAX = 1 << 20
+FRAGMENTS_MAX = 1024  # more than models have layers; a shard keeps a list of them
 WINDOW = 4  # updates in flight where no bound limits them (async); own updates that stand in for a mean
 
 # Classes of torch.optim that step each value by itself, so that a piece of a tensor is stepped as the whole would be. Not
@@ -38,9 +39,11 @@ class Rule(Enum):
 class Mode:
     """One resolved row of the table.
 
-    bound: staleness bound s; None: no bound. Of gossip: rounds that may be computed while one is mixed.
-    barrier: folded when every live worker has pushed, else at once.
-    push_choices: what may be pushed, the default first.
+    local_steps: inner steps of one clock. bound: staleness bound s; None: no bound. Of gossip: rounds that may be computed
+    while one is mixed. barrier: folded when every live worker has pushed, else at once. push_choices: what may be pushed, the
+    default first. fragments: update c carries fragment c mod `fragments` of each shard (keys.fragment), which is merged
+    `merge_delay` inner steps after it was pushed, as merge_alpha * local + (1 - merge_alpha) * global (Streaming DiLoCo,
+    2501.18512, alg. 2).
     """
 
     name: str
@@ -52,6 +55,23 @@ class Mode:
     takes_staleness: bool
     takes_local_steps: bool
     push: str = ""
+    fragments: int = 1
+    merge_delay: int = 0
+    merge_alpha: float = 0.0
+
+    @property
+    def merges(self) -> bool:
+        """Inner steps may go on while an update is exchanged; what came is merged into them."""
+        return self.rule is Rule.OUTER and self.barrier
+
+    @property
+    def streams(self) -> bool:
+        """What a worker computes on is, between two clocks, more than the last state and its inner steps since."""
+        return self.fragments > 1 or self.merge_delay > 0 or self.merge_alpha > 0
+
+    def fragment(self, clock: int) -> int:
+        """The fragment whose turn it is."""
+        return clock % self.fragments
 
     @property
     def rule(self) -> Rule:
@@ -105,6 +125,9 @@ class Settings:
     outer_momentum: float = 0.9
     quorum: int = -1  # -1: all live members
     grace: float = -1.0  # seconds; -1: adaptive
+    fragments: int = 1
+    merge_delay: int = -1  # inner steps
+    merge_alpha: float = -1.0
     lease: float = 10.0  # seconds
     checkpoint_every: float = 0.0  # seconds; 0: at the end and on Ctrl-C only
 
@@ -118,6 +141,8 @@ class Settings:
             ("workers", 1, WORKERS_MAX),
             ("staleness", -1, STALENESS_MAX),
             ("local_steps", -1, STALENESS_MAX),
+            ("fragments", 1, FRAGMENTS_MAX),
+            ("merge_delay", -1, STALENESS_MAX),
             ("lease", 0.1, 86400.0),
             ("checkpoint_every", 0.0, 1e9),
             ("outer_lr", 0.0, 1e6),
@@ -135,6 +160,7 @@ class Settings:
             raise UsageError(f"--staleness: --sync {self.sync} has no staleness bound to set; {have} have one")
         if self.local_steps not in (-1, row.local_steps) and not row.takes_local_steps:
             raise UsageError(f"--local-steps: --sync {self.sync} pushes every step; --sync local takes local steps")
+        self._check_merging(row)
         mixes = row.update_rule is Rule.MIX
         if self.topology and not mixes:
             raise UsageError(f"--topology: --sync {self.sync} goes through the server; --sync gossip has a topology")
@@ -158,14 +184,24 @@ class Settings:
             )
         if self.grace >= 0 and self.quorum < 0:
             raise UsageError(f"--grace {self.grace}: it begins when a quorum has pushed; give --quorum too")
+        # One inner step is the least delay that hides anything. With one, half of what was computed meanwhile is kept, as in
+        # Streaming DiLoCo (2501.18512); without one there is nothing to keep.
+        delay = self.merge_delay if self.merge_delay >= 0 else int(self.fragments > 1)
         filled = replace(
             self,
+            merge_delay=delay,
+            merge_alpha=self.merge_alpha if self.merge_alpha >= 0 else 0.5 if delay else 0.0,
             staleness=self.staleness if self.staleness >= 0 or row.bound is None else row.bound,
             local_steps=self.local_steps if self.local_steps > 0 else row.local_steps,
             push=self.push or row.push_choices[0],
             compress_down=self.compress_down or ("dense" if row.name == "bsp" or mixes else self.compress),
             topology=self.topology or ("matching" if mixes else ""),
         )
+        if self.quorum > 0 and filled.mode().streams:
+            raise UsageError(
+                f"--quorum {self.quorum}: a late update would be of another fragment than its round; leave out --fragments, "
+                "--merge-delay and --merge-alpha, or the quorum"
+            )
         if self.quorum > 0 and not filled.mode().rounds:
             bound = f" --staleness {self.staleness}" if row.takes_staleness and self.staleness > 0 else ""
             raise UsageError(
@@ -174,12 +210,54 @@ class Settings:
             )
         return filled
 
+    def _check_merging(self, row: Mode) -> None:
+        """Raise UsageError where fragments or their merging are not what this mode can do."""
+        if self.merge_alpha != -1 and not 0 <= self.merge_alpha < 1:
+            raise UsageError(f"--merge-alpha {self.merge_alpha}: give a value from 0 up to, not including, 1")
+        given = [name for name, least in (("fragments", 1), ("merge_delay", 0), ("merge_alpha", 0))
+                 if getattr(self, name) > least]  # fmt: skip
+        if given and not row.takes_local_steps:
+            raise UsageError(
+                f"{_flag(given[0])}: --sync {self.sync} pushes every step; --sync local has local steps to merge"
+            )
+        if given and self.staleness > 0:
+            raise UsageError(
+                f"{_flag(given[0])}: with --staleness {self.staleness} updates are folded at once, and the link's time lies "
+                "under inner steps already: leave out one of the two"
+            )
+        steps = self.local_steps if self.local_steps > 0 else row.local_steps
+        if steps % self.fragments:
+            raise UsageError(
+                f"--fragments {self.fragments}: --local-steps {steps} is no multiple of it, and each fragment has its turn "
+                f"once in so many steps: give --local-steps {steps - steps % self.fragments + self.fragments}"
+            )
+        if self.merge_delay >= steps:
+            raise UsageError(
+                f"--merge-delay {self.merge_delay}: a fragment is pushed again after --local-steps {steps} inner steps, and "
+                f"must be merged before: give at most {steps - 1}"
+            )
+
     def mode(self) -> Mode:
-        """The resolved mode of validated settings. `local` with a staleness bound folds at once."""
+        """The resolved mode of validated settings. `local` with a staleness bound folds at once.
+
+        Clock c is pushed after inner step (c + 1) h and merged `merge_delay` steps later, so a worker that begins clock c
+        has merged all up to c - 1 - ceil(merge_delay / h): that is its bound.
+        """
         row = MODES[self.sync]
-        bound = None if row.bound is None or self.topology == RANDOM else self.staleness
-        barrier = row.barrier and bound == 0
-        return replace(row, local_steps=self.local_steps, bound=bound, barrier=barrier, push=self.push)
+        barrier = row.barrier and self.staleness == 0
+        steps = self.local_steps // self.fragments
+        unbounded = row.bound is None or self.topology == RANDOM
+        bound = None if unbounded else self.staleness + -(-self.merge_delay // steps)
+        return replace(
+            row,
+            local_steps=steps,
+            bound=bound,
+            barrier=barrier,
+            push=self.push,
+            fragments=self.fragments,
+            merge_delay=self.merge_delay,
+            merge_alpha=self.merge_alpha,
+        )
 
     def packed(self) -> bytes:
         return pack(asdict(self))

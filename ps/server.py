@@ -152,6 +152,12 @@ class Server:
         if settings.mode().rule is Rule.MIX:
             text = "its workers gossip, and clusters do not yet: start it with another --sync"
             yield from self._local(self._end(m.RefuseCode.INCOMPATIBLE, text, now_ns), now_ns)
+        elif settings.mode().streams:
+            text = (
+                "it merges fragments of the model (--fragments, --merge-delay, --merge-alpha), and a cluster exchanges all of "
+                "it at once: start it without these flags"
+            )
+            yield from self._local(self._end(m.RefuseCode.INCOMPATIBLE, text, now_ns), now_ns)
         elif settings.mode().rule is Rule.OPTIMIZER:
             text = (
                 f"it takes gradients (--sync {settings.sync}) and a cluster pushes updates: start it with --push update"

@@ -32,12 +32,12 @@ from narrows.protocols.effects import (
     StateArrived,
 )
 from narrows.protocols.errors import RemoteProtocolError
-from narrows.protocols.keys import Plan, covers, parts, split
+from narrows.protocols.keys import Plan, covers, fragment, parts, split
 from narrows.protocols.link import LinkMeter
 from narrows.protocols.member import Session, Timing
 from narrows.protocols.modes import Rule, Settings
 from narrows.protocols.wire import unpack
-from narrows.ps.store import FloatArray, ServerOptimizer, Store, check_payload
+from narrows.ps.store import FloatArray, Keys, ServerOptimizer, Store, check_payload
 from narrows.ps.uplink import Place, Uplink
 
 REPORT_RETRY_NS = NS // 5
@@ -103,6 +103,7 @@ class Shard:
         self.codings = [rung.spec for rung in rungs]
         self.lossy_down = not all(parse(spec).lossless for spec in self.codings)
         self.written = -1
+        self.writes = False  # a checkpoint, before the clocks after it may be folded: the next tick goes on
         self.version = 0
         self.report_seen = -1
         self.newest: m.Report | None = None
@@ -178,7 +179,7 @@ class Shard:
         self.discarded += lost
         self.plan = self.store = None
         self.uplink, self.renewed, self.finishes = (Uplink(self.index) if self.uplink is not None else None), False, 0
-        self.weights_from, self.written, self.folds = -1, -1, 0
+        self.weights_from, self.written, self.writes, self.folds = -1, -1, False, 0
         reached, self.min_clock = self.min_clock, max(ledger.restart_clock, 0)
         self.folded = self.min_clock
         if reached > self.min_clock:  # said by each shard: where shard 0 was restarted, its coordinator does not know
@@ -259,6 +260,9 @@ class Shard:
                 effects += self._publish()
             if ledger.checkpoint == self.min_clock and self.written != self.min_clock:
                 effects.append(self._checkpoint())
+                self.writes = self.mode.barrier and self.min_clock < ledger.min_clock
+                if self.writes:
+                    break
         if uplink is not None and store is not None and self.folded == self.min_clock:
             effects += self._take_place(ledger, now_ns)
             effects += self._finish(uplink, store, ledger, now_ns)[0]
@@ -302,7 +306,7 @@ class Shard:
             mean = store.total() if early else store.mean(pushes)
             self.summed.clear()
             if self.mode.rule is Rule.OUTER:
-                store.fold_outer(mean)
+                store.fold_outer(mean, self._turn(store, clock))
                 return True, effects
             hyper, absent, differs = self._hyper(held, workers)
             if differs and not self.hyper_differs:
@@ -323,6 +327,10 @@ class Shard:
         store.fold_gradient(mean, hyper, absent, 1.0)
         del self.means[clock]
         return True, effects
+
+    def _turn(self, store: Store, clock: int) -> Keys:
+        """The keys that updates of this clock carry."""
+        return fragment(store.begin, store.end, self.mode.fragments, self.mode.fragment(clock))
 
     def _hyper(self, held: dict[int, list[m.Push]], workers: m.Ints) -> tuple[bytes, tuple[int, ...], bool]:
         """Hyper-parameters of the longest-standing member, tensors that no one has a gradient of, and whether any differ."""
@@ -347,7 +355,7 @@ class Shard:
             text = f"shard {self.index} codes states with {after}, not {before}: worker {worker} asks for it"
             effects.append(Log("compress", where | {"text": text}))
             store.code_with(after)
-        store.publish()
+        store.publish(self._turn(store, self.min_clock - 1) if self.mode.fragments > 1 else None)
         self.folds = 0
         return effects
 
@@ -552,7 +560,7 @@ class Shard:
                 break
             ordered = [pieces[part] for part in sorted(pieces)]
             del inbox.partial[inbox.clock]
-            if not covers([(p.begin, p.end) for p in ordered], store.begin, store.end):
+            if not covers([(p.begin, p.end) for p in ordered], *self._turn(store, inbox.clock)):
                 raise RemoteProtocolError("the parts of a push do not cover this shard's keys exactly once")
             effects += self._accept(inbox, ordered, now_ns)
         return effects
@@ -610,7 +618,7 @@ class Shard:
         elif rule is Rule.MIX:
             store.first_weights(pieces)  # the last model, of one worker for all
         elif rule is Rule.OUTER:
-            store.fold_outer(store.mean([(weight, pieces)]))
+            store.fold_outer(store.mean([(weight, pieces)]), (store.begin, store.end))
         else:
             assert self.plan is not None
             hyper, absent = _unpack_hyper(pieces[0].hyper)
@@ -655,20 +663,20 @@ class Shard:
         while inbox.contained and inbox.contained[0][0] < self.min_clock:
             inbox.contained.popleft()
         contains = tuple((c, w) for c, w, publication in inbox.contained if publication <= store.publication)
-        pieces: list[tuple[int, int, bool, int, int, m.Buffer]]
-        if since is not None:
-            pieces = [(store.begin, store.end, True, number, m.CODED, delta) for number, delta in since]
-        else:
-            array = store.p
-            if last is not None:
-                array = last
-            elif pull.master and not store.shared:
-                array = store.x.copy()
-            whole = array.view(np.uint8).data
-            pieces = [
-                (b, e, False, store.publication, m.RAW_FLOAT32, whole[4 * (b - store.begin) : 4 * (e - store.begin)])
-                for b, e in parts(store.begin, store.end)
-            ]
+        array = store.p
+        if last is not None:
+            array = last
+        elif pull.master and not store.shared:
+            array = store.x.copy()
+        whole = array.view(np.uint8).data
+        pieces: list[tuple[int, int, bool, int, int, m.Buffer]] = []
+        for number, keys, payload in since or [(store.publication, (store.begin, store.end), None)]:
+            if payload is not None:
+                pieces.append((*keys, True, number, m.CODED, payload))
+                continue
+            for b, e in parts(*keys):
+                raw = whole[4 * (b - store.begin) : 4 * (e - store.begin)]
+                pieces.append((b, e, since is not None, number, m.RAW_FLOAT32, raw))
         return [
             Send(
                 inbox.peer,
@@ -736,6 +744,9 @@ class Shard:
             again = sends(self.uplink.session.repeat(now_ns))
             if again:
                 return again
+        if self.writes and self.ledger is not None:
+            self.writes = False
+            return [*self._advance(self.ledger, now_ns), *self._answer_pulls(now_ns), self._report(now_ns)]
         if self.report_seen < self.version and now_ns - self.reported_ns >= REPORT_RETRY_NS:
             return [self._report(now_ns)]
         if self.newest is not None and now_ns - self.reported_ns >= REPORT_AGAIN_NS:

@@ -6,6 +6,7 @@ Rules
   buffer instead of the lent one. Nobody ever sees a buffer change under a message.
 - Reduction is in the order given (worker id), in float32, weight times value then added: bit for bit repeatable.
 - A lossy downlink keeps its residual as x - p: one for the shard, not one for each child.
+- What is exchanged in fragments (Streaming DiLoCo, 2501.18512) changes x and p at their keys alone, and the momentum too.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from narrows.protocols import messages as m
 from narrows.protocols.errors import RemoteProtocolError
 
 FloatArray = npt.NDArray[np.float32]
+Keys = tuple[int, int]  # [begin, end)
 DELTAS_MAX = 16  # publications kept encoded: a child further behind gets the whole state
 DELTA_BYTES_RATIO = 1.0  # kept deltas never hold more bytes than this share of the dense state
 
@@ -111,7 +113,7 @@ class Store:
         self.at_once = at_once
         rungs = ladder(compress_down)
         self.code_with(rungs[0].spec)
-        self.down_memory = Memory(seed=begin)
+        self.memories: dict[Keys, Memory] = {}  # of the downlink: each fragment is a stream of its own
         self.lent = lent
         self.publication = -1
         self.x: FloatArray = np.zeros(self.size, np.float32)
@@ -120,7 +122,9 @@ class Store:
         self.momentum: FloatArray | None = np.zeros(self.size, np.float32) if outer else None
         self._total: FloatArray | None = None  # of `mean`, kept: fresh memory costs more than the sum itself
         self.optimizer: ServerOptimizer | None = None
-        self.deltas: OrderedDict[int, bytes] = OrderedDict()
+        # Publications as keys and payload; None: the values are in p. Of both kinds there is never more than one here.
+        self.deltas: OrderedDict[int, tuple[Keys, bytes | None]] = OrderedDict()
+        self.rebased = False  # since the last publication: then it is of all keys
         # p is x itself: between two barriers neither changes, and no lossy compressor ever needs both.
         self.shared = not at_once and self.down.lossless and len(rungs) == 1
 
@@ -147,6 +151,7 @@ class Store:
         x = self._own_x()
         x -= before
         x += base
+        self.rebased = True
 
     def fold_update(self, parts: Sequence[Payloads], weight: float) -> None:
         """x += weight * update."""
@@ -168,14 +173,19 @@ class Store:
                 (add if turn else put)(part, weight, total, self.begin)
         return total
 
-    def fold_outer(self, mean: FloatArray) -> None:
-        """Outer SGD with Nesterov momentum on the pseudo-gradient -mean (DiLoCo, 2311.08105, alg. 1)."""
+    def _at(self, keys: Keys) -> slice:
+        return slice(keys[0] - self.begin, keys[1] - self.begin)
+
+    def fold_outer(self, mean: FloatArray, keys: Keys) -> None:
+        """Outer SGD with Nesterov momentum on the pseudo-gradient -mean (DiLoCo, 2311.08105, alg. 1) at `keys`, which are
+        those of one fragment: what has not its turn keeps its momentum. mean: float32[size]."""
         assert self.outer is not None and self.momentum is not None
         rate, momentum = np.float32(self.outer[0]), np.float32(self.outer[1])
-        x = self._own_x()
-        self.momentum *= momentum
-        self.momentum += mean
-        x += rate * (mean + momentum * self.momentum)
+        at = self._at(keys)
+        x, velocity, mean = self._own_x()[at], self.momentum[at], mean[at]
+        velocity *= momentum
+        velocity += mean
+        x += rate * (mean + momentum * velocity)
 
     def fold_gradient(self, mean: FloatArray, hyper: bytes, absent: Sequence[int], scale: float) -> None:
         """One step of the script's optimizer along the mean gradient."""
@@ -186,46 +196,75 @@ class Store:
         """Code publications with another SPEC from now on; what the one before left out is in x - p."""
         self.down = parse(spec).contraction()  # x - p is its error feedback
 
-    def publish(self) -> None:
-        """Make x the published state, through the downlink's compressor where it has one.
+    def publish(self, keys: Keys | None = None) -> None:
+        """Make x the published state, through the downlink's compressor where it has one. keys: all that changed since the
+        last publication, None: any may have.
 
         A state that overflowed (a sum of finite updates may) is published whole: whoever trains must see it as it is.
         """
+        whole = (self.begin, self.end)
+        keys = whole if keys is None or self.rebased else keys
         self.publication += 1
-        if self.shared:
-            return
-        delta = None if self.down.lossless else self._delta()
+        self.rebased = False
+        delta = None if self.down.lossless else self._delta(keys)
+        overflows = delta is None and not self.down.lossless
+        if any((payload is None) != (delta is None) for _, payload in self.deltas.values()):
+            self.deltas.clear()  # what is read from p would have been added to, or be added to once more
         if delta is None:
-            self.deltas.clear()  # nothing leads over this publication but the whole state
-            if self.lent():
-                self.p = self.x.copy()
+            if overflows or keys == whole:
+                keys = whole
+                self.deltas.clear()  # nothing leads over this publication but the whole state
             else:
-                np.copyto(self.p, self.x)
-            return
-        if self.lent():
+                self.deltas[self.publication] = (keys, None)
+            if not self.shared:
+                self._show(keys)
+        else:
+            if self.lent():
+                self.p = self.p.copy()
+            accumulate(delta, 1.0, self.p[self._at(keys)])
+            self.deltas[self.publication] = (keys, delta)
+        self._forget()
+
+    def _show(self, keys: Keys) -> None:
+        """p = x at these keys."""
+        if not self.lent():
+            np.copyto(self.p[self._at(keys)], self.x[self._at(keys)])
+        elif keys == (self.begin, self.end):
+            self.p = self.x.copy()
+        else:
             self.p = self.p.copy()
-        accumulate(delta, 1.0, self.p)
-        self.deltas[self.publication] = delta
+            np.copyto(self.p[self._at(keys)], self.x[self._at(keys)])
+
+    def _forget(self) -> None:
+        """Keep no more publications than are worth it: those of all fragments once are as long as the whole state."""
         limit = DELTA_BYTES_RATIO * 4 * self.size
-        while len(self.deltas) > DELTAS_MAX or (len(self.deltas) > 1 and sum(map(len, self.deltas.values())) > limit):
+
+        def kept() -> int:
+            return sum(4 * (end - begin) if raw is None else len(raw) for (begin, end), raw in self.deltas.values())
+
+        while len(self.deltas) > DELTAS_MAX or (len(self.deltas) > 1 and kept() > limit):
             self.deltas.popitem(last=False)
 
-    def _delta(self) -> bytes | None:
-        """x - p, coded; None where it is not finite."""
-        self.down_memory.step = self.publication - 1  # the clock that is complete with it: that of the pushes in it
+    def _delta(self, keys: Keys) -> bytes | None:
+        """x - p at `keys`, coded; None where it is not finite."""
+        memory = self.memories.setdefault(keys, Memory(seed=self.begin))
+        memory.step = self.publication - 1  # the clock that is complete with it: that of the pushes in it
         with np.errstate(over="ignore", invalid="ignore"):
-            left = self.x - self.p
+            left = self.x[self._at(keys)] - self.p[self._at(keys)]
         try:
-            return bytes(self.down.encode(left, self.down_memory))
+            return bytes(self.down.encode(left, memory))
         except NonFiniteError:
             return None
 
-    def since(self, have: int) -> list[tuple[int, bytes]] | None:
-        """(number, delta) of each publication after `have`, or None where only the whole state will do."""
+    def since(self, have: int) -> list[tuple[int, Keys, bytes | None]] | None:
+        """Number, keys and payload of each publication after `have`, or None where only the whole state will do.
+
+        No payload: the values of these keys in p.
+        """
         wanted = range(have + 1, self.publication + 1)
         if have < 0 or not all(number in self.deltas for number in wanted):
             return None
-        return [(number, self.deltas[number]) for number in wanted]
+        return [(number, *self.deltas[number]) for number in wanted]
 
     def arrays(self) -> dict[str, FloatArray]:
         """Everything a checkpoint holds of this shard; views."""

@@ -91,13 +91,13 @@ class Uplink:
         """Begin, or begin anew after a rejoin: what was in flight is given up, the residual is not."""
         if len(place.ranges) <= self.index or place.ranges[self.index] != keys:
             raise RemoteProtocolError(f"the server above cuts the model elsewhere than at {keys}")
-        feedback = self.view.feedback if self.view is not None else None
+        feedback = self.view.turn(0)[1] if self.view is not None else None
         if feedback is None:
             # The link up is not measured yet: under `auto` the sparsest rung, which is what a worker begins with too.
             spec = ladder(place.settings.compress)[-1].spec
             feedback = ErrorFeedback(parse(spec), keys[1] - keys[0], seed=place.worker << 16 | self.index)
         pulled = np.zeros(keys[1] - keys[0], np.float32)
-        self.view = ShardView(*keys, feedback, place.settings.mode(), pulled, narrows.compression)
+        self.view = ShardView(*keys, [feedback], place.settings.mode(), pulled, narrows.compression)
         self.place, self.session, self.clock = place, session, place.clock
         self.inner = self.samples = 0
         self.due = self.ready = self.wants_weights = self.finishing = False
@@ -151,7 +151,7 @@ class Uplink:
     def _push(self, weights: FloatArray, update: FloatArray, now_ns: int, dense: bool = False) -> list[MemberEffect]:
         view, session, place, start = self.view, self.session, self.place, self.start
         assert view is not None and session is not None and place is not None and start is not None
-        feedback = view.feedback
+        feedback = view.turn(self.clock)[1]
         coded: list[Coded] = []
         if not update.any() and (feedback.residual is None or not feedback.residual.any()):
             coded = [(m.CODED, view.begin, view.end, NOTHING.encode(update))]
@@ -193,7 +193,7 @@ class Uplink:
         if view is None or not self.due or not self.may_go:
             return None
         base = np.empty(view.end - view.begin, np.float32)
-        view.compose(self.clock, base)
+        view.compose(self.clock, view.begin, view.end, base)
         self.due = False
         return base
 

@@ -21,7 +21,7 @@ from narrows.protocols import messages as m
 from narrows.protocols.coordinator import Coordinator
 from narrows.protocols.effects import NS, MemberEffect, ServerEffect
 from narrows.protocols.errors import NarrowsError
-from narrows.protocols.keys import Plan, TensorSpec, parts
+from narrows.protocols.keys import Plan, TensorSpec, fragment, parts
 from narrows.protocols.member import Timing
 from narrows.protocols.modes import Rule
 from narrows.protocols.wire import pack, unpack
@@ -297,7 +297,7 @@ class Worker:
             return
         for state in event.parts:
             target = view.pulled[state.begin - view.begin : state.end - view.begin]
-            if not state.delta:
+            if state.codec == m.RAW_FLOAT32:
                 target[:] = np.frombuffer(state.payload, np.float32)
             elif len(state.payload):
                 accumulate(state.payload, 1.0, target)
@@ -334,7 +334,8 @@ class Worker:
         run.checker.pushed(self, clock, values, samples)
         hyper = HYPER if self.mode.rule is Rule.OPTIMIZER else b""
         for shard, view in enumerate(self.views):
-            cuts = list(enumerate(parts(view.begin, view.end, PART_KEYS)))
+            keys = fragment(view.begin, view.end, self.mode.fragments, clock % self.mode.fragments)
+            cuts = list(enumerate(parts(*keys, PART_KEYS)))
             head = (self.worker, self.epoch, clock)
             messages = [
                 m.Push(*head, i, len(cuts), b, end, samples, hyper, m.RAW_FLOAT32, values[b:end].tobytes())
@@ -353,7 +354,10 @@ class Worker:
         """All is pushed: wait until it is in, take the shared model, leave."""
         if self.member.phase != "running":
             return
-        if any(view.in_flight for view in self.views) and not self.mode.barrier:
+        if any(view.in_flight for view in self.views):
+            for shard, view in enumerate(self.views):  # a barrier is known to be folded by the state that has it
+                if self.mode.barrier and not view.pulling and view.min_clock < self.clock:
+                    self._pull(shard, view.min_clock + 1 + (self.mode.bound or 0))
             return
         if all(view.master for view in self.views):
             self.run.checker.leaves(self)

@@ -44,7 +44,11 @@ class Checker:
         settings = run.case.settings
         self.mode = settings.mode()
         self.quorum = settings.quorum
-        self.bound = None if settings.sync == "async" else settings.staleness
+        delay, clock_steps = settings.merge_delay, settings.local_steps // settings.fragments
+        late = next(
+            clocks for clocks in range(delay + 1) if clocks * clock_steps >= delay
+        )  # begun before a merge is due
+        self.bound = None if settings.sync == "async" else settings.staleness + late
         self.given = Given()
         self.made: dict[tuple[int, int], int] = {}  # worker, epoch -> its clock, as it knows itself
         self.pulls: dict[
@@ -161,8 +165,9 @@ class Checker:
             raise Violation(f"staleness: {where} is settled to {state.settled}, s = {bound}")
         if state.settled > state.min_clock or (self.quorum < 0 and state.settled < state.min_clock):
             raise Violation(f"{where} is settled to {state.settled}, of min_clock {state.min_clock}")
-        # With no bound a publication may be older than min_clock is.
-        for own in range(max(state.settled - 3, 0), state.settled) if self.bound is not None else ():
+        # With no bound a publication may be older than min_clock is. Of several differences the last completes the state.
+        complete = self.bound is not None and state.part == state.parts - 1
+        for own in range(max(state.settled - 3, 0), state.settled) if complete else ():
             push = (state.worker, state.epoch, own)
             shown = push in held.folded if master else held.shown.get(push, state.publication + 1) <= state.publication
             if push in self.given.pushes and not shown:

@@ -67,12 +67,12 @@ class Mirror:
         self.terms: list[tuple[float, PushId]] = []  # of the newest Store.mean
         self.log: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         for name in ("first_weights", "fold_update", "mean", "fold_outer", "fold_gradient", "publish"):
-            setattr(store, name, self._heard(getattr(self, f"_{name}"), getattr(store, name)))
+            setattr(store, name, self._heard(name, getattr(self, f"_{name}"), getattr(store, name)))
 
-    def _heard(self, ours: Callable[..., None], plain: Callable[..., Any]) -> Callable[..., Any]:
+    def _heard(self, name: str, ours: Callable[..., None], plain: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
             result = plain(*arguments)
-            self.log.append((ours, arguments or (zlib.crc32(self.store.p.tobytes()),)))
+            self.log.append((ours, (zlib.crc32(self.store.p.tobytes()),) if name == "publish" else arguments))
             return result
 
         return call
@@ -128,12 +128,18 @@ class Mirror:
     def _mean(self, pushes: Sequence[tuple[float, Sequence[m.Push]]]) -> None:
         self.terms = [(weight, self._once(pieces)) for weight, pieces in pushes]
 
-    def _fold_outer(self, mean: FloatArray) -> None:
+    def _fold_outer(self, mean: FloatArray, keys: tuple[int, int]) -> None:
         held, settings = self.held, self.case.settings
         mean = self._true_mean(self.terms[0][0])
         rate, momentum = np.float32(settings.outer_lr), np.float32(settings.outer_momentum)
-        held.momentum = momentum * held.momentum + mean
-        held.x += rate * (mean + momentum * held.momentum)
+        # Of the keys whose turn this clock is, and of no others.
+        clock, begin, size = self.terms[0][1][2], self.store.begin, self.store.size
+        low, high = (begin + size * (clock % settings.fragments + i) // settings.fragments for i in (0, 1))
+        if keys != (low, high):
+            raise Violation(f"clock {clock} is folded at keys {keys} of shard {self.index}, not at {(low, high)}")
+        at = slice(low - begin, high - begin)
+        held.momentum[at] = momentum * held.momentum[at] + mean[at]
+        held.x[at] += rate * (mean[at] + momentum * held.momentum[at])
 
     def _fold_gradient(self, mean: FloatArray, hyper: bytes, absent: Sequence[int], scale: float) -> None:
         self.held.x -= np.float32(RATE * scale) * self._true_mean(scale)

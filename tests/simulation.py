@@ -33,6 +33,13 @@ TICK_NS = 200 * MS
 END_NS = 240 * NS  # virtual time in which every run has ended
 WIRE_EVERY = 16  # one run in so many sends bytes, not objects
 
+# What `local` streams in every other run of it: one clock in flight, two, four.
+STREAMS: tuple[dict[str, Any], ...] = (
+    {"local_steps": 4, "fragments": 2, "merge_delay": 0},
+    {"local_steps": 6, "fragments": 2, "merge_delay": 2},
+    {"local_steps": 3, "fragments": 3, "merge_delay": 2},
+    {"local_steps": 4, "fragments": 4, "merge_delay": 3},
+)
 # The modes, in turn. `staleness` -1 stands for 0 to 3 in turn, `quorum` -1 for some of the workers.
 MODES: tuple[dict[str, Any], ...] = (
     {"sync": "bsp"},
@@ -79,6 +86,8 @@ def case_of(seed: int, restart: bool = False) -> Case:
     row = dict(MODES[seed % len(MODES)])
     if "staleness" in row:
         row["staleness"] = seed // len(MODES) % 4
+    elif row["sync"] == "local" and "quorum" not in row and seed // len(MODES) % 2:
+        row |= STREAMS[seed // len(MODES) // 2 % len(STREAMS)]
     workers, shards = between(4, 6), between(2, 3)
     if "quorum" in row:
         row["quorum"] = between(1, workers - 1)

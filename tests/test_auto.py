@@ -282,7 +282,8 @@ def test_publications_of_any_coding_lead_to_the_same_state() -> None:
             np.testing.assert_array_equal(store.p, store.x)
         else:
             assert news is not None
-            for _, delta in news:
+            for _, keys, delta in news:
+                assert keys == (0, 2_000) and delta is not None
                 accumulate(delta, 1.0, followed)
         np.testing.assert_array_equal(followed, store.p)
     assert store.since(store.publication - 2) is None

@@ -10,12 +10,14 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import in_process
 import numpy as np
 import pytest
+import streaming
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -358,6 +360,21 @@ def test_the_outer_momentum_goes_on_too(tmp_path: Path) -> None:
     with run(LOCAL, OnDisk(LOCAL, tmp_path, resume=True)) as started:
         resumed = train(started, make, STEPS, finish=True, seed=99)
     assert np.array_equal(resumed, straight(LOCAL, make))
+
+
+@pytest.mark.parametrize("spec", ["dense", "topk:0.2"])
+@pytest.mark.parametrize("delay", [0, 1])
+def test_a_run_in_fragments_goes_on_with_the_fragment_whose_turn_it_is(delay: int, spec: str, tmp_path: Path) -> None:
+    """Inner steps that were not pushed end with their workers; momentum, and what the downlink left out, do not."""
+    settings = replace(streaming.DENSE, fragments=4, merge_delay=delay, shards=2, compress=spec)
+    reference = streaming.Reference(settings)
+    with run(settings, OnDisk(settings, tmp_path)) as started:
+        streaming.compare(started, reference, range(1, 13 + delay), exact=False, finish=False)
+        cast(OnDisk, started.cluster).interrupt()
+    assert newest(tmp_path, 2) == 6
+    reference.resume()
+    with run(settings, OnDisk(settings, tmp_path, resume=True)) as started:
+        streaming.compare(started, reference, range(13, 28), exact=False)
 
 
 def test_a_crash_goes_back_to_the_newest_checkpoint_that_all_shards_have(tmp_path: Path) -> None:

@@ -26,6 +26,12 @@ TABLE: list[tuple[dict[str, Any], tuple[int, int | None, bool, str, Rule, int]]]
     ({"sync": "local"}, (10, 0, True, "update", Rule.OUTER, 1)),
     ({"sync": "local", "local_steps": 500}, (500, 0, True, "update", Rule.OUTER, 1)),
     ({"sync": "local", "local_steps": 1}, (1, 0, True, "update", Rule.OUTER, 1)),
+    # A push of clock c, after its inner steps, is merged merge_delay steps later: so many clocks may be begun before.
+    ({"sync": "local", "fragments": 5, "merge_delay": 0}, (2, 0, True, "update", Rule.OUTER, 1)),
+    ({"sync": "local", "fragments": 5}, (2, 1, True, "update", Rule.OUTER, 2)),
+    ({"sync": "local", "fragments": 5, "merge_delay": 2}, (2, 1, True, "update", Rule.OUTER, 2)),
+    ({"sync": "local", "fragments": 5, "merge_delay": 3}, (2, 2, True, "update", Rule.OUTER, 3)),
+    ({"sync": "local", "merge_delay": 9}, (10, 1, True, "update", Rule.OUTER, 2)),
     ({"sync": "local", "staleness": 2}, (10, 2, False, "update", Rule.OUTER, 3)),
     ({"sync": "gossip"}, (1, 1, False, "model", Rule.MIX, 2)),
     ({"sync": "gossip", "local_steps": 5, "staleness": 0}, (5, 0, False, "model", Rule.MIX, 1)),
@@ -85,6 +91,24 @@ NAN = float("nan")
         ({"sync": "bsp", "local_steps": 10}, "--local-steps: --sync bsp pushes every step"),
         ({"sync": "local", "local_steps": 0}, "--local-steps 0: give a value from 1 to"),
         ({"sync": "local", "local_steps": -3}, "--local-steps -3: give a value from 1 to"),
+        ({"sync": "local", "fragments": 0}, "--fragments 0: give a value from 1 to 1024"),
+        ({"sync": "local", "fragments": 4}, "--fragments 4: --local-steps 10 is no multiple of it"),
+        ({"sync": "local", "fragments": 4}, "give --local-steps 12"),
+        ({"sync": "local", "fragments": 20}, "give --local-steps 20"),
+        ({"sync": "ssp", "fragments": 2}, "--fragments: --sync ssp pushes every step"),
+        ({"sync": "bsp", "merge_delay": 1}, "--merge-delay: --sync bsp pushes every step"),
+        ({"sync": "async", "merge_alpha": 0.5}, "--merge-alpha: --sync async pushes every step"),
+        ({"sync": "local", "merge_delay": 10}, "--merge-delay 10: a fragment is pushed again after --local-steps 10"),
+        ({"sync": "local", "merge_delay": 10}, "give at most 9"),
+        ({"sync": "local", "merge_delay": -2}, "--merge-delay -2: give a value from 0 to"),
+        ({"sync": "local", "merge_alpha": 1.0}, "--merge-alpha 1.0: give a value from 0 up to, not including, 1"),
+        ({"sync": "local", "merge_alpha": -0.5}, "--merge-alpha -0.5: give a value from 0 up to, not including, 1"),
+        ({"sync": "local", "merge_alpha": NAN}, "--merge-alpha nan: give a value from 0 up to, not including, 1"),
+        (
+            {"sync": "local", "staleness": 1, "fragments": 2},
+            "--fragments: with --staleness 1 updates are folded at once",
+        ),
+        ({"sync": "local", "staleness": 2, "merge_delay": 1}, "--merge-delay: with --staleness 2 updates are folded"),
         ({"sync": "local", "push": "gradient"}, "--push gradient: --sync local pushes update"),
         ({"sync": "ssp", "push": "model"}, "--push model: --sync ssp pushes update or gradient"),
         ({"sync": "bsp", "push": "weights"}, "--push weights: --sync bsp pushes gradient or update"),
@@ -138,6 +162,25 @@ def test_a_flag_that_says_what_the_mode_does_anyway_is_no_error(flags: dict[str,
     Settings(**flags).validated()
 
 
+def test_what_is_mixed_in_a_merge_follows_from_its_delay() -> None:
+    """With a delay half of the local values are kept (2501.18512); without one there is nothing to keep."""
+    for flags, expected in (
+        ({}, (1, 0, 0.0)),
+        ({"fragments": 5}, (5, 1, 0.5)),
+        ({"fragments": 5, "merge_delay": 0}, (5, 0, 0.0)),
+        ({"merge_delay": 3}, (1, 3, 0.5)),
+        ({"merge_delay": 3, "merge_alpha": 0.0}, (1, 3, 0.0)),
+        ({"merge_alpha": 0.25}, (1, 0, 0.25)),
+    ):
+        settings = Settings(sync="local", **flags).validated()
+        mode = settings.mode()
+        assert (mode.fragments, mode.merge_delay, mode.merge_alpha) == expected
+        assert settings.validated() == settings and Settings.unpacked(settings.packed()) == settings
+        assert mode.merges and mode.streams == bool(flags)
+    for sync in ("bsp", "ssp", "async"):
+        assert not Settings(sync=sync).validated().mode().merges and not Settings(sync=sync).validated().mode().streams
+
+
 def test_a_contradiction_names_both_sides_and_agreement_is_silent() -> None:
     actual = Settings(sync="ssp", staleness=2, compress="topk:0.01").validated()
     assert contradiction({}, actual) is None
@@ -156,6 +199,9 @@ def test_a_contradiction_names_both_sides_and_agreement_is_silent() -> None:
         "outer_momentum": 0.5,
         "quorum": 2,
         "grace": 1.0,
+        "fragments": 5,
+        "merge_delay": 3,
+        "merge_alpha": 0.25,
         "lease": 3.0,
         "topology": "ring",
         "checkpoint_every": 5.0,

@@ -43,7 +43,7 @@ def test_every_invariant_holds_where_a_shard_restarts() -> None:
 
 
 def test_a_run_is_as_large_as_is_said_and_the_modes_take_turns() -> None:
-    cases = [case_of(seed) for seed in range(64)]
+    cases = [case_of(seed) for seed in range(128)]
     assert all(case.settings.workers >= 4 and case.settings.shards >= 2 for case in cases) and CLOCKS >= 20
     modes = {(c.settings.sync, c.settings.push, c.settings.staleness) for c in cases}
     assert {mode[:2] for mode in modes} == {
@@ -52,6 +52,11 @@ def test_a_run_is_as_large_as_is_said_and_the_modes_take_turns() -> None:
     }
     assert (
         {s for sync, _, s in modes if sync == "ssp"} == {s for sync, _, s in modes if sync == "local"} == {0, 1, 2, 3}
+    )
+    streams = [c.settings.mode() for c in cases if c.settings.mode().streams]
+    assert {mode.fragments for mode in streams} == {2, 3, 4} and {mode.bound for mode in streams} == {0, 1, 2, 3}
+    assert any(
+        c.settings.sync == "local" and c.settings.mode().barrier and not c.settings.mode().streams for c in cases
     )
 
 

@@ -90,7 +90,10 @@ BELOW = {
     "ssp": Settings(sync="ssp", staleness=2, compress="topk:0.3"),
     "async": Settings(sync="async"),
     "local": Settings(sync="local", local_steps=2, outer_lr=1.0, outer_momentum=0.0),
-}
+    "streaming": Settings(sync="local", local_steps=2, fragments=2, outer_lr=1.0, outer_momentum=0.0),
+    "streaming, sparse": Settings(sync="local", local_steps=2, fragments=2, compress="topk:0.3", outer_lr=1.0,
+                                  outer_momentum=0.0),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("below", BELOW)
@@ -196,6 +199,7 @@ def test_without_workers_a_cluster_leaves_and_comes_back() -> None:
 
 @pytest.mark.parametrize(("above", "below", "said"), [
     (Settings(sync="bsp"), Settings(), "it takes gradients (--sync bsp) and a cluster pushes updates: start it with --push"),
+    (Settings(sync="local", fragments=2), Settings(), "it merges fragments of the model (--fragments, --merge-delay, --merge-"),
     (Settings(shards=2), Settings(), "it has 2 shards and this cluster 1, and each pushes to one: give --shards 2 here"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_one_sentence(above: Settings, below: Settings, said: str) -> None:

@@ -6,12 +6,16 @@ Rules
   after a push it asks for the state that the next clock needs, so that with s >= 1 the link's time lies under the next
   forward and backward.
 - The replica is composed shard by shard (protocols/view.py), and then is what the parameters show.
+- Where the mode merges (local steps at a barrier), inner steps go on after a push. `merge_delay` of them later the worker
+  waits for the state with that clock in it, and takes global values G = the replica of that fragment into its local ones L:
+  L = a L + (1 - a) G. The next update of the fragment is L - G (Streaming DiLoCo, 2501.18512, alg. 2).
 """
 
 from __future__ import annotations
 
 import inspect
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +28,7 @@ from narrows.protocols import effects as e
 from narrows.protocols import messages as m
 from narrows.protocols.effects import MemberEffect
 from narrows.protocols.errors import NarrowsError, UsageError
-from narrows.protocols.keys import parts
+from narrows.protocols.keys import fragment, parts
 from narrows.protocols.modes import ELEMENTWISE, Rule, Settings
 from narrows.protocols.view import Coded, ShardView, raw_values
 from narrows.protocols.wire import pack
@@ -96,20 +100,22 @@ class Engine:
         self.link, self.settings, self.mode = link, settings, settings.mode()
         self.model, self.inner, self.max_grad_norm = model, inner, max_grad_norm
         self.flat = FlatModel(model, inner)
-        self.tuning = Tuning(settings, self.flat.size)
+        self.tuning = Tuning(settings, -(-self.flat.size // self.mode.fragments))
         self.gradients = self.mode.rule is Rule.OPTIMIZER
         self.worker, self.epoch, self.clock = -1, 0, 0
         self.missed = 0  # rounds that closed without an update of ours, in this life (--quorum)
         self.late = 0  # those of them that are not in the record yet
         self.composed = 0  # the epoch of the life that the replica is of
         self.local_step = 0
+        self.unmerged: deque[int] = deque()  # own clocks whose state is not in the parameters yet
+        self.moved = False  # a step was taken since all of the replica was composed
         self.samples = 1
         self.samples_pending = 0
         self.views: list[ShardView[ErrorFeedback]] = []
         self.pulled: FloatArray = np.zeros(self.flat.size, np.float32)
         self.replica: FloatArray = self.pulled if self.gradients else np.zeros(self.flat.size, np.float32)
-        # What the parameters were set to: the replica as their dtype rounds it. An update is measured from there, or the
-        # rounding of a bf16 worker would be pushed into the fp32 master.
+        # What an update is measured from: the replica as the parameters' dtype rounds it, or the rounding of a bf16 worker
+        # would be pushed into the fp32 master.
         exact = all(p.dtype == torch.float32 for p in self.flat.parameters) or self.gradients
         self.start: FloatArray = self.replica if exact else np.zeros(self.flat.size, np.float32)
         # Pushed gradients at bound 0: the parameters are the pulled state, nothing changes them but a state that step()
@@ -133,7 +139,9 @@ class Engine:
         self._wait(lambda: self._started, START_LIMIT_S, "the server to admit this worker")
         self._wait_ready(START_LIMIT_S)
         # Buffers of pushes: one is free again once its push is settled and no longer stands in the replica.
-        self.ring = [np.zeros(self.flat.size, np.float32) for _ in range(self.mode.window + 2)]
+        # A fragment is merged before it is pushed again, so of one there is never more than one update.
+        rounds = 1 if self.mode.merges else self.mode.window
+        self.ring = [np.zeros(self.flat.size, np.float32) for _ in range(rounds + 2)]
         self.overlap: Overlap | None = None
         if overlap and self.gradients:
             if not self.tuning.up_raw:
@@ -151,7 +159,7 @@ class Engine:
         return self.clock + self.missed
 
     def _buffer(self) -> FloatArray:
-        return self.ring[self.clock % len(self.ring)]
+        return self.ring[self.clock // self.mode.fragments % len(self.ring)]
 
     def _cannot_rebuild(self, why: str) -> str:
         return f"--push gradient needs an optimizer that the server can rebuild, but {why}: use --push update"
@@ -195,22 +203,27 @@ class Engine:
 
     def _start(self, event: e.Started) -> None:
         if event.again:
-            residuals = [view.feedback for view in self.views]
+            residuals = [[feedback for _, feedback in view.fragments] for view in self.views]
         else:
             residuals = [
-                ErrorFeedback(self.tuning.compressor, end - begin, seed=event.worker << 16 | shard)
+                self._feedbacks(begin, end, event.worker << 16 | shard)
                 for shard, (begin, end) in enumerate(event.ranges)
             ]
         self.views = []
-        for (begin, end), feedback in zip(event.ranges, residuals, strict=True):
+        for (begin, end), feedbacks in zip(event.ranges, residuals, strict=True):
             pulled = None if self.direct else self.pulled[begin:end]
-            self.views.append(ShardView(begin, end, feedback, self.mode, pulled, narrows.compression))
+            self.views.append(ShardView(begin, end, feedbacks, self.mode, pulled, narrows.compression))
         self.worker, self.epoch, self.clock, self.missed = event.worker, event.epoch, event.clock, 0
         self._started = True
         if event.buffers:
             load_buffers(self.model, event.buffers)
         for shard in range(len(self.views)):
             self._pull(shard, self.clock)
+
+    def _feedbacks(self, begin: int, end: int, seed: int) -> list[ErrorFeedback]:
+        """One for each fragment. They may share a seed: the clocks that they encode at differ."""
+        cuts = [fragment(begin, end, self.mode.fragments, index) for index in range(self.mode.fragments)]
+        return [ErrorFeedback(self.tuning.compressor, high - low, seed=seed) for low, high in cuts]
 
     def _pull(self, shard: int, clock: int, master: bool = False) -> None:
         view = self.views[shard]
@@ -245,6 +258,10 @@ class Engine:
 
         self._wait(ready, limit_s, f"a state for clock {self.clock}")
         self.wait_s = time.monotonic() - before
+        self._seen_settled()
+
+    def _seen_settled(self) -> None:
+        """Count what closed without us up to the states that are here."""
         self.staleness = self.clock - min(view.settled for view in self.views)
         missed = min(view.min_clock - view.settled for view in self.views)
         if self.composed == self.epoch:
@@ -255,12 +272,70 @@ class Engine:
         """The replica, into the parameters."""
         if not self.gradients:
             for view in self.views:
-                view.compose(self.clock, self.replica[view.begin : view.end])
+                view.compose(self.clock, view.begin, view.end, self.replica[view.begin : view.end])
         if not self.direct:
             self.flat.write(self.replica)
         if self.start is not self.replica:
             self.flat.read(self.start)
-        self.composed = self.epoch
+        self.composed, self.moved = self.epoch, False
+
+    # Merging.
+
+    def _wait_folded(self, clock: int) -> None:
+        """Until every shard's state has all updates before `clock`, or this worker had to join again."""
+        before, epoch = time.monotonic(), self.epoch
+
+        def folded() -> bool:
+            self._ask(clock)
+            return self.epoch != epoch or all(view.settled >= clock for view in self.views)
+
+        self._wait(folded, WAIT_LIMIT_S, f"the updates before clock {clock}")
+        self.wait_s += time.monotonic() - before
+
+    def _ask(self, clock: int) -> None:
+        """Ask every shard whose state lacks updates before `clock` for its next one, as soon as there is one."""
+        assert self.mode.bound is not None
+        for shard, view in enumerate(self.views):
+            if not view.pulling and 0 <= view.settled < clock:
+                self._pull(shard, view.settled + 1 + self.mode.bound)
+
+    def _exchange(self, pushes: bool) -> None:
+        """After an inner step: merge what is due, push where it is time, and merge that at once where there is no delay."""
+        self.wait_s = 0.0
+        if self._merge_due() and pushes:
+            self._push(self._update())
+            self.unmerged.append(self.clock - 1)
+            self._merge_due()
+        self._seen_settled()
+
+    def _merge_due(self) -> bool:
+        """Merge the clocks whose delay is over. False where this worker had to join again."""
+        steps, delay = self.mode.local_steps, self.mode.merge_delay
+        while self.unmerged and self.clock * steps + self.local_step >= (self.unmerged[0] + 1) * steps + delay:
+            if not self._merge():
+                return False
+        return True
+
+    def _merge(self) -> bool:
+        """Merge the fragment of the oldest clock, once its round is folded. False where this worker had to join again."""
+        self._wait_folded(self.unmerged[0] + 1)
+        if self._resume():
+            return False
+        clock, alpha = self.unmerged.popleft(), np.float32(self.mode.merge_alpha)
+        for view in self.views:
+            (begin, end), _ = view.turn(clock)
+            base, ours = self.replica[begin:end], np.empty(end - begin, np.float32)
+            view.compose(self.clock, begin, end, base)
+            if alpha:
+                self.flat.read_keys(begin, ours)
+                ours -= base
+                ours *= alpha
+            self.flat.write_keys(begin, base + ours if alpha else base)
+            if self.start is not self.replica:
+                self.flat.read_keys(begin, self.start[begin:end])
+                if alpha:
+                    self.start[begin:end] -= ours
+        return True
 
     # Steps.
 
@@ -269,6 +344,8 @@ class Engine:
         if self.finished:
             raise UsageError("step() after finish(): the run is over for this worker")
         self.poll()
+        if self.unmerged:
+            self._ask(self.unmerged[-1] + 1)  # so that it comes under this step too
         pushes = self.local_step + 1 >= self.mode.local_steps
         if pushes and self.overlap is None:
             self._wait_window()
@@ -284,7 +361,10 @@ class Engine:
             self._next()
             return loss
         loss = clipped_step(self.inner, self.flat.parameters, self.max_grad_norm, closure)
-        if pushes:
+        self.moved = True
+        if self.mode.merges:
+            self._exchange(pushes)
+        elif pushes:
             self._push(self._update())
             self._next()
         return loss
@@ -294,6 +374,7 @@ class Engine:
         if self.composed == self.epoch:
             return False
         self.local_step = self.samples_pending = 0
+        self.unmerged.clear()
         if self.overlap is not None:
             self.overlap.drop()
         self._next()
@@ -335,9 +416,12 @@ class Engine:
             self.overlap.open(self._buffer())
 
     def _update(self) -> Callable[[int, int], FloatArray]:
+        """What the fragment of this clock moved by."""
         update = self._buffer()
-        self.flat.read(update)
-        update -= self.start
+        for view in self.views:
+            (begin, end), _ = view.turn(self.clock)
+            self.flat.read_keys(begin, update[begin:end])
+            update[begin:end] -= self.start[begin:end]
         return lambda begin, end: update[begin:end]
 
     def _gradient(self, begin: int, end: int) -> FloatArray:
@@ -352,41 +436,42 @@ class Engine:
         """Send update `clock` to every shard, which has room for it; `piece` gives its values of keys [begin, end)."""
         began = time.monotonic()
         sent: list[list[Coded]] = [[] for _ in self.views]
-        if not dense and self.views[0].feedback.compressor.spec != "dense":
+        turns = [view.turn(self.clock) for view in self.views]
+        if not dense and turns[0][1].compressor.spec != "dense":
             try:
-                for shard, view in enumerate(self.views):  # all before the first leaves
-                    sent[shard] = [(m.CODED, view.begin, view.end, self._encode(view, piece(view.begin, view.end)))]
+                for shard, (keys, feedback) in enumerate(turns):  # all before the first leaves
+                    sent[shard] = [(m.CODED, *keys, self._encode(keys[0], feedback, piece(*keys)))]
             except NarrowsError:  # a value that is not finite: nothing was sent, so nothing may be gone from a residual
-                for view, own in zip(self.views, sent, strict=True):
+                for (_, feedback), own in zip(turns, sent, strict=True):
                     for _, _, _, payload in own:
-                        view.feedback.restore(payload)
+                        feedback.restore(payload)
                 raise
             for shard, (coded,) in enumerate(sent):
                 self._send_part(shard, 0, 1, coded, hyper)
         else:
-            for shard, view in enumerate(self.views):
-                cuts, residual = list(parts(view.begin, view.end)), view.feedback.residual
+            for shard, (keys, feedback) in enumerate(turns):
+                cuts, residual = list(parts(*keys)), feedback.residual
                 for part, (begin, end) in enumerate(cuts):
                     values = piece(begin, end)
                     if residual is not None:
-                        values = values + residual[begin - view.begin : end - view.begin]
+                        values = values + residual[begin - keys[0] : end - keys[0]]
                     raw = (m.RAW_FLOAT32, begin, end, values.view(np.uint8).data)
                     sent[shard].append(raw)
                     self._send_part(shard, part, len(cuts), raw, hyper)
-                view.feedback.load_state_dict({})
+                feedback.load_state_dict({})
         if not self.gradients:
             for view, own in zip(self.views, sent, strict=True):
                 view.own[self.clock] = own
         self.tuning.encode_s = time.monotonic() - began
         self._pushed()
 
-    def _encode(self, view: ShardView[ErrorFeedback], values: FloatArray) -> m.Buffer:
+    def _encode(self, begin: int, feedback: ErrorFeedback, values: FloatArray) -> m.Buffer:
         try:
-            view.feedback.memory.step = self.clock  # alike on all workers, whenever they joined
-            return view.feedback.encode(values)
+            feedback.memory.step = self.clock  # alike on all workers, whenever they joined
+            return feedback.encode(values)
         except NonFiniteError as error:
             wrong = ~np.isfinite(values)
-            name = self.flat.name_of(view.begin + int(np.argmax(wrong))) if wrong.any() else "the residual"
+            name = self.flat.name_of(begin + int(np.argmax(wrong))) if wrong.any() else "the residual"
             what = "gradient" if self.gradients else "update"
             raise NarrowsError(
                 f"the {what} of clock {self.clock} is not finite, first in {name!r} ({error}): it was not sent; lower the "
@@ -399,9 +484,13 @@ class Engine:
         self.local_step = self.samples_pending = 0
         if self.tuning.pushed(self.clock):
             for view in self.views:
-                view.feedback.change(self.tuning.compressor)
+                for _, feedback in view.fragments:
+                    feedback.change(self.tuning.compressor)
         if self.tuning.chooses:
             self.link.call(lambda member, now: member.look_at_link())
+        if self.mode.merges:
+            self._ask(self.clock)
+            return
         for shard, view in enumerate(self.views):
             if not view.pulling:
                 # Ahead only where this clock is served: else it would wait for a min_clock that only the next one needs.
@@ -425,7 +514,9 @@ class Engine:
 
             if not self.mode.barrier:
                 self._wait(here(lambda view: not view.in_flight), WAIT_LIMIT_S, "own updates")
-            if self.mode.bound == 0:
+            if self.mode.merges:
+                self._wait_folded(self.clock)
+            elif self.mode.bound == 0:
                 self._wait(here(lambda view: not view.pulling), WAIT_LIMIT_S, "states")
             if self.epoch == epoch:
                 for shard, view in enumerate(self.views):
@@ -455,17 +546,40 @@ class Engine:
         if self.finished:
             return
         self.poll()
-        self._wait_window()
-        self._resume()
-        left = [v.feedback.residual for v in self.views if v.feedback.residual is not None]
-        if not self.gradients and (self.local_step or any(r.any() for r in left)):
-            self._push(self._update(), dense=True)
-            if self.mode.barrier:
-                self._wait_ready()
+        if self.mode.merges:
+            self._flush()
+        else:
+            self._wait_window()
+            self._resume()
+            if not self.gradients and (
+                self.local_step or any(values.any() for view in self.views for *_, values in view.residuals)
+            ):
+                self._push(self._update(), dense=True)
+                if self.mode.barrier:
+                    self._wait_ready()
         self.final = self._master(flushed=True)  # what the others flush included: all end with one model
         self._send_buffers()
         self.finished = True
         self.leave(self.clock)
+
+    def _flush(self) -> None:
+        """Merge what is in flight; then what is left of each fragment goes in its turn, dense, one clock after the other.
+
+        How many turns that are follows from the settings and the clock, where fragments are exchanged: each worker must take
+        part in the same ones. Nothing is left of the one pushed last, unless some of it was kept back or mixed.
+        """
+        self._resume()
+        while self.unmerged and self._merge():
+            pass
+        turns = self.mode.fragments
+        kept = not self.tuning.up_lossless or self.mode.merge_alpha > 0 if self.mode.streams else self._has_residual()
+        for _ in range(turns if self.local_step or kept else turns - 1):
+            self._push(self._update(), dense=True)
+            self._wait_folded(self.clock)
+            self._resume()  # what was in flight is given up, as ever; the residuals are not
+
+    def _has_residual(self) -> bool:
+        return any(values.any() for view in self.views for *_, values in view.residuals)
 
     def leave(self, clock: int) -> None:
         """Tell the coordinator, and wait a little for its answer."""
@@ -481,13 +595,12 @@ class Engine:
 
     def residual(self) -> FloatArray | None:
         """A copy of what is still to be sent, float32[size], or None where nothing ever is."""
-        kept = [view.feedback.residual for view in self.views]
-        if all(residual is None for residual in kept):
+        kept = [residual for view in self.views for residual in view.residuals]
+        if not kept:
             return None
         whole = np.zeros(self.flat.size, np.float32)
-        for view, residual in zip(self.views, kept, strict=True):
-            if residual is not None:
-                whole[view.begin : view.end] = residual
+        for begin, end, values in kept:
+            whole[begin:end] = values
         return whole
 
     def load_residual(self, whole: FloatArray) -> None:
@@ -500,8 +613,9 @@ class Engine:
         if self.gradients and self.tuning.up_lossless:
             return  # of another mode: an update is no gradient
         for view in self.views:
-            view.feedback.load_state_dict({"residual": whole[view.begin : view.end]})
-        if not self.local_step:
+            for (begin, end), feedback in view.fragments:
+                feedback.load_state_dict({"residual": whole[begin:end]})
+        if not self.local_step and not (self.mode.streams and self.moved):  # else it shows with the next merge
             self._compose()
 
     # Module buffers (BatchNorm).

@@ -73,12 +73,27 @@ class FlatModel:
                 yield tensor, low, high
             tensor += 1
 
+    @torch.no_grad()
     def write_keys(self, begin: int, values: FloatArray) -> None:
-        """Set keys [begin, begin + values.size) of plain parameters, in one pass."""
+        """Set keys [begin, begin + values.size) of the parameters; in one pass where they are plain."""
         for tensor, low, high in self._within(begin, begin + values.size):
-            flat = self.parameters[tensor].detach().view(-1).numpy()
+            parameter, at = self.parameters[tensor], self.offsets[tensor]
+            part = values[low - begin : high - begin]
+            if _plain(parameter):
+                np.copyto(parameter.detach().view(-1).numpy()[low - at : high - at], part)
+                continue
+            flat = parameter.detach().reshape(-1)  # a copy, where it is not contiguous
+            flat[low - at : high - at].copy_(torch.from_numpy(part))
+            if not parameter.is_contiguous():
+                parameter.copy_(flat.view(parameter.shape))
+
+    @torch.no_grad()
+    def read_keys(self, begin: int, out: FloatArray) -> None:
+        """Copy keys [begin, begin + out.size) of the parameters into `out`."""
+        for tensor, low, high in self._within(begin, begin + out.size):
             at = self.offsets[tensor]
-            np.copyto(flat[low - at : high - at], values[low - begin : high - begin])
+            part = self.parameters[tensor].reshape(-1)[low - at : high - at]
+            torch.from_numpy(out[low - begin : high - begin]).copy_(part)
 
     def lend_gradient(self, begin: int, end: int) -> FloatArray | None:
         """Keys [begin, end) of the gradients as they lie in memory, or None where they are not one plain run."""

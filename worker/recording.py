@@ -95,7 +95,8 @@ class Recording:
     def done(self, codes: list[int]) -> str:
         """Write the last line of the record; return the last one for the console."""
         up, down = sum(self.up.values()), sum(self.down.values())
-        raw = 4 * self.parameters * self.updates  # each update carries every parameter once; a state likewise
+        # Each update carries every parameter of its fragment once; a state likewise.
+        raw = 4 * self.parameters * self.updates // self.settings.get("fragments", 1)
         self.note(
             "done",
             steps=self.steps,
