@@ -91,6 +91,9 @@ class Checker:
         if self.given.publications.get(number) != zlib.crc32(pulled.tobytes()):
             raise Violation(f"publication {publication} of shard {shard} is another one in {worker.name}")
 
+    def model_arrived(self, worker: Worker, shard: int, model: bytes) -> None:
+        pass  # looked at where it was sent
+
     # What servers do.
 
     def server_started(self, process: Process) -> None:
