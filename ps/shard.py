@@ -114,6 +114,7 @@ class Shard:
         self.renewed = False  # nobody here has a state of before the present place
         self.finishes = 0
         self.trouble = ""
+        self.told: tuple[int, bool, bool, int] | None = None  # `_standing` as of the newest report
 
     # The ledger.
 
@@ -387,7 +388,6 @@ class Shard:
         uplink, store, ledger = self.uplink, self.store, self.ledger
         if uplink is None or store is None or ledger is None:
             return effects
-        before = (self.min_clock, uplink.ready, self.at_rest, self.finishes)
         for event in seen:
             if isinstance(event, GiveWeights):
                 uplink.wants_weights = True
@@ -402,7 +402,7 @@ class Shard:
                     self._rebase(uplink, store, uplink.master)
         effects += self._advance(ledger, now_ns)
         effects += self._answer_pulls(now_ns)
-        if before != (self.min_clock, uplink.ready, self.at_rest, self.finishes):
+        if self.told != self._standing:  # not: what has changed here, for the session has changed before we hear of it
             effects.append(self._report(now_ns))
         return effects
 
@@ -433,6 +433,11 @@ class Shard:
         if uplink is None or ledger is None or not ledger.above:
             return True
         return ledger.over and self.min_clock >= ledger.min_clock and uplink.at_rest
+
+    @property
+    def _standing(self) -> tuple[int, bool, bool, int]:
+        """What the run above may change of a report."""
+        return (self.min_clock, self.uplink is not None and self.uplink.ready, self.at_rest, self.finishes)
 
     # Messages of workers.
 
@@ -674,7 +679,7 @@ class Shard:
     def report(self) -> m.Report:
         """What this shard has seen and done, under a new version."""
         self.version += 1
-        uplink = self.uplink
+        self.told, uplink = self._standing, self.uplink
         self.newest = m.Report(
             shard=self.index,
             port=self.port,
