@@ -415,8 +415,9 @@ class Coordinator:
 
     def _done(self, member: Member) -> bool:
         """It waits for the last model, and all that it pushed is in: a barrier need not wait for it."""
-        waits = all(member.worker in report.finishing for report in self.reports.values())
-        return self.child and waits and member.clock <= self.min_clock
+        if not self.child or member.clock > self.min_clock:
+            return False
+        return all(member.worker in report.finishing for report in self.reports.values())
 
     def _decide(self, now_ns: int) -> None:
         declared = self.declared
@@ -432,7 +433,7 @@ class Coordinator:
                 self.version += 1
         # After the end no clock closes: a shard that has reached the last one is gone, and would be waited for.
         while self.started and not self.over:
-            going = [w for w in declared if not self._done(w)]
+            going = [w for w in declared if not self._done(w)] if self.child else declared
             if not going or not all(w.clock > self.min_clock for w in going):
                 break
             clock = self.min_clock
@@ -448,7 +449,7 @@ class Coordinator:
         if undecided and all(report.weights_from == self.initialiser for report in current):
             self.weights = self.initialiser
             self.version += 1
-        ended = {(w.worker, w.clock) for w in declared if self._done(w)}
+        ended = {(w.worker, w.clock) for w in declared if self._done(w)} if self.child else set()
         # One after the other: a shard that saw two at once would push once less than the others.
         idle = all(report.finishes == self.finishes for report in self.reports.values())
         if idle and declared and len(ended) == len(declared) and not ended <= self.finished and not self.over:

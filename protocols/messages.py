@@ -60,11 +60,11 @@ def _is_int(value: object) -> bool:
 def _is_rows(value: object, width: int, last: type) -> bool:
     if type(value) is not tuple or len(value) > LIST_MAX:
         return False
+    if not all(type(row) is tuple and len(row) == width for row in value):
+        return False
     checks = [_is_int] * (width - 1) + [_is_int if last is int else CHECKS["float"]]
-    return all(
-        type(row) is tuple and len(row) == width and all(check(v) for check, v in zip(checks, row, strict=True))
-        for row in value
-    )
+    # By column: a ledger names every member, and is made each time that one joins.
+    return all(all(map(check, column)) for check, column in zip(checks, zip(*value, strict=True), strict=False))
 
 
 def _is_ints(value: object) -> bool:
@@ -331,7 +331,8 @@ class Ledger(Message):
 
 @dataclass(frozen=True, slots=True)
 class Report(Message):
-    """Shard to coordinator: all that it has seen and done. The newest replaces all before it."""
+    """Shard to coordinator: all that it has seen and done. The newest replaces all before it, but for `arrived`, which has
+    what is not in a report that the coordinator has shown to have."""
 
     shard: int
     port: int

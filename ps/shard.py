@@ -46,12 +46,13 @@ COORDINATOR = b""  # the peer that a shard's report goes to
 
 @dataclass(slots=True)
 class Inbox:
-    """One member on this shard. `clock`: updates of it accepted here."""
+    """One member on this shard. `clock`: updates of it accepted here; `moved`: the first report that tells of the last."""
 
     worker: int
     epoch: int
     rank: int
     clock: int
+    moved: int = 0
     peer: bytes = b""
     samples: int = 0
     partial: dict[int, dict[int, m.Push]] = field(default_factory=dict)
@@ -574,6 +575,7 @@ class Shard:
             while len(inbox.contained) > 4 * self.mode.window:
                 inbox.contained.popleft()
         inbox.clock += 1
+        inbox.moved = self.version + 1
         effects: list[ServerEffect] = [self._ack(inbox, clock, now_ns)]
         if self.mode.bound is None:
             self.folds += 1
@@ -691,11 +693,12 @@ class Shard:
             planned=self.plan is not None,
             weights_from=self.weights_from,
             min_clock=self.min_clock,
-            arrived=tuple((inbox.worker, inbox.clock) for inbox in self.inboxes.values()),
+            # All would cost each of a thousand members a look for each push of one of them.
+            arrived=tuple((i.worker, i.clock) for i in self.inboxes.values() if i.moved > self.report_seen),
             norms=tuple(self.norms.items()),
             checkpoints=tuple(self.checkpoints),
             from_above=uplink.place.epoch if uplink is not None and uplink.ready and uplink.place is not None else 0,
-            finishing=tuple(inbox.worker for inbox in self.inboxes.values() if self._finishing(inbox)),
+            finishing=tuple(i.worker for i in self.inboxes.values() if self._finishing(i)) if uplink is not None else (),
             finishes=self.finishes,
             at_rest=self.at_rest,
             trouble=self.trouble,

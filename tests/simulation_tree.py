@@ -3,7 +3,7 @@
     Tree(case).run()        raises Violation where an invariant does not hold (tests/levels.py)
 
 `TreeCase` says all of a run. `clusters` of `workers` each stand below one root; with no cluster the workers are the root's.
-Every few keys stand for a model of `model_bytes`. tests/forms.py says how long a round takes on links without faults.
+The few keys of the model stand for `model_bytes`. tests/forms.py says how long a round takes on links without faults.
 """
 
 from __future__ import annotations
@@ -182,8 +182,7 @@ class Node:
         tree = self.tree
         if tree.case.wire:
             message = decode([bytes(frame) for frame in encode(message)])
-        payload = getattr(message, "payload", b"")
-        self.sim.send(source, target, message, HEADER_BYTES + len(payload) * tree.byte_stands_for)
+        self.sim.send(source, target, message, HEADER_BYTES + tree.size_of(message))
 
     def compute_ns(self, index: int) -> int:
         return self.tree.case.step_ns[index] * self.settings.local_steps
@@ -223,6 +222,13 @@ class Tree:
         self.nodes = [self.root, *self.clusters]
         for index in range(len(case.step_ns)):
             self.sim.at(self.sim.random.between(0, 100 * MS), self.home(index).work, index, 0)
+
+    def size_of(self, message: m.Message) -> int:
+        """Bytes of its payload: raw values stand for a model of the case's size, what is coded is what it is."""
+        if not isinstance(message, (m.Push, m.State, m.FirstWeights)):
+            return 0
+        size = len(message.payload)
+        return size * self.byte_stands_for if message.codec == m.RAW_FLOAT32 else size
 
     def home(self, index: int) -> Node:
         """The cluster of a worker."""
