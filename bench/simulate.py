@@ -2,8 +2,12 @@
 
     python bench/simulate.py --runs 10000 --restarts 1000 --jobs 2
     python bench/simulate.py --replay 17 --restart          one seed again, with its trace
+    python bench/simulate.py --tree --clusters 50 --workers 1000 --above ssp --sync ssp
+                                                            one tree without faults, and the closed form of a round
 
-A run is tests/simulation.py's: at least 4 workers, 2 shards and 20 clocks, all modes in turn. Exit code 1 where one failed.
+A run is tests/simulation.py's: at least 4 workers, 2 shards and 20 clocks, all modes in turn. A tree is
+tests/simulation_tree.py's; `--above all --sync all` is every pair of modes, `--clusters 0` puts all workers below the root.
+Exit code 1 where one failed.
 """
 
 from __future__ import annotations
@@ -16,11 +20,14 @@ from collections import Counter
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
+from forms import Forms, explained, measured_s
 from mirrors import Violation
 from simulation import Run, case_of
+from simulation_tree import SYNCS, Tree, tree_of
 
 from narrows.protocols.effects import NS
 from narrows.protocols.messages import Message
@@ -128,6 +135,48 @@ def describe(message: Message | None) -> str:
     return " ".join(f"{name}={value}" for name, value in values if not isinstance(value, (bytes, memoryview)))
 
 
+def trees(told: argparse.Namespace) -> int:
+    """Each pair of modes that was asked for: a line."""
+    if told.workers < max(1, told.clusters) or told.workers % max(1, told.clusters):
+        print(f"--workers {told.workers}: give as many to each of --clusters {told.clusters}", file=sys.stderr)
+        return 2
+    aboves = (SYNCS if told.above == "all" else (told.above,)) if told.clusters else ("-",)
+    belows = SYNCS if told.sync == "all" else (told.sync,)
+    where = f"in {told.clusters} clusters" if told.clusters else "of one server"
+    print(f"{told.workers} workers {where}, {told.shards} shards, {told.rounds} rounds, seed {told.seed}\n")
+    print(f"{'above':<7}{'below':<7}{'s a round':>10}{'closed form':>20}{'virtual s':>11}{'events':>9}{'real s':>8}")
+    return max(tree_line(told, above, below) for above in aboves for below in belows)
+
+
+def tree_line(told: argparse.Namespace, above: str, below: str) -> int:
+    """One tree. 1 where an invariant or the closed form does not hold."""
+
+    def flags(sync: str, **more: str) -> dict[str, Any]:
+        return {"sync": sync, **more} | ({"local_steps": told.local_steps} if sync == "local" else {})
+
+    root = flags(above, push="update") if told.clusters else flags(below)
+    clocks = told.rounds * (told.local_steps if above == "local" else 1)
+    workers = told.workers // max(1, told.clusters)
+    case = tree_of(told.seed, root, flags(below), told.clusters, workers, clocks, shards=told.shards)
+    began = time.perf_counter()
+    tree = Tree(case)
+    try:
+        tree.run()
+    except Violation as violation:
+        print(violation)
+        return 1
+    real_s = time.perf_counter() - began
+    form, seconds = Forms(case).round_s(), measured_s(tree)
+    text = f"{form.low:.4f}" + (f" to {form.high:.4f}" if form.high > form.low else "")
+    holds = explained(form, seconds, told.rounds)
+    print(
+        f"{above:<7}{below:<7}{seconds:>10.4f}{text:>20}{tree.sim.now_ns / NS:>11.1f}"
+        f"{tree.events:>9}{real_s:>8.1f}{'' if holds else '  not the closed form'}",
+        flush=True,
+    )
+    return 0 if holds else 1
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=10_000)
@@ -136,7 +185,19 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--replay", type=int, metavar="SEED", help="run one seed and print its trace")
     parser.add_argument("--restart", action="store_true", help="with --replay: the run in which a shard restarts")
+    parser.add_argument(
+        "--tree", action="store_true", help="a tree of clusters, without faults, against its closed form"
+    )
+    parser.add_argument("--workers", type=int, default=1000, help="with --tree: of all clusters")
+    parser.add_argument("--clusters", type=int, default=50, help="with --tree; 0: all workers below the root")
+    parser.add_argument("--sync", choices=[*SYNCS, "all"], default="ssp", help="with --tree: of each cluster")
+    parser.add_argument("--above", choices=[*SYNCS, "all"], default="ssp", help="with --tree: of the root")
+    parser.add_argument("--local-steps", type=int, default=4, help="with --tree: of local")
+    parser.add_argument("--shards", type=int, default=1, help="with --tree")
+    parser.add_argument("--rounds", type=int, default=20, help="with --tree: of the root")
     told = parser.parse_args()
+    if told.tree:
+        return trees(told)
     if told.replay is not None:
         return replay(told.replay, told.restart)
     began = time.monotonic()

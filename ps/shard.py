@@ -698,7 +698,9 @@ class Shard:
             norms=tuple(self.norms.items()),
             checkpoints=tuple(self.checkpoints),
             from_above=uplink.place.epoch if uplink is not None and uplink.ready and uplink.place is not None else 0,
-            finishing=tuple(i.worker for i in self.inboxes.values() if self._finishing(i)) if uplink is not None else (),
+            finishing=tuple(i.worker for i in self.inboxes.values() if self._finishing(i))
+            if uplink is not None
+            else (),
             finishes=self.finishes,
             at_rest=self.at_rest,
             trouble=self.trouble,

@@ -120,7 +120,6 @@ class Host(Protocol):
     """The cluster that actors belong to."""
 
     prefix: str  # of all addresses in it
-    parent: Host | None  # the cluster whose servers its own servers are workers of
     settings: Settings
     max_grad_norm: float
     clocks: int  # of each worker
@@ -129,6 +128,10 @@ class Host(Protocol):
     sim: Simulator[m.Message]
     disk: Disk
     over: bool
+
+    @property
+    def parent(self) -> Host | None:
+        """The cluster whose servers its own servers are workers of."""
 
     @property
     def checker(self) -> Watch: ...

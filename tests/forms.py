@@ -1,22 +1,23 @@
 """How long a round of a tree takes on links without faults, in closed form, and how long it took.
 
-Of child i of a server: c its compute for one clock (inner steps times the time of one), u and d what its update and the state
-take on the road, delay + bytes / rate. A round is one advance of the root's min_clock; in `async`, as many updates as there
-are children.
+Of child i of a server: c its compute for one clock (inner steps times the time of one), u and d what its update and the
+state take on the road, delay + bytes / rate. A round is one advance of the root's min_clock; in `async`, as many updates as
+there are children.
 
-    bound 0 (bsp, local)   the slowest child is waited for, and its road both ways:     T = max_i (c_i + u_i + d_i)
-    no bound (async)       a child waits for nothing but its road and its window W:     p_i = max(c_i, bytes / rate, (c_i + u_i + d_i) / W)
-                           min_clock goes with the slowest, max_i p_i; a round is n / sum_i (1 / p_i)
-    bound s (ssp, local)   no slower than bound 0, no faster than no bound
+    bound 0 (bsp, local)  the slowest child is waited for, and its road both ways: T = max_i (c_i + u_i + d_i)
+    no bound (async)      a child waits for its road and its window of W updates alone (s + 1 for a bound s):
+                          p_i = max(c_i, bytes / rate_i, (c_i + u_i + d_i) / W)
+                          min_clock goes with the slowest, max_i p_i; a round is n / sum_i (1 / p_i)
+    bound s (ssp, local)  no slower than bound 0, no faster than max_i p_i
 
-A cluster is a child whose compute is H clocks of its own, H the inner steps of the mode above. B is one such clock: T below
-for bound 0, max_i p_i for no bound. Its road is U and D:
+A cluster k is a child whose compute is H clocks of its own, H the inner steps of the mode above. B is one such clock: T of
+its workers for bound 0, max_i p_i for no bound. U and D are its road:
 
-    above 0,    below 0         its workers wait for the state from above              max_k (H B_k + U_k + D_k)
-    above 0,    below no bound  they do not, the road lies under their compute         max_k max(H B_k, U_k + D_k)
-    above none                  nobody waits                                p_k = max(H B_k, bytes / rate, (U_k + D_k) / W)
+    above 0,  below 0          its workers wait for the state from above:  max_k (H B_k + U_k + D_k)
+    above 0,  below no bound   they do not; the road lies under compute:   max_k max(H B_k, U_k + D_k)
+    above no bound             nobody waits:                               p_k = max(H B_k, bytes / rate_k, (U_k + D_k) / W)
 
-The last of a cluster's window may lie under compute or not, so W clocks take at least the road both ways.
+With several shards the states of two may be under way on two levels at once, so bound 0 comes out a little faster.
 """
 
 from __future__ import annotations
@@ -80,7 +81,9 @@ class Forms:
 
     def round_s(self) -> Form:
         """One round of the root."""
-        low, high = (self._round(*(_is_bounded(mode, slow) for mode in (self.above, self.below))) for slow in (False, True))
+        low, high = (
+            self._round(*(_is_bounded(mode, slow) for mode in (self.above, self.below))) for slow in (False, True)
+        )
         return Form(low, high)
 
     def _round(self, above: bool, below: bool) -> float:
@@ -99,7 +102,8 @@ class Forms:
             return max(self.cluster_s(cluster, below) for cluster in clusters)
         rounds = []
         for cluster in clusters:
-            compute, road = steps * self.clock_s(self.workers_of(cluster), below), 2 * self.road_s(case.roads_up[cluster])
+            compute = steps * self.clock_s(self.workers_of(cluster), below)
+            road = 2 * self.road_s(case.roads_up[cluster])
             rounds.append(compute + road if below else max(compute, road))
         return max(rounds)
 
@@ -109,17 +113,30 @@ def _is_bounded(mode: Mode, slow: bool) -> bool:
 
 
 def measured_s(tree: Tree) -> float:
-    """Seconds per round of a tree that has run, as `Forms.round_s` counts them, while every cluster's slowest worker computed."""
+    """Seconds per round of a tree that has run, as `Forms.round_s` counts them.
+
+    Where workers were ahead, clocks without updates go up after their last: counted is while all clusters computed.
+    """
     if tree.case.above.mode().bound is not None:
         homes: dict[str, int] = {}
         for worker, times in tree.pushes_ns.items():
             name = tree.home(worker).name
             homes[name] = max(homes.get(name, 0), times[-1])
-        until_ns = min(homes.values())  # then clocks without updates in them go up, if workers were ahead
+        until_ns = min(homes.values())
         rounds = [time for time in tree.rounds_ns if time <= until_ns]
         return _mean_s(rounds[int(len(rounds) * SKIPPED) :])
     rates = [1 / period for period in (cluster_periods_s(tree) if tree.clusters else worker_periods_s(tree))]
     return len(rates) / sum(rates)
+
+
+def explained(form: Form, seconds: float, rounds: int) -> bool:
+    """Whether the form allows for what was measured in a run of so many rounds, to 10 % where the form is one value.
+
+    Between two values: who was a clock ahead when the measure began may have used that up when it ended.
+    """
+    if form.low == form.high:
+        return abs(seconds - form.low) <= 0.1 * form.low
+    return form.low * (1 - 1 / (rounds * (1 - SKIPPED))) <= seconds <= form.high
 
 
 def worker_periods_s(tree: Tree) -> list[float]:

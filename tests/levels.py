@@ -29,7 +29,6 @@ from narrows.protocols import effects as e
 from narrows.protocols import messages as m
 from narrows.protocols.coordinator import Coordinator
 from narrows.protocols.effects import ServerEffect
-from narrows.protocols.modes import Rule
 from narrows.ps.store import Store
 from narrows.ps.uplink import Uplink
 
@@ -122,7 +121,9 @@ class Level:
     def computes(self, worker: Worker, clock: int, min_clocks: Sequence[int]) -> None:
         bound = self.bound
         if bound is not None and clock > min(min_clocks) + bound:
-            raise Violation(f"staleness: {worker.name} computes with clock {clock} on states of {min_clocks}, s = {bound}")
+            raise Violation(
+                f"staleness: {worker.name} computes with clock {clock} on states of {min_clocks}, s = {bound}"
+            )
 
     @property
     def bound(self) -> int | None:
@@ -233,7 +234,9 @@ class Level:
             for front in fronts:
                 if front.someone_in(was, now):
                     late = [child for child, clock in front.at.items() if clock < now]
-                    raise Violation(f"{self.node.name}: min_clock goes from {was} to {now}, and {late[0]} {what} its updates")
+                    raise Violation(
+                        f"{self.node.name}: min_clock goes from {was} to {now}, and {late[0]} {what} its updates"
+                    )
         if now < was:
             raise Violation(f"{self.node.name}: min_clock goes back from {was} to {now}")
         self.min_clock = now
@@ -279,10 +282,9 @@ class Level:
                         f"{taken} acknowledged"
                     )
         for worker in node.workers.values():
-            live_bound = self.bound if worker.computing and node.tree.sim.alive(worker.name) else None
-            if live_bound is not None and worker.views and worker.member.phase == "running":
-                if worker.member.epoch == worker.epoch:
-                    self.computes(worker, worker.clock, [view.min_clock for view in worker.views])
+            here = worker.member.phase == "running" and worker.member.epoch == worker.epoch
+            if here and worker.computing and node.tree.sim.alive(worker.name):
+                self.computes(worker, worker.clock, [view.min_clock for view in worker.views])
         for (shard, who), (publication, checksum) in self.holds.items():
             if self.published[shard, publication] != checksum:
                 raise Violation(f"{who} holds another publication {publication} of {node.prefix}s{shard}")
@@ -393,7 +395,9 @@ class Mirror:
             raise Violation(f"{where} was never given")
         expected = self.folded.get(child, self.level.started[child])
         if push.clock != expected:
-            raise Violation(f"{where} is folded {'twice' if push.clock < expected else 'too early'}, {expected} is next")
+            raise Violation(
+                f"{where} is folded {'twice' if push.clock < expected else 'too early'}, {expected} is next"
+            )
         if not 0 < weight <= 1:
             raise Violation(f"{where} is folded at {weight}")
         self.folded[child] = push.clock + 1

@@ -20,12 +20,13 @@ from narrows.protocols import effects as e
 from narrows.protocols import messages as m
 from narrows.protocols.effects import NS
 from narrows.protocols.errors import NarrowsError
-from narrows.protocols.modes import Settings
+from narrows.protocols.modes import MODES, Settings
 from narrows.protocols.simulator import MS, Faults, Random, Simulator, Wire
 from narrows.protocols.wire import decode, encode
 
 Trace = Callable[[int, str, m.Message | None], None]
 
+SYNCS = tuple(name for name in MODES if name != "gossip")  # modes of a server: among peers no round closes anywhere
 HEADER_BYTES = 64  # of every message: about what its header is coded in
 WHOLE_EVERY = 1000  # events between two full counts
 TICK_NS = 200 * MS
@@ -127,7 +128,17 @@ def tree_of(
             between(20 * MS, 300 * MS) if unbound or random.chance(0.5) else between(NS, 4 * NS),
         )
     return TreeCase(
-        *(seed, root, settings(below, workers) if clusters else root, clusters, workers, clocks, step_ns, roads, roads_up),
+        *(
+            seed,
+            root,
+            settings(below, workers) if clusters else root,
+            clusters,
+            workers,
+            clocks,
+            step_ns,
+            roads,
+            roads_up,
+        ),
         faults=faults,
         crash=crash,
         wire=faulty and seed % 8 == 7,

@@ -158,6 +158,21 @@ def test_workers_of_one_cluster_may_take_different_numbers_of_steps(below: str) 
     assert np.array_equal(a, b) and np.array_equal(a, root_model(root))
 
 
+@pytest.mark.parametrize("shard", [0, 1])
+def test_the_last_that_comes_from_above_may_be_an_ack(shard: int) -> None:
+    """The last model is here and the workers have left when the server above says that it has the last update."""
+    root, (cluster,) = family(like(BARRIER, shards=2), Settings(sync="bsp", shards=2), 1)
+    held = Held(cluster, shard, (m.PushAck,))
+    with tree(root, cluster) as run:
+        finished(run, [root, cluster], Script(run, 0, lambda: steps(3)))
+        run.sessions[0].close(failed=False)
+        ended = lambda: cluster.servers[0].coordinator is not None and cluster.servers[0].coordinator.over  # noqa: E731
+        assert pump(run, [root, cluster], ended) and not cluster.servers[shard].shard.at_rest
+        held.release()
+        assert pump(run, [root, cluster], lambda: cluster.stopped and root.stopped)
+    assert cluster.stopped is not None and cluster.stopped.code == 0
+
+
 def test_a_cluster_counts_above_once_it_can_train() -> None:
     root, (first,) = family(BARRIER, Settings(sync="bsp"), 1)
     late = Cluster(Settings(sync="bsp", workers=2), root, "late")
