@@ -243,7 +243,9 @@ class Coordinator:
         if self.over:
             return []
         self.above, self.place = above, epoch
-        self.finished = set()  # who waits for the last model asks for it at the new place
+        # Who waits for the last model asks for it at the new place. Its finishes count from 0: of the last one at the place
+        # before, some shards may have pushed theirs and others not.
+        self.finishes, self.finished = 0, set()
         effects = self._broadcast(now_ns)
         waiting, self.undeclared = (self.undeclared, {}) if above else ({}, self.undeclared)
         for worker, (_, declare) in waiting.items():
@@ -451,7 +453,7 @@ class Coordinator:
             self.version += 1
         ended = {(w.worker, w.clock) for w in declared if self._done(w)} if self.child else set()
         # One after the other: a shard that saw two at once would push once less than the others.
-        idle = all(report.finishes == self.finishes for report in self.reports.values())
+        idle = all((r.from_above, r.finishes) == (self.place, self.finishes) for r in self.reports.values())
         if idle and declared and len(ended) == len(declared) and not ended <= self.finished and not self.over:
             self.finished, self.finishes, self.finish_at = ended, self.finishes + 1, self.min_clock
             self.version += 1

@@ -325,7 +325,7 @@ class Ledger(Message):
     # Of a cluster with a server above:
     above: bytes = b""  # its place in that run (ps/uplink.py), empty while it has none
     weights: int = -1  # the worker whose first weights are on every shard, to be handed up
-    finishes: int = 0  # times that all workers were done, the last at clock `finish_at`
+    finishes: int = 0  # times that all workers were done since it has this place, the last at clock `finish_at`
     finish_at: int = 0
 
 

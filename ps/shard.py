@@ -347,6 +347,7 @@ class Shard:
             self.renewed = True
         if self.folded < place.at or self.min_clock < place.at:
             return []
+        self.finishes = 0
         return sends(uplink.adopt(place, (store.begin, store.end), self.session(place), now_ns))
 
     def _displaced(self) -> bool:

@@ -55,6 +55,15 @@ class Crash:
 
 
 @dataclass(frozen=True, slots=True)
+class Cut:
+    """Cluster `who` loses its road to the root for `lasts_ns`, once it has pushed so many updates."""
+
+    who: int
+    updates: int
+    lasts_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class TreeCase:
     """All of one run."""
 
@@ -69,6 +78,7 @@ class TreeCase:
     roads_up: tuple[Road, ...]  # of each cluster, to the root
     faults: Faults = STILL
     crash: Crash | None = None
+    cut: Cut | None = None
     model_bytes: int = 1 << 20
     wire: bool = False  # sends bytes, not objects
 
@@ -127,6 +137,11 @@ def tree_of(
             # With no bound the others do not wait, and would have ended before it is back.
             between(20 * MS, 300 * MS) if unbound or random.chance(0.5) else between(NS, 4 * NS),
         )
+    # Some are longer than the lease: the run above goes on without the cluster, which comes back.
+    rounds = clocks // root.local_steps
+    cut = None
+    if faulty and clusters and random.chance(0.5):
+        cut = Cut(between(0, clusters - 1), between(1, max(1, rounds - 2)), between(NS, 5 * NS))
     return TreeCase(
         *(
             seed,
@@ -141,6 +156,7 @@ def tree_of(
         ),
         faults=faults,
         crash=crash,
+        cut=cut,
         wire=faulty and seed % 8 == 7,
     )
 
@@ -212,6 +228,14 @@ class Node:
     def pushed_up(self, shard: int) -> None:
         if shard == 0:
             self.pushes_ns.append(self.sim.now_ns)
+            self.tree.cluster_pushed(self)
+
+    def cut_off(self, until_ns: int) -> None:
+        """Lose all that is said to the server above and back, until then."""
+        assert self.parent is not None
+        self.sim.struck["cuts"] += 1
+        for shard in range(self.settings.shards):
+            self.sim.cut(f"{self.prefix}s{shard}", f"{self.parent.prefix}s{shard}", until_ns)
 
 
 class Tree:
@@ -225,7 +249,7 @@ class Tree:
         self.rounds_ns: list[int] = []  # when the root's min_clock came to 1, 2, ...
         self.moved_ns, self.moved_struck = 0, self.sim.struck.copy()
         self.pushes_ns: dict[int, list[int]] = {}  # of each worker
-        self.crash = case.crash
+        self.crash, self.cut = case.crash, case.cut
         self.root = Node(self, "root", case.above, None, None)
         self.clusters = [
             Node(self, f"c{index}", case.below, self.root, road) for index, road in enumerate(case.roads_up)
@@ -275,6 +299,8 @@ class Tree:
         strikes = struck - self.moved_struck
         allowed = 2 * int(case.below.lease * NS) + case.wait_ns + SLACK_NS
         allowed += (strikes["lost"] + strikes["reordered"] + strikes["duplicated"]) * (COST_NS + case.faults.late_ns)
+        if case.cut is not None and strikes["cut off"]:
+            allowed += case.cut.lasts_ns
         if now_ns - self.moved_ns > allowed:
             waited = (now_ns - self.moved_ns) / NS
             raise Violation(
@@ -291,6 +317,12 @@ class Tree:
         if crash is not None and worker.index == crash.who and worker.clock >= crash.clock:
             self.crash = None
             self.sim.at(self.sim.now_ns + crash.later_ns, self._worker_crashes, node, crash)
+
+    def cluster_pushed(self, node: Node) -> None:
+        cut = self.cut
+        if cut is not None and node is self.clusters[cut.who] and len(node.pushes_ns) >= cut.updates:
+            self.cut = None
+            node.cut_off(self.sim.now_ns + cut.lasts_ns)
 
     def _worker_crashes(self, node: Node, crash: Crash) -> None:
         worker = node.workers[crash.who]
