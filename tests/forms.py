@@ -17,7 +17,7 @@ its workers for bound 0, max_i p_i for no bound. U and D are its road:
     above 0,  below no bound   they do not; the road lies under compute:   max_k max(H B_k, U_k + D_k)
     above no bound             nobody waits:                               p_k = max(H B_k, bytes / rate_k, (U_k + D_k) / W)
 
-With several shards the states of two may be under way on two levels at once, so bound 0 comes out a little faster.
+This is for one shard. With more, parts of one round are under way on both levels and both ways at once: it is faster.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Forms:
 
     def bytes_s(self, road: Road) -> float:
         """What one copy of the model takes to pass."""
-        return (self.case.model_bytes + HEADER_BYTES * self.case.above.shards) / road.bytes_per_second
+        return (self.case.model_bytes + HEADER_BYTES) / road.bytes_per_second
 
     def road_s(self, road: Road) -> float:
         """One copy of the model, one way."""

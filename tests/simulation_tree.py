@@ -32,8 +32,25 @@ WHOLE_EVERY = 1000  # events between two full counts
 TICK_NS = 200 * MS
 SLACK_NS = 2 * NS  # beginning, ticks, and a few steps of the protocol
 COST_NS = 2 * NS  # what a lost message costs: its repeat on each level
+CLOCKS = 12  # of each worker of a small tree
 STILL = Faults(delay_ns=(0, 0))
 MIB = 1 << 20
+
+ABOVE: dict[str, dict[str, Any]] = {
+    "bsp": {"sync": "bsp", "push": "update"},
+    "ssp": {"sync": "ssp"},
+    "ssp, sparse": {"sync": "ssp", "staleness": 3, "compress": "topk:0.5", "compress_down": "topk:0.5"},
+    "async": {"sync": "async"},
+    "local": {"sync": "local", "local_steps": 3},
+    "local, late": {"sync": "local", "local_steps": 2, "staleness": 1},
+}
+BELOW: dict[str, dict[str, Any]] = {
+    "bsp": {"sync": "bsp"},
+    "ssp": {"sync": "ssp", "staleness": 2},
+    "async": {"sync": "async"},
+    "local": {"sync": "local", "local_steps": 2},
+    "local, late": {"sync": "local", "local_steps": 2, "staleness": 1},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +176,14 @@ def tree_of(
         cut=cut,
         wire=faulty and seed % 8 == 7,
     )
+
+
+def fault_case(seed: int) -> TreeCase:
+    """A small tree with every fault: the pairs of modes in turn, all else from the seed."""
+    random = Random(seed)
+    above, below = [*ABOVE.values()][seed % len(ABOVE)], [*BELOW.values()][seed // len(ABOVE) % len(BELOW)]
+    clusters, workers = random.between(2, 4), random.between(1, 4)
+    return tree_of(seed, above, below, clusters, workers, CLOCKS, shards=random.between(1, 3), faulty=True)
 
 
 class Node:

@@ -182,7 +182,9 @@ def test_a_last_update_that_only_some_shards_have_pushed_is_pushed_again_at_the_
     assert there.uplink is not None
     go = threading.Event()
     with tree(root, one, other) as run:
-        first = Script(run, 0, lambda: steps(WINDOW + 1))  # the other has come to clock 1, so the first is no more in flight
+        first = Script(
+            run, 0, lambda: steps(WINDOW + 1)
+        )  # the other has come to clock 1, so the first is no more in flight
         second = Script(run, 1, lambda: steps(9, at=lambda step: waits(go, step == 0)))
         assert pump(run, [root, one, other], lambda: here.finishes > there.finishes)
         before = there.uplink.place
