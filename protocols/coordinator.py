@@ -415,11 +415,13 @@ class Coordinator:
         """This shard has the weights that the run begins with."""
         return report.from_above == self.place > 0 if self.child else report.weights_from == self.initialiser
 
-    def _done(self, member: Member) -> bool:
-        """It waits for the last model, and all that it pushed is in: a barrier need not wait for it."""
-        if not self.child or member.clock > self.min_clock:
-            return False
-        return all(member.worker in report.finishing for report in self.reports.values())
+    def _done(self) -> dict[int, int]:
+        """Workers, with their clocks, that wait for the last model, all that they pushed being in: nobody waits for them."""
+        if not self.child or not self.reports:
+            return {}
+        waiting = set.intersection(*(set(report.finishing) for report in self.reports.values()))
+        members = [self.members[worker] for worker in sorted(waiting & self.members.keys())]
+        return {w.worker: w.clock for w in members if w.epoch and w.clock <= self.min_clock}
 
     def _decide(self, now_ns: int) -> None:
         declared = self.declared
@@ -435,7 +437,8 @@ class Coordinator:
                 self.version += 1
         # After the end no clock closes: a shard that has reached the last one is gone, and would be waited for.
         while self.started and not self.over:
-            going = [w for w in declared if not self._done(w)] if self.child else declared
+            resting = self._done()
+            going = [w for w in declared if w.worker not in resting]
             if not going or not all(w.clock > self.min_clock for w in going):
                 break
             clock = self.min_clock
@@ -451,7 +454,7 @@ class Coordinator:
         if undecided and all(report.weights_from == self.initialiser for report in current):
             self.weights = self.initialiser
             self.version += 1
-        ended = {(w.worker, w.clock) for w in declared if self._done(w)} if self.child else set()
+        ended = set(self._done().items())
         # One after the other: a shard that saw two at once would push once less than the others.
         idle = all((r.from_above, r.finishes) == (self.place, self.finishes) for r in self.reports.values())
         if idle and declared and len(ended) == len(declared) and not ended <= self.finished and not self.over:
