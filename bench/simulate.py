@@ -1,9 +1,13 @@
 """Run thousands of simulated clusters, every invariant checked after every event, and say how often each fault struck.
 
-    python bench/simulate.py --runs 10000 --restarts 1000 --jobs 2
-    python bench/simulate.py --replay 17 --restart          one seed again, with its trace
+    python bench/simulate.py --runs 10000 --restarts 1000 --trees 1000 --jobs 2
+    python bench/simulate.py --replay 17 --restart          one seed again, with its trace; or --tree
+    python bench/simulate.py --tree --clusters 50 --workers 1000 --above ssp --sync ssp
+                                                            one tree without faults, and the closed form of a round
 
-A run is tests/simulation.py's: at least 4 workers, 2 shards and 20 clocks, all modes in turn. Exit code 1 where one failed.
+A run is tests/simulation.py's: at least 4 workers, 2 shards and 20 clocks, all modes in turn. A tree is
+tests/simulation_tree.py's; `--above all --sync all` is every pair of modes, `--clusters 0` puts all workers below the root.
+Exit code 1 where one failed.
 """
 
 from __future__ import annotations
@@ -13,84 +17,95 @@ import multiprocessing
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
+from forms import Forms, explained, measured_s
 from mirrors import Violation
 from simulation import Run, case_of
+from simulation_tree import SYNCS, Trace, Tree, fault_case, tree_of
 
 from narrows.protocols.effects import NS
 from narrows.protocols.messages import Message
 
 BATCH = 50  # runs of one job between two reports
 FAILED_SHOWN = 20
+OPTION = {"runs": "", "restarts": " --restart", "trees": " --tree"}  # of --replay
 
 
 @dataclass
 class Tally:
     """What some runs came to."""
 
-    runs: int = 0
-    restarts: int = 0  # runs in which a shard restarts
+    kinds: Counter[str] = field(default_factory=Counter)  # of KINDS
     virtual_s: float = 0.0
     struck: Counter[str] = field(default_factory=Counter)
     runs_struck: Counter[str] = field(default_factory=Counter)
     failed: list[str] = field(default_factory=list)
 
     def add(self, other: Tally) -> None:
-        self.runs += other.runs
-        self.restarts += other.restarts
+        self.kinds += other.kinds
         self.virtual_s += other.virtual_s
         self.struck += other.struck
         self.runs_struck += other.runs_struck
         self.failed += other.failed
 
 
-def batch(first: int, count: int, restart: bool) -> Tally:
-    tally = Tally(0 if restart else count, count if restart else 0)
+KINDS: dict[str, Callable[[int, Trace | None], Run | Tree]] = {
+    "runs": lambda seed, trace: Run(case_of(seed), trace=trace),
+    "restarts": lambda seed, trace: Run(case_of(seed, restart=True), trace=trace),
+    "trees": lambda seed, trace: Tree(fault_case(seed), trace=trace),
+}
+
+
+def batch(first: int, count: int, kind: str) -> Tally:
+    tally = Tally(Counter({kind: count}))
     for seed in range(first, first + count):
-        run = Run(case_of(seed, restart))
+        run = KINDS[kind](seed, None)
         try:
             run.run()
         except Violation as violation:
-            tally.failed.append(str(violation))
+            tally.failed.append(f"{violation}\n    python bench/simulate.py --replay {seed}{OPTION[kind]}")
         tally.virtual_s += run.sim.now_ns / NS
         tally.struck += run.sim.struck
         tally.runs_struck.update(fault for fault, times in run.sim.struck.items() if times)
     return tally
 
 
-def batches(first: int, runs: int, restarts: int) -> list[tuple[int, int, bool]]:
-    """First seed, count, and whether a shard restarts; both kinds evenly mixed, for one who cannot wait to the end."""
+def batches(first: int, totals: dict[str, int]) -> list[tuple[int, int, str]]:
+    """First seed, count and kind; all kinds evenly mixed, for one who cannot wait to the end."""
     works = [
-        (begin / total, (first + begin, min(BATCH, total - begin), restart))
-        for restart, total in ((False, runs), (True, restarts))
+        (begin / total, (first + begin, min(BATCH, total - begin), kind))
+        for kind, total in totals.items()
         for begin in range(0, total, BATCH)
     ]
     return [work for _, work in sorted(works)]
 
 
-def campaign(first: int, runs: int, restarts: int, jobs: int) -> Tally:
+def campaign(first: int, totals: dict[str, int], jobs: int) -> Tally:
     """All runs, over `jobs` processes; after Ctrl-C those that there were."""
     tally = Tally()
     # spawn: a fork would copy whatever threads numba has started
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
         try:
-            for future in as_completed([pool.submit(batch, *work) for work in batches(first, runs, restarts)]):
+            for future in as_completed([pool.submit(batch, *work) for work in batches(first, totals)]):
                 tally.add(future.result())
                 if sys.stderr.isatty():
-                    print(f"\r{tally.runs + tally.restarts} of {runs + restarts} runs", end="", file=sys.stderr)
+                    print(f"\r{tally.kinds.total()} of {sum(totals.values())} runs", end="", file=sys.stderr)
         except KeyboardInterrupt:
             pool.shutdown(wait=False, cancel_futures=True)
     return tally
 
 
 def show(tally: Tally, wall_s: float, jobs: int) -> None:
-    total = tally.runs + tally.restarts
-    print(f"{tally.runs} runs, and {tally.restarts} in which a shard restarts: {len(tally.failed)} failed")
+    total, kinds = tally.kinds.total(), tally.kinds
+    what = f"{kinds['runs']} runs, {kinds['restarts']} in which a shard restarts, and {kinds['trees']} trees"
+    print(f"{what}: {len(tally.failed)} failed")
     print(
         f"{wall_s:.0f} s, {total / wall_s:.1f} runs/s with {jobs} jobs, {tally.virtual_s / 3600:.1f} h of virtual time\n"
     )
@@ -98,17 +113,16 @@ def show(tally: Tally, wall_s: float, jobs: int) -> None:
     for fault, times in tally.struck.most_common():
         print(f"{fault:<18}{times:>10}{times / total:>9.2f}{tally.runs_struck[fault]:>13}")
     for text in sorted(tally.failed)[:FAILED_SHOWN]:
-        seed = text.removeprefix("seed ").split(" at ")[0]
-        print(f"\n{text}\n    python bench/simulate.py --replay {seed}")
+        print(f"\n{text}")
 
 
-def replay(seed: int, restart: bool) -> int:
+def replay(seed: int, kind: str) -> int:
     """One run, each event a line."""
 
     def trace(now_ns: int, text: str, message: Message | None) -> None:
         print(f"{now_ns / NS:9.4f} {text} {describe(message)}".rstrip())
 
-    run = Run(case_of(seed, restart), trace=trace)
+    run = KINDS[kind](seed, trace)
     print(run.case)
     try:
         run.run()
@@ -128,19 +142,73 @@ def describe(message: Message | None) -> str:
     return " ".join(f"{name}={value}" for name, value in values if not isinstance(value, (bytes, memoryview)))
 
 
+def trees(told: argparse.Namespace) -> int:
+    """Each pair of modes that was asked for: a line."""
+    if told.workers < max(1, told.clusters) or told.workers % max(1, told.clusters):
+        print(f"--workers {told.workers}: give as many to each of --clusters {told.clusters}", file=sys.stderr)
+        return 2
+    aboves = (SYNCS if told.above == "all" else (told.above,)) if told.clusters else ("-",)
+    belows = SYNCS if told.sync == "all" else (told.sync,)
+    where = f"in {told.clusters} clusters" if told.clusters else "of one server"
+    print(f"{told.workers} workers {where}, {told.rounds} rounds, seed {told.seed}\n")
+    print(
+        f"{'above':<7}{'below':<7}{'s a round':>10}{'closed form':>20}{'virtual s':>11}{'events':>9}{'real s':>8}{'cpu s':>8}"
+    )
+    return max(tree_line(told, above, below) for above in aboves for below in belows)
+
+
+def tree_line(told: argparse.Namespace, above: str, below: str) -> int:
+    """One tree. 1 where an invariant or the closed form does not hold."""
+
+    def flags(sync: str, **more: str) -> dict[str, Any]:
+        return {"sync": sync, **more} | ({"local_steps": told.local_steps} if sync == "local" else {})
+
+    root = flags(above, push="update") if told.clusters else flags(below)
+    clocks = told.rounds * (told.local_steps if above == "local" else 1)
+    workers = told.workers // max(1, told.clusters)
+    case = tree_of(told.seed, root, flags(below), told.clusters, workers, clocks)
+    began, cpu_began = time.perf_counter(), time.process_time()
+    tree = Tree(case)
+    try:
+        tree.run()
+    except Violation as violation:
+        print(violation)
+        return 1
+    real_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began
+    form, seconds = Forms(case).round_s(), measured_s(tree)
+    text = f"{form.low:.4f}" + (f" to {form.high:.4f}" if form.high > form.low else "")
+    holds = explained(form, seconds, told.rounds)
+    print(
+        f"{above:<7}{below:<7}{seconds:>10.4f}{text:>20}{tree.sim.now_ns / NS:>11.1f}"
+        f"{tree.events:>9}{real_s:>8.1f}{cpu_s:>8.1f}{'' if holds else '  not the closed form'}",
+        flush=True,
+    )
+    return 0 if holds else 1
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=10_000)
     parser.add_argument("--restarts", type=int, default=1_000, help="further runs in which a shard restarts")
+    parser.add_argument("--trees", type=int, default=1_000, help="small trees of clusters, with every fault")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--replay", type=int, metavar="SEED", help="run one seed and print its trace")
     parser.add_argument("--restart", action="store_true", help="with --replay: the run in which a shard restarts")
+    parser.add_argument("--tree", action="store_true", help="one large tree, without faults, against its closed form")
+    parser.add_argument("--workers", type=int, default=1000, help="with --tree: of all clusters")
+    parser.add_argument("--clusters", type=int, default=50, help="with --tree; 0: all workers below the root")
+    parser.add_argument("--sync", choices=[*SYNCS, "all"], default="ssp", help="with --tree: of each cluster")
+    parser.add_argument("--above", choices=[*SYNCS, "all"], default="ssp", help="with --tree: of the root")
+    parser.add_argument("--local-steps", type=int, default=4, help="with --tree: of local")
+    parser.add_argument("--rounds", type=int, default=20, help="with --tree: of the root")
     told = parser.parse_args()
     if told.replay is not None:
-        return replay(told.replay, told.restart)
+        return replay(told.replay, "trees" if told.tree else "restarts" if told.restart else "runs")
+    if told.tree:
+        return trees(told)
     began = time.monotonic()
-    tally = campaign(told.seed, told.runs, told.restarts, told.jobs)
+    tally = campaign(told.seed, {kind: getattr(told, kind) for kind in KINDS}, told.jobs)
     show(tally, time.monotonic() - began, told.jobs)
     return 1 if tally.failed else 0
 

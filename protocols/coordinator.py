@@ -266,7 +266,9 @@ class Coordinator:
         if self.over:
             return []
         self.above, self.place = above, epoch
-        self.finished = set()  # who waits for the last model asks for it at the new place
+        # Who waits for the last model asks for it at the new place. Its finishes count from 0: of the last one at the place
+        # before, some shards may have pushed theirs and others not.
+        self.finishes, self.finished = 0, set()
         effects = self._broadcast(now_ns)
         waiting, self.undeclared = (self.undeclared, {}) if above else ({}, self.undeclared)
         for worker, (_, declare) in waiting.items():
@@ -455,10 +457,13 @@ class Coordinator:
         """This shard has the weights that the run begins with."""
         return report.from_above == self.place > 0 if self.child else report.weights_from == self.initialiser
 
-    def _done(self, member: Member) -> bool:
-        """It waits for the last model, and all that it pushed is in: a barrier need not wait for it."""
-        waits = all(member.worker in report.finishing for report in self.reports.values())
-        return self.child and waits and not self._open(member)
+    def _done(self) -> dict[int, int]:
+        """Workers, with their clocks, that wait for the last model, all that they pushed being in: nobody waits for them."""
+        if not self.child or not self.reports:
+            return {}
+        waiting = set.intersection(*(set(report.finishing) for report in self.reports.values()))
+        members = [self.members[worker] for worker in sorted(waiting & self.members.keys())]
+        return {w.worker: w.clock for w in members if w.epoch and not self._open(w)}
 
     def _open(self, member: Member) -> bool:
         """An update of it is on all shards that no closed clock has."""
@@ -513,7 +518,8 @@ class Coordinator:
                 self.version += 1
         # After the end no clock closes: a shard that has reached the last one is gone, and would be waited for.
         while self.started and not self.over:
-            going = [w for w in declared if not self._done(w)]
+            resting = self._done()
+            going = [w for w in declared if w.worker not in resting]
             pushed = sum(map(self._open, going))
             if not going or not (pushed == len(going) or self._grace_over(pushed + len(self.departed), now_ns)):
                 break
@@ -530,9 +536,9 @@ class Coordinator:
         if undecided and all(report.weights_from == self.initialiser for report in current):
             self.weights = self.initialiser
             self.version += 1
-        ended = {(w.worker, w.clock) for w in declared if self._done(w)}
+        ended = set(self._done().items())
         # One after the other: a shard that saw two at once would push once less than the others.
-        idle = all(report.finishes == self.finishes for report in self.reports.values())
+        idle = all((r.from_above, r.finishes) == (self.place, self.finishes) for r in self.reports.values())
         if idle and declared and len(ended) == len(declared) and not ended <= self.finished and not self.over:
             self.finished, self.finishes, self.finish_at = ended, self.finishes + 1, self.min_clock
             self.version += 1

@@ -60,11 +60,11 @@ def _is_int(value: object) -> bool:
 def _is_rows(value: object, width: int, last: type) -> bool:
     if type(value) is not tuple or len(value) > LIST_MAX:
         return False
+    if not all(type(row) is tuple and len(row) == width for row in value):
+        return False
     checks = [_is_int] * (width - 1) + [_is_int if last is int else CHECKS["float"]]
-    return all(
-        type(row) is tuple and len(row) == width and all(check(v) for check, v in zip(checks, row, strict=True))
-        for row in value
-    )
+    # By column: a ledger names every member, and is made each time that one joins.
+    return all(all(map(check, column)) for check, column in zip(checks, zip(*value, strict=True), strict=False))
 
 
 def _is_ints(value: object) -> bool:
@@ -333,13 +333,14 @@ class Ledger(Message):
     # Of a cluster with a server above:
     above: bytes = b""  # its place in that run (ps/uplink.py), empty while it has none
     weights: int = -1  # the worker whose first weights are on every shard, to be handed up
-    finishes: int = 0  # times that all workers were done, the last at clock `finish_at`
+    finishes: int = 0  # times that all workers were done since it has this place, the last at clock `finish_at`
     finish_at: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Report(Message):
-    """Shard to coordinator: all that it has seen and done. The newest replaces all before it."""
+    """Shard to coordinator: all that it has seen and done. The newest replaces all before it, but for `arrived`, which has
+    what is not in a report that the coordinator has shown to have."""
 
     shard: int
     port: int

@@ -5,6 +5,8 @@ Rules
 - It knows no message and no machine, only that a machine handles and ticks. A machine speaks through `send`.
 - A link is a pair of addresses. It keeps the order of what is sent unless a fault strikes. What is under way to a machine
   that has crashed reaches the next one at that address, or nobody.
+- Links may share a wire, which has a rate: bytes pass one message after the other, then take the delay. What a fault adds
+  comes on top; what it loses has passed the wire.
 - `struck` counts what the faults really did to a machine that is there, not what was drawn.
 """
 
@@ -69,11 +71,30 @@ class Machine(Protocol[Heard]):
 
 
 @dataclass(slots=True)
+class Wire:
+    """One direction of what joins two places: `delay_ns` one way, and a rate that all links laid over it share."""
+
+    delay_ns: int
+    bytes_per_second: int
+    free_ns: int = 0  # when the last byte so far has passed
+
+    def pass_ns(self, size: int) -> int:
+        """How long `size` bytes keep it busy."""
+        return size * NS // self.bytes_per_second
+
+    def arrival_ns(self, now_ns: int, size: int) -> int:
+        """When a message of `size` bytes that is sent now is there; the wire is busy until its bytes have passed."""
+        self.free_ns = max(now_ns, self.free_ns) + self.pass_ns(size)
+        return self.free_ns + self.delay_ns
+
+
+@dataclass(slots=True)
 class _Link:
     sent: int = 0
     newest: int = -1  # the greatest number that has arrived
     free_ns: int = 0  # what is sent next does not arrive before this
     cut_ns: int = 0  # until then it loses everything
+    wire: Wire | None = None
 
 
 class Simulator(Generic[Message]):
@@ -116,14 +137,20 @@ class Simulator(Generic[Message]):
 
     # Messages.
 
-    def send(self, source: str, target: str, message: Message) -> None:
+    def lay(self, source: str, target: str, wire: Wire) -> None:
+        """All that is sent from `source` to `target` goes over this wire from now on."""
+        self._link(source, target).wire = wire
+
+    def send(self, source: str, target: str, message: Message, size: int = 0) -> None:
+        """`size`: bytes, for a link that is laid over a wire."""
         random, faults = self.random, self.faults
         link = self._link(source, target)
         number, link.sent = link.sent, link.sent + 1
+        there_ns = self.now_ns if link.wire is None else link.wire.arrival_ns(self.now_ns, size)
         if self.now_ns < link.cut_ns or random.chance(faults.loss):
             self.struck["cut off" if self.now_ns < link.cut_ns else "lost"] += target in self._machines
             return
-        arrival = link.free_ns = max(self.now_ns + random.between(*faults.delay_ns), link.free_ns)
+        arrival = link.free_ns = max(there_ns + random.between(*faults.delay_ns), link.free_ns)
         if random.chance(faults.reordering):
             arrival += random.between(0, faults.late_ns)
         self.at(arrival, self._deliver, link, number, False, source, target, message)

@@ -47,7 +47,7 @@ COORDINATOR = b""  # the peer that a shard's report goes to
 
 @dataclass(slots=True)
 class Inbox:
-    """One member on this shard. `clock`: updates of it accepted here."""
+    """One member on this shard. `clock`: updates of it accepted here; `moved`: the first report that tells of the last."""
 
     worker: int
     epoch: int
@@ -55,6 +55,7 @@ class Inbox:
     clock: int
     taken: int = 0  # updates of it below are in x (barrier)
     settled: int = 0  # and below this in the published state, or min_clock is here, before which it was no member
+    moved: int = 0
     peer: bytes = b""
     samples: int = 0
     partial: dict[int, dict[int, m.Push]] = field(default_factory=dict)
@@ -119,6 +120,7 @@ class Shard:
         self.renewed = False  # nobody here has a state of before the present place
         self.finishes = 0
         self.trouble = ""
+        self.told: tuple[int, bool, bool, int] | None = None  # `_standing` as of the newest report
 
     # The ledger.
 
@@ -375,6 +377,7 @@ class Shard:
             self.renewed = True
         if self.folded < place.at or self.min_clock < place.at:
             return []
+        self.finishes = 0
         return sends(uplink.adopt(place, (store.begin, store.end), self.session(place), now_ns))
 
     def _displaced(self) -> bool:
@@ -417,7 +420,6 @@ class Shard:
         uplink, store, ledger = self.uplink, self.store, self.ledger
         if uplink is None or store is None or ledger is None:
             return effects
-        before = (self.min_clock, uplink.ready, self.at_rest, self.finishes)
         for event in seen:
             if isinstance(event, GiveWeights):
                 uplink.wants_weights = True
@@ -432,7 +434,7 @@ class Shard:
                     self._rebase(uplink, store, uplink.master)
         effects += self._advance(ledger, now_ns)
         effects += self._answer_pulls(now_ns)
-        if before != (self.min_clock, uplink.ready, self.at_rest, self.finishes):
+        if self.told != self._standing:  # not: what has changed here, for the session has changed before we hear of it
             effects.append(self._report(now_ns))
         return effects
 
@@ -463,6 +465,11 @@ class Shard:
         if uplink is None or ledger is None or not ledger.above:
             return True
         return ledger.over and self.min_clock >= ledger.min_clock and uplink.at_rest
+
+    @property
+    def _standing(self) -> tuple[int, bool, bool, int]:
+        """What the run above may change of a report."""
+        return (self.min_clock, self.uplink is not None and self.uplink.ready, self.at_rest, self.finishes)
 
     # Messages of workers.
 
@@ -598,6 +605,7 @@ class Shard:
             while len(inbox.contained) > 4 * self.mode.window:
                 inbox.contained.popleft()
         inbox.clock += 1
+        inbox.moved = self.version + 1
         effects: list[ServerEffect] = [self._ack(inbox, clock, now_ns)]
         if self.mode.bound is None:
             self.folds += 1
@@ -707,7 +715,7 @@ class Shard:
     def report(self) -> m.Report:
         """What this shard has seen and done, under a new version."""
         self.version += 1
-        uplink = self.uplink
+        self.told, uplink = self._standing, self.uplink
         self.newest = m.Report(
             shard=self.index,
             port=self.port,
@@ -719,11 +727,14 @@ class Shard:
             planned=self.plan is not None,
             weights_from=self.weights_from,
             min_clock=self.min_clock,
-            arrived=tuple((inbox.worker, inbox.clock) for inbox in self.inboxes.values()),
+            # All would cost each of a thousand members a look for each push of one of them.
+            arrived=tuple((i.worker, i.clock) for i in self.inboxes.values() if i.moved > self.report_seen),
             norms=tuple(self.norms.items()),
             checkpoints=tuple(self.checkpoints),
             from_above=uplink.place.epoch if uplink is not None and uplink.ready and uplink.place is not None else 0,
-            finishing=tuple(inbox.worker for inbox in self.inboxes.values() if self._finishing(inbox)),
+            finishing=tuple(i.worker for i in self.inboxes.values() if self._finishing(i))
+            if uplink is not None
+            else (),
             finishes=self.finishes,
             at_rest=self.at_rest,
             trouble=self.trouble,

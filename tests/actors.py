@@ -3,6 +3,8 @@
 - `Process` stands where ps/runner.py stands: it carries out effects and has no rule of its own.
 - `Worker` stands where worker/engine.py stands and keeps its rules: it computes with clock c only on states that are
   settled to c - s, keeps at most a window in flight, asks one clock ahead where this one is served, and begins anew when told.
+- `Host` is the cluster that they belong to, one alone (simulation.py) or one of a tree (simulation_tree.py); `Watch` is
+  told of all that they do.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 from mirrors import RATE, FloatArray, Violation
@@ -22,15 +24,15 @@ from narrows.protocols.coordinator import Coordinator
 from narrows.protocols.effects import NS, MemberEffect, ServerEffect
 from narrows.protocols.errors import NarrowsError
 from narrows.protocols.keys import Plan, TensorSpec, fragment, parts
-from narrows.protocols.member import Timing
-from narrows.protocols.modes import Rule
+from narrows.protocols.link import LinkMeter
+from narrows.protocols.member import Member, Session, Timing
+from narrows.protocols.modes import Rule, Settings
+from narrows.protocols.simulator import Simulator
 from narrows.protocols.wire import pack, unpack
 from narrows.ps.checkpoints import KEPT
 from narrows.ps.server import Server
-from narrows.ps.shard import COORDINATOR
-
-if TYPE_CHECKING:
-    from simulation import Run
+from narrows.ps.shard import COORDINATOR, Shard
+from narrows.ps.uplink import Place
 
 CLOCKS = 20
 KEYS = 7  # of the model: shards of three and four, parts of two
@@ -88,13 +90,68 @@ class Disk:
             del self.files[shard, late]
 
 
+@dataclass(frozen=True, slots=True)
+class Kit:
+    """The machines of a run; a test plants a bug by giving a subclass."""
+
+    shard: type[Shard] = Shard
+    coordinator: type[Coordinator] = Coordinator
+    member: type[Member] = Member
+
+
+class Watch(Protocol):
+    """Told of all that the actors of one cluster do; raises Violation."""
+
+    def worker_started(self, worker: Worker) -> None: ...
+    def computes(self, worker: Worker, clock: int, min_clocks: Sequence[int]) -> None: ...
+    def pushed(self, worker: Worker, clock: int, values: FloatArray, samples: int) -> None: ...
+    def pulled(self, shard: int, pull: m.Pull | None) -> None: ...
+    def settled(self, worker: Worker, event: e.PushSettled) -> None: ...
+    def state_arrived(self, worker: Worker, shard: int, publication: int, pulled: FloatArray) -> None: ...
+    def leaves(self, worker: Worker) -> None: ...
+    def model_arrived(self, worker: Worker, shard: int, model: bytes) -> None: ...
+    def server_started(self, process: Process) -> None: ...
+    def follow(self, process: Process) -> None: ...
+    def saved(self, process: Process, clock: int) -> None: ...
+    def loaded(self, process: Process, clock: int) -> None: ...
+    def server_event(self, process: Process, effects: Sequence[ServerEffect], why: str) -> None: ...
+
+
+class Host(Protocol):
+    """The cluster that actors belong to."""
+
+    prefix: str  # of all addresses in it
+    settings: Settings
+    max_grad_norm: float
+    clocks: int  # of each worker
+    part_keys: int  # of one message of a push
+    kit: Kit
+    sim: Simulator[m.Message]
+    disk: Disk
+    over: bool
+
+    @property
+    def parent(self) -> Host | None:
+        """The cluster whose servers its own servers are workers of."""
+
+    @property
+    def checker(self) -> Watch: ...
+    def send(self, source: str, target: str, message: m.Message) -> None: ...
+    def compute_ns(self, index: int) -> int: ...
+    def worker_pushed(self, worker: Worker) -> None: ...
+    def worker_failed(self, worker: Worker, failed: e.Failed) -> None: ...
+    def server_event(self, process: Process) -> None: ...
+
+
 class Process:
     """One server process: port `s<index>`, and its own end `s<index>.<life>` of the link to the coordinator."""
 
-    def __init__(self, run: Run, index: int, life: int) -> None:
+    def __init__(self, run: Host, index: int, life: int) -> None:
         self.run, self.index = run, index
-        self.port, self.up = f"s{index}", f"s{index}.{life}"
-        settings, disk = run.case.settings, run.disk
+        self.port, self.up = f"{run.prefix}s{index}", f"{run.prefix}s{index}.{life}"
+        self.first_port = f"{run.prefix}s0"
+        self.above = f"{run.parent.prefix}s{index}" if run.parent is not None else ""  # the shard above
+        settings, disk = run.settings, run.disk
         self.shard = run.kit.shard(
             index,
             settings,
@@ -102,24 +159,36 @@ class Process:
             port=1 + index,
             optimizer=lambda plan, begin, end: PlainSGD(),
             checkpoints=disk.clocks(index),
+            child=bool(self.above),
         )
+        self.shard.session = self._session
         self.coordinator: Coordinator | None = None
+        member: Member | None = None
         if index == 0:
             clock = disk.shared(settings.shards)
-            self.coordinator = run.kit.coordinator(settings, (life + 1) << 20, clock)
+            self.coordinator = run.kit.coordinator(settings, (life + 1) << 20, clock, child=bool(self.above))
+            member = run.kit.member(self.up, "here", timing=TIMING) if self.above else None
             if clock >= 0:
                 self.coordinator.adopt_plan(disk.files[0, clock][2])
-        self.server = Server(self.shard, self.coordinator)
+        self.server = Server(self.shard, self.coordinator, member, self.above)
         run.checker.server_started(self)
         run.sim.start(self, self.port, self.up)
         self._apply(self.server.start(run.sim.now_ns), "start")
 
+    def _session(self, place: Place) -> Session:
+        """Of a shard without a member beside it: as the shard's own, with our limits."""
+        return Session(self.index, place.worker, place.epoch, place.settings.mode(), TIMING, LinkMeter())
+
     def handle(self, source: str, message: m.Message, now_ns: int) -> None:
-        peer = COORDINATOR if source == "s0" else source.encode()
         try:
-            self._apply(self.server.handle(peer, message, now_ns), f"{type(message).__name__} of {source}")
+            if source == self.above:
+                effects = self.server.handle_above(message, now_ns)
+            else:
+                peer = COORDINATOR if source == self.first_port else source.encode()
+                effects = self.server.handle(peer, message, now_ns)
+            self._apply(effects, f"{type(message).__name__} of {source}")
         except NarrowsError as error:
-            raise Violation(f"s{self.index} blames {source}, which keeps the rules: {error}") from error
+            raise Violation(f"{self.port} blames {source}, which keeps the rules: {error}") from error
 
     def tick(self, now_ns: int) -> None:
         self._apply(self.server.tick(now_ns), "tick")
@@ -131,9 +200,10 @@ class Process:
         for effect in effects:
             done.append(effect)
             if isinstance(effect, e.Send):
-                assert isinstance(effect.peer, bytes)
-                if effect.peer == COORDINATOR:
-                    run.send(self.up, "s0", effect.message)
+                if isinstance(effect.peer, int):
+                    run.send(self.port, self.above, effect.message)
+                elif effect.peer == COORDINATOR:
+                    run.send(self.up, self.first_port, effect.message)
                 else:
                     run.send(self.port, effect.peer.decode(), effect.message)
             elif isinstance(effect, e.Log):
@@ -188,10 +258,10 @@ class View:
 class Worker:
     """A scripted worker. It sees events only between two steps, as a training script does."""
 
-    def __init__(self, run: Run, index: int, life: int) -> None:
+    def __init__(self, run: Host, index: int, life: int) -> None:
         self.run, self.index, self.life = run, index, life
-        self.name = f"w{index}.{life}"
-        self.settings = run.case.settings
+        self.name = f"{run.prefix}w{index}.{life}"
+        self.settings = run.settings
         self.mode = self.settings.mode()
         self.member = run.kit.member(self.name, "here", timing=TIMING)
         self.events: deque[MemberEffect] = deque()
@@ -203,14 +273,14 @@ class Worker:
         self.finishing = self.ended = False
         run.sim.start(self, self.name)
         self._apply(self.member.join(run.sim.now_ns))
-        self._apply(self.member.declare(PLANS[run.case.max_grad_norm], run.sim.now_ns))
+        self._apply(self.member.declare(PLANS[run.max_grad_norm], run.sim.now_ns))
 
     @property
     def run_clock(self) -> int:
         return self.clock + min((view.min_clock - view.settled for view in self.views), default=0)
 
     def handle(self, source: str, message: m.Message, now_ns: int) -> None:
-        self._apply(self.member.receive(int(source[1:]), message, now_ns))
+        self._apply(self.member.receive(int(source.rpartition("s")[2]), message, now_ns))
         self._go()
 
     def tick(self, now_ns: int) -> None:
@@ -221,7 +291,7 @@ class Worker:
         for effect in effects:
             if isinstance(effect, e.Send):
                 assert isinstance(effect.peer, int)
-                self.run.send(self.name, f"s{effect.peer}", effect.message)
+                self.run.send(self.name, f"{self.run.prefix}s{effect.peer}", effect.message)
             else:
                 self.events.append(effect)
 
@@ -242,7 +312,7 @@ class Worker:
                 self._push()
             elif not self._ready():
                 return
-            elif self.run_clock >= CLOCKS:
+            elif self.run_clock >= self.run.clocks:
                 self.finishing = True
                 for view in self.views:
                     view.master = False
@@ -276,7 +346,7 @@ class Worker:
 
     def _give_weights(self, shard: int) -> None:
         view, head = self.views[shard], (self.worker, self.epoch)
-        cuts = list(enumerate(parts(view.begin, view.end, PART_KEYS)))
+        cuts = list(enumerate(parts(view.begin, view.end, self.run.part_keys)))
         messages = [
             m.FirstWeights(*head, i, len(cuts), b, end, m.RAW_FLOAT32, FIRST[b:end].tobytes()) for i, (b, end) in cuts
         ]
@@ -294,6 +364,8 @@ class Worker:
         view.pulling = False
         if event.master:
             view.master = True
+            whole = b"".join(bytes(part.payload) for part in sorted(event.parts, key=lambda part: part.begin))
+            self.run.checker.model_arrived(self, event.shard, whole)
             return
         for state in event.parts:
             target = view.pulled[state.begin - view.begin : state.end - view.begin]
@@ -317,8 +389,7 @@ class Worker:
         run = self.run
         run.checker.computes(self, self.clock, [view.settled for view in self.views])
         self.computing = True
-        base = run.case.step_ns[self.index]
-        run.sim.at(run.sim.now_ns + run.sim.random.between(base // 2, base), self._done)
+        run.sim.at(run.sim.now_ns + run.compute_ns(self.index), self._done)
 
     def _done(self) -> None:
         if self.run.sim.alive(self.name):
@@ -335,7 +406,7 @@ class Worker:
         hyper = HYPER if self.mode.rule is Rule.OPTIMIZER else b""
         for shard, view in enumerate(self.views):
             keys = fragment(view.begin, view.end, self.mode.fragments, clock % self.mode.fragments)
-            cuts = list(enumerate(parts(*keys, PART_KEYS)))
+            cuts = list(enumerate(parts(*keys, self.run.part_keys)))
             head = (self.worker, self.epoch, clock)
             messages = [
                 m.Push(*head, i, len(cuts), b, end, samples, hyper, m.RAW_FLOAT32, values[b:end].tobytes())
@@ -356,8 +427,8 @@ class Worker:
             return
         if any(view.in_flight for view in self.views):
             for shard, view in enumerate(self.views):  # a barrier is known to be folded by the state that has it
-                if self.mode.barrier and not view.pulling and view.min_clock < self.clock:
-                    self._pull(shard, view.min_clock + 1 + (self.mode.bound or 0))
+                if self.mode.barrier and not view.pulling and view.settled < self.clock:
+                    self._pull(shard, view.settled + 1 + (self.mode.bound or 0))
             return
         if all(view.master for view in self.views):
             self.run.checker.leaves(self)

@@ -103,6 +103,9 @@ class Checker:
         if self.given.publications.get(number) != zlib.crc32(pulled.tobytes()):
             raise Violation(f"publication {publication} of shard {shard} is another one in {worker.name}")
 
+    def model_arrived(self, worker: Worker, shard: int, model: bytes) -> None:
+        pass  # looked at where it was sent
+
     # What servers do.
 
     def server_started(self, process: Process) -> None:
@@ -273,15 +276,11 @@ class Checker:
 
     def _open(self, coordinator: Coordinator) -> set[int]:
         """Live workers with an update on all shards that no set has, as the shards have reported."""
-        found: set[int] = set()
-        for member in coordinator.declared:
-            clocks = [
-                dict(report.arrived).get(member.worker, 0) if report.generation == coordinator.generation else 0
-                for report in coordinator.reports.values()
-            ]
-            if min(clocks) > self.next[coordinator.generation, member.worker]:
-                found.add(member.worker)
-        return found
+        return {
+            member.worker
+            for member in coordinator.declared
+            if min(member.arrived) > self.next[coordinator.generation, member.worker]
+        }
 
     def _on_set(self, coordinator: Coordinator, clock: int, updates: Sequence[tuple[int, int]]) -> None:
         """All live members, or with a quorum all that have pushed; of each the first update that no set has."""

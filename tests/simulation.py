@@ -11,20 +11,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from actors import CLOCKS, Disk, Process, Worker
+from actors import CLOCKS, PART_KEYS, Disk, Kit, Process, Worker
 from invariants import Checker
 from mirrors import Violation
 
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
-from narrows.protocols.coordinator import Coordinator
 from narrows.protocols.effects import NS
 from narrows.protocols.errors import NarrowsError
-from narrows.protocols.member import Member
 from narrows.protocols.modes import Rule, Settings
 from narrows.protocols.simulator import MS, Faults, Random, Simulator
 from narrows.protocols.wire import decode, encode
-from narrows.ps.shard import Shard
 
 Trace = Callable[[int, str, m.Message | None], None]
 
@@ -132,22 +129,16 @@ def case_of(seed: int, restart: bool = False) -> Case:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Kit:
-    """The machines of a run; a test plants a bug by giving a subclass."""
-
-    shard: type[Shard] = Shard
-    coordinator: type[Coordinator] = Coordinator
-    member: type[Member] = Member
-
-
 class Run:
     """One case, from the first start to the end of everyone."""
 
+    prefix, parent = "", None
+    clocks, part_keys = CLOCKS, PART_KEYS
     hurried = True  # whether no wait may be longer than the faults explain
 
     def __init__(self, case: Case, kit: Kit | None = None, trace: Trace | None = None) -> None:
         self.case, self.kit = case, kit or Kit()
+        self.settings, self.max_grad_norm = case.settings, case.max_grad_norm
         self.sim: Simulator[m.Message] = Simulator(case.seed, case.faults, TICK_NS, trace)
         self.disk = Disk()
         self.checker = Checker(self)
@@ -170,6 +161,10 @@ class Run:
         if self.case.wire:
             message = decode([bytes(frame) for frame in encode(message)])
         self.sim.send(source, target, message)
+
+    def compute_ns(self, index: int) -> int:
+        base = self.case.step_ns[index]
+        return self.sim.random.between(base // 2, base)
 
     def _serve(self, index: int, life: int) -> None:
         self.servers[index] = Process(self, index, life)

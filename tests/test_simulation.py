@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from actors import CLOCKS, Disk
+from actors import CLOCKS, Disk, Kit
 from mirrors import Violation
 from scenario import play
-from simulation import MODES, Case, Fault, Kit, Run, case_of
+from simulation import MODES, Case, Fault, Run, case_of
 
 from narrows.protocols import messages as m
 from narrows.protocols.coordinator import Coordinator

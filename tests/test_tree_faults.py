@@ -22,7 +22,7 @@ from test_wire import SEED
 
 from narrows.protocols import messages as m
 from narrows.protocols.effects import NS, Checkpoint, ServerEffect
-from narrows.protocols.modes import Settings
+from narrows.protocols.modes import WINDOW, Settings
 from narrows.worker import DistributedOptimizer, clock, rank, world_size
 
 BARRIER = Settings(sync="bsp", push="update")
@@ -156,6 +156,43 @@ def test_workers_of_one_cluster_may_take_different_numbers_of_steps(below: str) 
         first, second = Script(run, 0, lambda: steps(4)), Script(run, 1, lambda: steps(7))
         a, b = finished(run, [root, cluster], first, second)
     assert np.array_equal(a, b) and np.array_equal(a, root_model(root))
+
+
+@pytest.mark.parametrize("shard", [0, 1])
+def test_the_last_that_comes_from_above_may_be_an_ack(shard: int) -> None:
+    """The last model is here and the workers have left when the server above says that it has the last update."""
+    root, (cluster,) = family(Settings(sync="ssp", shards=2), Settings(sync="bsp", shards=2), 1)
+    held = Held(cluster, shard, (m.PushAck,))
+    ours, coordinator = cluster.servers[shard].shard, cluster.servers[0].coordinator
+    assert coordinator is not None
+    with tree(root, cluster) as run:
+        finished(run, [root, cluster], Script(run, 0, lambda: steps(1)))
+        run.sessions[0].close(failed=False)
+        assert pump(run, [root, cluster], lambda: coordinator.over) and not ours.at_rest
+        held.release()
+        assert pump(run, [root, cluster], lambda: cluster.stopped and root.stopped)
+    assert cluster.stopped is not None and cluster.stopped.code == 0
+
+
+def test_a_last_update_that_only_some_shards_have_pushed_is_pushed_again_at_the_next_place() -> None:
+    """Once by each: one shard that pushed it twice would wait for a clock that the others never come to."""
+    root, (one, other) = family(Settings(sync="async", shards=2, workers=2), Settings(sync="bsp", shards=2))
+    late = Held(one, 1, (m.PushAck,))  # so that its window is full before the end
+    here, there = (server.shard for server in one.servers)
+    assert there.uplink is not None
+    go = threading.Event()
+    with tree(root, one, other) as run:
+        first = Script(
+            run, 0, lambda: steps(WINDOW + 1)
+        )  # the other has come to clock 1, so the first is no more in flight
+        second = Script(run, 1, lambda: steps(9, at=lambda step: waits(go, step == 0)))
+        assert pump(run, [root, one, other], lambda: here.finishes > there.finishes)
+        before = there.uplink.place
+        expire(one)
+        assert pump(run, [root, one, other], lambda: there.uplink is not None and there.uplink.place != before)
+        late.release()
+        go.set()
+        finished(run, [root, one, other], first, second)
 
 
 def test_a_cluster_counts_above_once_it_can_train() -> None:
