@@ -4,6 +4,7 @@
     python bench/wan.py --link 100mbit --rows 'ddp*' --steps 20
     python bench/wan.py --link 20mbit --rows 'ssp*' --steps 400 --rounds 1     # trained in full: loss and seconds to it
     python bench/wan.py --show                 # print what the last runs found, as Markdown
+    python bench/wan.py --plot docs/wan.png    # loss against seconds and bytes, step time against the link
 
 Rules
 - One worker in each city trains tasks/bytelm.py on its half of the batch, one thread each. The root is in the first city.
@@ -11,6 +12,9 @@ Rules
 - Bytes a step are the kernel's, at the second city's interface, between two steps of the run: headers, acks and heartbeats
   are in them, the first weights and the last flush are not. Payload is what `--record` says where there is one.
 - `loopback` is no link at all: both workers on one host.
+- "s to 2.1" is when the training loss, a mean of the last CURVE_STEPS steps of both workers, first came to that. The link
+  cannot change the losses of a synchronous contender: where it was not trained in full on a link, its seconds are computed
+  from its losses on loopback and its step time on the link, and marked so.
 - Each run is written to the JSON at once.
 """
 
@@ -41,6 +45,8 @@ TASK = str(BENCH / "tasks" / "bytelm.py")
 PORT = 25_000  # of the server above, on hosts that nobody else is on; clusters take the tens after it
 SETTLE = 5  # first steps that no figure counts: connections, first states, the compiler
 SAMPLE_S = 0.2
+CURVE_STEPS = 20  # of one point of a loss curve, a mean
+TARGET = 2.1  # loss that the contenders are timed to
 READY_S = 120.0
 
 Result = dict[str, Any]
@@ -50,6 +56,7 @@ LINKS: dict[str, Way | None] = {
     "1gbit": Way(1e9, 0.001),
     "100mbit": Way(100e6, 0.02),
     "20mbit": Way(20e6, 0.06),
+    "10mbit": Way(10e6, 0.06),
     "1mbit": Way(1e6, 0.1),
 }
 
@@ -77,11 +84,16 @@ ROWS = (
     Row("bsp", ("--sync", "bsp")),
     flat("ssp", "topk:0.05+int8"),
     flat("ssp", "cycle:0.15+sign"),
+    flat("ssp", "cycle:0.06+sign"),
+    flat("async", "topk:0.05+int8"),
     Row("ssp auto", ("--sync", "ssp", "--compress", "auto")),
+    Row("gossip int8", ("--sync", "gossip", "--compress", "int8")),
+    Row("gossip topk:0.05+int8", ("--sync", "gossip", "--compress", "topk:0.05+int8")),
     Row("local H=4 topk:123/4096+2bit",
         ("--sync", "local", "--local-steps", "4", "--staleness", "1", "--compress", "topk:123/4096+2bit", *LOCAL_SGD)),
     Row("tree: ssp topk:0.05+int8 over bsp", ("--sync", "ssp", "--compress", "topk:0.05+int8"), ("--sync", "bsp")),
     Row("diloco H=50", ("--sync", "local", "--local-steps", "50")),
+    Row("streaming H=50 F=5", ("--sync", "local", "--local-steps", "50", "--fragments", "5", "--merge-delay", "8")),
 )  # fmt: skip
 
 
@@ -171,6 +183,10 @@ def figures(records: list[list[Result]], samples: list[tuple[int, int, int]], se
     steps = [[event for event in record if event["event"] == "step"] for record in records]
     between = [[b["seconds"] - a["seconds"] for a, b in pairwise(own[SETTLE:])] for own in steps]
     last = len(steps[1])
+    losses = [
+        statistics.fmean(both) for both in zip(*([event["loss"] for event in own] for own in steps), strict=False)
+    ]
+    times = [event["seconds"] - steps[1][0]["seconds"] for event in steps[1]]
     inside = [sample for sample in samples if SETTLE <= sample[0] <= last - SETTLE]
     result: Result = {
         "step_s": max(statistics.median(own) for own in between),
@@ -178,6 +194,10 @@ def figures(records: list[list[Result]], samples: list[tuple[int, int, int]], se
         "loss": statistics.fmean(record[-1]["last"]["loss"] for record in records),
         "seconds": seconds,
         "train_s": max(own[-1]["seconds"] - own[0]["seconds"] for own in steps),
+        "curve": [
+            (round(times[end - 1], 3), round(statistics.fmean(losses[end - CURVE_STEPS : end]), 4))
+            for end in range(CURVE_STEPS, min(len(losses), len(times)) + 1)
+        ],
     }
     if len(inside) > 1 and inside[-1][0] > inside[0][0]:
         clocks = inside[-1][0] - inside[0][0]
@@ -187,6 +207,26 @@ def figures(records: list[list[Result]], samples: list[tuple[int, int, int]], se
         result["push"] = statistics.fmean(event["push_bytes"] for event in payload)
         result["pull"] = statistics.fmean(event["pull_bytes"] for event in payload)
     return result
+
+
+def to_target(curve: Sequence[Sequence[float]]) -> float | None:
+    """Seconds until the loss was TARGET."""
+    return next((seconds for seconds, loss in curve if loss <= TARGET), None)
+
+
+def seconds_to_target(results: list[Result], row: Row, link: str) -> str:
+    """Measured, or computed from the losses on loopback and the step time here; "-" where there is neither."""
+    found = [to_target(r["curve"]) for r in results if (r["row"], r["link"]) == (row.name, link) and r.get("curve")]
+    measured = [seconds for seconds in found if seconds is not None]
+    if measured:
+        return shown(statistics.median(measured), 0)
+    step = median([r for r in results if (r["row"], r["link"]) == (row.name, link)], "step_s")
+    for result in results:
+        if step and result["link"] == "loopback" and (row.hook or row.name == "bsp") and result["row"] == row.name:
+            counts = [CURVE_STEPS + i for i, (_, loss) in enumerate(result.get("curve", [])) if loss <= TARGET]
+            if counts:
+                return f"{shown(counts[0] * step, 0)} (computed)"
+    return "-"
 
 
 def median(found: list[Result], name: str) -> float | None:
@@ -204,11 +244,13 @@ def table(results: list[Result], commit: str) -> str:
     mine = [result for result in results if result["commit"] == commit]
     for link, steps in sorted({(result["link"], result["steps"]) for result in mine}):
         here = [result for result in mine if (result["link"], result["steps"]) == (link, steps)]
-        floor = median([r for r in here if r["row"] == "ddp"], "step_s")
+        floor = median([r for r in mine if (r["row"], r["link"]) == ("ddp", link)], "step_s")
+        free = median([r for r in mine if (r["row"], r["link"]) == ("ddp", "loopback")], "step_s")
         out += [
             f"{link}, {steps} steps",
             "",
-            "| run | rounds | step, ms | of ddp here | kB up, down a step at the interface | kB of messages | loss | s |",
+            "| run | rounds | step, ms | of ddp here, on loopback | kB up, down a step at the interface | kB of messages "
+            f"| loss | s to {TARGET} |",
             "|---|---|---|---|---|---|---|---|",
         ]
         for row in ROWS:
@@ -216,12 +258,12 @@ def table(results: list[Result], commit: str) -> str:
             if not found:
                 continue
             step = median(found, "step_s")
-            ratio = shown(step / floor, 2) if step and floor else "-"
+            ratio = ", ".join(shown(step / base, 2) if step and base else "-" for base in (floor, free))
             cells = [
                 *(row.name, str(len(found)), shown(step, 0, 1e3), ratio),
                 *(f"{shown(median(found, a), 1, 1e-3)}, {shown(median(found, b), 1, 1e-3)}"
                   for a, b in (("up", "down"), ("push", "pull"))),
-                *(shown(median(found, "loss"), 3), shown(median(found, "train_s"), 0)),
+                *(shown(median(found, "loss"), 3), seconds_to_target(mine, row, link)),
             ]  # fmt: skip
             out.append(f"| {' | '.join(cells)} |")
         loads = [result["load"] for result in here]
@@ -233,6 +275,41 @@ def table(results: list[Result], commit: str) -> str:
     return "\n".join(out)
 
 
+def plot(results: list[Result], commit: str, path: Path) -> None:
+    """Left: loss against seconds of what was trained in full on the slowest such link; right: step time on every link."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    mine = [result for result in results if result["commit"] == commit]
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(15, 4.5), layout="constrained")
+    full = [r for r in mine if len(r.get("curve", [])) > 100 and r["link"] not in ("loopback",)]
+    for row in ROWS:
+        runs = [r for r in full if r["row"] == row.name]
+        if runs:
+            seconds, losses = zip(*runs[0]["curve"], strict=True)
+            label = f"{row.name}, {runs[0]['link']}"
+            left.plot(seconds, losses, label=label)
+            if "up" in runs[0]:
+                per_step = (runs[0]["up"] + runs[0]["down"]) / 2e6
+                middle.plot([per_step * (CURVE_STEPS + i) for i in range(len(losses))], losses, label=label)
+        steps = [
+            (link, median([r for r in mine if (r["row"], r["link"]) == (row.name, link)], "step_s")) for link in LINKS
+        ]
+        known = [(link, 1000 * step) for link, step in steps if step is not None]
+        if len(known) > 1:
+            right.plot(*zip(*known, strict=True), marker="o", label=row.name)
+    left.set(xlabel="seconds", ylabel="training loss", xscale="log")
+    middle.set(xlabel="MB each way", ylabel="training loss", xscale="log")
+    right.set(xlabel="link", ylabel="ms a step", yscale="log")
+    for axes in (left, middle, right):
+        axes.legend(fontsize=7)
+        axes.grid(alpha=0.3)
+    figure.suptitle(f"bench/wan.py, commit {commit}", fontsize=9)
+    figure.savefig(path, dpi=110)
+
+
 @click.command(context_settings={"show_default": True})
 @click.option("--link", "links", default="20mbit", help=f"comma-separated: {', '.join(LINKS)}")
 @click.option("--rows", "pattern", default="*", help="only rows whose name matches")
@@ -240,14 +317,30 @@ def table(results: list[Result], commit: str) -> str:
 @click.option("--rounds", default=3)
 @click.option("--seed", default=0)
 @click.option("--show", is_flag=True, help="run nothing, print the tables of the newest commit")
+@click.option("--plot", "picture", type=click.Path(path_type=Path), help="run nothing, draw the newest commit's runs")
 @click.option("--out", type=click.Path(path_type=Path), default=launch.OUT / "wan.json")
 @click.option("--limit", "limit_s", default=1800.0, help="seconds after which a run counts as failed")
-def main(links: str, pattern: str, steps: int, rounds: int, seed: int, show: bool, out: Path, limit_s: float) -> None:
+def main(
+    links: str,
+    pattern: str,
+    steps: int,
+    rounds: int,
+    seed: int,
+    show: bool,
+    picture: Path | None,
+    out: Path,
+    limit_s: float,
+) -> None:
     """Train across a narrow link, by every contender."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     results: list[Result] = json.loads(out.read_text()) if out.exists() else []
     if show:
         click.echo(table(results, results[-1]["commit"]) if results else f"{out} holds no run")
+        return
+    if picture is not None:
+        if not results:
+            raise click.ClickException(f"{out} holds no run")
+        plot(results, results[-1]["commit"], picture)
         return
     if missing := lab.available():
         raise click.ClickException(missing)
