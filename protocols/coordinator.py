@@ -17,6 +17,7 @@ It lives with shard 0 and is the one owner of membership. Rules
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -29,6 +30,7 @@ from narrows.protocols.wire import unpack
 
 LEDGER_RETRY_NS = NS // 5  # unseen ledgers are sent again this often
 LEASE_STEPS = 3  # a lease is never under three measured steps
+TREE_CHARACTERS_MAX = m.TEXT_MAX - 64  # of what is shown of a tree: one string of a message, with the line that ends it
 WAITING_MAX = 1024  # joiners that wait for the shards to report
 
 # Adaptive grace, as a share of what a round took of late until its quorum was there: room for workers that are meant to be
@@ -58,6 +60,7 @@ class Member:
     leaving: int = -1  # its final clock, once it is done
     moved_ns: int = 0
     step_ns: int = 0  # longest recent time between two of its updates
+    below: str = ""  # of a cluster: itself and all below it, a line each
     address: str = ""  # where its peers reach it (gossip)
 
     @property
@@ -117,6 +120,7 @@ class Coordinator:
         self.weights = -1  # the worker whose first weights are those of the run, once they are on all shards
         self.finishes, self.finish_at = 0, 0
         self.finished: set[tuple[int, int]] = set()  # workers and their clocks, of the last finish
+        self.tree_above: Callable[[], str] = lambda: ""  # all levels, as the server above tells them
         self.introduced = 0  # epoch of the roster that all were sent
         self.undeclared: dict[int, tuple[bytes, m.Declare]] = {}  # workers whose Declare waits for our place above
 
@@ -157,6 +161,7 @@ class Coordinator:
             if isinstance(message, m.Declare):
                 return self._declare(member, message, now_ns)
             if isinstance(message, m.Heartbeat):
+                member.below = message.below
                 pulse: list[ServerEffect] = [Send(peer, self._pulse(member, message, now_ns))]
                 return pulse + self._rosters([member] if message.roster != self._roster_epoch else [])
             self.buffers, self.buffers_ns = bytes(message.payload), now_ns
@@ -317,7 +322,22 @@ class Coordinator:
             self.started,
             now_ns,
             now_ns,
+            self.tree_above() or self.tree() if beat.below else "",
         )
+
+    def tree(self) -> str:
+        """This server and all below it, a line each; of a large run the first lines."""
+        lines = [f"{self.settings.summary()}, {self.shards} shards, clock {self.min_clock}"]
+        for member in sorted(self.declared, key=lambda member: member.rank):
+            first, *rest = member.below.splitlines() or [""]
+            what = f"cluster: {first}" if first else f"worker, clock {member.clock}"
+            lines += [f"    rank {member.rank} ({member.host}) {what}", *(f"    {line}" for line in rest)]
+        kept, size = 0, 0
+        while kept < len(lines) and size + len(lines[kept]) < TREE_CHARACTERS_MAX:
+            size += len(lines[kept]) + 1
+            kept += 1
+        more = [f"    and {len(lines) - kept} lines more"] if kept < len(lines) else []
+        return "\n".join(lines[:kept] + more)
 
     @property
     def _roster_epoch(self) -> int:

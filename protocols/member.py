@@ -12,7 +12,7 @@ Rules
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from narrows.protocols import effects as e
@@ -174,6 +174,8 @@ class Member:
         self.sessions: list[Session] = []
         self.ports: tuple[int, ...] = ()  # of the shards
         self.plan = b""
+        self.below: Callable[[], str] = lambda: ""  # of a cluster: itself and all below it, a line each
+        self.tree = ""  # all levels, as the server above has told last
         self.address = ""  # where peers reach this member; its runner knows
         self.peers: Peers | None = None  # once it has its place in a run of gossip
         self.phase = "new"  # new, hello, welcome, declared, running, alone, leaving, over
@@ -270,6 +272,7 @@ class Member:
                 self.meter.up.passed(message.echo_ns, message.received_ns)
                 self.meter.down.passed(message.sent_ns, now_ns)
                 self.run_started = message.started
+                self.tree = message.tree or self.tree
             return []
         if isinstance(message, m.Roster):
             return self.peers.roster(message, now_ns) if self.peers is not None else []
@@ -358,7 +361,7 @@ class Member:
         if self.worker >= 0 and self.phase != "hello" and now_ns - self.beat_ns >= beat:
             self.beat_ns = now_ns
             roster = self.peers.epoch if self.peers is not None else 0
-            effects.append(Send(0, m.Heartbeat(self.worker, self.epoch or self.welcomed, now_ns, roster)))
+            effects.append(Send(0, m.Heartbeat(self.worker, self.epoch or self.welcomed, now_ns, roster, self.below())))
         return effects
 
     def _joining(self) -> m.Message:

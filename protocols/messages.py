@@ -265,6 +265,7 @@ class Heartbeat(Message):
     epoch: int
     sent_ns: int
     roster: int = 0  # epoch of the newest Roster that is here; a newer one is the answer (gossip)
+    below: str = ""  # of a cluster: itself and all below it, a line each
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +278,7 @@ class HeartbeatAck(Message):
     started: bool
     received_ns: int
     sent_ns: int
+    tree: str = ""  # for a cluster: all levels, from the root down, a line each
 
 
 @dataclass(frozen=True, slots=True)

@@ -259,6 +259,16 @@ class Settings:
             merge_alpha=self.merge_alpha,
         )
 
+    def summary(self) -> str:
+        """Validated settings in a few words, as flags."""
+        mode = self.mode()
+        flags = [f"--sync {self.sync}", "no bound" if mode.bound is None else f"staleness {mode.bound}"]
+        flags += [f"--local-steps {self.local_steps}"] if self.local_steps > 1 else []
+        flags += [f"--fragments {self.fragments}"] if self.fragments > 1 else []
+        flags += [f"--topology {self.topology}"] if self.topology else []
+        flags += [f"--quorum {self.quorum}"] if self.quorum > 0 else []
+        return ", ".join([*flags, f"--compress {self.compress}", f"--compress-down {self.compress_down}"])
+
     def packed(self) -> bytes:
         return pack(asdict(self))
 

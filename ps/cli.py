@@ -128,6 +128,14 @@ class Cluster:
         if stdin is not None and not stdin.closed:
             stdin.close()
 
+    def show_tree(self) -> None:
+        """Ask process 0 for all levels of the run; they come as an event."""
+        stdin = self.processes[0].stdin
+        if stdin is not None and not stdin.closed:
+            with contextlib.suppress(OSError):  # it has ended
+                stdin.write("\n")
+                stdin.flush()
+
     def kill(self) -> None:
         """End what is left, by pid."""
         for process in self.processes:
@@ -172,7 +180,7 @@ def command(**flags: Any) -> int:
     """Serve one cluster's model: N shards in N processes, one sync mode.
 
     Each flag has a variable, NARROWS_<FLAG>, for example NARROWS_BIND; the flag wins. It ends with its last worker; Ctrl-C
-    writes a checkpoint and ends it.
+    writes a checkpoint and ends it; SIGUSR1 prints all levels of the run.
     """
     return serve(**flags)
 
@@ -243,8 +251,10 @@ def serve(
     folder = checkpoint_folder(checkpoint_dir, resume)
     cluster = Cluster(settings, host, port, folder, resume, parent, parent_timeout)
     signals: list[int] = []
+    asked: list[int] = []  # to show the tree
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: signals.append(number))
+    signal.signal(signal.SIGUSR1, lambda number, frame: asked.append(number))
     if EMBEDDED:
         threading.Thread(target=_until_stdin_ends, daemon=True).start()
     try:
@@ -261,7 +271,7 @@ def serve(
             noun = "shard" if settings.shards == 1 else "shards"
             say(f"serves {settings.shards} {noun}, --sync {settings.sync}; on a worker machine:")
             click.echo(f"    ps-worker --server {address} SCRIPT.py")
-        return _watch(cluster, signals)
+        return _watch(cluster, signals, asked)
     finally:
         cluster.kill()
         if not checkpoint_dir and folder:
@@ -284,7 +294,7 @@ def _show(event: dict[str, Any]) -> None:
         say(line)
 
 
-def _watch(cluster: Cluster, signals: list[int]) -> int:
+def _watch(cluster: Cluster, signals: list[int], asked: list[int]) -> int:
     """Show events until every process has ended; a shard that ends before the others is an error."""
     ended: set[int] = set()
     done: set[int] = set()
@@ -295,6 +305,9 @@ def _watch(cluster: Cluster, signals: list[int]) -> int:
         if signals and not stopping:
             stopping, deadline = True, time.monotonic() + END_S
             cluster.stop()
+        if asked:
+            asked.clear()
+            cluster.show_tree()
         if time.monotonic() > deadline or len(signals) > 1:
             say("a shard did not end in time and was killed")
             return 1

@@ -266,8 +266,11 @@ class Runner:
         while self.running:
             ready = dict(poller.poll(TICK_MS))
             if sys.stdin.fileno() in ready and not self.stopping:
-                poller.unregister(sys.stdin.fileno())
-                self.stop()
+                if os.read(sys.stdin.fileno(), 4096):  # a line: show the tree
+                    self.apply(self.server.show_tree())
+                else:
+                    poller.unregister(sys.stdin.fileno())
+                    self.stop()
             for source in (self.router, self.upward, self.above):
                 for _ in range(BURST if source is not None and source in ready else 0):
                     assert source is not None

@@ -32,6 +32,9 @@ class Server:
         self.final = Stop()  # what this process ends with
         if coordinator is not None:
             shard.wants_buffers = coordinator.wants_buffers
+        self.tree_shown = False
+        if member is not None and coordinator is not None:
+            member.below, coordinator.tree_above = coordinator.tree, lambda: member.tree
         if member is not None:
             shard.session = lambda place: member.sessions[0]
             shard.repeats = False
@@ -68,6 +71,24 @@ class Server:
         if self.member is not None:
             yield from self._local(self._with_the_workers(now_ns), now_ns)
             yield from self._seen(self.member.tick(now_ns), now_ns)
+        yield from self._first_tree()
+
+    def _first_tree(self) -> Iterator[ServerEffect]:
+        """The whole tree, once there is one of several levels and this cluster has begun."""
+        coordinator = self.coordinator
+        if coordinator is None or self.tree_shown or not coordinator.started:
+            return
+        levels = coordinator.tree_above() or any(child.below for child in coordinator.declared)
+        if levels:
+            self.tree_shown = True
+            yield from self.show_tree()
+
+    def show_tree(self) -> list[ServerEffect]:
+        """All levels, for the console."""
+        coordinator = self.coordinator
+        if coordinator is None:
+            return []
+        return [Log("tree", {"text": f"the run:\n{coordinator.tree_above() or coordinator.tree()}"})]
 
     def stop(self, now_ns: int) -> Iterator[ServerEffect]:
         """Ctrl-C, told to the coordinator, and to the server above."""
@@ -169,12 +190,8 @@ class Server:
             )
             yield from self._local(self._end(m.RefuseCode.INCOMPATIBLE, text, now_ns), now_ns)
         else:
-            mode = settings.mode()
-            bound = "no bound" if mode.bound is None else f"staleness {mode.bound}"
-            steps = f", {mode.local_steps} clocks each" if mode.local_steps > 1 else ""
-            yield Log("above", {"text": f"is member {event.rank + 1} of {event.world_size} of {self.parent}: --sync "
-                                        f"{settings.sync}, {bound}{steps}, --compress {settings.compress}, "
-                                        f"--compress-down {settings.compress_down}"})  # fmt: skip
+            place = f"is member {event.rank + 1} of {event.world_size} of {self.parent}"
+            yield Log("above", {"text": f"{place}: {settings.summary()}"})
             yield from self._local(coordinator.joined_above(event.rank, event.world_size, now_ns), now_ns)
 
     def _end(self, code: int, text: str, now_ns: int) -> list[ServerEffect]:

@@ -10,6 +10,7 @@ import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import msgpack
@@ -378,6 +379,10 @@ def test_a_script_that_never_joins_ends_its_embedded_server(tmp_path: Path) -> N
 # A cluster, and the server above it.
 
 
+def says(server: Server, times: int) -> bool:
+    return server.command.out.count("the run:\n--sync bsp") >= times
+
+
 def test_a_cluster_that_dies_is_left_out_and_a_server_above_that_dies_ends_its_clusters() -> None:
     above = ("--workers", "2", "--sync", "bsp", "--push", "update", "--lease", "2", "--shards", "2")
     with serving(*above) as root:
@@ -386,6 +391,10 @@ def test_a_cluster_that_dies_is_left_out_and_a_server_above_that_dies_ends_its_c
             with ThreadPoolExecutor(2) as pool:
                 first, second = pool.map(Worker, (one.address, two.address))
                 list(pool.map(lambda worker: worker.train(5), (first, second)))
+            for shows in (root, two):  # the whole tree, at the start and on request
+                for times in (1, 2):
+                    until(partial(says, shows, times), str(shows.command))
+                    os.kill(shows.command.pid, signal.SIGUSR1)
             two.kill()
             first.train(20)  # the next barrier above waits for a lease, and no longer
             assert re.search(r"worker 1 \(rank 1, .*\) expired at clock \d+; 1 live", root.command.out), root.command

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,9 @@ from in_process import Cluster
 from processes import until
 from scripts import Array, alone, build, distance, flat, loss_of, tree
 
+from narrows.protocols.coordinator import Coordinator, Member
+from narrows.protocols.effects import NS, Log
+from narrows.protocols.messages import TEXT_MAX
 from narrows.protocols.modes import Settings
 from narrows.worker import DistributedOptimizer, clock, rank, world_size
 
@@ -207,3 +211,47 @@ def test_what_does_not_fit_is_one_sentence(above: Settings, below: Settings, sai
     assert cluster.stopped is not None and cluster.stopped.code == 5
     assert said in cluster.stopped.text and cluster.stopped.text.startswith("the server above, tcp://parent:1: ")
     assert root.servers[0].coordinator is not None
+
+
+def test_every_level_shows_the_whole_tree() -> None:
+    root, clusters = family(Settings(sync="ssp", compress="topk:0.2", workers=2), Settings(sync="bsp", workers=2))
+    shown: list[str] = []
+    pause = threading.Barrier(4)
+
+    def look(worker: int) -> None:
+        net = build()
+        optimizer = DistributedOptimizer(sgd(net), net)
+        pause.wait(30)
+        for _ in range(
+            2 if worker == 0 else 0
+        ):  # a heartbeat of each brings what is below it, its answer all that is known
+            root.held_ns += 3 * NS
+            for each in clusters:
+                with root.changed:
+                    each.held_ns = root.held_ns
+                    each._apply(0, each.servers[0].tick(each.now()))
+        for each in (root, *clusters) if worker == 0 else ():
+            (log,) = each.servers[0].show_tree()
+            assert isinstance(log, Log)
+            shown.append(str(log.values["text"]))
+        pause.wait(30)
+        optimizer.finish()
+
+    with tree(root, *clusters) as started:
+        started.together(look)
+    assert shown[0] == shown[2], "who asked last knows as much as the root"
+    lines = shown[0].splitlines()
+    assert lines[1].startswith("--sync ssp, staleness 1, --compress topk:0.2, --compress-down topk:0.2, 1 shards")
+    assert [line.split(" (")[0] for line in lines[2:]] == [
+        *("    rank 0", "        rank 0", "        rank 1", "    rank 1", "        rank 0", "        rank 1"),
+    ]
+    assert "cluster: --sync bsp, staleness 0, --compress dense" in lines[2]
+
+
+def test_a_large_tree_is_shown_as_far_as_it_fits_a_message() -> None:
+    coordinator = Coordinator(Settings(workers=400).validated(), 1)
+    for worker in range(400):
+        member = Member(worker, f"{worker}", "host", worker, b"", 0, epoch=1, arrived=[0])
+        coordinator.members[worker] = member
+    lines = coordinator.tree().splitlines()
+    assert len("\n".join(lines)) <= TEXT_MAX and lines[-1] == f"    and {401 - (len(lines) - 1)} lines more"
