@@ -7,7 +7,7 @@
     python bench/wan.py --plot docs/wan.png    # loss against seconds and bytes, step time against the link
 
 Rules
-- One worker in each city trains tasks/bytelm.py on its half of the batch, one thread each. The root is in the first city.
+- One worker in each city (`each`: more) trains tasks/bytelm.py on its half of the batch, one thread each. The root is in the first city.
 - A round runs every row once, one after the other; step times are medians over rounds of a run's own median, worst worker.
 - Bytes a step are the kernel's, at the second city's interface, between two steps of the run: headers, acks and heartbeats
   are in them, the first weights and the last flush are not. Payload is what `--record` says where there is one.
@@ -63,12 +63,14 @@ LINKS: dict[str, Way | None] = {
 
 @dataclass(frozen=True)
 class Row:
-    """`above`: flags of the root. `below`: of a server in each city; none where workers dial the root themselves."""
+    """`above`: flags of the root. `below`: of a server in each city; none where workers dial the root themselves.
+    `each`: workers in each city."""
 
     name: str
     above: tuple[str, ...] = ()
     below: tuple[str, ...] = ()
     hook: str = ""  # DDP's
+    each: int = 1
 
 
 def flat(mode: str, compress: str, *more: str) -> Row:
@@ -96,6 +98,8 @@ ROWS = (
     Row("local H=4 topk:123/4096+2bit",
         ("--sync", "local", "--local-steps", "4", "--staleness", "1", "--compress", "topk:123/4096+2bit", *LOCAL_SGD)),
     Row("tree: ssp topk:0.05+int8 over bsp", ("--sync", "ssp", "--compress", "topk:0.05+int8"), ("--sync", "bsp")),
+    Row("two cities (README), 2 workers each", ("--shards", "2", "--sync", "ssp", "--compress", "topk:0.05+int8"),
+        ("--shards", "2", "--workers", "2", "--sync", "bsp"), each=2),
     Row("diloco H=50", ("--sync", "local", "--local-steps", "50")),
     Row("streaming H=50 F=5", ("--sync", "local", "--local-steps", "50", "--fragments", "5", "--merge-delay", "8")),
 )  # fmt: skip
@@ -143,7 +147,7 @@ def workers(row: Row, hosts: Sequence[lab.Host], args: Sequence[str], folder: Pa
                 f"tcp://{host.address}:{PORT + 10 * (1 + rank)}" if row.below else f"tcp://{hosts[0].address}:{PORT}"
             )
             command = [sys.executable, "-m", "narrows.worker.cli", "--server", server, "--record", str(record)]
-            command += [TASK, *args]
+            command += ["-n", str(row.each), TASK, *args]
         with (folder / f"worker{rank}.log").open("w") as log:
             started.append(host.popen(command, stdout=log, stderr=log, cwd=launch.ROOT, env=env))
     return started
@@ -185,6 +189,9 @@ def measure(row: Row, way: Way | None, steps: int, seed: int, limit_s: float) ->
 def figures(records: list[list[Result]], samples: list[tuple[int, int, int]], seconds: float, crosses: bool) -> Result:
     """`crosses`: what the records count is what crosses the link."""
     steps = [[event for event in record if event["event"] == "step"] for record in records]
+    steps = [
+        [event for event in own if event.get("worker") == own[0].get("worker")] for own in steps
+    ]  # one of each city
     between = [[b["seconds"] - a["seconds"] for a, b in pairwise(own[SETTLE:])] for own in steps]
     last = len(steps[1])
     losses = [
