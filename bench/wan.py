@@ -7,7 +7,8 @@
     python bench/wan.py --plot docs/wan.png    # loss against seconds and bytes, step time against the link
 
 Rules
-- One worker in each city (`each`: more) trains tasks/bytelm.py on its half of the batch, one thread each. The root is in the first city.
+- One worker in each city (`each`: more) trains tasks/bytelm.py on its share of the batch, one thread each. The root is in the
+  first city.
 - A round runs every row once, one after the other; step times are medians over rounds of a run's own median, worst worker.
 - Bytes a step are the kernel's, at the second city's interface, between two steps of the run: headers, acks and heartbeats
   are in them, the first weights and the last flush are not. Payload is what `--record` says where there is one.
