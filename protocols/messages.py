@@ -457,6 +457,8 @@ KINDS: dict[int, type[Message]] = {
     35: Adopt,
     36: Ping,
 }
+# What a member says of itself goes over a connection of its own: behind a large push a heartbeat would come after its lease.
+CONTROL = (Hello, Declare, Heartbeat, Leave)
 # What a server's runner puts the send time into: the machine made it before it folded and published.
 TIMED = (PushAck, State, HeartbeatAck)
 KIND_OF = {message: number for number, message in KINDS.items()}

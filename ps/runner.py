@@ -108,7 +108,8 @@ class Runner:
         self, process: Process, router: zmq.Socket[bytes], upward: zmq.Socket[bytes] | None, port: int
     ) -> None:
         self.process, self.router, self.upward = process, router, upward
-        self.above: zmq.Socket[bytes] | None = None  # toward the shard above; dialled with the first message to it
+        # Toward the shard above, dialled with the first message to it; of process 0 one more for `CONTROL`.
+        self.above: dict[bool, zmq.Socket[bytes]] = {}
         self.bytes_up = self.bytes_down = 0  # over that link
         self.poller = zmq.Poller()
         self.end = Stop()
@@ -166,7 +167,7 @@ class Runner:
             message = replace(message, sent_ns=time.monotonic_ns())
         frames = encode(message)
         if isinstance(effect.peer, int):
-            target, head = self._dialled(), [frames[0]]
+            target, head = self._dialled(isinstance(message, m.CONTROL)), [frames[0]]
             self.bytes_up += sum(map(len, frames))
         elif effect.peer == COORDINATOR:
             assert self.upward is not None
@@ -187,19 +188,19 @@ class Runner:
             if error.errno != zmq.EHOSTUNREACH:  # gone: its lease will tell
                 raise
 
-    def _dialled(self) -> zmq.Socket[bytes]:
-        """The socket toward the shard above: over TCP, also on this machine, so that bytes are those of a link."""
-        if self.above is None:
+    def _dialled(self, control: bool) -> zmq.Socket[bytes]:
+        """A socket toward the shard above: over TCP, also on this machine, so that bytes are those of a link."""
+        if control not in self.above:
             host, port = parse_address("--parent", self.process.parent)
             uplink = self.server.shard.uplink
             if self.process.index and uplink is not None and uplink.place is not None:
                 port = uplink.place.ports[self.process.index]
-            self.above = self.router.context.socket(zmq.DEALER)
-            limit(self.above)
-            self.above.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS_MAX)
-            self.above.connect(f"tcp://{host}:{port}")
-            self.poller.register(self.above, zmq.POLLIN)
-        return self.above
+            self.above[control] = made = self.router.context.socket(zmq.DEALER)
+            limit(made)
+            made.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS_MAX)
+            made.connect(f"tcp://{host}:{port}")
+            self.poller.register(made, zmq.POLLIN)
+        return self.above[control]
 
     def _receive_above(self, frames: list[zmq.Frame], now_ns: int) -> None:
         self.bytes_down += sum(len(frame.buffer) for frame in frames)
@@ -271,14 +272,14 @@ class Runner:
                 else:
                     poller.unregister(sys.stdin.fileno())
                     self.stop()
-            for source in (self.router, self.upward, self.above):
+            for source in (self.router, self.upward, *self.above.values()):
                 for _ in range(BURST if source is not None and source in ready else 0):
                     assert source is not None
                     try:
                         frames = source.recv_multipart(zmq.NOBLOCK, copy=False)
                     except zmq.Again:
                         break
-                    if source is self.above:
+                    if source in self.above.values():
                         self._receive_above(frames, time.monotonic_ns())
                     else:
                         self.receive(frames, time.monotonic_ns(), from_coordinator=source is self.upward)
@@ -310,7 +311,7 @@ def run(process: Process, ready: Callable[[int], None]) -> None:
             ready(port)
             runner.loop()
         finally:
-            for dialled in (upward, runner.above if runner is not None else None):
+            for dialled in (upward, *(runner.above.values() if runner is not None else ())):
                 if dialled is not None:
                     dialled.close()
     if runner.end.code:

@@ -1,8 +1,8 @@
 """Runs a `Member` over ZeroMQ in a thread of its own: the only file of worker/ that knows sockets.
 
-One DEALER for each shard (several connects on one socket would take turns); under gossip one for each peer too, and a ROUTER
-that they dial. The thread owns the sockets and the machine;
-other threads hand it commands with `call` and take what it delivers with `take`.
+One DEALER for each shard (several connects on one socket would take turns), and one more to shard 0 for what must not wait
+behind large messages (`CONTROL`); under gossip one for each peer too, and a ROUTER that they dial. The thread owns the
+sockets and the machine; other threads hand it commands with `call` and take what it delivers with `take`.
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ class Link:
         self._wake_out.connect(wake)
         self._wake_lock = threading.Lock()
         self._sockets: list[zmq.Socket[bytes]] = []
+        self._control: zmq.Socket[bytes] | None = None
         self._inbound: zmq.Socket[bytes] | None = None  # what peers dial
         self._peers: dict[str, zmq.Socket[bytes]] = {}  # by address
         self._thread = threading.Thread(target=self._main, name="narrows-io", daemon=True)
@@ -133,11 +134,11 @@ class Link:
         made.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
         return made
 
-    def _connect(self, poller: zmq.Poller, port: int) -> None:
+    def _connect(self, poller: zmq.Poller, port: int) -> zmq.Socket[bytes]:
         dealer = self._socket(zmq.DEALER)
         dealer.connect(endpoint(self.host, port))
         poller.register(dealer, zmq.POLLIN)
-        self._sockets.append(dealer)
+        return dealer
 
     def _open_to_peers(self, poller: zmq.Poller) -> None:
         """Listen on the address by which the server's network knows this machine."""
@@ -160,7 +161,8 @@ class Link:
         poller = zmq.Poller()
         poller.register(self._wake_in, zmq.POLLIN)
         try:
-            self._connect(poller, self.port)
+            self._control = self._connect(poller, self.port)
+            self._sockets.append(self._connect(poller, self.port))
             ticked = time.monotonic_ns()
             while not self._closing or self._commands:
                 ready = dict(poller.poll(TICK_MS))
@@ -169,7 +171,7 @@ class Link:
                 while self._commands:
                     command = self._commands.popleft()
                     self._apply(poller, command(self.member, time.monotonic_ns()))
-                for shard, dealer in enumerate(list(self._sockets)):
+                for shard, dealer in [(0, self._control), *enumerate(self._sockets)]:
                     for _ in range(BURST if dealer in ready else 0):
                         try:
                             frames = dealer.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -190,7 +192,7 @@ class Link:
                 error = type(error)(f"{self.address}: {error}")
             self._fail(error)
         finally:
-            for opened in (*self._sockets, *self._peers.values(), self._inbound):
+            for opened in (self._control, *self._sockets, *self._peers.values(), self._inbound):
                 if opened is not None:
                     opened.close()
             self._wake_in.close(0)
@@ -225,7 +227,7 @@ class Link:
             else:
                 if isinstance(effect, Joined):
                     for port in effect.ports[len(self._sockets) :]:
-                        self._connect(poller, port)
+                        self._sockets.append(self._connect(poller, port))
                     mixes = Settings.unpacked(effect.settings).mode().rule is Rule.MIX
                     if mixes and self._inbound is None:
                         self._open_to_peers(poller)
@@ -239,7 +241,8 @@ class Link:
         assert isinstance(effect.peer, int)
         if effect.peer >= len(self._sockets):
             return
-        self._put(self._sockets[effect.peer], effect.message)
+        controls = self._control if isinstance(effect.message, m.CONTROL) else None
+        self._put(controls or self._sockets[effect.peer], effect.message)
 
     def _put(self, dealer: zmq.Socket[bytes], message: m.Message) -> None:
         frames = encode(message)
