@@ -91,6 +91,7 @@ ROWS = (
     flat("ssp", "cycle:0.15+sign"),
     flat("ssp", "cycle:0.15+sign", "--staleness", "2"),
     flat("ssp", "cycle:0.06+sign"),
+    flat("ssp", "cycle:0.06+sign", "--staleness", "4"),
     flat("async", "topk:0.05+int8"),
     Row("ssp auto", ("--sync", "ssp", "--compress", "auto")),
     Row("gossip int8", ("--sync", "gossip", "--compress", "int8")),
