@@ -177,7 +177,8 @@ def measure(row: Row, way: Way | None, steps: int, seed: int, limit_s: float) ->
                 raise CommandFailed(f"{row.name} ran longer than {limit_s:.0f} s")
             done = steps_of(folder / "record1")
             received, sent = hosts[1].bytes()
-            samples.append((done[-1]["clock"] if done else 0, received, sent))
+            mine = [event for event in done if event.get("worker") == done[0].get("worker")]
+            samples.append((len(mine), received, sent))
             time.sleep(SAMPLE_S)
         seconds = time.monotonic() - began
         for rank, process in enumerate(processes):
@@ -298,21 +299,22 @@ def plot(results: list[Result], commit: str, path: Path) -> None:
     mine = [result for result in results if result["commit"] == commit]
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(15, 4.5), layout="constrained")
     full = [r for r in mine if len(r.get("curve", [])) > 100 and r["link"] not in ("loopback",)]
-    for row in ROWS:
+    for number, row in enumerate(ROWS):
         runs = [r for r in full if r["row"] == row.name]
+        style = {"color": f"C{number % 10}", "linestyle": "-" if number < 10 else "--"}
         if runs:
             seconds, losses = zip(*runs[0]["curve"], strict=True)
             label = f"{row.name}, {runs[0]['link']}"
-            left.plot(seconds, losses, label=label)
+            left.plot(seconds, losses, label=label, **style)
             if "up" in runs[0]:
                 per_step = (runs[0]["up"] + runs[0]["down"]) / 2e6
-                middle.plot([per_step * (CURVE_STEPS + i) for i in range(len(losses))], losses, label=label)
+                middle.plot([per_step * (CURVE_STEPS + i) for i in range(len(losses))], losses, label=label, **style)
         steps = [
             (link, median([r for r in mine if (r["row"], r["link"]) == (row.name, link)], "step_s")) for link in LINKS
         ]
         known = [(link, 1000 * step) for link, step in steps if step is not None]
         if len(known) > 1:
-            right.plot(*zip(*known, strict=True), marker="o", label=row.name)
+            right.plot(*zip(*known, strict=True), marker="o", label=row.name, **style)
     left.set(xlabel="seconds", ylabel="training loss", xscale="log")
     middle.set(xlabel="MB each way", ylabel="training loss", xscale="log")
     right.set(xlabel="link", ylabel="ms a step", yscale="log")

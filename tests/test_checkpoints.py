@@ -249,7 +249,7 @@ class OnDisk(in_process.Cluster):
         OnDisk.lives += 1
         self.settings = settings.validated()
         self.changed = threading.Condition()
-        self.links, self.children = {}, {}
+        self.links, self.children, self.workers = {}, {}, {}
         self.servers: list[Server] = []
         self.runners: list[DiskRunner] = []
         for index in range(self.settings.shards):
