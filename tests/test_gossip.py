@@ -381,9 +381,12 @@ def test_the_server_is_not_needed_once_the_workers_know_each_other() -> None:
     settings = Settings(sync="gossip", workers=3)
     with run(settings) as started_:
         expected = started_.together(script)
+    begun_all = threading.Barrier(3)
     with run(settings) as started_:
 
         def kill(worker: int, step: int) -> None:
+            if step == 2:
+                begun_all.wait(30)
             if worker == 0 and step == 2:
                 cluster = started_.cluster
                 with cluster.changed:
