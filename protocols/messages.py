@@ -265,6 +265,7 @@ class Heartbeat(Message):
     epoch: int
     sent_ns: int
     roster: int = 0  # epoch of the newest Roster that is here; a newer one is the answer (gossip)
+    ended: bool = False  # this worker has done its last step, and answers its peers until all have (gossip)
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,6 +373,7 @@ class Roster(Message):
     started: bool
     members: Quads  # worker, epoch joined, rank, 0 for one that began with the run
     addresses: Texts  # of each member
+    closed: bool = False  # all of them have done their last step, and nobody joins any more
 
 
 @dataclass(frozen=True, slots=True)
