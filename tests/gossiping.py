@@ -54,6 +54,8 @@ class Node:
         self.bytes = 0
         self.lost: list[int] = []
         self.elder = -1  # whose model it has asked for
+        self.without: set[int] = set()  # peers that have none either
+        self.asking_ns = -1  # since when there is none that it could ask
 
     def begin(self, weights: Array) -> None:
         """With the first weights; it waits for the first roster."""
@@ -80,7 +82,9 @@ class Node:
                 self.gossip.lose(effect.peer)
             elif isinstance(effect, e.PeersSettled):
                 self.settled = True
-            elif isinstance(effect, e.AdoptAsked) and self.phase not in ("new", "asking"):
+            elif isinstance(effect, e.AdoptAsked) and self.phase in ("new", "asking"):
+                self.without.add(effect.peer)
+            elif isinstance(effect, e.AdoptAsked):
                 self.take(self.peers.offer(self.gossip.whole(effect.peer, self.number), self.net.now_ns))
         self.go_on()
 
@@ -104,10 +108,16 @@ class Node:
             self.going = False
 
     def _go_on(self) -> None:
-        if self.phase == "asking" and self.gossip.started and self.elder not in self.gossip.pairs:
-            self.elder = min(self.gossip.pairs, default=-1)
-            self.alive = self.elder >= 0  # else there is no model any more that it could begin with
-            self.take(self.peers.adopt(self.elder, self.net.now_ns))
+        able = self.gossip.pairs.keys() - self.without
+        if self.phase == "asking" and self.gossip.started and self.elder not in able:
+            self.asking_ns = self.net.now_ns if self.asking_ns < 0 else self.asking_ns
+            self.elder = min(able, default=-1)
+            if able:
+                self.asking_ns = -1
+                self.take(self.peers.adopt(self.elder, self.net.now_ns))
+            elif self.net.now_ns - self.asking_ns > 3 * LEASE_NS:
+                self.alive = False  # there is no model any more that it could begin with
+                self.net.at(self.net.now_ns + LEASE_NS, self.net.introduce)
         if self.phase == "ready" and self.gossip.started:
             self.phase = "computing" if self.number < self.rounds else "flushing"
             if self.phase == "computing":

@@ -247,6 +247,12 @@ def test_rounds_out_of_step_after_a_roster_keep_nobody_waiting() -> None:
     campaign(337)
 
 
+@pytest.mark.parametrize("seed", [2355, 3234])
+def test_two_that_have_no_model_do_not_wait_for_each_other(seed: int) -> None:
+    """Who has one has joined again under a later number than theirs, or is dead."""
+    campaign(seed)
+
+
 def test_who_is_done_does_not_wait_for_one_whose_last_exchange_was_kept() -> None:
     """It died, was in the roster no more, and its exchange was complete on our side."""
     net = Net("ring")

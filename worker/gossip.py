@@ -53,6 +53,7 @@ class GossipEngine(Engine):
         self.mixing = Mixing(0, 0, None, narrows.compression, Memory)
         self.gossip = Gossip(settings.topology, -1, self.mixing)
         self.adopted = self.server_gone = self.settled = False
+        self.without: set[int] = set()  # peers that have no model either
         self.ended = False  # the last step is done
         self.base = 0  # the clock that the server knows us by
         super().__init__(link, settings, model, inner, max_grad_norm)
@@ -69,8 +70,10 @@ class GossipEngine(Engine):
             else:
                 self.gossip.arrived(event)
         elif isinstance(event, e.AdoptAsked):
-            if self.adopted:  # else we have none that is of the run; it asks again
+            if self.adopted:
                 self._offer(self.gossip.whole(event.peer, self.clock))
+            else:
+                self.without.add(event.peer)  # it asks again, and is not asked
         elif isinstance(event, e.PeerEnded):
             self.gossip.peer_ended(event.peer)
         elif isinstance(event, e.PeerLost):
@@ -103,6 +106,7 @@ class GossipEngine(Engine):
             mixing.start(self.mixing.model)
         self.gossip, self.mixing = Gossip(self.settings.topology, event.worker, mixing), mixing
         self.base = event.clock
+        self.without.clear()
         at = self.clock
         super()._start(event)
         self.clock = at
@@ -134,15 +138,21 @@ class GossipEngine(Engine):
         epoch = self.epoch
         self._wait_or_rejoin(lambda: self.gossip.started, limit_s, "the others")
         while not self.adopted and self.epoch == epoch:
-            elder = min(self.gossip.pairs, default=-1)
-            if elder < 0:
-                raise NarrowsError("the run has begun, and no worker is left that could give its model: start it again")
-            self._ask_of(elder, limit_s)
+            # Whoever has it may be about to join again; three leases are a death and a return.
+            self._wait_or_rejoin(
+                lambda: self.adopted or bool(self.gossip.pairs.keys() - self.without),
+                3 * self.settings.lease,
+                "a worker that has the model: the run has begun, and none is left; start it again",
+            )
+            if not self.adopted and self.epoch == epoch:
+                self._ask_of(min(self.gossip.pairs.keys() - self.without), limit_s)
 
     def _ask_of(self, elder: int, limit_s: float) -> None:
         self.link.call(lambda member, now: member.peers.adopt(elder, now) if member.peers is not None else [])
         self._wait_or_rejoin(
-            lambda: self.adopted or elder not in self.gossip.pairs, limit_s, f"the model of worker {elder}"
+            lambda: self.adopted or elder not in self.gossip.pairs or elder in self.without,
+            limit_s,
+            f"the model of worker {elder}",
         )
 
     def _wait_or_rejoin(self, done: Callable[[], bool], limit_s: float, what: str) -> None:
