@@ -11,6 +11,7 @@ It lives with shard 0 and is the one owner of membership. Rules
 - With a quorum it also advances when so many have an open update and the grace after them is over. Who comes later is in
   the next set: its update counts there as any other, and its worker, which waits for that set, is not asked for one more.
 - Under gossip it introduces the workers to each other (`Roster`): at each change, and to who says that it has an older one.
+  Once all have done their last step nobody joins any more, so all end with the mean of the same models.
 - Of a cluster below another server it also decides when it takes part there, from which clock, and when all are done.
 - A restarted shard begins a generation: every shard goes back to the newest checkpoint they share, all must rejoin.
 """
@@ -62,6 +63,7 @@ class Member:
     step_ns: int = 0  # longest recent time between two of its updates
     below: str = ""  # of a cluster: itself and all below it, a line each
     address: str = ""  # where its peers reach it (gossip)
+    ended: bool = False  # it has done its last step (gossip)
 
     @property
     def clock(self) -> int:
@@ -122,6 +124,7 @@ class Coordinator:
         self.finished: set[tuple[int, int]] = set()  # workers and their clocks, of the last finish
         self.tree_above: Callable[[], str] = lambda: ""  # all levels, as the server above tells them
         self.introduced = 0  # epoch of the roster that all were sent
+        self.closed = False  # all members have done their last step (gossip)
         self.undeclared: dict[int, tuple[bytes, m.Declare]] = {}  # workers whose Declare waits for our place above
 
     # What a runner or a machine beside it may read.
@@ -163,6 +166,9 @@ class Coordinator:
             if isinstance(message, m.Heartbeat):
                 member.below = message.below
                 pulse: list[ServerEffect] = [Send(peer, self._pulse(member, message, now_ns))]
+                if message.ended and not member.ended:
+                    member.ended = True
+                    pulse += self._settle(now_ns)
                 return pulse + self._rosters([member] if message.roster != self._roster_epoch else [])
             self.buffers, self.buffers_ns = bytes(message.payload), now_ns
             return []
@@ -186,11 +192,17 @@ class Coordinator:
         text = f"worker {worker} is no member of this run (its lease expired, or the server was restarted)"
         return Send(peer, m.Refuse(m.RefuseCode.NOT_A_MEMBER, worker, epoch, text))
 
+    def _too_late(self, worker: int) -> m.Refuse:
+        text = "the run is about to end: all its workers have done their last step; start the server again"
+        return m.Refuse(m.RefuseCode.OVER, worker, 0, text)
+
     def _hello(self, peer: bytes, hello: m.Hello, now_ns: int) -> list[ServerEffect]:
         if self.over:
             return [Send(peer, m.Refuse(m.RefuseCode.OVER, -1, 0, "the run has ended; start the server again"))]
         if hello.token in self.gone:
             return []
+        if self.closed and all(w.token != hello.token for w in self.members.values()):
+            return [Send(peer, self._too_late(-1))]
         expect = unpack(hello.expect) if hello.expect else {}
         conflict = contradiction(expect, self.settings) if isinstance(expect, dict) else "the flags are no map"
         if conflict:
@@ -228,6 +240,8 @@ class Coordinator:
     def _declare(self, member: Member, declare: m.Declare, now_ns: int) -> list[ServerEffect]:
         if member.epoch:
             return self._readies(only=member)
+        if self.closed:
+            return [Send(member.peer, self._too_late(member.worker)), *self._remove(member, "refused", now_ns)]
         plan = Plan.unpacked(declare.plan)
         if self.plan is None:
             self.plan, self.plan_packed = plan, declare.plan
@@ -352,7 +366,7 @@ class Coordinator:
         rows = tuple((w.worker, w.epoch, w.rank, w.start) for w in declared)
         addresses = tuple(w.address for w in declared)
         return [
-            Send(w.peer, m.Roster(w.worker, self.epoch, self.started, rows, addresses))
+            Send(w.peer, m.Roster(w.worker, self.epoch, self.started, rows, addresses, self.closed))
             for w in members
             if w.ready_sent  # earlier it would not know what to do with it
         ]
@@ -446,6 +460,7 @@ class Coordinator:
         self.finished_once |= any(member.leaving >= 0 for member in self.declared)
         self.generation_ns = now_ns
         self.members.clear()
+        self.closed = False
         self.departed.clear()
         self.quorum_ns = -1
         self.sets.clear()
@@ -552,6 +567,11 @@ class Coordinator:
             self.version += 1
             self.reached_ns[self.min_clock] = now_ns
             self.reached_ns.pop(self.min_clock - (self.mode.bound or 0) - 1, None)
+        mixes = self.mode.rule is Rule.MIX and self.started and not self.closed
+        if mixes and declared and all(w.ended or w.leaving >= 0 for w in declared):
+            self.closed = True
+            self.epoch += 1
+            self.version += 1
         undecided = self.child and self.weights < 0 and self.initialiser >= 0 and len(current) == self.shards
         if undecided and all(report.weights_from == self.initialiser for report in current):
             self.weights = self.initialiser

@@ -173,9 +173,10 @@ class PeerEnded:
 
 @dataclass(frozen=True, slots=True)
 class PeerLost:
-    """Member: this peer was awaited and has been silent for a lease."""
+    """Member: this peer is given up: it was awaited and has been silent for a lease, or what it says is nonsense."""
 
     peer: int
+    why: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@ Rules (BAGUA 2107.01499, D_FP_S and D_LP_S; Lian et al. 1710.06952 for `random`)
 - In a round a worker begins an exchange with each partner that the topology names for (round, members).
 - An offer of a peer that has the same roster waits for this worker to come to its round. Any other is answered at the next
   step: rosters change at different moments, and nobody may wait for one who waits for a third.
-- Who is done answers all, until all are; then one last exchange of all pairs at weight 1 / n makes the mean.
+- Who is done answers all, until all are; then one last exchange of all pairs at weight 1 / n makes the mean. Who all are is
+  in the roster that closes the run; without a server, they are those of the last one.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from narrows.protocols.topology import HALF, RANDOM, partners
 from narrows.protocols.view import Coded
 
 LAST = m.CLOCK_MAX  # the round that ends the run
+ARRIVED_MAX = 2  # offers of a peer: of this exchange and the next, if it has completed this one already
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +59,7 @@ class Complete:
 
 @dataclass(slots=True)
 class Pair:
-    """This worker and one peer. `number`: exchanges that are complete.
-
-    `arrived`: at most two offers, of this exchange and the next: the peer may have completed this one already.
-    """
+    """This worker and one peer. `number`: exchanges that are complete."""
 
     founders: bool  # both began with the run, from the same weights
     number: int = 0
@@ -87,6 +86,8 @@ class Gossip:
         self.waits = topology != RANDOM
         self.epoch, self.round = 0, -1
         self.started = False
+        self.closed = False  # nobody joins any more, and all have done their last step
+        self.alone = False  # there is no server that could say so
         self.members: tuple[int, ...] = ()
         self.founders: frozenset[int] = frozenset()
         self.pairs: dict[int, Pair] = {}
@@ -100,7 +101,7 @@ class Gossip:
 
         Exchanges with who is not in it are given up, but where both sides are here: it has mixed, and left in good order.
         """
-        self.epoch, self.started = roster.epoch, roster.started
+        self.epoch, self.started, self.closed = roster.epoch, roster.started, roster.closed
         self.members = tuple(sorted(row[0] for row in roster.members))
         self.founders = frozenset(row[0] for row in roster.members if row[3] == 0)
         for peer in [peer for peer, pair in self.pairs.items() if peer not in self.members and not pair.ready]:
@@ -157,13 +158,18 @@ class Gossip:
 
     def arrived(self, offer: OfferArrived) -> None:
         """A peer's side of an exchange is here."""
+        pair = self.pairs.get(offer.peer)
+        if pair is None:
+            return
         try:
+            if len(pair.arrived) >= ARRIVED_MAX:
+                raise RemoteProtocolError("it begins exchanges before the ones before them are complete")
             self.mixing.check(offer.parts)
         except RemoteProtocolError as error:
             self._refuse(offer.peer, error)
-        if offer.peer in self.pairs:
-            self.pairs[offer.peer].arrived.append(offer)
-            self.pairs[offer.peer].ended |= offer.parts[0].round == LAST
+            return
+        pair.arrived.append(offer)
+        pair.ended |= label_of(offer).round == LAST
 
     def exchange(self, number: int) -> list[list[m.Offer]]:
         """Mix what is complete of the rounds up to `number`; return what is to be offered now.
@@ -182,6 +188,9 @@ class Gossip:
             last = {done.peer: done.parts for done in complete if done.last}
             if last:
                 self.mixing.average(self.worker, last)
+            for done in complete:
+                if done.peer not in self.members:
+                    self._drop(done.peer)  # it was kept for this exchange
             if not due and not complete:
                 return offers
 
@@ -204,7 +213,8 @@ class Gossip:
 
     def due(self) -> list[Due]:
         """What is to be offered now; it counts as sent."""
-        if self.ending and not self.last and all(pair.ended for pair in self.pairs.values()):
+        ended = self.closed or (self.alone and all(pair.ended for pair in self.pairs.values()))
+        if self.ending and not self.last and ended:
             self.last = True
             weight = 1 / (len(self.pairs) + 1)
             self.needed[LAST] = {peer: (Label(self.epoch, LAST), weight) for peer in self.pairs}
@@ -238,16 +248,22 @@ class Gossip:
             peers = self.needed[number].keys()
             whole = all(peer in ready and self._is_of(peer, number) for peer in peers)
             if (self.waits or number == LAST) and (number > upto or not whole):
-                # A partner that is in the midst of another exchange is no reason to keep that one waiting.
-                ready -= {peer for peer in peers if self._is_of(peer, number)}
+                # A partner that is in the midst of another exchange is no reason to keep that one waiting. Nor is one whose
+                # side is of another round, as after a change of the roster: three who keep each other waiting for
+                # different rounds would wait for ever.
+                ready -= {peer for peer in peers if self._is_of(peer, number) and self._in_step(peer)}
         for peer in sorted(ready):
             pair = self.pairs[peer]
             assert pair.sent is not None
             (label, mine), theirs = pair.sent, pair.arrived.popleft()
+            last = label.round == LAST
+            if last != (label_of(theirs).round == LAST) or (last and not theirs.parts[0].whole):
+                self._refuse(peer, RemoteProtocolError("its last offer is not for the last round, or is no model"))
+                continue
             for number in (label.round, label_of(theirs).round):
                 self.needed.get(number, {}).pop(peer, None)
             weight = min(mine, theirs.parts[0].weight)
-            found.append(Complete(peer, weight, label.round == LAST, theirs.parts))
+            found.append(Complete(peer, weight, last, theirs.parts))
             pair.number += 1
             pair.done = (label, label_of(theirs))
             pair.sent = None
@@ -258,3 +274,8 @@ class Gossip:
         """Whether what is under way with `peer` is of this round."""
         sent = self.pairs[peer].sent
         return sent is not None and sent[0].round == number
+
+    def _in_step(self, peer: int) -> bool:
+        """Whether its side of what is under way, where that is here, is of the same round as ours."""
+        pair = self.pairs[peer]
+        return pair.sent is None or not pair.arrived or pair.sent[0].round == label_of(pair.arrived[0]).round

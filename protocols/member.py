@@ -178,6 +178,7 @@ class Member:
         self.tree = ""  # all levels, as the server above has told last
         self.address = ""  # where peers reach this member; its runner knows
         self.peers: Peers | None = None  # once it has its place in a run of gossip
+        self.ended = False  # it has done its last step there
         self.phase = "new"  # new, hello, welcome, declared, running, alone, leaving, over
         self.again = False
         self.heard_ns = 0
@@ -237,6 +238,18 @@ class Member:
             return [e.Left()]
         self.phase, self.final_clock, self.asked_ns = "leaving", clock, now_ns
         return [Send(0, m.Leave(self.token, clock))]
+
+    def end(self, now_ns: int) -> list[MemberEffect]:
+        """The last step is done, and peers are answered until all have done theirs (gossip)."""
+        self.ended = True
+        said = self.peers.end(now_ns) if self.peers is not None else []
+        return [*said, *([self._beat(now_ns)] if self.phase == "running" else [])]
+
+    def _beat(self, now_ns: int) -> Send:
+        self.beat_ns = now_ns
+        roster = self.peers.epoch if self.peers is not None else 0
+        epoch = self.epoch or self.welcomed
+        return Send(0, m.Heartbeat(self.worker, epoch, now_ns, roster, self.below(), self.ended))
 
     def rejoin(self, now_ns: int) -> list[MemberEffect]:
         """Join once more, under a token of its own; what was in flight is given up."""
@@ -307,7 +320,7 @@ class Member:
             raise RemoteProtocolError("the server sent key ranges that are none")
         ranges = tuple((keys[0], keys[1]) for keys in message.ranges)
         if self.mode is not None and self.mode.rule is Rule.MIX:
-            self.peers = Peers(self.worker, self.lease_ns)
+            self.peers, self.ended = Peers(self.worker, self.lease_ns), False
         again, self.again = self.again, True
         return [e.Started(message.worker, message.epoch, message.clock, ranges, message.buffers, again)]
 
@@ -359,9 +372,7 @@ class Member:
                 effects += session.repeat(now_ns)
         beat = min(self.lease_ns // 4 or NS, timing.lost_ns // 4)
         if self.worker >= 0 and self.phase != "hello" and now_ns - self.beat_ns >= beat:
-            self.beat_ns = now_ns
-            roster = self.peers.epoch if self.peers is not None else 0
-            effects.append(Send(0, m.Heartbeat(self.worker, self.epoch or self.welcomed, now_ns, roster, self.below())))
+            effects.append(self._beat(now_ns))
         return effects
 
     def _joining(self) -> m.Message:

@@ -266,6 +266,7 @@ class Heartbeat(Message):
     sent_ns: int
     roster: int = 0  # epoch of the newest Roster that is here; a newer one is the answer (gossip)
     below: str = ""  # of a cluster: itself and all below it, a line each
+    ended: bool = False  # this worker has done its last step, and answers its peers until all have (gossip)
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,6 +375,7 @@ class Roster(Message):
     started: bool
     members: Quads  # worker, epoch joined, rank, 0 for one that began with the run
     addresses: Texts  # of each member
+    closed: bool = False  # all of them have done their last step, and nobody joins any more
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,7 +84,7 @@ class Mixing:
         return [(m.RAW_FLOAT32, b, e, raw[4 * (b - self.begin) : 4 * (e - self.begin)]) for b, e in cuts]
 
     def check(self, offers: tuple[m.Offer, ...]) -> None:
-        """Raise RemoteProtocolError unless `offers` hold these keys exactly once."""
+        """Raise RemoteProtocolError unless `offers` hold finite values of these keys, each exactly once."""
         if not covers([(offer.begin, offer.end) for offer in offers], self.begin, self.end):
             raise RemoteProtocolError(f"worker {offers[0].worker} offers other keys than [{self.begin}, {self.end})")
         for offer in offers:
@@ -93,11 +93,13 @@ class Mixing:
                 raise RemoteProtocolError(f"worker {offer.worker} offers a model that is half a difference")
             if not offer.whole:
                 try:
-                    self.coding.check(offer.payload, count)
+                    self.coding.check(offer.payload, count, finite=True)
                 except ValueError as error:
                     raise RemoteProtocolError(f"worker {offer.worker} offers no payload: {error}") from None
             elif len(offer.payload) != 4 * count:
                 raise RemoteProtocolError(f"worker {offer.worker} offers {len(offer.payload)} bytes for {count} keys")
+            elif not np.isfinite(np.frombuffer(offer.payload, np.float32)).all():
+                raise RemoteProtocolError(f"worker {offer.worker} offers a model that is not finite")
 
     def mix(self, worker: int, peer: int, weight: float, offers: tuple[m.Offer, ...]) -> None:
         """Complete the exchange of `worker`, this one, with `peer`. Raises RemoteProtocolError; then nothing has changed."""

@@ -5,7 +5,7 @@ Rules
   of it: so at most two own offers are under way, and one that arrives.
 - An offer is acked when all its parts are here, whatever its receiver does with it, and is delivered exactly once.
 - The coordinator introduces peers (`Roster`) and drops them. It may be gone: who is awaited and silent for a lease is lost,
-  and stays lost.
+  and stays lost. So is who says what no peer says.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from narrows.protocols import effects as e
 from narrows.protocols import messages as m
 from narrows.protocols.effects import NS, MemberEffect, Tell
 from narrows.protocols.errors import RemoteProtocolError
+from narrows.protocols.wire import FRAME_BYTES
 
 EARLY_MAX = 64  # messages kept of workers that no roster has named yet
 RETRY_NS = 5 * NS  # an offer that is not acked is sent again
 BYTES_PER_SECOND = 125_000  # on the slowest link: an offer of n bytes gets n / this on top
+ADOPT_RETRY_NS = RETRY_NS + FRAME_BYTES * NS // BYTES_PER_SECOND  # one part of a model may take so long
 ENDED_NS = NS  # who is done says so this often, until all are
 WHOLE = -1  # the number of an offer that answers Adopt
 
@@ -38,11 +40,17 @@ class Peer:
     sent_ns: int = 0
     awaited: int = -1  # number of the offer that must come
     adopting: bool = False
+    adopt_ns: int = 0  # when its model was asked for, or a part of that last came
     asked_ns: int = 0
 
     @property
     def sent_bytes(self) -> int:
         return sum(len(offer.payload) for offers in self.sent.values() for offer in offers)
+
+
+def _kind(offer: m.Offer) -> tuple[int, ...]:
+    """What the parts of one offer have in common."""
+    return offer.number, offer.parts, offer.epoch, offer.round
 
 
 class Peers:
@@ -73,7 +81,7 @@ class Peers:
         early, self.early = self.early, deque(maxlen=EARLY_MAX)
         effects: list[MemberEffect] = [e.RosterNews(roster)]
         for message in early:
-            effects += self.receive(message, now_ns)
+            effects += self.receive(message, now_ns)  # raises for none of these: their kinds were looked at
         return effects
 
     # Commands.
@@ -81,8 +89,8 @@ class Peers:
     def offer(self, offers: list[m.Offer], now_ns: int) -> list[MemberEffect]:
         """Send own side of an exchange, all its parts; the peer's side is awaited. To one that is gone nothing is sent."""
         peer = self.peers.get(offers[0].peer)
-        if peer is None:
-            return []
+        if peer is None or offers[0].worker != self.worker:
+            return []  # the latter: made before a rejoin that its maker has not seen yet
         if offers[0].number == WHOLE:
             return self._tell(peer, offers)
         if not peer.sent and peer.awaited < peer.expected:
@@ -96,7 +104,7 @@ class Peers:
         peer = self.peers.get(worker)
         if peer is None:
             return []
-        peer.adopting, peer.heard_ns, peer.asked_ns = True, now_ns, now_ns
+        peer.adopting, peer.heard_ns, peer.adopt_ns = True, now_ns, now_ns
         return self._tell(peer, [m.Adopt(self.worker, worker)])
 
     def end(self, now_ns: int) -> list[MemberEffect]:
@@ -150,7 +158,7 @@ class Peers:
         if isinstance(message, m.Ended):
             return [e.PeerEnded(message.worker)]
         if isinstance(message, m.Adopt):
-            return [e.AdoptAsked(message.worker)]
+            return [*self._ack(peer, message.worker), e.AdoptAsked(message.worker)]  # its owner may be busy for long
         return self._ack(peer, message.worker)
 
     def _ack(self, peer: Peer, worker: int) -> list[MemberEffect]:
@@ -162,13 +170,14 @@ class Peers:
             return []
         if not whole and offer.number != peer.expected:
             return self._ack(peer, offer.worker) if offer.number < peer.expected else []
-        if not 0 <= offer.part < offer.parts <= m.PARTS_MAX or not 0.0 < offer.weight <= 0.5:
-            raise RemoteProtocolError(
-                f"part {offer.part} of {offer.parts} of an offer of worker {offer.worker}, weight {offer.weight:g}"
-            )
-        if any((part.number, part.parts) != (offer.number, offer.parts) for part in peer.parts.values()):
+        sound = 0 <= offer.part < offer.parts <= m.PARTS_MAX and 0 <= offer.round <= m.CLOCK_MAX
+        if not sound or not 0.0 < offer.weight <= 0.5:
+            what = f"part {offer.part} of {offer.parts} for round {offer.round}, weight {offer.weight:g}"
+            return [e.PeerLost(offer.worker, f"it offers {what}"), *self.lose(offer.worker)]
+        if any(_kind(part) != _kind(offer) for part in peer.parts.values()):
             peer.parts.clear()
         peer.parts[offer.part] = offer
+        peer.adopt_ns = peer.heard_ns
         if len(peer.parts) < offer.parts:
             return []
         parts = tuple(peer.parts[part] for part in range(offer.parts))
@@ -187,7 +196,7 @@ class Peers:
         for worker, peer in list(self.peers.items()):
             awaited = bool(peer.sent) or peer.awaited >= peer.expected or peer.adopting or self.ended
             if awaited and now_ns - peer.heard_ns > self.lease_ns + peer.sent_bytes * NS // BYTES_PER_SECOND:
-                effects += [e.PeerLost(worker), *self.lose(worker)]
+                effects += [e.PeerLost(worker, "it has been silent for a lease"), *self.lose(worker)]
                 continue
             if peer.sent and now_ns - peer.sent_ns >= RETRY_NS + peer.sent_bytes * NS // BYTES_PER_SECOND:
                 peer.sent_ns = now_ns
@@ -196,8 +205,10 @@ class Peers:
             quiet = now_ns - max(peer.heard_ns, peer.asked_ns)
             if awaited and quiet >= self.lease_ns // 4:
                 peer.asked_ns = now_ns
-                ask = m.Adopt(self.worker, worker) if peer.adopting else m.Ping(self.worker, worker)
-                effects += self._tell(peer, [ask])
+                effects += self._tell(peer, [m.Ping(self.worker, worker)])
+            if peer.adopting and now_ns - peer.adopt_ns >= ADOPT_RETRY_NS:  # a peer may say other things, and often
+                peer.adopt_ns = now_ns
+                effects += self._tell(peer, [m.Adopt(self.worker, worker)])
         if self.ended and now_ns - self.ended_ns >= ENDED_NS:
             self.ended_ns = now_ns
             effects += self._say_ended()

@@ -32,8 +32,8 @@ Coded = tuple[int, int, int, m.Buffer]  # codec, begin, end, payload
 class Coding(Protocol):
     """Reads payloads; see narrows.compression."""
 
-    def check(self, payload: m.Buffer, count: int) -> None:
-        """Raise ValueError unless it is one of exactly `count` values."""
+    def check(self, payload: m.Buffer, count: int, *, finite: bool = False) -> None:
+        """Raise ValueError unless it is one of exactly `count` values, `finite` ones."""
 
     def accumulate(self, payload: m.Buffer, weight: float, out: FloatArray) -> None: ...
 

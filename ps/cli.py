@@ -238,6 +238,11 @@ def serve(
     host, port = parse_address("--bind", bind, any_port=True)
     if not is_loopback(host) and not insecure:
         raise UsageError(f"--bind {bind}: anyone who reaches it could join; keep to loopback or say --insecure")
+    if resume and settings.mode().rule is Rule.MIX:
+        raise UsageError(
+            "--resume: under --sync gossip the model is with the workers, and a run begins with theirs; load model.safetensors "
+            "of --checkpoint-dir in the script"
+        )
     if parent:
         parse_address("--parent", parent)
         if settings.mode().rule is Rule.MIX:

@@ -91,7 +91,8 @@ class Shard:
         self.held: dict[int, dict[int, list[m.Push]]] = {}  # update -> worker -> parts
         self.first: dict[int, m.FirstWeights] = {}
         self.weights_from = -1
-        self.min_clock = 0  # of the newest publication
+        self.min_clock = 0  # what is folded has all updates below it
+        self.published = 0  # and what is published, all below this
         self.generation = 0
         self.epoch = 0
         self.folds = 0  # since the last publication (async)
@@ -183,7 +184,7 @@ class Shard:
         self.uplink, self.renewed, self.finishes = (Uplink(self.index) if self.uplink is not None else None), False, 0
         self.weights_from, self.written, self.writes, self.folds = -1, -1, False, 0
         reached, self.min_clock = self.min_clock, max(ledger.restart_clock, 0)
-        self.folded = self.min_clock
+        self.folded = self.published = self.min_clock
         if reached > self.min_clock:  # said by each shard: where shard 0 was restarted, its coordinator does not know
             where = {"shard": self.index, "from_clock": self.min_clock, "to_clock": reached}
             text = (
@@ -358,7 +359,7 @@ class Shard:
             effects.append(Log("compress", where | {"text": text}))
             store.code_with(after)
         store.publish(self._turn(store, self.min_clock - 1) if self.mode.fragments > 1 else None)
-        self.folds = 0
+        self.folds, self.published = 0, self.min_clock
         return effects
 
     # The run above.
@@ -373,7 +374,7 @@ class Shard:
         if uplink is None or store is None or place is None or not self._displaced():
             return []
         if not self.inboxes.keys() & {worker for worker, *_ in ledger.members}:
-            self.min_clock = self.folded = place.at  # the run above has gone on without us
+            self.min_clock = self.folded = self.published = place.at  # the run above has gone on without us
             self.renewed = True
         if self.folded < place.at or self.min_clock < place.at:
             return []
@@ -657,7 +658,9 @@ class Shard:
             if wanted and ledger.initialiser == inbox.worker and self.weights_from != inbox.worker:
                 return [Send(inbox.peer, m.NeedWeights(inbox.worker, inbox.epoch))]
             return []
-        settled = inbox.settled if self.mode.barrier else self.min_clock
+        # With no bound clocks are complete between two publications: then they are in x, and not in p yet.
+        min_clock = self.min_clock if pull.master else self.published
+        settled = inbox.settled if self.mode.barrier else min_clock
         if pull.clock > settled if pull.master else not self.mode.allows(pull.clock, settled):
             return []
         if not pull.master and pull.have == store.publication:
@@ -668,7 +671,7 @@ class Shard:
         last = final if self._finishing(inbox) else None
         inbox.pull = None
         since = None if pull.master else store.since(pull.have)
-        while inbox.contained and inbox.contained[0][0] < self.min_clock:
+        while inbox.contained and inbox.contained[0][0] < self.published:
             inbox.contained.popleft()
         contains = tuple((c, w) for c, w, publication in inbox.contained if publication <= store.publication)
         array = store.p
@@ -698,7 +701,7 @@ class Shard:
                     end=end,
                     delta=delta,
                     publication=publication,
-                    min_clock=self.min_clock,
+                    min_clock=min_clock,
                     settled=settled,
                     contains=contains,
                     received_ns=inbox.pull_ns,

@@ -17,15 +17,19 @@ import numpy.typing as npt
 import pytest
 import torch
 import zmq
-from gossiping import COUNT, LEASE_NS, Faults, Net
+from gossiping import COUNT, LEASE_NS, Faults, Net, campaign
 from in_process import together
 from processes import Worker, descendants, serving, started, until
 from scripts import Array, Run, alone, build, distance, flat, loss_of, run
 
+from narrows.compression import parse
 from narrows.protocols import messages as m
-from narrows.protocols.effects import NS, Tell
-from narrows.protocols.errors import UsageError
+from narrows.protocols.effects import NS, AdoptAsked, OfferArrived, PeerLost, RosterNews, Send, Tell
+from narrows.protocols.errors import NarrowsError, UsageError
+from narrows.protocols.gossip import LAST
+from narrows.protocols.member import Member
 from narrows.protocols.modes import Settings
+from narrows.protocols.peers import Peers
 from narrows.protocols.topology import RANDOM, TOPOLOGIES, edges, partners
 from narrows.protocols.wire import encode
 from narrows.worker import DistributedOptimizer, clock, rank, world_size
@@ -229,6 +233,134 @@ def test_a_joiner_begins_with_a_peers_model_and_round(topology: str) -> None:
     assert consensus(net.models()) == 0.0
 
 
+def test_whatever_comes_it_ends_with_one_model_and_the_right_mean() -> None:
+    """Workers that join, die, are taken for dead, are done early; a server that dies; rosters, loss and delay at random."""
+    for seed in range(120):
+        try:
+            campaign(seed)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+
+
+def test_rounds_out_of_step_after_a_roster_keep_nobody_waiting() -> None:
+    """Three on a ring, each of which kept a complete exchange back for one that the next kept back."""
+    campaign(337)
+
+
+@pytest.mark.parametrize("seed", [2355, 3234])
+def test_two_that_have_no_model_do_not_wait_for_each_other(seed: int) -> None:
+    """Who has one has joined again under a later number than theirs, or is dead."""
+    campaign(seed)
+
+
+def test_who_is_done_does_not_wait_for_one_whose_last_exchange_was_kept() -> None:
+    """It died, was in the roster no more, and its exchange was complete on our side."""
+    net = Net("ring")
+    begun(net, 3, 1)
+    gossip = net.nodes[0].gossip
+    rows = tuple((worker, 1, worker, 0) for worker in range(3))
+    gossip.admit(m.Roster(0, 1, True, rows, ("0", "1", "2")))
+    gossip.begin(0)
+    assert {offers[0].peer for offers in gossip.exchange(0)} == {1, 2}
+    gossip.arrived(OfferArrived(1, (offer(),)))
+    gossip.exchange(0)
+    assert gossip.pairs[1].ready, "the round is not whole: nothing has come from 2"
+    gossip.admit(m.Roster(0, 2, True, rows[::2], ("0", "2")))
+    assert 1 in gossip.pairs
+    gossip.arrived(OfferArrived(2, (offer(worker=2),)))
+    gossip.exchange(0)
+    assert set(gossip.pairs) == {2} and not gossip.waiting(0)
+
+
+def offer(**wrong: Any) -> m.Offer:
+    values: dict[str, Any] = {"worker": 1, "peer": 0, "epoch": 1, "round": 0, "number": 0, "part": 0, "parts": 1}
+    values |= {
+        "begin": 0,
+        "end": COUNT,
+        "weight": 0.5,
+        "whole": True,
+        "codec": m.RAW_FLOAT32,
+        "payload": bytes(4 * COUNT),
+    }
+    return m.Offer(**values | wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"part": 1}, {"weight": 0.9}, {"weight": float("nan")}, {"round": m.CLOCK_MAX + 1}, {"parts": m.PARTS_MAX + 1}],
+)
+@pytest.mark.parametrize("early", [False, True])
+def test_what_no_peer_says_ends_that_pair_alone(wrong: dict[str, Any], early: bool) -> None:
+    """Also where it comes before the roster that names its sender: that must not end the session with the server."""
+    peers = Peers(0, LEASE_NS)
+    roster = m.Roster(0, 1, True, tuple((worker, 1, worker, 0) for worker in range(3)), ("0", "1", "2"))
+    if early:
+        assert peers.receive(offer(**wrong), 0) == []
+        news, *effects = peers.roster(roster, 0)
+        assert news == RosterNews(roster)
+    else:
+        peers.roster(roster, 0)
+        effects = peers.receive(offer(**wrong), 0)
+    assert [effect.peer for effect in effects if isinstance(effect, PeerLost)] == [1]
+    assert set(peers.peers) == {2} and peers.receive(offer(), 0) == []
+    assert any(isinstance(effect, OfferArrived) for effect in peers.receive(offer(worker=2), 0))
+
+
+def test_a_peer_that_runs_ahead_of_its_exchanges_fills_no_queue() -> None:
+    net = Net("matching")
+    begun(net, 2, 3)
+    node = net.nodes[0]
+    node.take(node.peers.roster(m.Roster(0, 1, True, ((0, 1, 0, 0), (1, 1, 1, 0)), ("0", "1")), 0))
+    for number in range(2):
+        node.take(node.peers.receive(offer(number=number, round=50 + number), 0))
+        assert not node.gossip.refused
+    node.take(node.peers.receive(offer(number=2, round=52), 0))
+    assert [peer for peer, _ in node.gossip.refused] == [1] and not node.gossip.pairs
+
+
+def test_the_last_offer_is_a_model() -> None:
+    """A difference in its place must end that pair, not be averaged, nor end the session."""
+    net = Net("matching", "int8")
+    begun(net, 2, 3)
+    node = net.nodes[0]
+    node.take(node.peers.roster(m.Roster(0, 1, True, ((0, 1, 0, 0), (1, 1, 1, 0)), ("0", "1")), 0))
+    before = node.mixing.model.copy()
+    node.gossip.end()
+    coded = bytes(parse("int8").encode(np.ones(COUNT, np.float32)))
+    node.gossip.arrived(OfferArrived(1, (offer(whole=False, codec=m.CODED, payload=coded, round=LAST),)))
+    node.gossip.exchange(LAST)
+    node.gossip.exchange(LAST)
+    assert [peer for peer, _ in node.gossip.refused] == [1] and node.gossip.over
+    assert np.array_equal(node.mixing.model, before)
+
+
+def test_offers_made_before_a_rejoin_are_not_sent_after_it() -> None:
+    """They would be in the way of the end: nobody acks what a worker says that is no more."""
+    peers = Peers(5, LEASE_NS)
+    peers.roster(m.Roster(5, 1, True, ((1, 1, 0, 0), (5, 1, 1, 1)), ("1", "5")), 0)
+    assert peers.offer([offer(worker=0, peer=1)], 0) == [] and not peers.peers[1].sent
+
+
+def test_a_joiner_hears_from_a_peer_whose_owner_is_busy() -> None:
+    peers = Peers(0, LEASE_NS)
+    peers.roster(m.Roster(0, 1, True, ((0, 1, 0, 0), (1, 1, 1, 0)), ("0", "1")), 0)
+    told, asked = peers.receive(m.Adopt(1, 0), 0)
+    assert isinstance(told, Tell) and isinstance(told.message, m.OfferAck) and asked == AdoptAsked(1)
+
+
+def test_a_model_is_asked_for_again_of_a_peer_that_says_other_things() -> None:
+    """Of one that is done, who says so every second."""
+    peers, asked = Peers(0, LEASE_NS), 0
+    peers.roster(m.Roster(0, 1, True, ((0, 2, 0, 1), (1, 1, 1, 0)), ("0", "1")), 0)
+    peers.adopt(1, 0)
+    for second in range(60):
+        peers.receive(m.Ended(1, 0), second * NS)
+        asked += sum(
+            isinstance(effect, Tell) and isinstance(effect.message, m.Adopt) for effect in peers.tick(second * NS)
+        )
+    assert asked == 2
+
+
 def test_bad_offers_end_that_pair_and_change_nothing() -> None:
     raw = bytes(4 * COUNT)
     good: dict[str, Any] = {"worker": 1, "peer": 0, "epoch": 1, "round": 0, "number": 0, "part": 0, "parts": 1}
@@ -236,6 +368,7 @@ def test_bad_offers_end_that_pair_and_change_nothing() -> None:
     for wrong in (
         {"payload": raw[4:]},
         {"end": COUNT - 1},
+        {"payload": np.full(COUNT, np.nan, np.float32).tobytes()},
         {"whole": False},
         {"codec": 9},
         {"whole": False, "codec": m.CODED},
@@ -260,10 +393,10 @@ def sgd(net: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(net.parameters(), lr=0.1)
 
 
-def script(worker: int, after: Any = None) -> Array:
+def script(worker: int, after: Any = None, steps: int = STEPS) -> Array:
     net = build()
     optimizer = DistributedOptimizer(sgd(net), net)
-    for step in range(STEPS):
+    for step in range(steps):
         optimizer.zero_grad()
         loss_of(net, step, rank(), world_size()).backward()
         optimizer.step()
@@ -361,6 +494,9 @@ def test_a_late_worker_joins_the_run_where_it_is() -> None:
                 started_.join()
                 threads.append(started_.aside(late))
                 started_.become(0)
+                coordinator = started_.cluster.servers[0].coordinator
+                assert coordinator is not None
+                until(lambda: len(coordinator.declared) == 3, "the late one to be a member before all are done")
 
         models = together(lambda worker: _as(started_, worker, after), 2)
         threads[0].join(60)
@@ -374,6 +510,74 @@ def _as(started_: Run, worker: int, after: Any) -> Array:
     torch.set_num_threads(1)
     started_.become(worker)
     return script(worker, after)
+
+
+def beat(member: Member, now_ns: int, ended: bool = False) -> Send:
+    return Send(0, m.Heartbeat(member.worker, member.epoch, now_ns, 1 << 40, ended=ended))
+
+
+@pytest.mark.parametrize("compress", ["dense", "int8"])
+def test_who_has_to_join_again_while_it_waits_for_the_others_ends_with_them(compress: str) -> None:
+    """Worker 1 is done early; its lease expires while it answers the others."""
+    with run(Settings(sync="gossip", workers=2, compress=compress)) as started_:
+
+        def after(worker: int, step: int) -> None:
+            if worker == 0 and step == 8:
+                link = started_.sessions[1].link
+                until(lambda: link.member.ended, "worker 1 to be done")
+                with started_.cluster.changed:
+                    started_.expire(1)
+                    link.call(lambda member, now: [beat(member, now)])
+                    assert link.member.attempt == 1
+
+        def work(worker: int) -> Array:
+            torch.set_num_threads(1)
+            started_.become(worker)
+            return script(worker, after, STEPS if worker == 0 else 6)
+
+        models = together(work, 2)
+    assert np.array_equal(models[0], models[1])
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_nobody_joins_once_all_have_done_their_last_step(shards: int) -> None:
+    """Or it would be in the last round of some and not of others, whose models would differ."""
+    with run(Settings(sync="gossip", workers=2, shards=shards)) as started_:
+        coordinator = started_.cluster.servers[0].coordinator
+        assert coordinator is not None
+        members = []
+
+        def begin(worker: int) -> None:
+            net = build()
+            DistributedOptimizer(sgd(net), net)
+            members.append(started_.sessions[worker].link.member)
+
+        started_.together(begin)
+        waits = started_.join()  # let in, and without a model yet
+        rosters: list[m.Roster] = []
+        for member in members:
+            assert not coordinator.closed
+            link = next(joined.link for joined in started_.sessions if joined.link.member is member)
+            link.call(lambda member, now: [beat(member, now, ended=True)])
+        for joined in started_.sessions[:2]:
+            events = cast(in_process.Link, joined.link).events
+            rosters += [event.roster for event in events if isinstance(event, RosterNews)][-1:]
+        assert coordinator.closed and [roster.closed for roster in rosters] == [True, True]
+        assert {len(roster.members) for roster in rosters} == {2} and rosters[0].members == rosters[1].members
+        waits.link.call(lambda member, now: member.declare(coordinator.plan_packed, now))
+        assert "about to end" in cast(in_process.Link, waits.link).error and len(coordinator.declared) == 2
+        with pytest.raises((AssertionError, RuntimeError)):
+            started_.join()
+
+
+def test_a_model_that_is_not_finite_ends_its_worker_by_name() -> None:
+    with run(Settings(sync="gossip")):
+        net = build()
+        optimizer = DistributedOptimizer(sgd(net), net)
+        for parameter in net.parameters():
+            parameter.grad = torch.full_like(parameter, float("nan"))
+        with pytest.raises(NarrowsError, match="not finite after clock 0"):
+            optimizer.step()
 
 
 def test_the_server_is_not_needed_once_the_workers_know_each_other() -> None:
@@ -484,6 +688,12 @@ print("ends", model.weight.flatten().tolist(), flush=True)
 
 def ends(text: str) -> set[str]:
     return {line for line in text.splitlines() if line.startswith("ends")}
+
+
+def test_there_is_nothing_that_a_server_could_resume(tmp_path: Path) -> None:
+    """Each worker would take itself for a joiner, and ask the others for a model that none has."""
+    with started("ps-serve", "--sync", "gossip", "--checkpoint-dir", str(tmp_path), "--resume") as server:
+        assert server.wait() == 2 and "--resume: under --sync gossip" in server.err, server
 
 
 def test_workers_go_on_when_their_server_is_killed(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from narrows.protocols.effects import NS
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.keys import fragment, split
 from narrows.protocols.link import LinkMeter
-from narrows.protocols.member import Session, Timing
+from narrows.protocols.member import Member, Session, Timing
 from narrows.protocols.modes import Settings
 from narrows.protocols.view import ShardView
 from narrows.ps.store import Store
@@ -161,6 +161,10 @@ def steps(net: torch.nn.Module, optimizer: DistributedOptimizer, until: int, wor
         optimizer.step()
 
 
+def beat(member: Member, now_ns: int) -> e.MemberEffect:
+    return e.Send(0, m.Heartbeat(member.worker, member.epoch, now_ns))
+
+
 def master(started: Run) -> Array:
     stores = [server.shard.store for server in started.cluster.servers]
     return np.concatenate([store.x for store in stores if store is not None])
@@ -183,9 +187,9 @@ def test_all_end_with_one_model_whoever_had_to_join_again(kind: str, expire_at: 
             if worker == 1:
                 loss_of(net, 0).backward()
                 optimizer.step()
-                started.expire(1)
-                # It may be waiting for an answer, and nothing here repeats what it asked.
-                engine_of(optimizer).link.call(lambda member, now: member.reconnected(0, now))
+                with started.cluster.changed:  # or the other may end, alone, before this one is back
+                    started.expire(1)
+                    engine_of(optimizer).link.call(lambda member, now: [beat(member, now)])
         steps(net, optimizer, 12, worker)
         return ends(started, optimizer, net)
 

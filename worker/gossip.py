@@ -23,7 +23,7 @@ from narrows.compression import Memory, NonFiniteError, parse
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
 from narrows.protocols.effects import MemberEffect
-from narrows.protocols.errors import NarrowsError, UsageError
+from narrows.protocols.errors import NarrowsError, RemoteProtocolError, UsageError
 from narrows.protocols.gossip import LAST, Gossip
 from narrows.protocols.mixing import Mixing
 from narrows.protocols.modes import Settings
@@ -53,6 +53,8 @@ class GossipEngine(Engine):
         self.mixing = Mixing(0, 0, None, narrows.compression, Memory)
         self.gossip = Gossip(settings.topology, -1, self.mixing)
         self.adopted = self.server_gone = self.settled = False
+        self.without: set[int] = set()  # peers that have no model either
+        self.ended = False  # the last step is done
         self.base = 0  # the clock that the server knows us by
         super().__init__(link, settings, model, inner, max_grad_norm)
         self._wait(lambda: self.gossip.started, START_LIMIT_S, "the other workers")
@@ -68,15 +70,18 @@ class GossipEngine(Engine):
             else:
                 self.gossip.arrived(event)
         elif isinstance(event, e.AdoptAsked):
-            self._offer(self.gossip.whole(event.peer, self.clock))
+            if self.adopted:
+                self._offer(self.gossip.whole(event.peer, self.clock))
+            else:
+                self.without.add(event.peer)  # it asks again, and is not asked
         elif isinstance(event, e.PeerEnded):
             self.gossip.peer_ended(event.peer)
         elif isinstance(event, e.PeerLost):
-            self._tell(f"worker {event.peer} is no longer mixed with: it has been silent for a lease")
+            self._tell(f"worker {event.peer} is no longer mixed with: {event.why}")
             self.gossip.lose(event.peer)
         elif isinstance(event, e.ServerGone):
             self._tell("the server is gone; the workers go on among themselves")
-            self.server_gone = True
+            self.server_gone = self.gossip.alone = True
         elif isinstance(event, e.PeersSettled):
             self.settled = True
         else:
@@ -101,6 +106,7 @@ class GossipEngine(Engine):
             mixing.start(self.mixing.model)
         self.gossip, self.mixing = Gossip(self.settings.topology, event.worker, mixing), mixing
         self.base = event.clock
+        self.without.clear()
         at = self.clock
         super()._start(event)
         self.clock = at
@@ -111,24 +117,57 @@ class GossipEngine(Engine):
             super()._pull(shard, 0, master)
 
     def _wait_ready(self, limit_s: float = WAIT_LIMIT_S) -> None:
-        """Until this worker has the model that it begins with."""
-        if self.base == 0:
-            self._wait(lambda: all(view.min_clock >= 0 for view in self.views), limit_s, "the first weights")
-            self.mixing.first = self.pulled.copy()
-            if not self.adopted:
-                self.mixing.start(self.pulled)
-        elif not self.adopted:
-            self._wait(lambda: self.gossip.started, limit_s, "the others")
-            elder = min((peer for peer in self.gossip.pairs), default=-1)
-            self.link.call(lambda member, now: member.peers.adopt(elder, now) if member.peers is not None else [])
-            self._wait(lambda: self.adopted or elder not in self.gossip.pairs, limit_s, f"the model of worker {elder}")
-            if not self.adopted:
-                raise NarrowsError("the run has begun, and no worker is left that could give its model: start it again")
-        self.adopted = True
+        """Until this worker has the model that it begins with, and what it shares with its peers."""
+        while self.composed != self.epoch:
+            epoch = self.epoch
+            if self.base == 0:
+                self._wait_or_rejoin(
+                    lambda: all(view.min_clock >= 0 for view in self.views), limit_s, "the first weights"
+                )
+                if self.epoch == epoch:
+                    self.mixing.first = self.pulled.copy()
+                    if not self.adopted:
+                        self.mixing.start(self.pulled)
+            elif not self.adopted:
+                self._ask_for_model(limit_s)
+            if self.epoch == epoch:
+                self.adopted, self.composed = True, epoch
+
+    def _ask_for_model(self, limit_s: float) -> None:
+        """Take over the model of the one that is here longest, or where it dies, of the next; or return after a rejoin."""
+        epoch = self.epoch
+        self._wait_or_rejoin(lambda: self.gossip.started, limit_s, "the others")
+        while not self.adopted and self.epoch == epoch:
+            # Whoever has it may be about to join again; three leases are a death and a return.
+            self._wait_or_rejoin(
+                lambda: self.adopted or bool(self.gossip.pairs.keys() - self.without),
+                3 * self.settings.lease,
+                "a worker that has the model: the run has begun, and none is left; start it again",
+            )
+            if not self.adopted and self.epoch == epoch:
+                self._ask_of(min(self.gossip.pairs.keys() - self.without), limit_s)
+
+    def _ask_of(self, elder: int, limit_s: float) -> None:
+        self.link.call(lambda member, now: member.peers.adopt(elder, now) if member.peers is not None else [])
+        self._wait_or_rejoin(
+            lambda: self.adopted or elder not in self.gossip.pairs or elder in self.without,
+            limit_s,
+            f"the model of worker {elder}",
+        )
+
+    def _wait_or_rejoin(self, done: Callable[[], bool], limit_s: float, what: str) -> None:
+        """Until `done`, or this worker had to join again."""
+        epoch = self.epoch
+        self._wait(lambda: self.epoch != epoch or done(), limit_s, what)
 
     def _adopt(self, event: e.OfferArrived) -> None:
         if not self.adopted:
-            self.mixing.take(event.parts)
+            try:
+                self.mixing.take(event.parts)
+            except RemoteProtocolError as error:
+                self.gossip.lose(event.peer)
+                self._lose(event.peer, str(error))
+                return
             self.clock, self.adopted = event.parts[0].round, True
 
     def _compose(self) -> None:
@@ -137,7 +176,6 @@ class GossipEngine(Engine):
         self.flat.write(self.replica)
         if self.start is not self.replica:
             self.flat.read(self.start)
-        self.composed = self.epoch
 
     # Exchanges.
 
@@ -148,6 +186,7 @@ class GossipEngine(Engine):
         """Exchange with peers, and mix rounds up to `number`, until `done`."""
 
         def exchanged() -> bool:
+            self._resume()
             try:
                 for offers in self.gossip.exchange(number):
                     self._offer(offers)
@@ -178,17 +217,27 @@ class GossipEngine(Engine):
         """After a rejoin: our steps stay, only the pairs are new."""
         if self.composed == self.epoch:
             return False
-        self._wait_ready()
-        self._wait(lambda: self.gossip.started, START_LIMIT_S, "the other workers")
-        self.composed = self.epoch
+        while self.composed != self.epoch:
+            self._wait_ready()
+            self._wait_or_rejoin(lambda: self.gossip.started, START_LIMIT_S, "the other workers")
+        if self.ended:
+            self._end()
         return True
 
+    def _end(self) -> None:
+        """Say that the last step is done: from here on peers are only answered, until all have done theirs."""
+        self.ended = True
+        self.gossip.end()
+        self.link.call(lambda member, now: member.end(now))
+
     def _absorb(self) -> None:
-        """What the parameters have moved by is the model's."""
+        """What the parameters have moved by is the model's. Raises NarrowsError where that is not finite: peers refuse it."""
         update = np.empty(self.flat.size, np.float32)
         self.flat.read(update)
         update -= self.start
         self.mixing.model = self.mixing.model + update
+        if not np.isfinite(self.mixing.model).all():
+            raise NarrowsError(f"the model is not finite after clock {self.clock}; lower the learning rate or clip")
 
     def _round(self) -> None:
         before, number = time.monotonic(), self.clock
@@ -221,13 +270,12 @@ class GossipEngine(Engine):
         self._resume()
         self._absorb()
         self._mix(self.clock, lambda: not self.gossip.waiting(self.clock), "a peer's model")
-        self.gossip.end()
-        self.link.call(lambda member, now: member.peers.end(now) if member.peers is not None else [])
+        self._end()
         self._mix(LAST, lambda: self.gossip.over, "the other workers to finish")
         self._compose()
         self.final = self.mixing.model
         self.link.call(lambda member, now: member.peers.over() if member.peers is not None else [])
-        self._wait(lambda: self.settled, WAIT_LIMIT_S, "the peers to have it")
+        self._wait_or_rejoin(lambda: self.settled, WAIT_LIMIT_S, "the peers to have it")
         self._hand_over()
         self._send_buffers()
         self.finished = True
@@ -239,7 +287,7 @@ class GossipEngine(Engine):
         """The last model, to the server: by the one with the lowest id, for all."""
         if self.server_gone or any(peer < self.worker for peer in self.gossip.pairs):
             return
-        at, self.clock = self.clock, self.base
+        at, epoch, self.clock = self.clock, self.epoch, self.base
         for shard, view in enumerate(self.views):
             cuts = [cut for cut in self.mixing.whole() if view.begin < cut[2] and cut[1] < view.end]
             pieces = [self._within(view.begin, view.end, cut) for cut in cuts]
@@ -247,9 +295,9 @@ class GossipEngine(Engine):
                 self._send_part(shard, part, len(pieces), piece)
         self.clock = at
         try:
-            self._wait(lambda: self.server_gone or not any(view.in_flight for view in self.views),
-                       HAND_OVER_LIMIT_S, "the server to take the last model")  # fmt: skip
-            self.handed_over = not self.server_gone
+            self._wait_or_rejoin(lambda: self.server_gone or not any(view.in_flight for view in self.views),
+                                 HAND_OVER_LIMIT_S, "the server to take the last model")  # fmt: skip
+            self.handed_over = not self.server_gone and self.epoch == epoch
         except NarrowsError as error:
             self._tell(f"{error}; it is here only")
 
@@ -262,3 +310,6 @@ class GossipEngine(Engine):
     def residual(self) -> FloatArray | None:
         """Nothing is kept back: what a compressor left out is in the model, and comes later."""
         return None
+
+    def load_residual(self, whole: FloatArray) -> None:
+        """Of another mode: here it has no place."""
