@@ -181,10 +181,13 @@ def test_a_last_update_that_only_some_shards_have_pushed_is_pushed_again_at_the_
     here, there = (server.shard for server in one.servers)
     assert there.uplink is not None
     go = threading.Event()
+
+    def at(step: int) -> None:
+        if step == 0:  # once the other has come to clock 1 too, a state settles our first: the rest fill the window
+            until(lambda: clock_of(root) >= 1, "both to have done a step", REAL_S)
+
     with tree(root, one, other) as run:
-        first = Script(
-            run, 0, lambda: steps(WINDOW + 1)
-        )  # the other has come to clock 1, so the first is no more in flight
+        first = Script(run, 0, lambda: steps(WINDOW + 1, at=at))
         second = Script(run, 1, lambda: steps(9, at=lambda step: waits(go, step == 0)))
         assert pump(run, [root, one, other], lambda: here.finishes > there.finishes)
         before = there.uplink.place
