@@ -335,6 +335,8 @@ class Ledger(Message):
     weights: int = -1  # the worker whose first weights are on every shard, to be handed up
     finishes: int = 0  # times that all workers were done since it has this place, the last at clock `finish_at`
     finish_at: int = 0
+    roster: bytes = b""  # the newest Roster of that run, encoded (gossip among clusters)
+    alone: bool = False  # the server above is gone, and the run goes on without it (gossip)
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,9 @@ class Cluster:
         self.workers: dict[str, Link] = {}  # by the address that peers know
         self.lost: Callable[[Tell], bool] = lambda tell: False  # of what peers tell each other
         self.children: dict[bytes, tuple[Cluster, int]] = {}
+        self.siblings: dict[str, tuple[Cluster, int]] = {}  # shards of clusters below this one, by the address that they know
         self.bytes_above = [0, 0]  # of pushes up, of states down
+        self.bytes_aside = 0  # to other clusters
         self.stopped: Stop | None = None
         self.servers: list[Server] = []
         child = parent is not None
@@ -46,7 +48,9 @@ class Cluster:
             shard = Shard(index, self.settings, incarnation=1, port=1 + index, optimizer=TorchOptimizer, child=child)
             coordinator = Coordinator(self.settings, 1 << 20, child=child) if index == 0 else None
             member = Member(name, "here") if child and index == 0 else None
-            self.servers.append(Server(shard, coordinator, member, "tcp://parent:1"))
+            self.servers.append(Server(shard, coordinator, member, "tcp://parent:1", name))
+            if parent is not None:
+                parent.siblings[f"tcp://{name}:{1 + index}"] = (self, index)
         with self.changed:
             for index, server in enumerate(self.servers):
                 self._apply(index, server.start(self.now()))
@@ -63,6 +67,11 @@ class Cluster:
         for effect in list(effects):  # all of them first: what is sent here arrives at once, and comes back
             if isinstance(effect, Stop):
                 self.stopped = effect
+            if isinstance(effect, Tell) and self.parent is not None and not self.parent.lost(effect):
+                other, shard = self.parent.siblings[effect.address]
+                frames = [bytes(frame) for frame in encode(effect.message)]
+                self.bytes_aside += sum(map(len, frames))
+                other._apply(shard, other.servers[shard].handle(self.name.encode(), decode(frames), other.now()))
             if isinstance(effect, Send):
                 peer = effect.peer
                 message = effect.message
