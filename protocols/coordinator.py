@@ -114,7 +114,10 @@ class Coordinator:
         self.child = child
         self.rank_above, self.clusters = (-1, 0) if child else (0, 1)  # this cluster's rank, of so many
         self.above, self.place = b"", 0  # our place there, packed, and its epoch
-        self.roster, self.alone = b"", False  # of clusters that gossip, encoded; whether no server above will send another
+        self.roster, self.alone = (
+            b"",
+            False,
+        )  # of clusters that gossip, encoded; whether no server above will send another
         self.weights = -1  # the worker whose first weights are those of the run, once they are on all shards
         self.finishes, self.finish_at = 0, 0
         self.finished: set[tuple[int, int]] = set()  # workers and their clocks, of the last finish

@@ -1,7 +1,8 @@
 """Runs one server process over ZeroMQ: the only file of ps/ that knows sockets, clocks and files together.
 
 A ROUTER takes workers (and, in process 0, the other shards, and other clusters that gossip); process i > 0 also dials process
-0 with a DEALER, and each the clusters that it gossips with. One thread owns everything. It has no rule of its own: messages and ticks go into the machine, effects are carried out.
+0 with a DEALER, and each the clusters that it gossips with. One thread owns everything. It has no rule of its own: messages and
+ticks go into the machine, effects are carried out.
 """
 
 from __future__ import annotations
@@ -215,7 +216,7 @@ class Runner:
         dealer.connect(address)
         return dealer
 
-    def _put(self, target: zmq.Socket[bytes], head: Sequence[Buffer], frames: Sequence[Buffer]) -> None:
+    def _put(self, target: zmq.Socket[bytes], head: Sequence[m.Buffer], frames: Sequence[m.Buffer]) -> None:
         try:
             if len(frames) == 2 and len(frames[1]) >= ZERO_COPY_BYTES:
                 target.send_multipart(head, zmq.SNDMORE | zmq.NOBLOCK)

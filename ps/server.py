@@ -64,9 +64,9 @@ class Server:
                 effects += self._end(m.RefuseCode.INCOMPATIBLE, message.trouble, now_ns)
             return self._local([*effects, *self._declare(now_ns)], now_ns)
         if isinstance(message, OF_CLUSTERS):
-            if self.late is not None and self.member is not None:
-                if isinstance(message, m.Offer) and message.number == WHOLE:
-                    return self._seen(self.member.receive_peer(message, now_ns), now_ns)
+            waits = self.late is not None and isinstance(message, m.Offer) and message.number == WHOLE
+            if waits and self.member is not None:
+                return self._seen(self.member.receive_peer(message, now_ns), now_ns)
             return self._local(self.shard.hear(message, now_ns), now_ns)
         if isinstance(message, m.Ledger):
             if peer != COORDINATOR:
@@ -162,7 +162,9 @@ class Server:
             elif isinstance(event, e.PeerLost):
                 yield from self._ask(now_ns)
             elif isinstance(event, e.ServerGone):
-                yield Log("above", {"text": f"the server above, {self.parent}, is gone; the clusters go on among themselves"})
+                yield Log(
+                    "above", {"text": f"the server above, {self.parent}, is gone; the clusters go on among themselves"}
+                )
                 yield from self._local(coordinator.introduced_above(coordinator.roster, True, now_ns), now_ns)
             elif isinstance(event, e.Failed):
                 yield from self._local(self._end(event.code, event.text, now_ns), now_ns)
@@ -258,7 +260,9 @@ class Server:
         """The session above is over: tell the workers why, write a checkpoint, and end."""
         member, coordinator = self.member, self.coordinator
         assert member is not None and coordinator is not None
-        member.phase = "over"
+        before, member.phase = member.phase, "over"
+        if before == "leaving" and coordinator.above:
+            return [Stop()]  # all was at rest, and other shards may have ended: they will not see a later ledger
         if coordinator.over:
             return coordinator.cut_off(now_ns) if coordinator.above else []  # all our workers are done
         text = f"the server above, {self.parent}: {text}"[: m.TEXT_MAX]

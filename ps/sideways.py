@@ -113,7 +113,7 @@ class Sideways(Uplink):
     def tick(self, now_ns: int, repeats: bool) -> list[Seen]:
         effects: list[Seen] = [*super().tick(now_ns, repeats and not self.heard[1])]
         seen = self.peers.tick(now_ns)
-        return effects + [*self._take(seen, now_ns), *self._go_on(now_ns)] if seen else effects
+        return [*effects, *self._take(seen, now_ns), *self._go_on(now_ns)] if seen else effects
 
     def _take(self, events: Iterable[MemberEffect], now_ns: int) -> list[Seen]:
         effects: list[Seen] = []

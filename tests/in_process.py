@@ -38,7 +38,9 @@ class Cluster:
         self.workers: dict[str, Link] = {}  # by the address that peers know
         self.lost: Callable[[Tell], bool] = lambda tell: False  # of what peers tell each other
         self.children: dict[bytes, tuple[Cluster, int]] = {}
-        self.siblings: dict[str, tuple[Cluster, int]] = {}  # shards of clusters below this one, by the address that they know
+        self.siblings: dict[
+            str, tuple[Cluster, int]
+        ] = {}  # shards of clusters below this one, by the address that they know
         self.bytes_above = [0, 0]  # of pushes up, of states down
         self.bytes_aside = 0  # to other clusters
         self.stopped: Stop | None = None
