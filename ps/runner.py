@@ -210,7 +210,7 @@ class Runner:
             self._put(self.peers[effect.address], [frames[0]], frames)
 
     def _dealer(self, address: str) -> zmq.Socket[bytes]:
-        dealer = self.router.context.socket(zmq.DEALER)
+        dealer: zmq.Socket[bytes] = self.router.context.socket(zmq.DEALER)
         limit(dealer)
         dealer.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS_MAX)
         dealer.connect(address)

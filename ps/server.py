@@ -39,6 +39,7 @@ class Server:
     ) -> None:
         self.shard, self.coordinator, self.member, self.parent, self.host = shard, coordinator, member, parent, host
         self.place: Place | None = None  # in the run above
+        self.leaves = False  # all is done, and the server above has been told
         self.late: e.Started | None = None  # a run of gossip that had begun: it waits for a peer's round
         self.final = Stop()  # what this process ends with
         if coordinator is not None:
@@ -260,8 +261,8 @@ class Server:
         """The session above is over: tell the workers why, write a checkpoint, and end."""
         member, coordinator = self.member, self.coordinator
         assert member is not None and coordinator is not None
-        before, member.phase = member.phase, "over"
-        if before == "leaving" and coordinator.above:
+        member.phase = "over"
+        if self.leaves:
             return [Stop()]  # all was at rest, and other shards may have ended: they will not see a later ledger
         if coordinator.over:
             return coordinator.cut_off(now_ns) if coordinator.above else []  # all our workers are done
@@ -290,6 +291,7 @@ class Server:
         if member is None or member.phase in ("over", "new"):
             yield self.final
         elif member.phase != "leaving" and uplink is not None:
+            self.leaves = True
             yield from sends(member.leave(uplink.clock if uplink.ready else -1, now_ns))
 
     def _is_local(self, effect: ServerEffect) -> bool:

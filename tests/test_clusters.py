@@ -20,7 +20,8 @@ from narrows.worker import DistributedOptimizer, clock, rank, world_size
 
 
 def gossip(**more: Any) -> Settings:
-    return Settings(**{"sync": "gossip", "topology": "matching", "staleness": 0} | more)
+    told: dict[str, Any] = {"sync": "gossip", "topology": "matching", "staleness": 0}
+    return Settings(**told | more)
 
 
 def script(worker: int) -> Array:
@@ -190,7 +191,7 @@ def test_a_cluster_that_falls_silent_is_mixed_with_no_more() -> None:
         run.sessions.pop()
         go.set()
         models = finished(run, [root, *clusters], *two)
-    assert np.array_equal(*models)
+    assert np.array_equal(models[0], models[1])
 
 
 @pytest.mark.parametrize("kill", [False, True], ids=["", "the server above is killed"])
