@@ -38,6 +38,10 @@ class Cluster:
         self.workers: dict[str, Link] = {}  # by the address that peers know
         self.lost: Callable[[Tell], bool] = lambda tell: False  # of what peers tell each other
         self.children: dict[bytes, tuple[Cluster, int]] = {}
+        self.told: deque[tuple[Cluster, int, bytes, list[bytes]]] = (
+            deque()
+        )  # among them, in the order in which it was said
+        self.telling = False
         self.siblings: dict[
             str, tuple[Cluster, int]
         ] = {}  # shards of clusters below this one, by the address that they know
@@ -66,14 +70,15 @@ class Cluster:
 
     def _apply(self, index: int, effects: Iterable[ServerEffect]) -> None:
         """Carry out a server's effects; shards know each other as b"shard-<index>"."""
-        for effect in list(effects):  # all of them first: what is sent here arrives at once, and comes back
-            if isinstance(effect, Stop):
-                self.stopped = effect
+        made = list(effects)  # all of them first: what is sent here arrives at once, and comes back
+        for effect in made:
             if isinstance(effect, Tell) and self.parent is not None and not self.parent.lost(effect):
-                other, shard = self.parent.siblings[effect.address]
                 frames = [bytes(frame) for frame in encode(effect.message)]
                 self.bytes_aside += sum(map(len, frames))
-                other._apply(shard, other.servers[shard].handle(self.name.encode(), decode(frames), other.now()))
+                self.parent.told.append((*self.parent.siblings[effect.address], self.name.encode(), frames))
+        for effect in made:
+            if isinstance(effect, Stop):
+                self.stopped = effect
             if isinstance(effect, Send):
                 peer = effect.peer
                 message = effect.message
@@ -99,6 +104,20 @@ class Cluster:
                     link, shard = self.links[peer]
                     self.hold(link, frames)
                     link.deliver(link.member.receive(shard, message, self.now()))
+
+        if self.parent is not None:
+            self.parent._pass_on()
+
+    def _pass_on(self) -> None:
+        """What clusters below tell each other: as on a link, nothing overtakes what was said before it."""
+        if not self.telling:
+            self.telling = True
+            try:
+                while self.told:
+                    other, shard, peer, frames = self.told.popleft()
+                    other._apply(shard, other.servers[shard].handle(peer, decode(frames), other.now()))
+            finally:
+                self.telling = False
 
     def send(self, link: Link, shard: int, frames: list[bytes]) -> None:
         peer = b"%d.%d" % (id(link), shard)
