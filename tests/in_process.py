@@ -46,7 +46,6 @@ class Cluster:
             str, tuple[Cluster, int]
         ] = {}  # shards of clusters below this one, by the address that they know
         self.bytes_above = [0, 0]  # of pushes up, of states down
-        self.bytes_aside = 0  # to other clusters
         self.stopped: Stop | None = None
         self.servers: list[Server] = []
         child = parent is not None
@@ -74,7 +73,6 @@ class Cluster:
         for effect in made:
             if isinstance(effect, Tell) and self.parent is not None and not self.parent.lost(effect):
                 frames = [bytes(frame) for frame in encode(effect.message)]
-                self.bytes_aside += sum(map(len, frames))
                 self.parent.told.append((*self.parent.siblings[effect.address], self.name.encode(), frames))
         for effect in made:
             if isinstance(effect, Stop):
