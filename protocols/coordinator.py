@@ -119,6 +119,8 @@ class Coordinator:
         self.child = child
         self.rank_above, self.clusters = (-1, 0) if child else (0, 1)  # this cluster's rank, of so many
         self.above, self.place = b"", 0  # our place there, packed, and its epoch
+        self.roster = b""  # of clusters that gossip, encoded
+        self.alone = False  # no server above will send another
         self.weights = -1  # the worker whose first weights are those of the run, once they are on all shards
         self.finishes, self.finish_at = 0, 0
         self.finished: set[tuple[int, int]] = set()  # workers and their clocks, of the last finish
@@ -250,6 +252,9 @@ class Coordinator:
         except IncompatibleError as error:
             refuse = m.Refuse(m.RefuseCode.INCOMPATIBLE, member.worker, 0, str(error))
             return [Send(member.peer, refuse), *self._remove(member, "refused", now_ns)]
+        if self.mode.rule is Rule.MIX and (conflict := self._mismatch(declare.address)):
+            refuse = m.Refuse(m.RefuseCode.INCOMPATIBLE, member.worker, 0, conflict)
+            return [Send(member.peer, refuse), *self._remove(member, "refused", now_ns)]
         if self.child and not self.above:
             self.undeclared[member.worker] = (member.peer, declare)
             return []
@@ -262,6 +267,16 @@ class Coordinator:
         member.taken = member.due = member.start
         self._decide(now_ns)
         return self._broadcast(now_ns)
+
+    def _mismatch(self, address: str) -> str:
+        """Why who has this address cannot gossip with those who are here: shards mix with the same shard of others."""
+        ours = {len(other.address.split(" ")) for other in self.declared}
+        if not ours or len(address.split(" ")) in ours:
+            return ""
+        return (
+            "workers and clusters of more than one shard do not gossip with each other: let each of them join what the "
+            "others join"
+        )
 
     def joined_above(self, rank: int, clusters: int, now_ns: int) -> list[ServerEffect]:
         """The run above knows this cluster; workers may come."""
@@ -294,6 +309,17 @@ class Coordinator:
             if worker in self.members:
                 effects += self._declare(self.members[worker], declare, now_ns)
         return effects
+
+    def introduced_above(self, roster: bytes, alone: bool, now_ns: int) -> list[ServerEffect]:
+        """Who this cluster may gossip with. `alone`: the server above is gone."""
+        self.roster, self.alone = roster, alone
+        return self._broadcast(now_ns)
+
+    @property
+    def ended(self) -> bool:
+        """All shards have done their last round with other clusters, but for that of all (gossip)."""
+        reports = self.reports.values()
+        return len(reports) == self.shards and all(r.ended and r.from_above == self.place for r in reports)
 
     def cut_off(self, now_ns: int) -> list[ServerEffect]:
         """There is no run above any more: checkpoint at the clock reached, and end."""
@@ -669,5 +695,7 @@ class Coordinator:
             weights=self.weights,
             finishes=self.finishes,
             finish_at=self.finish_at,
+            roster=self.roster,
+            alone=self.alone,
         )
         return Send(self.shard_peers[index], ledger)

@@ -189,7 +189,7 @@ class ServerGone:
     """Member: the server does not answer, and the run goes on without it (gossip)."""
 
 
-ServerEffect = Send | Log | Checkpoint | Load | Stop
+ServerEffect = Send | Tell | Log | Checkpoint | Load | Stop
 MemberEffect = (
     Send
     | Joined

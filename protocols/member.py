@@ -243,9 +243,9 @@ class Member:
         """The last step is done, and peers are answered until all have done theirs (gossip)."""
         self.ended = True
         said = self.peers.end(now_ns) if self.peers is not None else []
-        return [*said, *([self._beat(now_ns)] if self.phase == "running" else [])]
+        return [*said, *([self.beat(now_ns)] if self.phase == "running" else [])]
 
-    def _beat(self, now_ns: int) -> Send:
+    def beat(self, now_ns: int) -> Send:
         self.beat_ns = now_ns
         roster = self.peers.epoch if self.peers is not None else 0
         epoch = self.epoch or self.welcomed
@@ -255,6 +255,7 @@ class Member:
         """Join once more, under a token of its own; what was in flight is given up."""
         self.attempt += 1
         self.epoch = 0
+        self.ended = False
         return self.join(now_ns)
 
     def leave_server(self) -> list[MemberEffect]:
@@ -372,7 +373,7 @@ class Member:
                 effects += session.repeat(now_ns)
         beat = min(self.lease_ns // 4 or NS, timing.lost_ns // 4)
         if self.worker >= 0 and self.phase != "hello" and now_ns - self.beat_ns >= beat:
-            effects.append(self._beat(now_ns))
+            effects.append(self.beat(now_ns))
         return effects
 
     def _joining(self) -> m.Message:

@@ -338,6 +338,8 @@ class Ledger(Message):
     weights: int = -1  # the worker whose first weights are on every shard, to be handed up
     finishes: int = 0  # times that all workers were done since it has this place, the last at clock `finish_at`
     finish_at: int = 0
+    roster: bytes = b""  # the newest Roster of that run, encoded (gossip among clusters)
+    alone: bool = False  # the server above is gone, and the run goes on without it (gossip)
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,6 +365,7 @@ class Report(Message):
     finishing: Ints = ()  # workers that wait for the last model
     finishes: int = 0  # of the ledger's, that are done here
     at_rest: bool = True  # the server above has all that this shard has for it
+    ended: bool = False  # it has done its last round with other clusters, but for that of all (gossip)
     trouble: str = ""  # what ended the session of this shard
 
 

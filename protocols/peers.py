@@ -54,10 +54,11 @@ def _kind(offer: m.Offer) -> tuple[int, ...]:
 
 
 class Peers:
-    """Messages of peers and rosters in, effects out. `worker`: this one's id, by which its peers name it."""
+    """Messages of peers and rosters in, effects out. `worker`: this one's id, by which its peers name it. `shard`: of its
+    cluster, where clusters gossip: it talks to the same one of others."""
 
-    def __init__(self, worker: int, lease_ns: int) -> None:
-        self.worker, self.lease_ns = worker, lease_ns
+    def __init__(self, worker: int, lease_ns: int, shard: int = 0) -> None:
+        self.worker, self.lease_ns, self.shard = worker, lease_ns, shard
         self.epoch = 0  # of the newest roster
         self.peers: dict[int, Peer] = {}
         self.lost: set[int] = set()
@@ -77,7 +78,8 @@ class Peers:
         self.peers = {worker: peer for worker, peer in self.peers.items() if worker in named}
         for worker, address in named.items():
             if worker not in self.peers and worker != self.worker and worker not in self.lost:
-                self.peers[worker] = Peer(address, now_ns)
+                addresses = address.split(" ")  # one for each shard of a cluster
+                self.peers[worker] = Peer(addresses[min(self.shard, len(addresses) - 1)], now_ns)
         early, self.early = self.early, deque(maxlen=EARLY_MAX)
         effects: list[MemberEffect] = [e.RosterNews(roster)]
         for message in early:

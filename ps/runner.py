@@ -1,7 +1,8 @@
 """Runs one server process over ZeroMQ: the only file of ps/ that knows sockets, clocks and files together.
 
-A ROUTER takes workers (and, in process 0, the other shards); process i > 0 also dials process 0 with a DEALER. One thread
-owns everything. It has no rule of its own: messages and ticks go into the machine, effects are carried out.
+A ROUTER takes workers (and, in process 0, the other shards, and other clusters that gossip); process i > 0 also dials process
+0 with a DEALER, and each the clusters that it gossips with. One thread owns everything. It has no rule of its own: messages and
+ticks go into the machine, effects are carried out.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import zmq
 
 from narrows.protocols import messages as m
 from narrows.protocols.coordinator import Coordinator
-from narrows.protocols.effects import NS, Checkpoint, Load, Log, Send, ServerEffect, Stop
+from narrows.protocols.effects import NS, Checkpoint, Load, Log, Send, ServerEffect, Stop, Tell
 from narrows.protocols.errors import BY_EXIT_CODE, NarrowsError, RemoteProtocolError, UsageError
 from narrows.protocols.flags import parse_address
 from narrows.protocols.keys import Plan
@@ -30,7 +31,7 @@ from narrows.protocols.member import Member, Timing
 from narrows.protocols.modes import Rule, Settings
 from narrows.protocols.wire import HEADER_BYTES_MAX, LOCAL_HOSTS, PAYLOAD_BYTES_MAX, decode, encode, local_endpoint
 from narrows.ps import checkpoints
-from narrows.ps.server import Server
+from narrows.ps.server import OF_CLUSTERS, Server
 from narrows.ps.shard import COORDINATOR, Shard
 from narrows.ps.store import ServerOptimizer
 
@@ -88,6 +89,21 @@ def bind(router: zmq.Socket[bytes], address: str) -> int:
     return int(port)
 
 
+def reached(bound: str, parent: str) -> str:
+    """The host by which other clusters reach what is bound to `bound`: that itself, or the address that leads to `parent`."""
+    host = bound.removeprefix("tcp://").rpartition(":")[0]
+    if host not in ("0.0.0.0", "*", "[::]"):
+        return host
+    above = parse_address("--parent", parent)
+    with contextlib.suppress(OSError):
+        family, kind, protocol, _, target = socket.getaddrinfo(*above, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(target)  # UDP: nothing is sent
+            found = str(probe.getsockname()[0])
+        return f"[{found}]" if ":" in found else found
+    return socket.gethostname()
+
+
 def emit(event: str, **values: Any) -> None:
     """One line of JSON for the parent process, if it is still there."""
     with contextlib.suppress(BrokenPipeError):
@@ -110,7 +126,8 @@ class Runner:
         self.process, self.router, self.upward = process, router, upward
         # Toward the shard above, dialled with the first message to it; of process 0 one more for `CONTROL`.
         self.above: dict[bool, zmq.Socket[bytes]] = {}
-        self.bytes_up = self.bytes_down = 0  # over that link
+        self.peers: dict[str, zmq.Socket[bytes]] = {}  # toward other clusters, by address
+        self.bytes_up = self.bytes_down = 0  # over these links
         self.poller = zmq.Poller()
         self.end = Stop()
         child = bool(process.parent)
@@ -139,7 +156,8 @@ class Runner:
                 _, facts = checkpoints.read(self.folder, 0, restart, only=())
                 coordinator.adopt_plan(facts["plan"])
                 coordinator.buffers = facts["buffers"]
-        self.server = Server(shard, coordinator, member, process.parent)
+        host = reached(process.bind, process.parent) if member is not None else ""
+        self.server = Server(shard, coordinator, member, process.parent, host)
         self.stopping = False
         self.stop_by = float("inf")
         self.running = True
@@ -152,6 +170,8 @@ class Runner:
         for effect in effects:
             if isinstance(effect, Send):
                 self._send(effect)
+            elif isinstance(effect, Tell):
+                self._tell(effect)
             elif isinstance(effect, Log):
                 emit("log", name=effect.event, values=effect.values)
             elif isinstance(effect, Checkpoint):
@@ -174,6 +194,30 @@ class Runner:
             target, head = self.upward, [frames[0]]
         else:
             target, head = self.router, [effect.peer, frames[0]]
+        self._put(target, head, frames)
+
+    def _tell(self, effect: Tell) -> None:
+        if effect.address not in self.peers:
+            uplink = self.server.shard.uplink
+            named = uplink.addresses if uplink is not None else set()
+            for address in self.peers.keys() - named:
+                self.peers.pop(address).close()
+            with contextlib.suppress(UsageError):  # an address that is none: its owner will count as silent
+                parse_address("a cluster's address", effect.address)
+                self.peers[effect.address] = self._dealer(effect.address)
+        if effect.address in self.peers:
+            frames = encode(effect.message)
+            self.bytes_up += sum(map(len, frames))
+            self._put(self.peers[effect.address], [frames[0]], frames)
+
+    def _dealer(self, address: str) -> zmq.Socket[bytes]:
+        dealer = cast("zmq.Socket[bytes]", self.router.context.socket(zmq.DEALER))
+        limit(dealer)
+        dealer.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS_MAX)
+        dealer.connect(address)
+        return dealer
+
+    def _put(self, target: zmq.Socket[bytes], head: Sequence[m.Buffer], frames: Sequence[m.Buffer]) -> None:
         try:
             if len(frames) == 2 and len(frames[1]) >= ZERO_COPY_BYTES:
                 target.send_multipart(head, zmq.SNDMORE | zmq.NOBLOCK)
@@ -195,11 +239,8 @@ class Runner:
             uplink = self.server.shard.uplink
             if self.process.index and uplink is not None and uplink.place is not None:
                 port = uplink.place.ports[self.process.index]
-            self.above[control] = made = self.router.context.socket(zmq.DEALER)
-            limit(made)
-            made.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS_MAX)
-            made.connect(f"tcp://{host}:{port}")
-            self.poller.register(made, zmq.POLLIN)
+            self.above[control] = self._dealer(f"tcp://{host}:{port}")
+            self.poller.register(self.above[control], zmq.POLLIN)
         return self.above[control]
 
     def _receive_above(self, frames: list[zmq.Frame], now_ns: int) -> None:
@@ -241,6 +282,8 @@ class Runner:
         peer = COORDINATOR if from_coordinator else frames[0].bytes
         try:
             message = decode([frame.buffer for frame in (frames if from_coordinator else frames[1:])])
+            if isinstance(message, OF_CLUSTERS):
+                self.bytes_down += sum(len(frame.buffer) for frame in frames[1:])
             effects = self.server.handle(peer, message, now_ns)
         except NarrowsError as error:
             if from_coordinator:
@@ -311,13 +354,14 @@ def run(process: Process, ready: Callable[[int], None]) -> None:
             ready(port)
             runner.loop()
         finally:
-            for dialled in (upward, *(runner.above.values() if runner is not None else ())):
+            for dialled in (upward, *((*runner.above.values(), *runner.peers.values()) if runner is not None else ())):
                 if dialled is not None:
                     dialled.close()
     if runner.end.code:
         raise BY_EXIT_CODE.get(runner.end.code, NarrowsError)(runner.end.text)
     if process.parent:
-        moved = f"pushed {runner.bytes_up / 1e6:.2f} MB to {process.parent} and pulled {runner.bytes_down / 1e6:.2f} MB"
+        there = f"{process.parent} and its clusters" if runner.peers else process.parent
+        moved = f"pushed {runner.bytes_up / 1e6:.2f} MB to {there} and pulled {runner.bytes_down / 1e6:.2f} MB"
         values = {"shard": process.index, "bytes_up": runner.bytes_up, "bytes_down": runner.bytes_down}
         emit("log", name="above", values=values | {"text": f"shard {process.index} {moved}"})
     emit("done")

@@ -9,26 +9,38 @@ from dataclasses import replace
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
 from narrows.protocols.coordinator import Coordinator
-from narrows.protocols.effects import Log, MemberEffect, Send, ServerEffect, Stop
+from narrows.protocols.effects import Log, MemberEffect, Send, ServerEffect, Stop, Tell
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.member import Member
 from narrows.protocols.modes import Rule, Settings
+from narrows.protocols.peers import WHOLE
+from narrows.protocols.wire import LOCAL_HOSTS, encode
 from narrows.ps.shard import COORDINATOR, Shard, sends
 from narrows.ps.uplink import Place
 
 FOR_COORDINATOR = (m.Hello, m.Declare, m.Heartbeat, m.Leave, m.Buffers, m.Report)
+OF_CLUSTERS = (m.Offer, m.OfferAck, m.Ended, m.Adopt, m.Ping)  # that gossip with this one
 
 
 class Server:
     """Routes messages to its machines; what they tell each other in one process never leaves it.
 
-    `member`: of process 0, where this cluster is a worker of the server at `parent`.
+    `member`: of process 0, where this cluster is a worker of the server at `parent`. `host`: by which other clusters reach
+    this one.
     """
 
     def __init__(
-        self, shard: Shard, coordinator: Coordinator | None, member: Member | None = None, parent: str = ""
+        self,
+        shard: Shard,
+        coordinator: Coordinator | None,
+        member: Member | None = None,
+        parent: str = "",
+        host: str = "",
     ) -> None:
-        self.shard, self.coordinator, self.member, self.parent = shard, coordinator, member, parent
+        self.shard, self.coordinator, self.member, self.parent, self.host = shard, coordinator, member, parent, host
+        self.place: Place | None = None  # in the run above
+        self.leaves = False  # all is done, and the server above has been told
+        self.late: e.Started | None = None  # a run of gossip that had begun: it waits for a peer's round
         self.final = Stop()  # what this process ends with
         if coordinator is not None:
             shard.wants_buffers = coordinator.wants_buffers
@@ -52,9 +64,14 @@ class Server:
             if coordinator is None:
                 raise RemoteProtocolError("this is not the coordinator: dial the address of ps-serve, shard 0")
             effects = coordinator.handle(peer, message, now_ns)
-            if isinstance(message, m.Report) and message.trouble:
-                effects += self._end(m.RefuseCode.INCOMPATIBLE, message.trouble, now_ns)
+            if isinstance(message, m.Report):
+                effects += self._reported(message, now_ns)
             return self._local([*effects, *self._declare(now_ns)], now_ns)
+        if isinstance(message, OF_CLUSTERS):
+            waits = self.late is not None and isinstance(message, m.Offer) and message.number == WHOLE
+            if waits and self.member is not None:
+                return self._seen(self.member.receive_peer(message, now_ns), now_ns)
+            return self._local(self.shard.hear(message, now_ns), now_ns)
         if isinstance(message, m.Ledger):
             if peer != COORDINATOR:
                 raise RemoteProtocolError("a ledger comes from the coordinator alone")
@@ -126,6 +143,8 @@ class Server:
         if not coordinator.may_declare:
             return []
         # Only updates go up: what steps the weights is ours alone.
+        ports = [coordinator.reports[shard].port for shard in range(coordinator.shards)]
+        member.address = " ".join(f"tcp://{self.host}:{port}" for port in ports)
         upward = replace(coordinator.plan, optimizer="", max_grad_norm=0.0)
         return sends(member.declare(upward.packed(), now_ns))
 
@@ -134,6 +153,8 @@ class Server:
         member, coordinator = self.member, self.coordinator
         assert member is not None and coordinator is not None
         someone = coordinator.declared or coordinator.undeclared
+        if member.phase == "alone" and not someone and not coordinator.over:
+            return self._end(m.RefuseCode.SERVER_LOST, "it is gone, and so is the last worker here", now_ns)
         if member.phase in ("declared", "running") and not someone and not coordinator.over:
             return [*sends(member.leave(-1, now_ns)), *coordinator.placed(b"", 0, now_ns)]
         if member.phase == "over" and coordinator.may_declare and coordinator.undeclared and not coordinator.over:
@@ -145,17 +166,28 @@ class Server:
         member, coordinator = self.member, self.coordinator
         assert member is not None and coordinator is not None
         for event in events:
-            if isinstance(event, Send):
+            if isinstance(event, (Send, Tell)):
                 yield event
             elif isinstance(event, e.Joined):
                 yield from self._joined(event, now_ns)
             elif isinstance(event, e.Started):
-                settings = member.settings
-                assert settings is not None
-                at = coordinator.begin(event.clock * settings.mode().local_steps, now_ns)
-                place = Place(settings, event.worker, event.epoch, event.clock, at, member.ports, event.ranges)
                 coordinator.buffers = coordinator.buffers or event.buffers
-                yield from self._local(coordinator.placed(place.packed(), event.epoch, now_ns), now_ns)
+                yield from self._started(event, now_ns)
+            elif isinstance(event, e.RosterNews):
+                roster = bytes(encode(event.roster)[0])
+                yield from self._local(coordinator.introduced_above(roster, False, now_ns), now_ns)
+                yield from self._ask(now_ns)
+            elif isinstance(event, e.OfferArrived):
+                late, self.late = self.late, None
+                if late is not None:
+                    yield from self._placed(late, event.parts[0].round, event.parts[0].round, now_ns)
+            elif isinstance(event, e.PeerLost):
+                yield from self._ask(now_ns)
+            elif isinstance(event, e.ServerGone):
+                yield Log(
+                    "above", {"text": f"the server above, {self.parent}, is gone; the clusters go on among themselves"}
+                )
+                yield from self._local(coordinator.introduced_above(coordinator.roster, True, now_ns), now_ns)
             elif isinstance(event, e.Failed):
                 yield from self._local(self._end(event.code, event.text, now_ns), now_ns)
             elif isinstance(event, e.Left):
@@ -166,12 +198,53 @@ class Server:
             else:
                 yield from self._local(self.shard.from_above([event], now_ns), now_ns)
 
+    def _started(self, event: e.Started, now_ns: int) -> Iterator[ServerEffect]:
+        """Take our place above. Of a run of gossip the server above does not know the round: its clock says only whether it
+        has begun; then a peer tells it, or we go on from our own."""
+        member, coordinator, before = self.member, self.coordinator, self.place
+        assert member is not None and coordinator is not None and member.settings is not None
+        mode = member.settings.mode()
+        self.late = None
+        if mode.rule is not Rule.MIX:
+            yield from self._placed(event, 0, event.clock, now_ns)
+        elif coordinator.declared and before is not None:
+            number = before.round + (coordinator.min_clock - before.at) // mode.local_steps
+            yield from self._placed(event, number, 0, now_ns)
+        elif event.clock:
+            self.late = event
+            yield from self._ask(now_ns)
+        else:
+            yield from self._placed(event, 0, 0, now_ns)
+
+    def _placed(self, event: e.Started, number: int, clock: int, now_ns: int) -> Iterator[ServerEffect]:
+        """Begin at round `number` (gossip), where nobody here is further at `clock`, that of the run above."""
+        member, coordinator = self.member, self.coordinator
+        assert member is not None and coordinator is not None and member.settings is not None
+        at = coordinator.begin(clock * member.settings.mode().local_steps, now_ns)
+        where = (event.worker, event.epoch, event.clock, at)
+        self.place = Place(member.settings, *where, member.ports, event.ranges, number)
+        yield from self._local(coordinator.placed(self.place.packed(), event.epoch, now_ns), now_ns)
+
+    def _ask(self, now_ns: int) -> Iterator[ServerEffect]:
+        """The longest-standing peer for the round that the run has come to, where we are late."""
+        peers = self.member.peers if self.member is not None else None
+        if self.late is None or peers is None or not peers.epoch or any(p.adopting for p in peers.peers.values()):
+            return
+        if peers.peers:
+            yield from self._seen(peers.adopt(min(peers.peers), now_ns), now_ns)
+        else:
+            text = "the run has begun, and no cluster is left that could give its model: start it again"
+            yield from self._local(self._end(m.RefuseCode.INCOMPATIBLE, text, now_ns), now_ns)
+
     def _joined(self, event: e.Joined, now_ns: int) -> Iterator[ServerEffect]:
         coordinator, settings = self.coordinator, Settings.unpacked(event.settings)
         assert coordinator is not None
         ours, theirs = coordinator.shards, len(event.ports)
-        if settings.mode().rule is Rule.MIX:
-            text = "its workers gossip, and clusters do not yet: start it with another --sync"
+        if settings.mode().rule is Rule.MIX and self._unreachable:
+            text = (
+                f"its clusters gossip, and from other machines nobody reaches {self.host}: give --bind an address of this "
+                "machine that they reach"
+            )
             yield from self._local(self._end(m.RefuseCode.INCOMPATIBLE, text, now_ns), now_ns)
         elif settings.mode().streams:
             text = (
@@ -194,11 +267,19 @@ class Server:
             yield Log("above", {"text": f"{place}: {settings.summary()}"})
             yield from self._local(coordinator.joined_above(event.rank, event.world_size, now_ns), now_ns)
 
+    @property
+    def _unreachable(self) -> bool:
+        """This cluster listens where only this machine reaches it, and the server above is on another."""
+        above = self.parent.removeprefix("tcp://").rpartition(":")[0]
+        return self.host in LOCAL_HOSTS and above not in LOCAL_HOSTS
+
     def _end(self, code: int, text: str, now_ns: int) -> list[ServerEffect]:
         """The session above is over: tell the workers why, write a checkpoint, and end."""
         member, coordinator = self.member, self.coordinator
         assert member is not None and coordinator is not None
         member.phase = "over"
+        if self.leaves:
+            return [Stop()]  # all was at rest, and other shards may have ended: they will not see a later ledger
         if coordinator.over:
             return coordinator.cut_off(now_ns) if coordinator.above else []  # all our workers are done
         text = f"the server above, {self.parent}: {text}"[: m.TEXT_MAX]
@@ -226,6 +307,7 @@ class Server:
         if member is None or member.phase in ("over", "new"):
             yield self.final
         elif member.phase != "leaving" and uplink is not None:
+            self.leaves = True
             yield from sends(member.leave(uplink.clock if uplink.ready else -1, now_ns))
 
     def _is_local(self, effect: ServerEffect) -> bool:
@@ -238,4 +320,15 @@ class Server:
         effects = self.coordinator.handle(COORDINATOR, effect.message, now_ns)
         if isinstance(effect.message, m.Report):
             self.shard.seen(effect.message.version)
+            effects += self._reported(effect.message, now_ns)
         return effects
+
+    def _reported(self, report: m.Report, now_ns: int) -> list[ServerEffect]:
+        """What the server above is told of a shard's report."""
+        member, coordinator = self.member, self.coordinator
+        if report.trouble:
+            return self._end(m.RefuseCode.INCOMPATIBLE, report.trouble, now_ns)
+        if member is None or coordinator is None or member.ended or member.phase != "running" or not coordinator.ended:
+            return []
+        member.ended = True
+        return [member.beat(now_ns)]

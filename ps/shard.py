@@ -11,6 +11,7 @@ Rules
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -30,19 +31,23 @@ from narrows.protocols.effects import (
     Send,
     ServerEffect,
     StateArrived,
+    Tell,
 )
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.keys import Plan, covers, fragment, parts, split
 from narrows.protocols.link import LinkMeter
 from narrows.protocols.member import Session, Timing
 from narrows.protocols.modes import Rule, Settings
+from narrows.protocols.peers import EARLY_MAX
 from narrows.protocols.wire import unpack
+from narrows.ps.sideways import Sideways
 from narrows.ps.store import FloatArray, Keys, ServerOptimizer, Store, check_payload
-from narrows.ps.uplink import Place, Uplink
+from narrows.ps.uplink import Place, Seen, Uplink
 
 REPORT_RETRY_NS = NS // 5
 REPORT_AGAIN_NS = NS  # a restarted coordinator knows no shard until it hears from it
 COORDINATOR = b""  # the peer that a shard's report goes to
+UPLINKS: dict[Rule, type[Uplink]] = {Rule.MIX: Sideways}  # by the rule of the run above; of all others `Uplink`
 
 
 @dataclass(slots=True)
@@ -115,13 +120,14 @@ class Shard:
         self.wants_buffers: Callable[[int, int], bool] = lambda worker, now_ns: False
         self.uplink = Uplink(index) if child else None  # where this cluster is a member of a run above
         self.place: Place | None = None  # there, as the ledger has it
+        self.early: deque[m.Message] = deque(maxlen=EARLY_MAX)  # of other clusters, before this one has its place
         self.folded = 0  # clocks whose updates are all in x; those from min_clock on wait for the run above
         self.session: Callable[[Place], Session] = self._own_session
         self.repeats = True  # what the shard above does not answer; in process 0 the member does
         self.renewed = False  # nobody here has a state of before the present place
         self.finishes = 0
         self.trouble = ""
-        self.told: tuple[int, bool, bool, int] | None = None  # `_standing` as of the newest report
+        self.told: tuple[int | bool | str, ...] | None = None  # `_standing` as of the newest report
 
     # The ledger.
 
@@ -141,8 +147,12 @@ class Shard:
             self._adopt_plan(Plan.unpacked(ledger.plan))
         if self.ledger is None or ledger.above != self.ledger.above:
             self.place = Place.unpacked(ledger.above) if ledger.above else None
+            kind = UPLINKS.get(self.place.settings.mode().rule, Uplink) if self.place is not None else Uplink
+            if self.place is not None and type(self.uplink) is not kind:
+                self.uplink = kind(self.index)
         self.ledger = ledger
         effects += self._take_place(ledger, now_ns)
+        effects += self._introduce(ledger, now_ns)
         effects += self._members(ledger, now_ns)
         if self.uplink is not None and self.store is not None:
             effects += self._give_weights(self.uplink, self.store, ledger, now_ns)
@@ -269,6 +279,8 @@ class Shard:
         if uplink is not None and store is not None and self.folded == self.min_clock:
             effects += self._take_place(ledger, now_ns)
             effects += self._finish(uplink, store, ledger, now_ns)[0]
+            if uplink.master is not None and uplink.start is not uplink.master:
+                self._rebase(uplink, store, uplink.master)
         at = ledger.checkpoint == self.min_clock == ledger.min_clock and self.written != self.min_clock
         if at and self.store is not None and self.store.publication >= 0:
             effects.append(self._checkpoint())
@@ -379,7 +391,8 @@ class Shard:
         if self.folded < place.at or self.min_clock < place.at:
             return []
         self.finishes = 0
-        return sends(uplink.adopt(place, (store.begin, store.end), self.session(place), now_ns))
+        taken = uplink.adopt(place, (store.begin, store.end), self.session(place), self.renewed, now_ns)
+        return [*sends(taken), *self._introduce(ledger, now_ns)]
 
     def _displaced(self) -> bool:
         """The ledger has a place that the uplink has not taken yet."""
@@ -391,8 +404,9 @@ class Shard:
             return [], True  # the run above has lost us, or we it
         effects: list[ServerEffect] = []
         if uplink.owes:
+            effects += sends(uplink.make_room(now_ns))
             if not uplink.has_room:
-                return [], False
+                return effects, False
             effects += sends(uplink.push(store.x, now_ns))
         if not uplink.ready or not uplink.may_go:
             return effects, False
@@ -410,10 +424,11 @@ class Shard:
             return [], True
         if not ledger.above or self._displaced():
             return [], True
+        effects = sends(uplink.make_room(now_ns))
         if not uplink.has_room or not uplink.may_go:
-            return [], False
+            return effects, False
         self.finishes = ledger.finishes
-        return sends(uplink.finish(store.x, now_ns)), True
+        return [*effects, *sends(uplink.finish(store.x, now_ns))], True
 
     def from_above(self, seen: Iterable[MemberEffect], now_ns: int) -> list[ServerEffect]:
         """Return the effects of what a session toward the shard above has seen."""
@@ -429,14 +444,39 @@ class Shard:
                 uplink.settled(event.clock)
             elif isinstance(event, StateArrived):
                 effects += sends(uplink.arrived(event, now_ns))
-                if not uplink.ready and uplink.due:
-                    self._begin(uplink, store)
-                if uplink.master is not None:
-                    self._rebase(uplink, store, uplink.master)
-        effects += self._advance(ledger, now_ns)
-        effects += self._answer_pulls(now_ns)
+        return self._went_on(effects, ledger, now_ns)
+
+    def _went_on(self, effects: list[ServerEffect], ledger: m.Ledger, now_ns: int) -> list[ServerEffect]:
+        """`effects`, and all that can be done now that something has come from above or from another cluster."""
+        uplink, store = self.uplink, self.store
+        if uplink is not None and store is not None and not uplink.ready and uplink.due:
+            self._begin(uplink, store)
+        effects = [*effects, *self._advance(ledger, now_ns), *self._answer_pulls(now_ns)]
+        if uplink is not None and uplink.trouble:
+            self.trouble = uplink.trouble[: m.TEXT_MAX]
         if self.told != self._standing:  # not: what has changed here, for the session has changed before we hear of it
             effects.append(self._report(now_ns))
+        return effects
+
+    def hear(self, message: m.Message, now_ns: int) -> list[ServerEffect]:
+        """Return the effects of another cluster's message. Raises RemoteProtocolError for one that none sends us."""
+        uplink, ledger = self.uplink, self.ledger
+        if uplink is None:
+            raise RemoteProtocolError(f"a shard takes no {type(message).__name__}: this cluster has no server above")
+        if ledger is None or self.place is None or self._displaced():
+            self.early.append(message)
+            return []
+        return self._went_on(sends(uplink.hear(message, now_ns)), ledger, now_ns)
+
+    def _introduce(self, ledger: m.Ledger, now_ns: int) -> list[ServerEffect]:
+        """Tell the uplink who the other clusters are, and what they have said too early."""
+        uplink = self.uplink
+        if uplink is None or self.place is None or self._displaced():
+            return []
+        effects = sends(uplink.introduce(ledger.roster, ledger.alone, now_ns))
+        while self.early:
+            with contextlib.suppress(RemoteProtocolError):
+                effects += sends(uplink.hear(self.early.popleft(), now_ns))
         return effects
 
     def _begin(self, uplink: Uplink, store: Store) -> None:
@@ -468,9 +508,10 @@ class Shard:
         return ledger.over and self.min_clock >= ledger.min_clock and uplink.at_rest
 
     @property
-    def _standing(self) -> tuple[int, bool, bool, int]:
+    def _standing(self) -> tuple[int | bool | str, ...]:
         """What the run above may change of a report."""
-        return (self.min_clock, self.uplink is not None and self.uplink.ready, self.at_rest, self.finishes)
+        ready, ended = (self.uplink.ready, self.uplink.ended) if self.uplink is not None else (False, False)
+        return (self.min_clock, ready, self.at_rest, self.finishes, ended, self.trouble)
 
     # Messages of workers.
 
@@ -740,6 +781,7 @@ class Shard:
             else (),
             finishes=self.finishes,
             at_rest=self.at_rest,
+            ended=self.uplink is not None and self.uplink.ended,
             trouble=self.trouble,
         )
         return self.newest
@@ -754,10 +796,10 @@ class Shard:
 
     def tick(self, now_ns: int) -> list[ServerEffect]:
         """Report again what the coordinator has not seen; and now and then all, to one that was restarted."""
-        if self.uplink is not None and self.uplink.session is not None and self.repeats:
-            again = sends(self.uplink.session.repeat(now_ns))
+        if self.uplink is not None and self.ledger is not None and self.place is not None:
+            again = sends(self.uplink.tick(now_ns, self.repeats))
             if again:
-                return again
+                return self._went_on(again, self.ledger, now_ns)
         if self.writes and self.ledger is not None:
             self.writes = False
             return [*self._advance(self.ledger, now_ns), *self._answer_pulls(now_ns), self._report(now_ns)]
@@ -769,9 +811,9 @@ class Shard:
         return []
 
 
-def sends(effects: Iterable[MemberEffect]) -> list[ServerEffect]:
-    """What a session asks a runner to send; the peer is the number of a shard above."""
-    return [effect for effect in effects if isinstance(effect, Send)]
+def sends(effects: Iterable[Seen]) -> list[ServerEffect]:
+    """What a session asks a runner to do: send to the shard above, whose number is the peer, or tell another cluster."""
+    return [effect for effect in effects if isinstance(effect, (Send, Tell, Log))]
 
 
 def _pairs(row: m.Ints) -> list[m.Pair]:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import narrows.compression
 from narrows.compression import ErrorFeedback, NonFiniteError, ladder, parse
 from narrows.protocols import messages as m
-from narrows.protocols.effects import MemberEffect, StateArrived
+from narrows.protocols.effects import Log, MemberEffect, StateArrived
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.keys import parts
 from narrows.protocols.member import Session
@@ -30,6 +30,7 @@ from narrows.protocols.view import Coded, ShardView
 from narrows.protocols.wire import pack, unpack
 
 FloatArray = npt.NDArray[np.float32]
+Seen = MemberEffect | Log
 NOTHING = parse("threshold:1")  # codes zeros in 16 bytes
 
 
@@ -44,22 +45,24 @@ class Place:
     at: int  # the cluster's clock that this place begins at
     ports: tuple[int, ...]
     ranges: tuple[tuple[int, int], ...]
+    round: int = 0  # of gossip, the first here
 
     def packed(self) -> bytes:
         ranges = [list(keys) for keys in self.ranges]
-        return pack([self.settings.packed(), self.worker, self.epoch, self.clock, self.at, list(self.ports), ranges])
+        numbers = [self.worker, self.epoch, self.clock, self.at]
+        return pack([self.settings.packed(), *numbers, list(self.ports), ranges, self.round])
 
     @staticmethod
     def unpacked(packed: bytes) -> Place:
         """Raises RemoteProtocolError where `packed` is none."""
         value: Any = unpack(packed)
         try:
-            settings, worker, epoch, clock, at, ports, ranges = value
+            settings, worker, epoch, clock, at, ports, ranges, number = value
             keys = tuple((int(begin), int(end)) for begin, end in ranges)
             numbers = (int(worker), int(epoch), int(clock), int(at))
-            return Place(Settings.unpacked(settings), *numbers, tuple(map(int, ports)), keys)
+            return Place(Settings.unpacked(settings), *numbers, tuple(map(int, ports)), keys, int(number))
         except (TypeError, ValueError):
-            raise RemoteProtocolError("a place in the run above is seven values") from None
+            raise RemoteProtocolError("a place in the run above is eight values") from None
 
 
 class Uplink:
@@ -81,14 +84,23 @@ class Uplink:
         self.wants_weights = False
         self.finishing = False  # the model of the run above was asked for, now that all is pushed
         self.master: FloatArray | None = None  # that model
+        self.trouble = ""  # what ends this stream, and the cluster with it
 
     @property
     def at_rest(self) -> bool:
         """The server above has all that was pushed."""
         return self.session is None or all(record.held for record in self.session.pushes.values())
 
-    def adopt(self, place: Place, keys: tuple[int, int], session: Session, now_ns: int) -> list[MemberEffect]:
-        """Begin, or begin anew after a rejoin: what was in flight is given up, the residual is not."""
+    @property
+    def ended(self) -> bool:
+        """The last round is done, and other clusters are only answered until all have done theirs (gossip)."""
+        return False
+
+    def adopt(
+        self, place: Place, keys: tuple[int, int], session: Session, renewed: bool, now_ns: int
+    ) -> list[MemberEffect]:
+        """Begin, or begin anew after a rejoin: what was in flight is given up, the residual is not. `renewed`: no worker here
+        has a state of before."""
         if len(place.ranges) <= self.index or place.ranges[self.index] != keys:
             raise RemoteProtocolError(f"the server above cuts the model elsewhere than at {keys}")
         feedback = self.view.turn(0)[1] if self.view is not None else None
@@ -102,11 +114,33 @@ class Uplink:
         self.inner = self.samples = 0
         self.due = self.ready = self.wants_weights = self.finishing = False
         self.master = None
+        return self._take_up(renewed, now_ns)
+
+    def _take_up(self, renewed: bool, now_ns: int) -> list[MemberEffect]:
         return self._pull(now_ns)
 
     def _pull(self, now_ns: int, ahead: int = 0, master: bool = False) -> list[MemberEffect]:
         assert self.session is not None and self.view is not None
         return self.session.pull(self.clock + ahead, self.view.publication, master, now_ns)
+
+    def tick(self, now_ns: int, repeats: bool) -> list[Seen]:
+        """What the shard above does not answer, once more, where nobody else `repeats` it."""
+        return [*self.session.repeat(now_ns)] if self.session is not None and repeats else []
+
+    # Other clusters: only those that gossip hear of each other.
+
+    def introduce(self, roster: bytes, alone: bool, now_ns: int) -> list[Seen]:
+        return []
+
+    @property
+    def addresses(self) -> set[str]:
+        """Where they are reached."""
+        return set()
+
+    def hear(self, message: m.Message, now_ns: int) -> list[Seen]:
+        raise RemoteProtocolError(f"a shard takes no {type(message).__name__} here: its cluster does not gossip")
+
+    # Own updates.
 
     def give_weights(self, weights: FloatArray, now_ns: int) -> list[MemberEffect]:
         """The run above has no weights yet and these are to be the first."""
@@ -121,8 +155,6 @@ class Uplink:
             for i, (b, e) in enumerate(cuts)
         ]  # fmt: skip
         return [*self.session.send(messages), *self._pull(now_ns)]
-
-    # Own updates.
 
     def stepped(self, samples: int) -> None:
         """A clock of the cluster is complete."""
@@ -143,10 +175,14 @@ class Uplink:
     def has_room(self) -> bool:
         return self.ready and self.view is not None and len(self.view.in_flight) < self.view.mode.window
 
-    def push(self, weights: FloatArray, now_ns: int) -> list[MemberEffect]:
+    def make_room(self, now_ns: int) -> list[Seen]:
+        """What comes before an update that is owed."""
+        return []
+
+    def push(self, weights: FloatArray, now_ns: int) -> list[Seen]:
         """Push what the weights have moved by; there is room."""
         assert self.start is not None
-        return self._push(weights, weights - self.start, now_ns)
+        return [*self._push(weights, weights - self.start, now_ns)]
 
     def _push(self, weights: FloatArray, update: FloatArray, now_ns: int, dense: bool = False) -> list[MemberEffect]:
         view, session, place, start = self.view, self.session, self.place, self.start
@@ -221,7 +257,7 @@ class Uplink:
 
     # The end.
 
-    def finish(self, weights: FloatArray, now_ns: int) -> list[MemberEffect]:
+    def finish(self, weights: FloatArray, now_ns: int) -> list[Seen]:
         """Push all that is left, dense, and ask for the model of the run once all clusters have come as far; there is room.
 
         Nothing too is an update: every cluster's last clock is one after its steps, or one would not wait for another.

@@ -38,6 +38,13 @@ class Cluster:
         self.workers: dict[str, Link] = {}  # by the address that peers know
         self.lost: Callable[[Tell], bool] = lambda tell: False  # of what peers tell each other
         self.children: dict[bytes, tuple[Cluster, int]] = {}
+        self.told: deque[tuple[Cluster, int, bytes, list[bytes]]] = (
+            deque()
+        )  # among them, in the order in which it was said
+        self.telling = False
+        self.siblings: dict[
+            str, tuple[Cluster, int]
+        ] = {}  # shards of clusters below this one, by the address that they know
         self.bytes_above = [0, 0]  # of pushes up, of states down
         self.stopped: Stop | None = None
         self.servers: list[Server] = []
@@ -46,7 +53,9 @@ class Cluster:
             shard = Shard(index, self.settings, incarnation=1, port=1 + index, optimizer=TorchOptimizer, child=child)
             coordinator = Coordinator(self.settings, 1 << 20, child=child) if index == 0 else None
             member = Member(name, "here") if child and index == 0 else None
-            self.servers.append(Server(shard, coordinator, member, "tcp://parent:1"))
+            self.servers.append(Server(shard, coordinator, member, "tcp://parent:1", name))
+            if parent is not None:
+                parent.siblings[f"tcp://{name}:{1 + index}"] = (self, index)
         with self.changed:
             for index, server in enumerate(self.servers):
                 self._apply(index, server.start(self.now()))
@@ -60,7 +69,12 @@ class Cluster:
 
     def _apply(self, index: int, effects: Iterable[ServerEffect]) -> None:
         """Carry out a server's effects; shards know each other as b"shard-<index>"."""
-        for effect in list(effects):  # all of them first: what is sent here arrives at once, and comes back
+        made = list(effects)  # all of them first: what is sent here arrives at once, and comes back
+        for effect in made:
+            if isinstance(effect, Tell) and self.parent is not None and not self.parent.lost(effect):
+                frames = [bytes(frame) for frame in encode(effect.message)]
+                self.parent.told.append((*self.parent.siblings[effect.address], self.name.encode(), frames))
+        for effect in made:
             if isinstance(effect, Stop):
                 self.stopped = effect
             if isinstance(effect, Send):
@@ -88,6 +102,20 @@ class Cluster:
                     link, shard = self.links[peer]
                     self.hold(link, frames)
                     link.deliver(link.member.receive(shard, message, self.now()))
+
+        if self.parent is not None:
+            self.parent._pass_on()
+
+    def _pass_on(self) -> None:
+        """What clusters below tell each other: as on a link, nothing overtakes what was said before it."""
+        if not self.telling:
+            self.telling = True
+            try:
+                while self.told:
+                    other, shard, peer, frames = self.told.popleft()
+                    other._apply(shard, other.servers[shard].handle(peer, decode(frames), other.now()))
+            finally:
+                self.telling = False
 
     def send(self, link: Link, shard: int, frames: list[bytes]) -> None:
         peer = b"%d.%d" % (id(link), shard)
