@@ -1,9 +1,12 @@
 """The member machine: one worker's side of the protocol, toward every shard of its server. No I/O.
 
 Rules
-- A request is repeated under the same id until it is answered; its timer starts anew with each sign of progress. Silence
-  settles nothing, and neither does a refusal: a push in flight when we must join again may have been folded, and its ack
-  lost. It is given up, never given back, or it could be folded a second time.
+- A push is repeated under the same id until it is answered, pulls under new ones: what an answer to the old one adds to is
+  not known any more. Their timers start anew with each sign of progress.
+- Silence settles nothing, and neither does a refusal: a push in flight when we must join again may have been folded, and
+  its ack lost. It is given up, never given back, or it could be folded a second time.
+- Several pulls may be under way. Each but the first names the one before it, whose answer its own will add to, and their
+  states are taken in that order.
 - HELD stops the repeats of a push; FOLDED, or a pulled state that is settled beyond it, settles it.
 - At most `window` pushes of a shard are in flight: `push` beyond that is a LocalProtocolError.
 - NOT_A_MEMBER for the present epoch means: join again under a new token, and begin anew from the run's clock.
@@ -13,7 +16,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
@@ -51,6 +54,18 @@ class PushRecord:
         return sum(len(message.payload) for message in self.messages)
 
 
+@dataclass(slots=True)
+class PullRecord:
+    """One pull, and what has come of its answer, by part."""
+
+    pull: m.Pull
+    parts: dict[int, m.State] = field(default_factory=dict)
+
+    @property
+    def whole(self) -> bool:
+        return any(len(self.parts) == part.parts for part in self.parts.values())
+
+
 class Session:
     """Toward one shard, by a member that has its place in the run: pushes and the pull that are not answered yet."""
 
@@ -58,10 +73,10 @@ class Session:
         self.shard, self.worker, self.epoch, self.mode = shard, worker, epoch, mode
         self.timing, self.meter = timing, meter
         self.pushes: OrderedDict[int, PushRecord] = OrderedDict()
-        self.asked: m.Pull | None = None
+        self.pulls: OrderedDict[int, PullRecord] = OrderedDict()  # by request
         self.asked_ns = 0
-        self.state: dict[int, m.State] = {}
         self.requests = 0
+        self.have = -1  # publication of the newest state that is here whole
 
     def send(self, messages: Sequence[m.Message]) -> list[MemberEffect]:
         """What is not repeated by us: the shard asks for it again."""
@@ -82,13 +97,20 @@ class Session:
             record.sent_ns = now_ns
         return self.send(messages)
 
-    def pull(self, clock: int, have: int, master: bool, now_ns: int, coding: str = "") -> list[MemberEffect]:
-        """Ask for a state; a newer pull replaces an older one."""
+    def pull(self, clock: int, master: bool, now_ns: int, coding: str = "", follow: bool = False) -> list[MemberEffect]:
+        """Ask for a state, in the place of all that was asked for; `follow`: for the one after those."""
+        if not follow:
+            self.pulls.clear()
+        if not self.pulls:
+            self.asked_ns = now_ns
+        return [self._ask(clock, master, coding)]
+
+    def _ask(self, clock: int, master: bool, coding: str) -> Send:
         self.requests += 1
-        self.asked = m.Pull(self.worker, self.epoch, self.requests, clock, have, master, coding)
-        self.asked_ns = now_ns
-        self.state.clear()
-        return [Send(self.shard, self.asked)]
+        after = next(reversed(self.pulls), 0)
+        pull = m.Pull(self.worker, self.epoch, self.requests, clock, self.have, master, coding, after)
+        self.pulls[self.requests] = PullRecord(pull)
+        return Send(self.shard, pull)
 
     def receive(self, message: m.Message, now_ns: int) -> list[MemberEffect]:
         """The effects of an answer of the shard; none for one of an earlier epoch."""
@@ -99,8 +121,7 @@ class Session:
                 return self._state(message, now_ns)
             # A late one, to a member that has had a state since, must not make it pull anew from a publication it is about
             # to leave: the same delta would be added twice.
-            wanted = self.asked is not None and self.asked.have < 0
-            return [e.GiveWeights(self.shard)] if wanted else []
+            return [e.GiveWeights(self.shard)] if self.pulls and self.have < 0 else []
         return []
 
     def _acked(self, ack: m.PushAck, now_ns: int) -> list[MemberEffect]:
@@ -118,30 +139,29 @@ class Session:
         return effects
 
     def _state(self, state: m.State, now_ns: int) -> list[MemberEffect]:
-        pull = self.asked
-        if pull is None or state.request != pull.request or not 0 <= state.part < state.parts <= m.PARTS_MAX:
+        record = self.pulls.get(state.request)
+        if record is None or not 0 <= state.part < state.parts <= m.PARTS_MAX:
             return []
         self.asked_ns = now_ns
         self.meter.down.passed(state.sent_ns, now_ns, len(state.payload))
-        # A pull that was repeated may be answered twice, of two publications: parts of the older answer are none of the newer.
-        answer_ns = max((part.received_ns for part in self.state.values()), default=state.received_ns)
-        if state.received_ns < answer_ns:
-            return []
-        if state.received_ns > answer_ns:
-            self.state.clear()
-        self.state[state.part] = state
-        arrived: list[MemberEffect] = [] if state.delta or pull.master else [e.StatePart(self.shard, state)]
-        if len(self.state) < state.parts:
-            return arrived
-        whole = tuple(self.state[part] for part in sorted(self.state))
-        self.state = {}
-        self.asked = None
-        effects = arrived
-        if not pull.master:
+        record.parts[state.part] = state
+        effects: list[MemberEffect] = []
+        if not state.delta and not record.pull.master and next(iter(self.pulls)) == state.request:
+            effects.append(e.StatePart(self.shard, state))
+        while self.pulls and next(iter(self.pulls.values())).whole:
+            _, first = self.pulls.popitem(last=False)
+            effects += self._arrived(first)
+        return effects
+
+    def _arrived(self, record: PullRecord) -> list[MemberEffect]:
+        whole = tuple(record.parts[part] for part in sorted(record.parts))
+        effects: list[MemberEffect] = []
+        if not record.pull.master:
+            self.have = whole[-1].publication
             for clock in [c for c in self.pushes if c < whole[-1].settled]:
                 del self.pushes[clock]
                 effects.append(e.PushSettled(self.shard, clock, 0.0))
-        return [*effects, e.StateArrived(self.shard, pull.clock, pull.master, whole)]
+        return [*effects, e.StateArrived(self.shard, record.pull.clock, record.pull.master, whole)]
 
     def repeat(self, now_ns: int, at_once: bool = False) -> list[MemberEffect]:
         """What was not answered in time, once more; `at_once`: all that was not answered."""
@@ -151,9 +171,11 @@ class Session:
             if not record.held and (at_once or now_ns - record.sent_ns >= wait):
                 record.sent_ns, record.repeated = now_ns, True
                 effects += [Send(self.shard, message) for message in record.messages]
-        if self.asked is not None and (at_once or now_ns - self.asked_ns >= self._pull_wait()):
+        if self.pulls and (at_once or now_ns - self.asked_ns >= self._pull_wait()):
             self.asked_ns = now_ns
-            effects.append(Send(self.shard, self.asked))
+            again = [record.pull for record in self.pulls.values()]
+            self.pulls.clear()
+            effects += [self._ask(pull.clock, pull.master, pull.coding) for pull in again]
         return effects
 
     def _pull_wait(self) -> int:
@@ -217,12 +239,12 @@ class Member:
         return self.sessions[shard].push(messages, now_ns)
 
     def pull(
-        self, shard: int, clock: int, have: int, master: bool, now_ns: int, coding: str = ""
+        self, shard: int, clock: int, master: bool, now_ns: int, coding: str = "", follow: bool = False
     ) -> list[MemberEffect]:
-        """Ask for a state; a newer pull replaces an older one."""
+        """Ask a shard for a state (Session.pull)."""
         if self.phase != "running":
             return []  # asked before a rejoin: Started comes, and with it the reason to ask again
-        return self.sessions[shard].pull(clock, have, master, now_ns, coding)
+        return self.sessions[shard].pull(clock, master, now_ns, coding, follow)
 
     def buffers(self, packed: bytes) -> list[MemberEffect]:
         return [Send(0, m.Buffers(self.worker, self.epoch, packed))]

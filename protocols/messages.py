@@ -220,7 +220,11 @@ class PushAck(Message):
 
 @dataclass(frozen=True, slots=True)
 class Pull(Message):
-    """Worker to shard: the state for my clock, as soon as clock <= settled + s. `have`: publication held, or -1."""
+    """Worker to shard: the next state for my clock, as soon as clock <= settled + s and there is one.
+
+    `after`: request of the pull before this one that is not answered yet, to whose answer this one's will add; or 0: then
+    `have` is the publication held, or -1, and all that was asked for before is given up.
+    """
 
     worker: int
     epoch: int
@@ -229,6 +233,7 @@ class Pull(Message):
     have: int
     master: bool  # the master copy itself, dense, as soon as clock <= settled: evaluation and the end of a run
     coding: str = ""  # SPEC that suits this worker's link, where published states are coded with `auto`
+    after: int = 0
 
 
 @dataclass(frozen=True, slots=True)

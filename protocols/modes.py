@@ -17,6 +17,7 @@ from narrows.protocols.wire import pack, unpack
 SHARDS_MAX = 256
 STALENESS_MAX = 1 << 20
 FRAGMENTS_MAX = 1024  # more than models have layers; a shard keeps a list of them
+PULLS_MAX = 8  # of one worker under way to a shard
 WINDOW = 4  # updates in flight where no bound limits them (async); own updates that stand in for a mean
 
 # Classes of torch.optim that step each value by itself, so that a piece of a tensor is stepped as the whole would be. Not
@@ -86,6 +87,11 @@ class Mode:
     def window(self) -> int:
         """Updates of one worker that may be in flight."""
         return WINDOW if self.bound is None else self.bound + 1
+
+    def ahead(self, clock: int, settled: int, pulls: int) -> int:
+        """How many clocks after `clock` the state is for that is asked for after a push. With one pull at a time it is worth to
+        wait for the next clock's where this one is served; else it would wait for a min_clock that only the next one needs."""
+        return int(pulls == 1 and self.bound != 0 and self.allows(clock, settled))
 
     def allows(self, clock: int, settled: int) -> bool:
         """Whether a worker may compute with `clock` on a state of `settled` (Ho et al. 2013, sec. 3: its min_clock)."""
@@ -258,6 +264,12 @@ class Settings:
             merge_delay=self.merge_delay,
             merge_alpha=self.merge_alpha,
         )
+
+    @property
+    def pulls(self) -> int:
+        """Pulls of one worker that may be under way to a shard. Differences add up, so that each is worth waiting for; of
+        whole states only the newest is worth its bytes."""
+        return 1 if self.compress_down == "dense" else min(self.mode().window, PULLS_MAX)
 
     def summary(self) -> str:
         """Validated settings in a few words, as flags."""

@@ -72,7 +72,7 @@ class ShardView(Generic[F]):
         self.publication = self.min_clock = self.settled = -1
         self.contains: dict[int, float] = {}  # own clocks in the pulled state, and the weight each was folded at
         self.own: OrderedDict[int, list[Coded]] = OrderedDict()  # updates as sent
-        self.pulling = False
+        self.pulls = 0  # under way
         self.in_flight: set[int] = set()
         self.master: FloatArray | None = None
 
@@ -114,7 +114,7 @@ class ShardView(Generic[F]):
     def arrived(self, event: e.StateArrived) -> None:
         """Take over the whole answer to a pull. Raises RemoteProtocolError; then nothing has changed."""
         self.check(event.parts)
-        self.pulling = False
+        self.pulls = max(0, self.pulls - 1)
         if event.master:
             self.master = self._dense(event.parts, np.empty(self.end - self.begin, np.float32))
             return

@@ -37,7 +37,7 @@ from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.keys import Plan, covers, fragment, parts, split
 from narrows.protocols.link import LinkMeter
 from narrows.protocols.member import Session, Timing
-from narrows.protocols.modes import Rule, Settings
+from narrows.protocols.modes import PULLS_MAX, Rule, Settings
 from narrows.protocols.peers import EARLY_MAX
 from narrows.protocols.wire import unpack
 from narrows.ps.sideways import Sideways
@@ -65,8 +65,9 @@ class Inbox:
     samples: int = 0
     partial: dict[int, dict[int, m.Push]] = field(default_factory=dict)
     contained: deque[tuple[int, float, int]] = field(default_factory=deque)  # clock, weight, publication it is in
-    pull: m.Pull | None = None
-    pull_ns: int = 0
+    pulls: deque[tuple[m.Pull, int]] = field(default_factory=deque)  # not answered yet, and when they came
+    asked: int = 0  # the newest request
+    answered: tuple[int, int] = (0, -1)  # the last request, and the publication that it was answered with
     coding: str = ""  # SPEC that it asks for, where published states are coded with `auto`
 
 
@@ -530,22 +531,31 @@ class Shard:
             return self._push(inbox, message, now_ns)
         if isinstance(message, m.FirstWeights):
             return self._first_weights(inbox, message, now_ns)
-        if inbox.pull is not None and message.request < inbox.pull.request:
-            return []  # overtaken by a newer one, which it must not replace
+        if message.request <= inbox.asked:
+            return []  # a copy, or overtaken by a newer one, which it must not replace
         if message.coding and message.coding not in self.codings:
             raise RemoteProtocolError(
                 f"worker {inbox.worker} asks for states coded with {message.coding[:60]!r}; --compress-down "
                 f"{self.settings.compress_down} is {', '.join(self.codings)}"
             )
-        inbox.pull, inbox.pull_ns, inbox.coding = message, now_ns, message.coding
+        if not message.after:
+            inbox.pulls.clear()
+        elif message.after != (inbox.pulls[-1][0].request if inbox.pulls else inbox.answered[0]):
+            return []  # the one before it was lost: both will be asked for again
+        elif len(inbox.pulls) >= 2 * PULLS_MAX:  # it may take one for answered that it gave up
+            raise RemoteProtocolError(f"worker {inbox.worker} has {len(inbox.pulls)} pulls under way: no more may be")
+        inbox.pulls.append((message, now_ns))
+        inbox.asked, inbox.coding = message.request, message.coding
         effects = self._answer(inbox, now_ns)
         # Who waits for the last model needs not be waited for: the coordinator must know.
         return [*effects, self._report(now_ns)] if self._finishing(inbox) else effects
 
     def _finishing(self, inbox: Inbox) -> bool:
         """It is done, and waits for the model that all clusters end with."""
-        pull = inbox.pull
-        return self.uplink is not None and pull is not None and pull.master and 0 < pull.clock <= inbox.clock
+        if self.uplink is None or not inbox.pulls:
+            return False
+        pull, _ = inbox.pulls[0]
+        return pull.master and 0 < pull.clock <= inbox.clock
 
     def _check_part(self, message: m.Push | m.FirstWeights) -> Store:
         store = self.store
@@ -687,13 +697,15 @@ class Shard:
     def _answer_pulls(self, now_ns: int) -> list[ServerEffect]:
         effects: list[ServerEffect] = []
         for inbox in self.inboxes.values():
-            if inbox.pull is not None:
+            if inbox.pulls:
                 effects += self._answer(inbox, now_ns)
         return effects
 
     def _answer(self, inbox: Inbox, now_ns: int) -> list[ServerEffect]:
-        ledger, store, pull = self.ledger, self.store, inbox.pull
-        assert ledger is not None and pull is not None
+        """Answer the oldest pull, if that is to be answered now. Then there is nothing newer for the one after it."""
+        ledger, store = self.ledger, self.store
+        pull, asked_ns = inbox.pulls[0]
+        assert ledger is not None
         if not ledger.started or store is None or store.publication < 0:
             wanted = self.uplink is None or self.uplink.wants_weights
             if wanted and ledger.initialiser == inbox.worker and self.weights_from != inbox.worker:
@@ -704,14 +716,16 @@ class Shard:
         settled = inbox.settled if self.mode.barrier else min_clock
         if pull.clock > settled if pull.master else not self.mode.allows(pull.clock, settled):
             return []
-        if not pull.master and pull.have == store.publication:
+        have = inbox.answered[1] if pull.after else pull.have
+        if not pull.master and have == store.publication:
             return []  # it has the newest: the next publication is its answer
         final = self.uplink.master if self.uplink is not None else None
         if self._finishing(inbox) and final is None:
             return []
         last = final if self._finishing(inbox) else None
-        inbox.pull = None
-        since = None if pull.master else store.since(pull.have)
+        inbox.pulls.popleft()
+        inbox.answered = (pull.request, -1 if pull.master else store.publication)
+        since = None if pull.master else store.since(have)
         while inbox.contained and inbox.contained[0][0] < self.published:
             inbox.contained.popleft()
         contains = tuple((c, w) for c, w, publication in inbox.contained if publication <= store.publication)
@@ -745,7 +759,7 @@ class Shard:
                     min_clock=min_clock,
                     settled=settled,
                     contains=contains,
-                    received_ns=inbox.pull_ns,
+                    received_ns=asked_ns,
                     sent_ns=now_ns,
                     codec=codec,
                     payload=payload,

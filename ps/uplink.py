@@ -119,9 +119,9 @@ class Uplink:
     def _take_up(self, renewed: bool, now_ns: int) -> list[MemberEffect]:
         return self._pull(now_ns)
 
-    def _pull(self, now_ns: int, ahead: int = 0, master: bool = False) -> list[MemberEffect]:
-        assert self.session is not None and self.view is not None
-        return self.session.pull(self.clock + ahead, self.view.publication, master, now_ns)
+    def _pull(self, now_ns: int, ahead: int = 0, master: bool = False, follow: bool = False) -> list[MemberEffect]:
+        assert self.session is not None
+        return self.session.pull(self.clock + ahead, master, now_ns, follow=follow)
 
     def tick(self, now_ns: int, repeats: bool) -> list[Seen]:
         """What the shard above does not answer, once more, where nobody else `repeats` it."""
@@ -218,9 +218,9 @@ class Uplink:
         self.inner = self.samples = 0
         self.due = True
         effects = session.push(messages, now_ns)
-        if session.asked is None:
-            ahead = view.mode.bound != 0 and view.mode.allows(self.clock, view.settled)
-            effects += self._pull(now_ns, ahead)
+        pulls = place.settings.pulls
+        if len(session.pulls) < pulls:
+            effects += self._pull(now_ns, view.mode.ahead(self.clock, view.settled, pulls), follow=True)
         return effects
 
     def base(self) -> FloatArray | None:
@@ -249,7 +249,7 @@ class Uplink:
         elif self.finishing and event.clock == self.clock:
             self.master, self.finishing = view.master, False
         view.master = None
-        return self._pull(now_ns) if not self.may_go and session.asked is None else []
+        return self._pull(now_ns) if not self.may_go and not session.pulls else []
 
     def settled(self, clock: int) -> None:
         if self.view is not None:

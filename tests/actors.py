@@ -105,7 +105,7 @@ class Watch(Protocol):
     def worker_started(self, worker: Worker) -> None: ...
     def computes(self, worker: Worker, clock: int, min_clocks: Sequence[int]) -> None: ...
     def pushed(self, worker: Worker, clock: int, values: FloatArray, samples: int) -> None: ...
-    def pulled(self, shard: int, pull: m.Pull | None) -> None: ...
+    def pulled(self, shard: int, pull: m.Pull) -> None: ...
     def settled(self, worker: Worker, event: e.PushSettled) -> None: ...
     def state_arrived(self, worker: Worker, shard: int, publication: int, pulled: FloatArray) -> None: ...
     def leaves(self, worker: Worker) -> None: ...
@@ -250,7 +250,7 @@ class View:
     publication: int = -1
     min_clock: int = -1
     settled: int = -1
-    pulling: bool = False
+    pulls: int = 0
     in_flight: set[int] = field(default_factory=set)
     master: bool = False
 
@@ -262,7 +262,7 @@ class Worker:
         self.run, self.index, self.life = run, index, life
         self.name = f"{run.prefix}w{index}.{life}"
         self.settings = run.settings
-        self.mode = self.settings.mode()
+        self.mode, self.pulls = self.settings.mode(), self.settings.pulls
         self.member = run.kit.member(self.name, "here", timing=TIMING)
         self.events: deque[MemberEffect] = deque()
         self.views: list[View] = []
@@ -291,6 +291,8 @@ class Worker:
         for effect in effects:
             if isinstance(effect, e.Send):
                 assert isinstance(effect.peer, int)
+                if isinstance(effect.message, m.Pull):
+                    self.run.checker.pulled(effect.peer, effect.message)
                 self.run.send(self.name, f"{self.run.prefix}s{effect.peer}", effect.message)
             else:
                 self.events.append(effect)
@@ -353,15 +355,14 @@ class Worker:
         self._apply(self.member.first_weights(shard, messages))
         self._pull(shard, self.clock)
 
-    def _pull(self, shard: int, clock: int, master: bool = False) -> None:
+    def _pull(self, shard: int, clock: int, master: bool = False, follow: bool = False) -> None:
         view = self.views[shard]
-        view.pulling = True
-        self._apply(self.member.pull(shard, clock, view.publication, master, self.run.sim.now_ns))
-        self.run.checker.pulled(shard, self.member.sessions[shard].asked)
+        view.pulls = view.pulls + 1 if follow else 1
+        self._apply(self.member.pull(shard, clock, master, self.run.sim.now_ns, follow=follow))
 
     def _state(self, event: e.StateArrived) -> None:
         view, last = self.views[event.shard], event.parts[-1]
-        view.pulling = False
+        view.pulls = max(0, view.pulls - 1)
         if event.master:
             view.master = True
             whole = b"".join(bytes(part.payload) for part in sorted(event.parts, key=lambda part: part.begin))
@@ -381,7 +382,7 @@ class Worker:
         for shard, view in enumerate(self.views):
             if view.settled < 0 or not self.mode.allows(self.clock, view.settled):
                 ready = False
-                if not view.pulling:
+                if not view.pulls:
                     self._pull(shard, self.clock)
         return ready
 
@@ -416,9 +417,8 @@ class Worker:
             self._apply(self.member.push(shard, messages, run.sim.now_ns))
         self.clock += 1
         for shard, view in enumerate(self.views):
-            if not view.pulling:
-                ahead = self.mode.bound != 0 and self.mode.allows(self.clock, view.settled)
-                self._pull(shard, self.clock + ahead)
+            if view.pulls < self.pulls:
+                self._pull(shard, self.clock + self.mode.ahead(self.clock, view.settled, self.pulls), follow=True)
         run.worker_pushed(self)
 
     def _finish(self) -> None:
@@ -427,7 +427,7 @@ class Worker:
             return
         if any(view.in_flight for view in self.views):
             for shard, view in enumerate(self.views):  # a barrier is known to be folded by the state that has it
-                if self.mode.barrier and not view.pulling and view.settled < self.clock:
+                if self.mode.barrier and not view.pulls and view.settled < self.clock:
                     self._pull(shard, view.settled + 1 + (self.mode.bound or 0))
             return
         if all(view.master for view in self.views):
@@ -436,6 +436,6 @@ class Worker:
             self._apply(self.member.leave(self.clock, self.run.sim.now_ns))
             return
         for shard, view in enumerate(self.views):
-            pull = self.member.sessions[shard].asked
-            if not view.master and (pull is None or not pull.master):
+            pulls = self.member.sessions[shard].pulls.values()
+            if not view.master and not any(record.pull.master for record in pulls):
                 self._pull(shard, self.clock, master=True)

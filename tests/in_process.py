@@ -38,27 +38,26 @@ class Cluster:
         self.workers: dict[str, Link] = {}  # by the address that peers know
         self.lost: Callable[[Tell], bool] = lambda tell: False  # of what peers tell each other
         self.children: dict[bytes, tuple[Cluster, int]] = {}
-        self.told: deque[tuple[Cluster, int, bytes, list[bytes]]] = (
-            deque()
-        )  # among them, in the order in which it was said
+        self.told = deque[tuple[Cluster, int, bytes, list[bytes]]]()  # among them, in the order in which it was said
         self.telling = False
-        self.siblings: dict[
-            str, tuple[Cluster, int]
-        ] = {}  # shards of clusters below this one, by the address that they know
+        self.siblings: dict[str, tuple[Cluster, int]] = {}  # shards of clusters below, by the address that they know
         self.bytes_above = [0, 0]  # of pushes up, of states down
         self.stopped: Stop | None = None
         self.servers: list[Server] = []
-        child = parent is not None
         for index in range(self.settings.shards):
-            shard = Shard(index, self.settings, incarnation=1, port=1 + index, optimizer=TorchOptimizer, child=child)
-            coordinator = Coordinator(self.settings, 1 << 20, child=child) if index == 0 else None
-            member = Member(name, "here") if child and index == 0 else None
-            self.servers.append(Server(shard, coordinator, member, "tcp://parent:1", name))
+            self.servers.append(self._server(index))
             if parent is not None:
                 parent.siblings[f"tcp://{name}:{1 + index}"] = (self, index)
         with self.changed:
             for index, server in enumerate(self.servers):
                 self._apply(index, server.start(self.now()))
+
+    def _server(self, index: int) -> Server:
+        child = self.parent is not None
+        shard = Shard(index, self.settings, incarnation=1, port=1 + index, optimizer=TorchOptimizer, child=child)
+        coordinator = Coordinator(self.settings, 1 << 20, child=child) if index == 0 else None
+        member = Member(self.name, "here") if child and index == 0 else None
+        return Server(shard, coordinator, member, "tcp://parent:1", self.name)
 
     def now(self) -> int:
         return time.monotonic_ns() + self.held_ns

@@ -85,9 +85,8 @@ class Checker:
         self.given.pushes[worker.worker, worker.epoch, clock] = (values, samples)
         self.made[worker.worker, worker.epoch] = clock + 1
 
-    def pulled(self, shard: int, pull: m.Pull | None) -> None:
-        if pull is not None:
-            self.pulls[shard, pull.worker, pull.epoch, pull.request] = (pull.clock, pull.master)
+    def pulled(self, shard: int, pull: m.Pull) -> None:
+        self.pulls[shard, pull.worker, pull.epoch, pull.request] = (pull.clock, pull.master)
 
     def settled(self, worker: Worker, event: e.PushSettled) -> None:
         push = (worker.worker, worker.epoch, event.clock)

@@ -134,9 +134,8 @@ class Level:
             mine = values[view.begin : view.end].astype(np.float64)
             self.child_gave(shard, (worker.worker, worker.epoch), clock, mine)
 
-    def pulled(self, shard: int, pull: m.Pull | None) -> None:
-        if pull is not None:
-            self.child_asks(shard, pull)
+    def pulled(self, shard: int, pull: m.Pull) -> None:
+        self.child_asks(shard, pull)
 
     def leaves(self, worker: Worker) -> None:
         """That all of its updates are in the model is looked at where its shards' counters are."""

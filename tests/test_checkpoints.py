@@ -247,28 +247,25 @@ class OnDisk(in_process.Cluster):
 
     def __init__(self, settings: Settings, folder: Path, resume: bool = False) -> None:
         OnDisk.lives += 1
-        self.settings = settings.validated()
-        self.changed = threading.Condition()
-        self.links, self.children, self.workers = {}, {}, {}
-        self.servers: list[Server] = []
+        self.folder, self.resume = folder, resume
         self.runners: list[DiskRunner] = []
-        for index in range(self.settings.shards):
-            process = Process(
-                index=index,
-                settings=self.settings,
-                bind="",
-                coordinator="",
-                first_epoch=OnDisk.lives << 20,
-                checkpoint_dir=str(folder),
-                resume=resume,
-            )
-            self.runners.append(DiskRunner(process, self))
-            self.servers.append(self.runners[-1].server)
+        super().__init__(settings)
         with self.changed:
-            for index, server in enumerate(self.servers):
-                self._apply(index, server.start(self.now()))
             self.ahead_ns = 0
             self._apply(0, self.servers[0].tick(self.now()))
+
+    def _server(self, index: int) -> Server:
+        process = Process(
+            index=index,
+            settings=self.settings,
+            bind="",
+            coordinator="",
+            first_epoch=OnDisk.lives << 20,
+            checkpoint_dir=str(self.folder),
+            resume=self.resume,
+        )
+        self.runners.append(DiskRunner(process, self))
+        return self.runners[-1].server
 
     def carry(self, index: int, effect: Send) -> None:
         super()._apply(index, [effect])

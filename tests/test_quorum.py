@@ -159,7 +159,7 @@ class Pusher:
         self._ask(shard)
 
     def _ask(self, shard: int) -> None:
-        self.link.call(lambda member, now: member.pull(shard, self.clock, -1, False, now))
+        self.link.call(lambda member, now: member.pull(shard, self.clock, False, now))
 
     def _pull(self) -> None:
         self.states = {}

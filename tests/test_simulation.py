@@ -237,9 +237,12 @@ def test_a_late_need_for_weights_moves_no_member_that_has_a_state() -> None:
     member.declare(b"plan", 0)
     member.receive(0, m.Welcome("w", 3, 0, 1, 7, 2000, Settings().validated().packed(), (1,)), 0)
     member.receive(0, m.Ready(3, 8, 0, ((0, 4),), b""), 0)
-    member.pull(0, 0, -1, False, 0)
+    member.pull(0, 0, False, 0)
     assert member.receive(0, m.NeedWeights(3, 8), 0) == [GiveWeights(0)]
-    member.pull(0, 2, 0, False, 0)
+    member.pull(0, 0, False, 0)
+    first = m.State(3, 8, 2, 0, 1, 0, 4, False, 0, 0, 0, (), 0, 0, m.RAW_FLOAT32, bytes(16))
+    assert member.receive(0, first, 0)
+    member.pull(0, 2, False, 0)
     assert member.receive(0, m.NeedWeights(3, 8), 0) == []
 
 

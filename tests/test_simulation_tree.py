@@ -148,8 +148,9 @@ class AnswersEarly(Shard):
     """A pull for the next clock is answered with what there is."""
 
     def _answer(self, inbox: Inbox, now_ns: int) -> list[ServerEffect]:
-        if inbox.pull is not None and not inbox.pull.master and inbox.pull.clock == self.min_clock + self.mode.window:
-            inbox.pull = replace(inbox.pull, clock=self.min_clock)
+        pull, asked_ns = inbox.pulls[0]
+        if not pull.master and pull.clock == self.min_clock + self.mode.window:
+            inbox.pulls[0] = (replace(pull, clock=self.min_clock), asked_ns)
         return super()._answer(inbox, now_ns)
 
 

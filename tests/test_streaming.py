@@ -16,11 +16,9 @@ from streaming import DENSE, OUTER, RATE, SIZE, Array, Flat, Reference, compare,
 from narrows.compression import ErrorFeedback, accumulate
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
-from narrows.protocols.effects import NS
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.keys import fragment, split
-from narrows.protocols.link import LinkMeter
-from narrows.protocols.member import Member, Session, Timing
+from narrows.protocols.member import Member
 from narrows.protocols.modes import Settings
 from narrows.protocols.view import ShardView
 from narrows.ps.store import Store
@@ -361,21 +359,3 @@ def test_a_difference_is_of_keys_of_the_shard(wrong: dict[str, Any]) -> None:
     whole = replace(STREAM, fragments=1).validated().mode()
     with pytest.raises(RemoteProtocolError, match="does not cover"):
         ShardView(10, 18, feedbacks[:1], whole, np.zeros(8, np.float32), narrows.compression).check((pieces(),))
-
-
-def test_parts_of_two_answers_to_one_pull_are_not_put_together() -> None:
-    """1. A pull is answered with publication 1, which is late. 2. It is repeated, and answered with 1 and 2. 3. Of the second
-    answer part 1 comes, then the first answer, then the rest."""
-    session = Session(0, 0, 1, STREAM.validated().mode(), Timing(), LinkMeter())
-    session.pull(3, 0, False, NS)
-    old = pieces(received_ns=5)
-    new = [pieces(received_ns=9, part=part, parts=2, publication=1 + part, min_clock=2) for part in range(2)]
-    assert session.receive(new[1], 2 * NS) == []
-    assert session.receive(old, 2 * NS) == []
-    (arrived,) = session.receive(new[0], 2 * NS)
-    assert arrived == e.StateArrived(0, 3, False, tuple(new))
-    session.pull(4, 2, False, NS)
-    part = replace(old, request=2, parts=2)
-    assert session.receive(part, 2 * NS) == []
-    newer = replace(new[0], request=2, parts=1)
-    assert session.receive(newer, 2 * NS) == [e.StateArrived(0, 4, False, (newer,))]

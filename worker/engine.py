@@ -99,6 +99,7 @@ class Engine:
         """`overlap`: backward passes of a step whose gradients leave during the last one; 0: they leave at step()."""
         self.link, self.settings, self.mode = link, settings, settings.mode()
         self.model, self.inner, self.max_grad_norm = model, inner, max_grad_norm
+        self.pulls = settings.pulls
         self.flat = FlatModel(model, inner)
         self.tuning = Tuning(settings, -(-self.flat.size // self.mode.fragments))
         self.gradients = self.mode.rule is Rule.OPTIMIZER
@@ -225,11 +226,11 @@ class Engine:
         cuts = [fragment(begin, end, self.mode.fragments, index) for index in range(self.mode.fragments)]
         return [ErrorFeedback(self.tuning.compressor, high - low, seed=seed) for low, high in cuts]
 
-    def _pull(self, shard: int, clock: int, master: bool = False) -> None:
-        view = self.views[shard]
-        view.pulling = True
-        have, coding = view.publication, self.tuning.coding
-        self.link.call(lambda member, now: member.pull(shard, clock, have, master, now, coding))
+    def _pull(self, shard: int, clock: int, master: bool = False, follow: bool = False) -> None:
+        """Ask for a state, in the place of what was asked for; `follow`: after that."""
+        view, coding = self.views[shard], self.tuning.coding
+        view.pulls = view.pulls + 1 if follow else 1
+        self.link.call(lambda member, now: member.pull(shard, clock, master, now, coding, follow))
 
     def _give_weights(self, shard: int) -> None:
         view = self.views[shard]
@@ -252,7 +253,7 @@ class Engine:
             for shard, view in enumerate(self.views):
                 if view.settled < 0 or not self.mode.allows(self.clock, view.settled):
                     ok = False
-                    if not view.pulling:
+                    if not view.pulls:
                         self._pull(shard, self.clock)
             return ok and bool(self.views)
 
@@ -296,7 +297,7 @@ class Engine:
         """Ask every shard whose state lacks updates before `clock` for its next one, as soon as there is one."""
         assert self.mode.bound is not None
         for shard, view in enumerate(self.views):
-            if not view.pulling and 0 <= view.settled < clock:
+            if not view.pulls and 0 <= view.settled < clock:
                 self._pull(shard, view.settled + 1 + self.mode.bound)
 
     def _exchange(self, pushes: bool) -> None:
@@ -492,10 +493,8 @@ class Engine:
             self._ask(self.clock)
             return
         for shard, view in enumerate(self.views):
-            if not view.pulling:
-                # Ahead only where this clock is served: else it would wait for a min_clock that only the next one needs.
-                ahead = self.mode.bound != 0 and self.mode.allows(self.clock, view.settled)
-                self._pull(shard, self.clock + ahead)
+            if view.pulls < self.pulls:
+                self._pull(shard, self.clock + self.mode.ahead(self.clock, view.settled, self.pulls), follow=True)
 
     def _next(self) -> None:
         self._wait_ready()
@@ -517,7 +516,7 @@ class Engine:
             if self.mode.merges:
                 self._wait_folded(self.clock)
             elif self.mode.bound == 0:
-                self._wait(here(lambda view: not view.pulling), WAIT_LIMIT_S, "states")
+                self._wait(here(lambda view: not view.pulls), WAIT_LIMIT_S, "states")
             if self.epoch == epoch:
                 for shard, view in enumerate(self.views):
                     view.master = None

@@ -111,7 +111,7 @@ class GossipEngine(Engine):
         super()._start(event)
         self.clock = at
 
-    def _pull(self, shard: int, clock: int, master: bool = False) -> None:
+    def _pull(self, shard: int, clock: int, master: bool = False, follow: bool = False) -> None:
         """Only the first weights are the server's to give."""
         if self.base == 0:
             super()._pull(shard, 0, master)
