@@ -10,7 +10,8 @@ Rules
   streams are put together again, and their messages decoded.
 - A stream's interval is from the first byte of its push, as it leaves the cluster's interface, to the last of its ack there.
   "On the link" is from the first to the last byte of the push as they arrive at the root's interface. An overlap is what
-  two intervals share, over what they cover together: one after the other would be 0.
+  two intervals share: of what they cover together, and of the shorter one. One after the other would be 0. Short pushes that
+  leave at once cross a link that both share one behind the other, without a pause: then the rate says that it is full.
 - Bytes a clock are IP packets both ways at the cluster's interface, retransmissions, acks and heartbeats too, from the
   first push in the table to the last; those of the push are its messages'.
 """
@@ -203,10 +204,11 @@ def exchanges(here: Sequence[Segment], there: Sequence[Segment]) -> list[dict[in
     return [shards[port] for port in sorted(shards)]
 
 
-def overlap(intervals: Sequence[Interval]) -> float:
-    """What they share, over what they cover together; of two."""
-    shared = min(end for _, end in intervals) - max(begin for begin, _ in intervals)
-    return max(0.0, shared) / (max(end for _, end in intervals) - min(begin for begin, _ in intervals))
+def overlap(intervals: Sequence[Interval]) -> tuple[float, float]:
+    """What two share: of what they cover together, and of the shorter one."""
+    (first, second), shorter = sorted(intervals), min(end - begin for begin, end in intervals)
+    shared = max(0.0, min(first[1], second[1]) - second[0])
+    return shared / (max(first[1], second[1]) - first[0]), shared / shorter
 
 
 def measure(spec: str, workers: int, rounds: int) -> Result:
@@ -242,13 +244,18 @@ def measure(spec: str, workers: int, rounds: int) -> Result:
     lines: list[Result] = []
     for clock, begin in zip(clocks[:-1], begins, strict=False):
         own = [each[clock] for each in found]
+        first, last = min(e.arrives[0] for e in own), max(e.arrives[1] for e in own)
+        arrived = sum(s.size for s in far.segments if not s.sent and first < s.at <= last)
         lines.append(
             {
                 "clock": clock,
                 "ms": [[1e3 * (t - begin) for t in (e.begin, *e.arrives, e.ack)] for e in own],
                 "push_bytes": sum(e.size for e in own),
                 "overlap": overlap([(e.begin, e.ack) for e in own]),
-                "overlap_on_link": overlap([e.arrives for e in own]),
+                "on_link": overlap([e.arrives for e in own]),
+                "rate": 8e-6 * arrived / (last - first),
+                "together": 1e3 * (max(e.ack for e in own) - begin),
+                "in_turn": 1e3 * sum(e.ack - e.begin for e in own),
             }
         )
     return {
@@ -268,16 +275,25 @@ def trace(result: Result) -> str:
     lines = [
         f"{result['compress']}, {result['workers']} workers: ms since the first push of the clock left",
         "",
-        f"| clock | {' | '.join(shard.format(i) for i in range(SHARDS))} | overlap, push to ack | on the link |",
-        "|---" * (3 + 4 * SHARDS) + "|",
+        f"| clock | {' | '.join(shard.format(i) for i in range(SHARDS))} | overlap, push to ack | on the link | Mbit/s |",
+        "|---" * (4 + 4 * SHARDS) + "|",
     ]
     for line in result["rounds"]:
         times = [f"{value:.1f}" for own in line["ms"] for value in own]
-        lines.append(
-            f"| {line['clock']} | {' | '.join(times)} | {line['overlap']:.2f} | {line['overlap_on_link']:.2f} |"
-        )
-    medians = {name: statistics.median(r[name] for r in result["rounds"]) for name in ("overlap", "overlap_on_link")}
-    lines += ["", "median overlap {overlap:.2f}, on the link {overlap_on_link:.2f}".format(**medians), ""]
+        shares = ["{:.2f}, {:.2f}".format(*line[name]) for name in ("overlap", "on_link")]
+        lines.append(f"| {' | '.join([str(line['clock']), *times, *shares, format(line['rate'], '.0f')])} |")
+    rounds = result["rounds"]
+    overlaps = ("{:.2f}, {:.2f}".format(*(statistics.median(line[name][i] for line in rounds) for i in range(2)))
+                for name in ("overlap", "on_link"))  # fmt: skip
+    rate, together, in_turn = (
+        statistics.median(line[name] for line in rounds) for name in ("rate", "together", "in_turn")
+    )
+    lines += [
+        "",
+        "medians: overlap {} of both, of the shorter; on the link {}; ".format(*overlaps)
+        + f"{rate:.0f} Mbit/s of IP packets while they arrive; together {together:.0f} ms, one after the other {in_turn:.0f}",
+        "",
+    ]
     return "\n".join(lines)
 
 

@@ -58,7 +58,7 @@ def test_a_stream_is_put_together_from_packets_that_came_late_and_twice() -> Non
         Stream([packet(0.0, 0, b"", opens=True), pieces[0], pieces[2]])
 
 
-def test_overlap_is_what_two_intervals_share_over_what_they_cover() -> None:
-    assert overlap([(0.0, 2.0), (1.0, 3.0)]) == pytest.approx(1 / 3)
-    assert overlap([(0.0, 1.0), (1.0, 2.0)]) == overlap([(5.0, 6.0), (1.0, 2.0)]) == 0
-    assert overlap([(1.0, 2.0), (1.0, 2.0)]) == 1
+def test_an_overlap_is_a_share_of_both_intervals_and_of_the_shorter() -> None:
+    assert overlap([(1.0, 3.0), (0.0, 2.0)]) == pytest.approx((1 / 3, 1 / 2))
+    assert overlap([(0.0, 1.0), (1.0, 2.0)]) == overlap([(5.0, 6.0), (1.0, 2.0)]) == (0, 0)
+    assert overlap([(0.0, 4.0), (1.0, 2.0)]) == (0.25, 1)
