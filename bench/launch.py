@@ -116,8 +116,8 @@ def run(command: Sequence[str], limit_s: float, env: dict[str, str] | None = Non
 
 
 @contextmanager
-def serving(flags: Sequence[str], ports: Sequence[int], host: str = "127.0.0.1") -> Iterator[None]:
-    """ps-serve, one shard a port. It ends by itself after its workers. Raises CommandFailed."""
+def serving(flags: Sequence[str], ports: Sequence[int], host: str = "127.0.0.1") -> Iterator[subprocess.Popen[Any]]:
+    """ps-serve, one shard a port, which are its children. It ends by itself after its workers. Raises CommandFailed."""
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as said:
         ready = Path(folder) / "ready"
         command = [sys.executable, "-m", "narrows.ps.cli", "--bind", f"tcp://{host}:{ports[0]}", *flags]
@@ -130,7 +130,7 @@ def serving(flags: Sequence[str], ports: Sequence[int], host: str = "127.0.0.1")
                     raise CommandFailed(f"{' '.join(command)}\ndid not start; its last words:\n{tail(said)}")
                 time.sleep(0.02)
             try:
-                yield
+                yield process
             except CommandFailed as error:
                 raise CommandFailed(f"{error}\nand those of ps-serve:\n{tail(said)}") from None
             if (code := process.wait(SERVER_END_S)) != 0:
