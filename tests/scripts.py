@@ -20,7 +20,7 @@ from torch import nn
 
 from narrows.protocols.effects import NS
 from narrows.protocols.modes import Settings
-from narrows.worker import session
+from narrows.worker import DistributedOptimizer, rank, session, world_size
 
 Array = npt.NDArray[np.float32]
 BATCH = 16
@@ -154,6 +154,36 @@ def loss_of(model: nn.Module, step: int, worker: int = 0, of: int = 1) -> torch.
 
 def flat(model: nn.Module) -> Array:
     return np.concatenate([p.detach().float().reshape(-1).numpy() for p in model.parameters()])
+
+
+def mean_loss(weights: Array, steps: int) -> float:
+    """Of a model with these weights, over the batches of so many steps."""
+    model = build()
+    nn.utils.vector_to_parameters(torch.from_numpy(weights), model.parameters())
+    with torch.no_grad():
+        return float(np.mean([loss_of(model, step) for step in range(steps)]))
+
+
+def train(
+    steps: int,
+    make: Callable[[nn.Module], torch.optim.Optimizer],
+    seed: int = 7,
+    at: Callable[[int], None] = lambda step: None,
+    finish: bool = True,
+) -> Array:
+    """What a user writes; it knows of no mode. `at` is called after each step. Returns the model that it ends with."""
+    model = build(seed)
+    optimizer = DistributedOptimizer(make(model), model)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, step, rank(), world_size()).backward()
+        optimizer.step()
+        at(step)
+    if not finish:
+        return flat(model)
+    optimizer.finish()
+    with optimizer.shared():
+        return flat(model)
 
 
 def distance(a: Array, b: Array) -> float:

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from in_process import Cluster
 from processes import serving, started, until
-from scripts import Array, build, distance, flat, loss_of, tree
+from scripts import Array, build, distance, flat, loss_of, mean_loss, train, tree
 from test_gossip import STEPS, TRAINS, ends, reference, sgd
-from test_tree import family, mean_loss, one_process, root_model
+from test_tree import family, one_process, root_model
 from test_tree_faults import Script, finished, pump, steps, waits
 
 from narrows.protocols.modes import Settings
@@ -25,16 +25,7 @@ def gossip(**more: Any) -> Settings:
 
 
 def script(worker: int) -> Array:
-    """STEPS steps on this worker's share of the batch; the model that it ends with."""
-    net = build()
-    optimizer = DistributedOptimizer(sgd(net), net)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(net, step, rank(), world_size()).backward()
-        optimizer.step()
-    optimizer.finish()
-    with optimizer.shared():
-        return flat(net)
+    return train(STEPS, sgd)
 
 
 def trained(above: Settings, below: Settings, clusters: int) -> tuple[Cluster, list[Cluster], list[Array]]:
@@ -97,7 +88,7 @@ def test_every_mode_below_ends_with_one_model(above: dict[str, Any], shards: int
     settings = Settings(**{name: getattr(BELOW[below], name) for name in Settings.__slots__} | {"shards": shards})
     root, clusters, models = trained(gossip(workers=3, shards=shards, **above), settings, 3)
     assert_ended(root, clusters, models)
-    first, alone_, ours = (mean_loss(weights) for weights in (flat(build()), one_process(), models[0]))
+    first, alone_, ours = (mean_loss(weights, STEPS) for weights in (flat(build()), one_process(), models[0]))
     assert ours < first - 0.25 * (first - alone_)
 
 

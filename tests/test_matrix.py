@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 import torch
 from in_process import Cluster
-from scripts import Array, build, flat, loss_of, run, tree
+from scripts import Array, build, flat, mean_loss, run, train, tree
 
 from narrows.protocols.modes import MODES, Rule, Settings
-from narrows.worker import DistributedOptimizer, rank, world_size
 
 STEPS = 8
 SPECS = ("dense", "int8", "topk:0.2+int8", "cycle:0.25+sign", "topk:8/64+2bit", "powersgd:1")
@@ -18,23 +17,7 @@ ABOVE = {"ssp": {"staleness": 1}, "bsp": {"push": "update"}}
 
 
 def script(worker: int) -> Array:
-    """What a user writes; it knows of no mode."""
-    net = build()
-    optimizer = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9), net)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(net, step, rank(), world_size()).backward()
-        optimizer.step()
-    optimizer.finish()
-    with optimizer.shared():
-        return flat(net)
-
-
-def mean_loss(weights: Array) -> float:
-    net = build()
-    torch.nn.utils.vector_to_parameters(torch.from_numpy(weights), net.parameters())
-    with torch.no_grad():
-        return float(np.mean([loss_of(net, step) for step in range(STEPS)]))
+    return train(STEPS, lambda net: torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9))
 
 
 def settings(mode: str, compress: str) -> Settings:
@@ -45,7 +28,7 @@ def settings(mode: str, compress: str) -> Settings:
 
 def check(models: list[Array]) -> None:
     assert all(np.array_equal(model, models[0]) for model in models), "all end with one model"
-    assert mean_loss(models[0]) < mean_loss(flat(build())) - 0.02
+    assert mean_loss(models[0], STEPS) < mean_loss(flat(build()), STEPS) - 0.02
 
 
 @pytest.mark.parametrize("compress", SPECS)

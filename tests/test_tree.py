@@ -10,13 +10,13 @@ import pytest
 import torch
 from in_process import Cluster
 from processes import until
-from scripts import Array, alone, build, distance, flat, loss_of, tree
+from scripts import Array, alone, build, distance, flat, loss_of, mean_loss, train, tree
 
 from narrows.protocols.coordinator import Coordinator, Member
 from narrows.protocols.effects import NS, Log
 from narrows.protocols.messages import TEXT_MAX
 from narrows.protocols.modes import Settings
-from narrows.worker import DistributedOptimizer, clock, rank, world_size
+from narrows.worker import DistributedOptimizer, clock, world_size
 
 STEPS = 12
 
@@ -31,16 +31,7 @@ def sgd(net: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def script(worker: int) -> Array:
-    """STEPS steps on this worker's share of the batch; the model that it ends with."""
-    net = build()
-    optimizer = DistributedOptimizer(sgd(net), net)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(net, step, rank(), world_size()).backward()
-        optimizer.step()
-    optimizer.finish()
-    with optimizer.shared():
-        return flat(net)
+    return train(STEPS, sgd)
 
 
 def one_process() -> Array:
@@ -52,13 +43,6 @@ def one_process() -> Array:
             loss_of(net, step).backward()
             optimizer.step()
         return flat(net)
-
-
-def mean_loss(weights: Array) -> float:
-    net = build()
-    torch.nn.utils.vector_to_parameters(torch.from_numpy(weights), net.parameters())
-    with torch.no_grad():
-        return float(np.mean([loss_of(net, step) for step in range(STEPS)]))
 
 
 def root_model(root: Cluster) -> Array:
@@ -120,7 +104,7 @@ def test_every_mode_on_both_levels(above: str, below: str) -> None:
             assert server.shard.at_rest
             assert server.coordinator is None or server.coordinator.over
     assert root.servers[0].coordinator is not None and root.servers[0].coordinator.over
-    first, alone_, ours = (mean_loss(weights) for weights in (flat(build()), one_process(), models[0]))
+    first, alone_, ours = (mean_loss(weights, STEPS) for weights in (flat(build()), one_process(), models[0]))
     assert ours < first - 0.3 * (first - alone_)
 
 

@@ -16,14 +16,14 @@ import pytest
 import torch
 from in_process import Cluster
 from processes import until
-from scripts import Array, Link, Run, build, distance, flat, loss_of, tree
+from scripts import Array, Link, Run, build, distance, flat, loss_of, train, tree
 from test_tree import ABOVE, BELOW, family, root_model
 from test_wire import SEED
 
 from narrows.protocols import messages as m
 from narrows.protocols.effects import NS, Checkpoint, ServerEffect
 from narrows.protocols.modes import WINDOW, Settings
-from narrows.worker import DistributedOptimizer, clock, rank, world_size
+from narrows.worker import DistributedOptimizer, clock
 
 BARRIER = Settings(sync="bsp", push="update")
 TICK_S = 0.25  # of virtual time
@@ -35,19 +35,7 @@ def like(base: Settings, **more: Any) -> Settings:
 
 
 def steps(count: int, seed: int = 7, finish: bool = True, at: Callable[[int], None] = lambda step: None) -> Array:
-    """A script: `count` steps, `at` after each; the model that it ends with."""
-    net = build(seed)
-    optimizer = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.05), net)
-    for step in range(count):
-        optimizer.zero_grad()
-        loss_of(net, step, rank(), world_size()).backward()
-        optimizer.step()
-        at(step)
-    if not finish:
-        return flat(net)
-    optimizer.finish()
-    with optimizer.shared():
-        return flat(net)
+    return train(count, lambda net: torch.optim.SGD(net.parameters(), lr=0.05), seed, at, finish)
 
 
 def waits(go: threading.Event, now: bool) -> None:

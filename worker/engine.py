@@ -140,9 +140,11 @@ class Engine:
         self._wait(lambda: self._started, START_LIMIT_S, "the server to admit this worker")
         self._wait_ready(START_LIMIT_S)
         # Buffers of pushes: one is free again once its push is settled and no longer stands in the replica.
-        # A fragment is merged before it is pushed again, so of one there is never more than one update.
+        # A fragment is merged before it is pushed again, so of one there is never more than one update. Under gossip the
+        # mixing has arrays of its own.
         rounds = 1 if self.mode.merges else self.mode.window
-        self.ring = [np.zeros(self.flat.size, np.float32) for _ in range(rounds + 2)]
+        arrays = 0 if self.mode.rule is Rule.MIX else rounds + 2
+        self.ring = [np.zeros(self.flat.size, np.float32) for _ in range(arrays)]
         self.overlap: Overlap | None = None
         if overlap and self.gradients:
             if not self.tuning.up_raw:

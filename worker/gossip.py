@@ -27,6 +27,7 @@ from narrows.protocols.errors import NarrowsError, RemoteProtocolError, UsageErr
 from narrows.protocols.gossip import LAST, Gossip
 from narrows.protocols.mixing import Mixing
 from narrows.protocols.modes import Settings
+from narrows.protocols.peers import Peers
 from narrows.protocols.view import Coded
 from narrows.worker.engine import START_LIMIT_S, WAIT_LIMIT_S, Engine, clipped_step
 from narrows.worker.flat import FloatArray
@@ -91,7 +92,10 @@ class GossipEngine(Engine):
 
     def _lose(self, peer: int, why: str) -> None:
         self._tell(f"worker {peer} is no longer mixed with: {why}")
-        self.link.call(lambda member, now: member.peers.lose(peer) if member.peers is not None else [])
+        self._tell_peers(lambda peers, now: peers.lose(peer))
+
+    def _tell_peers(self, command: Callable[[Peers, int], list[MemberEffect]]) -> None:
+        self.link.call(lambda member, now: command(member.peers, now) if member.peers is not None else [])
 
     def _tell(self, text: str) -> None:
         print(f"ps-worker: {text}", file=sys.stderr)
@@ -148,7 +152,7 @@ class GossipEngine(Engine):
                 self._ask_of(min(self.gossip.pairs.keys() - self.without), limit_s)
 
     def _ask_of(self, elder: int, limit_s: float) -> None:
-        self.link.call(lambda member, now: member.peers.adopt(elder, now) if member.peers is not None else [])
+        self._tell_peers(lambda peers, now: peers.adopt(elder, now))
         self._wait_or_rejoin(
             lambda: self.adopted or elder not in self.gossip.pairs or elder in self.without,
             limit_s,
@@ -180,7 +184,7 @@ class GossipEngine(Engine):
     # Exchanges.
 
     def _offer(self, offers: list[m.Offer]) -> None:
-        self.link.call(lambda member, now: member.peers.offer(offers, now) if member.peers is not None else [])
+        self._tell_peers(lambda peers, now: peers.offer(offers, now))
 
     def _mix(self, number: int, done: Callable[[], bool], what: str) -> None:
         """Exchange with peers, and mix rounds up to `number`, until `done`."""
@@ -274,7 +278,7 @@ class GossipEngine(Engine):
         self._mix(LAST, lambda: self.gossip.over, "the other workers to finish")
         self._compose()
         self.final = self.mixing.model
-        self.link.call(lambda member, now: member.peers.over() if member.peers is not None else [])
+        self._tell_peers(lambda peers, now: peers.over())
         self._wait_or_rejoin(lambda: self.settled, WAIT_LIMIT_S, "the peers to have it")
         self._hand_over()
         self._send_buffers()
@@ -288,8 +292,9 @@ class GossipEngine(Engine):
         if self.server_gone or any(peer < self.worker for peer in self.gossip.pairs):
             return
         at, epoch, self.clock = self.clock, self.epoch, self.base
+        whole = self.mixing.whole()
         for shard, view in enumerate(self.views):
-            cuts = [cut for cut in self.mixing.whole() if view.begin < cut[2] and cut[1] < view.end]
+            cuts = [cut for cut in whole if view.begin < cut[2] and cut[1] < view.end]
             pieces = [self._within(view.begin, view.end, cut) for cut in cuts]
             for part, piece in enumerate(pieces):
                 self._send_part(shard, part, len(pieces), piece)
