@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import shutil
 import signal
 import socket
@@ -11,11 +13,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import flows
 import lab
 import pytest
+import wan
 from click.testing import CliRunner
 from lab import Host, pair, star
 from launch import CommandFailed
@@ -26,6 +30,7 @@ needs_lab = pytest.mark.skipif(bool(lab.available()), reason=lab.available() or 
 HEADERS = 28  # of UDP over IPv4
 SILENCE_S = 0.3  # beyond every delay here: after it nothing comes any more
 BENCH = str(Path(lab.__file__).parent)
+WHERE = ("--bind", "--insecure", "--parent", "--server")
 
 
 Arrivals = list[tuple[int, float]]  # (number of the packet, seconds since the first was sent), in the order of arrival
@@ -248,3 +253,19 @@ def test_a_missing_compiler_and_a_missing_device_are_named(monkeypatch: pytest.M
 def test_what_no_link_can_be_is_refused(words: list[str], said: str) -> None:
     done = CliRunner().invoke(lab.main, words)
     assert done.exit_code == 2 and said in done.output
+
+
+def flags(words: list[str]) -> dict[str, str]:
+    """Names and values, without what says where: addresses, and that no keys are needed."""
+    told = dict(pairwise([*words, ""]))
+    return {name: value for name, value in told.items() if name[:1] == "-" and name not in WHERE}
+
+
+def test_the_recipe_that_is_measured_is_readmes() -> None:
+    """bench/wan.py runs the three commands for two cities with other addresses, and nothing else."""
+    row = next(row for row in wan.ROWS if "README" in row.name)
+    text = (Path(BENCH).parent / "README.md").read_text("utf-8")
+    recipe = [line for line in text.splitlines() if re.fullmatch(r"    ps-.*# (one|each) city", line)]
+    root, cluster, worker = (flags(shlex.split(line, comments=True)[1:]) for line in recipe)
+    assert root == flags(["--workers", "2", *row.above])
+    assert cluster == flags(list(row.below)) and worker == {"-n": str(row.each)}
