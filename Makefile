@@ -7,11 +7,11 @@ INSTALLED := .venv/installed
 .PHONY: help install demo test check bench-peers clean
 
 help:
-	@echo 'make demo    install, then train digits: 4 workers, 2 shards, bounded staleness, 1 % of each update sent'
-	@echo 'make test    install, run the same job quickly, then all tests'
-	@echo 'make check   ruff, ruff format and mypy --strict'
-	@echo 'make bench-peers   install torchft and hivemind for bench/wan.py, each in a .venv-* of its own'
-	@echo 'make clean   remove builds, caches and run output; environments stay'
+	@echo 'make demo         install, then train digits: 4 workers, 2 shards, bounded staleness, 1 % of each update sent'
+	@echo 'make test         install, run the same job quickly, then all tests'
+	@echo 'make check        ruff, ruff format and mypy --strict'
+	@echo 'make bench-peers  install torchft and hivemind for bench/wan.py, each in a .venv-* of its own'
+	@echo 'make clean        remove builds, caches and run output; environments stay'
 
 install: $(INSTALLED)
 

@@ -2,11 +2,11 @@
 
     RANK=0 WORLD_SIZE=2 MASTER_ADDR=... MASTER_PORT=... LAB_ADDRESS=... python bench/hivemind_run.py HOW RECORD.jsonl [flags]
 
-LAB_ADDRESS: of this rank's host. All that is averaged crosses as half (Float16Compression). Rank 0 is the first peer of the DHT.
+LAB_ADDRESS: of this rank's host. What is averaged crosses as half (Float16Compression). Rank 0 is the first peer of the DHT.
 HOW is one of:
-- delayed: gradients are averaged and the optimizer steps in the background, one round late, the weights are averaged after each,
-  as hivemind's ALBERT example does. A step is one of hivemind's epochs: --batch rows of all ranks together, or the more that
-  they have computed when they notice. AdamW clips the mean gradient.
+- delayed: gradients are averaged and the optimizer steps in the background, one round late; the weights are averaged after
+  each, as in hivemind's ALBERT example. A step is one of hivemind's epochs: --batch rows of all ranks together, or the more
+  that they have computed when they notice. AdamW clips the mean gradient.
 - H, a number: local updates; every H steps of all ranks the weights are averaged, in the background.
 """
 
@@ -81,13 +81,14 @@ def optimizer(how: str, dht: hivemind.DHT, model: nn.Module, args: Namespace, of
 
 def meet(opt: hivemind.Optimizer, of: int) -> None:
     """Until every rank knows of all: who sees nobody begins alone."""
-    opt.tracker.report_local_progress(0, 0)
+    opt.tracker.report_local_progress(0, 1)  # it does not tell the others of none
     deadline = time.monotonic() + MEET_S
     while opt.tracker.global_progress.num_peers < of:
         if time.monotonic() > deadline:
             raise SystemExit(f"hivemind has not found all {of} ranks in {MEET_S:.0f} s")
         time.sleep(REFRESH_S)
     distributed.barrier()
+    opt.tracker.report_local_progress(0, 0)
 
 
 def train(how: str, opt: hivemind.Optimizer, model: nn.Module, args: Namespace, training: Tensor, record: Any) -> int:

@@ -199,7 +199,8 @@ def measure(row: Row, way: Way | None, steps: int, seed: int, limit_s: float) ->
         processes = workers(row, hosts, args, folder)
         while any(process.poll() is None for process in processes):
             if time.monotonic() - began > limit_s:
-                raise CommandFailed(f"{row.name} ran longer than {limit_s:.0f} s")
+                said = (folder / "worker1.log").read_text()[-800:]
+                raise CommandFailed(f"{row.name} ran longer than {limit_s:.0f} s; the last words of worker 1: {said}")
             done = steps_of(folder / "record1")
             received, sent = hosts[1].bytes()
             mine = [event for event in done if event.get("worker") == done[0].get("worker")]
@@ -294,8 +295,8 @@ def table(results: list[Result], commit: str) -> str:
         out += [
             f"{link}, {steps} steps",
             "",
-            "| run | rounds | step, ms: median, mean | of ddp here, on loopback | kB up, down a step at the interface | kB of messages "
-            f"| loss | s to {TARGET} |",
+            "| run | rounds | step, ms: median, mean | of ddp here, on loopback | kB up, down a step at the interface "
+            f"| kB of messages | loss | s to {TARGET} |",
             "|---|---|---|---|---|---|---|---|",
         ]
         for row in ROWS:
