@@ -7,7 +7,8 @@ HOW is one of:
 - delayed: gradients are averaged and the optimizer steps in the background, one round late; the weights are averaged after
   each, as in hivemind's ALBERT example. A step is one of hivemind's epochs: --batch rows of all ranks together, or the more
   that they have computed when they notice. AdamW clips the mean gradient.
-- H, a number: local updates; every H steps of all ranks the weights are averaged, in the background.
+- H, a number: local updates; every H steps of all ranks, or when they notice, the weights are averaged. The next step waits
+  for it, so hivemind hides it no more than a step long.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ import bytelm
 DELAYED = "delayed"
 MATCHMAKING_S = 3.0  # at most, since a group of all ranks starts at once; the least that hivemind's docs name
 REQUEST_S = 2.0  # less than that
-REFRESH_S = 0.1  # of what the others have computed; hivemind's 0.5 s would be several steps here
+REFRESH_S, REFRESH_MAX_S = 0.1, 0.5  # of what the others have computed; hivemind's 0.5 and 10 s are many steps here
 MEET_S = 120.0
 
 
@@ -73,7 +74,11 @@ def optimizer(how: str, dht: hivemind.DHT, model: nn.Module, args: Namespace, of
         grad_compression=Float16Compression(),
         state_averaging_compression=Float16Compression(),
         averager_opts={"target_group_size": of, "request_timeout": REQUEST_S},
-        tracker_opts={"min_refresh_period": REFRESH_S, "default_refresh_period": REFRESH_S},
+        tracker_opts={
+            "min_refresh_period": REFRESH_S,
+            "default_refresh_period": REFRESH_S,
+            "max_refresh_period": REFRESH_MAX_S,
+        },
         verbose=True,
         **(late if how == DELAYED else {"use_local_updates": True}),
     )

@@ -17,6 +17,7 @@ from pathlib import Path
 import ddp
 import torch
 from torch import distributed
+from torch.distributed.distributed_c10d import TCPStore
 from torchft import Manager, ProcessGroupGloo
 from torchft.coordination import LighthouseServer
 from torchft.local_sgd import DiLoCo
@@ -35,7 +36,7 @@ def main(local_steps: int, out: Path, argv: list[str]) -> None:
     master, port, here = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]) + 1, os.environ["LAB_ADDRESS"]
     lighthouse = LighthouseServer(bind=f"{master}:{port}", min_replicas=of) if rank == 0 else None
     distributed.barrier()
-    store = distributed.TCPStore(here, port + 1 + rank, is_master=True, wait_for_workers=False)
+    store = TCPStore(here, port + 1 + rank, is_master=True, wait_for_workers=False)
     manager = Manager(
         pg=ProcessGroupGloo(timeout=ddp.LIMIT),
         load_state_dict=None,
