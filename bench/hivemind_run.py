@@ -7,8 +7,8 @@ HOW is one of:
 - delayed: gradients are averaged and the optimizer steps in the background, one round late; the weights are averaged after
   each, as in hivemind's ALBERT example. A step is one of hivemind's epochs: --batch rows of all ranks together, or the more
   that they have computed when they notice. AdamW clips the mean gradient.
-- H, a number: local updates; every H steps of all ranks, or when they notice, the weights are averaged. The next step waits
-  for it, so hivemind hides it no more than a step long.
+- H, a number: local updates; every H steps of all ranks, or when they notice, the weights are averaged; hivemind's next
+  step waits for that.
 """
 
 from __future__ import annotations

@@ -17,7 +17,6 @@ from pathlib import Path
 import ddp
 import torch
 from torch import distributed
-from torch.distributed.distributed_c10d import TCPStore
 from torchft import Manager, ProcessGroupGloo
 from torchft.coordination import LighthouseServer
 from torchft.local_sgd import DiLoCo
@@ -36,7 +35,9 @@ def main(local_steps: int, out: Path, argv: list[str]) -> None:
     master, port, here = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]) + 1, os.environ["LAB_ADDRESS"]
     lighthouse = LighthouseServer(bind=f"{master}:{port}", min_replicas=of) if rank == 0 else None
     distributed.barrier()
-    store = TCPStore(here, port + 1 + rank, is_master=True, wait_for_workers=False)
+    store = distributed.TCPStore(  # type: ignore[attr-defined]  # torch does not list it
+        here, port + 1 + rank, is_master=True, wait_for_workers=False
+    )
     manager = Manager(
         pg=ProcessGroupGloo(timeout=ddp.LIMIT),
         load_state_dict=None,
