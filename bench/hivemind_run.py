@@ -100,7 +100,8 @@ def train(how: str, opt: hivemind.Optimizer, model: nn.Module, args: Namespace, 
     """All steps of this rank, each told to the record; the batches they took."""
     rank, of = distributed.get_rank(), distributed.get_world_size()
     step, batch, losses = 0, 0, list[float]()
-    while step < args.steps:
+    rounds = 0 if how == DELAYED else args.steps // int(how)
+    while step < args.steps or opt.local_epoch < rounds:  # a rank that left before the last round would be waited for
         for group in opt.opt.param_groups:
             group["lr"] = bytelm.learning_rate(step, args.steps, args.lr, args.warm_up)
         rows = bytelm.batch_rows(training, args.seed, batch, args.batch, args.context, rank, of)
@@ -113,7 +114,8 @@ def train(how: str, opt: hivemind.Optimizer, model: nn.Module, args: Namespace, 
         now = opt.local_epoch if how == DELAYED else batch
         if now > step:
             step = now
-            ddp.tell(record, rank, step, statistics.fmean(losses))
+            if step <= args.steps:
+                ddp.tell(record, rank, step, statistics.fmean(losses))
             losses.clear()
     return batch
 
