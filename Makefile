@@ -4,13 +4,14 @@ PYTHON ?= python3
 MAIN_JOB := .venv/bin/ps-worker -n 4 --shards 2 --sync ssp --staleness 2 --compress topk:0.01+int8 bench/tasks/digits.py
 INSTALLED := .venv/installed
 
-.PHONY: help install demo test check clean
+.PHONY: help install demo test check bench-peers clean
 
 help:
-	@echo 'make demo    install, then train digits: 4 workers, 2 shards, bounded staleness, 1 % of each update sent'
-	@echo 'make test    install, run the same job quickly, then all tests'
-	@echo 'make check   ruff, ruff format and mypy --strict'
-	@echo 'make clean   remove builds, caches and run output; .venv stays'
+	@echo 'make demo         install, then train digits: 4 workers, 2 shards, bounded staleness, 1 % of each update sent'
+	@echo 'make test         install, run the same job quickly, then all tests'
+	@echo 'make check        ruff, ruff format and mypy --strict'
+	@echo 'make bench-peers  install torchft and hivemind for bench/wan.py, each in a .venv-* of its own'
+	@echo 'make clean        remove builds, caches and run output; environments stay'
 
 install: $(INSTALLED)
 
@@ -43,6 +44,14 @@ $(INSTALLED): pyproject.toml constraints.txt | .venv/bin/pip
 	.venv/bin/python -m pip install -c constraints.txt -e '.[bench,cuda,dev]'
 	touch $@
 
+bench-peers: .venv-torchft/installed .venv-hivemind/installed
+
+# By the interpreter of .venv: bench/tasks/bytelm.py trains on its library.
+.venv-%/installed: pyproject.toml constraints.txt | .venv/bin/pip
+	.venv/bin/python -m venv .venv-$*
+	.venv-$*/bin/python -m pip install -c constraints.txt -e '.[$*]'
+	touch $@
+
 clean:
 	rm -rf build dist narrows.egg-info bench/out .mypy_cache .pytest_cache .ruff_cache .hypothesis
-	find . -path ./.venv -prune -o -type d -name __pycache__ -exec rm -rf {} +
+	find . -path './.venv*' -prune -o -type d -name __pycache__ -exec rm -rf {} +

@@ -11,11 +11,13 @@ from __future__ import annotations
 import json
 import sys
 import time
+from argparse import Namespace
 from datetime import timedelta
 from pathlib import Path
+from typing import TextIO
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 sys.path.append(str(Path(__file__).parent / "tasks"))
@@ -35,38 +37,49 @@ def with_hook(model: nn.Module, hook: str) -> nn.parallel.DistributedDataParalle
     return parallel
 
 
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, args: Namespace, training: Tensor, record: TextIO
+) -> None:
+    """All steps of this rank, each told to the record."""
+    rank, of = distributed.get_rank(), distributed.get_world_size()
+    for step in range(args.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = bytelm.learning_rate(step, args.steps, args.lr, args.warm_up)
+        rows = bytelm.batch_rows(training, args.seed, step, args.batch, args.context, rank, of)
+        optimizer.zero_grad()
+        loss = bytelm.loss_sum(model, rows) * of / (args.batch * args.context)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), args.clip)
+        optimizer.step()
+        tell(record, rank, step + 1, loss.item())
+
+
+def tell(record: TextIO, rank: int, step: int, loss: float) -> None:
+    told = {"event": "step", "worker": rank, "clock": step, "seconds": time.monotonic(), "loss": loss}
+    print(json.dumps(told), file=record, flush=True)
+
+
+def finish(model: nn.Module, args: Namespace, held_out: Tensor, record: TextIO) -> None:
+    """The last line of the record; nobody leaves before all are here."""
+    distributed.barrier()
+    last = {"loss": bytelm.validation_loss(model, held_out, args.context)}
+    print(json.dumps({"event": "done", "last": last}), file=record, flush=True)
+    distributed.barrier()
+    distributed.destroy_process_group()
+
+
 def main(hook: str, out: Path, argv: list[str]) -> None:
     torch.set_num_threads(1)
     args = bytelm.arguments(argv)
     distributed.init_process_group("gloo", timeout=LIMIT)
-    rank, of = distributed.get_rank(), distributed.get_world_size()
     torch.manual_seed(args.seed)
     training, held_out, _ = bytelm.library()
     model = bytelm.ByteGPT(args.layers, args.width, args.heads, args.context)
     parallel = with_hook(model, hook)
     adamw = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay)
     with out.open("w") as record:
-        for step in range(args.steps):
-            for group in adamw.param_groups:
-                group["lr"] = bytelm.learning_rate(step, args.steps, args.lr, args.warm_up)
-            rows = bytelm.batch_rows(training, args.seed, step, args.batch, args.context, rank, of)
-            adamw.zero_grad()
-            loss = bytelm.loss_sum(parallel, rows) * of / (args.batch * args.context)
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), args.clip)
-            adamw.step()
-            told = {
-                "event": "step",
-                "worker": rank,
-                "clock": step + 1,
-                "seconds": time.monotonic(),
-                "loss": loss.item(),
-            }
-            print(json.dumps(told), file=record, flush=True)
-        distributed.barrier()
-        last = {"loss": bytelm.validation_loss(model, held_out, args.context)}
-        print(json.dumps({"event": "done", "last": last}), file=record)
-    distributed.destroy_process_group()
+        train(parallel, adamw, args, training, record)
+        finish(model, args, held_out, record)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,20 @@
-"""Two cities and the link between them: step time, bytes at the interface and loss of Narrows and of DDP, in the lab (lab.py).
+"""Two cities and the link between them: step time, bytes at the interface and loss of Narrows, DDP, torchft and hivemind.
 
     python bench/wan.py                        # every contender on the 20 Mbit/s link, 40 steps each, 3 rounds in turn
     python bench/wan.py --link 100mbit --rows 'ddp*' --steps 20
     python bench/wan.py --link 20mbit --rows 'ssp*' --steps 400 --rounds 1     # trained in full: loss and seconds to it
+    make bench-peers && python bench/wan.py --rows 'torchft*' --steps 100 # whom `make` does not install: else skipped
     python bench/wan.py --show                 # print what the last runs found, as Markdown
     python bench/wan.py --plot docs/wan.png    # loss against seconds and bytes, step time against the link
 
 Rules
 - One worker in each city (`each`: more) trains tasks/bytelm.py on its share of the batch, one thread each. The root is in the
   first city.
-- A round runs every row once, one after the other; step times are medians over rounds of a run's own median, worst worker.
+- A round runs every row once, one after the other; step times are medians over rounds of a run's own median and mean, worst
+  worker. Only the mean knows of a round every H steps.
 - Bytes a step are the kernel's, at the second city's interface, between two steps of the run: headers, acks and heartbeats
   are in them, the first weights and the last flush are not. Payload is what `--record` says where there is one.
+- Means and bytes are over whole periods of H steps; a run that holds none after its first SETTLE steps has neither.
 - `loopback` is no link at all: both workers on one host.
 - "s to 2.1" is when the training loss, a mean of the last CURVE_STEPS steps of both workers, first came to that. The link
   cannot change the losses of a synchronous contender: where it was not trained in full on a link, its seconds are computed
@@ -65,13 +68,31 @@ LINKS: dict[str, Way | None] = {
 @dataclass(frozen=True)
 class Row:
     """`above`: flags of the root. `below`: of a server in each city; none where workers dial the root themselves.
-    `each`: workers in each city."""
+    `each`: workers in each city. `script`: a contender that is not Narrows, a file here and its first word; it is told of its
+    rank by variables, and brings what other processes it needs. `venv`: where its packages are, in the repository's folder;
+    by default with ours."""
 
     name: str
     above: tuple[str, ...] = ()
     below: tuple[str, ...] = ()
-    hook: str = ""  # DDP's
+    script: tuple[str, ...] = ()
+    venv: str = ""
     each: int = 1
+    period: int = 1  # steps from one round to the next
+
+    @property
+    def python(self) -> str:
+        return str(launch.ROOT / self.venv / "bin" / "python") if self.venv else sys.executable
+
+    @property
+    def synchronous(self) -> bool:
+        """The link cannot change its losses."""
+        return self.script[:1] == ("ddp.py",) or self.name == "bsp"
+
+    def lacks(self) -> str:
+        """Empty, or why it cannot run here, in one sentence."""
+        there = not self.venv or (launch.ROOT / self.venv / "installed").exists()
+        return "" if there else f"there is no {self.venv}, which make bench-peers makes"
 
 
 def flat(mode: str, compress: str, *more: str) -> Row:
@@ -81,9 +102,9 @@ def flat(mode: str, compress: str, *more: str) -> Row:
 
 LOCAL_SGD = ("--outer-lr", "1", "--outer-momentum", "0")
 ROWS = (
-    Row("ddp", hook="none"),
-    Row("ddp fp16", hook="fp16"),
-    Row("ddp powersgd-4", hook="powersgd"),
+    Row("ddp", script=("ddp.py", "none")),
+    Row("ddp fp16", script=("ddp.py", "fp16")),
+    Row("ddp powersgd-4", script=("ddp.py", "powersgd")),
     Row("bsp", ("--sync", "bsp")),
     flat("ssp", "topk:0.05+int8"),
     flat("ssp", "topk:0.05+int8", "--staleness", "2"),
@@ -92,21 +113,23 @@ ROWS = (
     flat("ssp", "cycle:0.15+sign", "--staleness", "2"),
     flat("ssp", "cycle:0.06+sign"),
     flat("ssp", "cycle:0.06+sign", "--staleness", "4"),
-    flat("ssp", "cycle:0.09+sign", "--staleness", "3"),
+    flat("ssp", "cycle:0.09+sign", "--staleness", "4"),
     flat("async", "topk:0.05+int8"),
     Row("ssp auto", ("--sync", "ssp", "--compress", "auto")),
     Row("gossip int8", ("--sync", "gossip", "--compress", "int8")),
     Row("gossip cycle:0.15+sign", ("--sync", "gossip", "--compress", "cycle:0.15+sign")),
     Row("gossip topk:0.05+int8", ("--sync", "gossip", "--compress", "topk:0.05+int8")),
     Row("local H=4 topk:123/4096+2bit",
-        ("--sync", "local", "--local-steps", "4", "--staleness", "1", "--compress", "topk:123/4096+2bit", *LOCAL_SGD)),
-    Row("local H=2 cycle:0.18+sign staleness 1",
-        ("--sync", "local", "--local-steps", "2", "--staleness", "1", "--compress", "cycle:0.18+sign", *LOCAL_SGD)),
+        ("--sync", "local", "--local-steps", "4", "--staleness", "1", "--compress", "topk:123/4096+2bit", *LOCAL_SGD),
+        period=4),
     Row("tree: ssp topk:0.05+int8 over bsp", ("--sync", "ssp", "--compress", "topk:0.05+int8"), ("--sync", "bsp")),
     Row("two cities (README), 2 workers each", ("--shards", "2", "--sync", "ssp", "--compress", "topk:0.05+int8"),
         ("--shards", "2", "--workers", "2", "--sync", "bsp"), each=2),
-    Row("diloco H=50", ("--sync", "local", "--local-steps", "50")),
-    Row("streaming H=50 F=5", ("--sync", "local", "--local-steps", "50", "--fragments", "5", "--merge-delay", "8")),
+    Row("diloco H=50", ("--sync", "local", "--local-steps", "50"), period=50),
+    Row("streaming H=50 F=5", ("--sync", "local", "--local-steps", "50", "--fragments", "5", "--merge-delay", "8"), period=50),
+    Row("torchft diloco H=50", script=("torchft_diloco.py", "50"), venv=".venv-torchft", period=50),
+    Row("hivemind local H=50 fp16", script=("hivemind_run.py", "50"), venv=".venv-hivemind", period=50),
+    Row("hivemind delayed fp16", script=("hivemind_run.py", "delayed"), venv=".venv-hivemind"),
 )  # fmt: skip
 
 
@@ -143,10 +166,10 @@ def workers(row: Row, hosts: Sequence[lab.Host], args: Sequence[str], folder: Pa
     for rank, host in enumerate(hosts):
         record = folder / f"record{rank}"
         env = launch.environment()
-        if row.hook:
+        if row.script:
             env |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": hosts[0].address, "MASTER_PORT": str(PORT)}
-            env["GLOO_SOCKET_IFNAME"] = "lo" if hosts[0] is hosts[1] else "wan0"
-            command = [sys.executable, str(BENCH / "ddp.py"), row.hook, str(record), *args]
+            env |= {"LAB_ADDRESS": host.address, "GLOO_SOCKET_IFNAME": "lo" if hosts[0] is hosts[1] else "wan0"}
+            command = [row.python, str(BENCH / row.script[0]), *row.script[1:], str(record), *args]
         else:
             server = (
                 f"tcp://{host.address}:{PORT + 10 * (1 + rank)}" if row.below else f"tcp://{hosts[0].address}:{PORT}"
@@ -177,7 +200,8 @@ def measure(row: Row, way: Way | None, steps: int, seed: int, limit_s: float) ->
         processes = workers(row, hosts, args, folder)
         while any(process.poll() is None for process in processes):
             if time.monotonic() - began > limit_s:
-                raise CommandFailed(f"{row.name} ran longer than {limit_s:.0f} s")
+                said = (folder / "worker1.log").read_text()[-800:]
+                raise CommandFailed(f"{row.name} ran longer than {limit_s:.0f} s; the last words of worker 1: {said}")
             done = steps_of(folder / "record1")
             received, sent = hosts[1].bytes()
             mine = [event for event in done if event.get("worker") == done[0].get("worker")]
@@ -189,10 +213,12 @@ def measure(row: Row, way: Way | None, steps: int, seed: int, limit_s: float) ->
                 raise CommandFailed(f"worker {rank} of {row.name}: {(folder / f'worker{rank}.log').read_text()[-800:]}")
         records = [(folder / f"record{rank}").read_text() for rank in range(2)]
         events = [[json.loads(line) for line in text.splitlines()] for text in records]
-        return figures(events, samples, seconds, crosses=not row.below)
+        return figures(events, samples, seconds, row.period, crosses=not row.below)
 
 
-def figures(records: list[list[Result]], samples: list[tuple[int, int, int]], seconds: float, crosses: bool) -> Result:
+def figures(
+    records: list[list[Result]], samples: list[tuple[int, int, int]], seconds: float, period: int, crosses: bool
+) -> Result:
     """`crosses`: what the records count is what crosses the link."""
     steps = [[event for event in record if event["event"] == "step"] for record in records]
     steps = [
@@ -216,9 +242,13 @@ def figures(records: list[list[Result]], samples: list[tuple[int, int, int]], se
             for end in range(CURVE_STEPS, min(len(losses), len(times)) + 1)
         ],
     }
-    if len(inside) > 1 and inside[-1][0] > inside[0][0]:
-        clocks = inside[-1][0] - inside[0][0]
-        result |= {"down": (inside[-1][1] - inside[0][1]) / clocks, "up": (inside[-1][2] - inside[0][2]) / clocks}
+    whole = [own[: len(own) // period * period] for own in between]
+    if all(whole):
+        result["mean_s"] = max(statistics.fmean(own) for own in whole)
+    if inside and (clocks := (inside[-1][0] - inside[0][0]) // period * period):
+        end = next(sample for sample in inside if sample[0] >= inside[0][0] + clocks)
+        clocks = end[0] - inside[0][0]
+        result |= {"down": (end[1] - inside[0][1]) / clocks, "up": (end[2] - inside[0][2]) / clocks}
     payload = [event for event in steps[1][SETTLE:] if crosses and "push_bytes" in event]
     if payload:
         result["push"] = statistics.fmean(event["push_bytes"] for event in payload)
@@ -239,7 +269,7 @@ def seconds_to_target(results: list[Result], row: Row, link: str) -> str:
         return shown(statistics.median(measured), 0)
     step = median([r for r in results if (r["row"], r["link"]) == (row.name, link)], "step_s")
     for result in results:
-        if step and result["link"] == "loopback" and (row.hook or row.name == "bsp") and result["row"] == row.name:
+        if step and result["link"] == "loopback" and row.synchronous and result["row"] == row.name:
             counts = [CURVE_STEPS + i for i, (_, loss) in enumerate(result.get("curve", [])) if loss <= TARGET]
             if counts:
                 return f"{shown(counts[0] * step, 0)} (computed)"
@@ -266,8 +296,8 @@ def table(results: list[Result], commit: str) -> str:
         out += [
             f"{link}, {steps} steps",
             "",
-            "| run | rounds | step, ms | of ddp here, on loopback | kB up, down a step at the interface | kB of messages "
-            f"| loss | s to {TARGET} |",
+            "| run | rounds | step, ms: median, mean | of ddp here, on loopback | kB up, down a step at the interface "
+            f"| kB of messages | loss | s to {TARGET} |",
             "|---|---|---|---|---|---|---|---|",
         ]
         for row in ROWS:
@@ -277,7 +307,7 @@ def table(results: list[Result], commit: str) -> str:
             step = median(found, "step_s")
             ratio = ", ".join(shown(step / base, 2) if step and base else "-" for base in (floor, free))
             cells = [
-                *(row.name, str(len(found)), shown(step, 0, 1e3), ratio),
+                *(row.name, str(len(found)), f"{shown(step, 0, 1e3)}, {shown(median(found, 'mean_s'), 0, 1e3)}", ratio),
                 *(f"{shown(median(found, a), 1, 1e-3)}, {shown(median(found, b), 1, 1e-3)}"
                   for a, b in (("up", "down"), ("push", "pull"))),
                 *(shown(median(found, "loss"), 3), seconds_to_target(mine, row, link)),
@@ -368,6 +398,10 @@ def main(
         raise click.UsageError(
             f"no such link or row; links: {', '.join(LINKS)}; rows: {', '.join(r.name for r in ROWS)}"
         )
+    for row in chosen:
+        if lack := row.lacks():
+            click.echo(f"SKIPPED {row.name}: {lack}", err=True)
+    chosen = [row for row in chosen if not row.lacks()]
     failed = False
     for number in range(rounds):
         for link in links.split(","):
