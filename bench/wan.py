@@ -55,6 +55,8 @@ READY_S = 120.0
 
 Result = dict[str, Any]
 
+# Flags of the task, by parameters.
+SIZES: dict[str, tuple[str, ...]] = {"1.3M": (), "9.8M": ("--layers", "8", "--width", "320", "--heads", "8")}
 LINKS: dict[str, Way | None] = {
     "loopback": None,
     "1gbit": Way(1e9, 0.001),
@@ -186,9 +188,8 @@ def steps_of(record: Path) -> list[Result]:
     return [event for line in lines if '"step"' in line and (event := json.loads(line))["event"] == "step"]
 
 
-def measure(row: Row, way: Way | None, steps: int, seed: int, limit_s: float) -> Result:
-    """One run. Raises CommandFailed."""
-    args = ["--steps", str(steps), "--seed", str(seed)]
+def measure(row: Row, way: Way | None, args: Sequence[str], limit_s: float) -> Result:
+    """One run; `args` are the task's. Raises CommandFailed."""
     with tempfile.TemporaryDirectory() as name, cities(way) as hosts:
         folder, samples = Path(name), list[tuple[int, int, int]]()
         if row.above:
@@ -286,15 +287,16 @@ def shown(value: float | None, digits: int = 1, scale: float = 1.0) -> str:
 
 
 def table(results: list[Result], commit: str) -> str:
-    """A table for each link and number of steps of this commit."""
+    """A table for each size, link and number of steps of this commit."""
     out: list[str] = []
-    mine = [result for result in results if result["commit"] == commit]
-    for link, steps in sorted({(result["link"], result["steps"]) for result in mine}):
+    at = [result for result in results if result["commit"] == commit]
+    for size, link, steps in sorted({(result["size"], result["link"], result["steps"]) for result in at}):
+        mine = [result for result in at if result["size"] == size]
         here = [result for result in mine if (result["link"], result["steps"]) == (link, steps)]
         floor = median([r for r in mine if (r["row"], r["link"]) == ("ddp", link)], "step_s")
         free = median([r for r in mine if (r["row"], r["link"]) == ("ddp", "loopback")], "step_s")
         out += [
-            f"{link}, {steps} steps",
+            f"{size} parameters, {link}, {steps} steps",
             "",
             "| run | rounds | step, ms: median, mean | of ddp here, on loopback | kB up, down a step at the interface "
             f"| kB of messages | loss | s to {TARGET} |",
@@ -329,7 +331,7 @@ def plot(results: list[Result], commit: str, path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    mine = [result for result in results if result["commit"] == commit]
+    mine = [result for result in results if (result["commit"], result["size"]) == (commit, "1.3M")]
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(15, 4.5), layout="constrained")
     full = [r for r in mine if len(r.get("curve", [])) > 100 and r["link"] not in ("loopback",)]
     for number, row in enumerate(ROWS):
@@ -364,6 +366,7 @@ def plot(results: list[Result], commit: str, path: Path) -> None:
 @click.option("--steps", default=40)
 @click.option("--rounds", default=3)
 @click.option("--seed", default=0)
+@click.option("--size", type=click.Choice([*SIZES]), default="1.3M", help="parameters of the model")
 @click.option("--show", is_flag=True, help="run nothing, print the tables of the newest commit")
 @click.option("--plot", "picture", type=click.Path(path_type=Path), help="run nothing, draw the newest commit's runs")
 @click.option("--out", type=click.Path(path_type=Path), default=launch.OUT / "wan.json")
@@ -374,6 +377,7 @@ def main(
     steps: int,
     rounds: int,
     seed: int,
+    size: str,
     show: bool,
     picture: Path | None,
     out: Path,
@@ -402,13 +406,14 @@ def main(
         if lack := row.lacks():
             click.echo(f"SKIPPED {row.name}: {lack}", err=True)
     chosen = [row for row in chosen if not row.lacks()]
+    args = ["--steps", str(steps), "--seed", str(seed), *SIZES[size]]
     failed = False
     for number in range(rounds):
         for link in links.split(","):
             for row in chosen:
-                key = {"row": row.name, "link": link, "round": number, "seed": seed}
+                key = {"row": row.name, "link": link, "size": size, "round": number, "seed": seed}
                 try:
-                    result = measure(row, LINKS[link], steps, seed, limit_s)
+                    result = measure(row, LINKS[link], args, limit_s)
                 except (CommandFailed, OSError) as error:
                     failed = True
                     click.echo(f"FAILED {row.name} on {link}: {error}", err=True)
