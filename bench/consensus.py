@@ -59,8 +59,7 @@ def measured(topology: str, spec: str, count: int, rounds: int) -> float:
     net.introduce()
     models = first(count)
     for worker, node in net.nodes.items():
-        node.begin(np.zeros(COUNT, np.float32))
-        node.mixing.model = models[worker].copy()
+        node.begin(np.zeros(COUNT, np.float32), models[worker])
     net.run()
     return distance(np.stack([node.reached for node in net.nodes.values()])) / distance(models)
 

@@ -1,13 +1,15 @@
 """Run thousands of simulated clusters, every invariant checked after every event, and say how often each fault struck.
 
     python bench/simulate.py --runs 10000 --restarts 1000 --trees 1000 --jobs 2
-    python bench/simulate.py --replay 17 --restart          one seed again, with its trace; or --tree
+    python bench/simulate.py --replay 17 --restart          one seed again, with its trace; or --tree, --gossip
     python bench/simulate.py --tree --clusters 50 --workers 1000 --above ssp --sync ssp
                                                             one tree without faults, and the closed form of a round
+    python bench/simulate.py --gossip --workers 1000 --topology ring --compress int8
+                                                            the same of a gossip run, and of its bytes
 
 A run is tests/simulation.py's: at least 4 workers, 2 shards and 20 clocks, all modes in turn. A tree is
 tests/simulation_tree.py's; `--above all --sync all` is every pair of modes, `--clusters 0` puts all workers below the root.
-Exit code 1 where one failed.
+A gossip run is tests/gossiping.py's, and tests/simulation_gossip.py's without faults. Exit code 1 where one failed.
 """
 
 from __future__ import annotations
@@ -25,17 +27,20 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
+import simulation_gossip as gossip
 from forms import Forms, explained, measured_s
+from gossiping import COUNT, Campaign
 from mirrors import Violation
 from simulation import Run, case_of
 from simulation_tree import SYNCS, Trace, Tree, fault_case, tree_of
 
 from narrows.protocols.effects import NS
 from narrows.protocols.messages import Message
+from narrows.protocols.topology import TOPOLOGIES
 
 BATCH = 50  # runs of one job between two reports
 FAILED_SHOWN = 20
-OPTION = {"runs": "", "restarts": " --restart", "trees": " --tree"}  # of --replay
+OPTION = {"runs": "", "restarts": " --restart", "trees": " --tree", "gossips": " --gossip"}  # of --replay
 
 
 @dataclass
@@ -56,10 +61,11 @@ class Tally:
         self.failed += other.failed
 
 
-KINDS: dict[str, Callable[[int, Trace | None], Run | Tree]] = {
+KINDS: dict[str, Callable[[int, Trace | None], Run | Tree | Campaign]] = {
     "runs": lambda seed, trace: Run(case_of(seed), trace=trace),
     "restarts": lambda seed, trace: Run(case_of(seed, restart=True), trace=trace),
     "trees": lambda seed, trace: Tree(fault_case(seed), trace=trace),
+    "gossips": lambda seed, trace: Campaign(seed, trace),
 }
 
 
@@ -104,8 +110,8 @@ def campaign(first: int, totals: dict[str, int], jobs: int) -> Tally:
 
 def show(tally: Tally, wall_s: float, jobs: int) -> None:
     total, kinds = tally.kinds.total(), tally.kinds
-    what = f"{kinds['runs']} runs, {kinds['restarts']} in which a shard restarts, and {kinds['trees']} trees"
-    print(f"{what}: {len(tally.failed)} failed")
+    what = f"{kinds['runs']} runs, {kinds['restarts']} in which a shard restarts, {kinds['trees']} trees"
+    print(f"{what}, and {kinds['gossips']} gossip runs: {len(tally.failed)} failed")
     print(
         f"{wall_s:.0f} s, {total / wall_s:.1f} runs/s with {jobs} jobs, {tally.virtual_s / 3600:.1f} h of virtual time\n"
     )
@@ -186,27 +192,72 @@ def tree_line(told: argparse.Namespace, above: str, below: str) -> int:
     return 0 if holds else 1
 
 
+def gossips(told: argparse.Namespace) -> int:
+    """Each topology, compression and staleness that was asked for: a line."""
+    print(f"{told.workers} workers, {told.rounds} rounds, {COUNT} values, seed {told.seed}\n")
+    print(
+        f"{'topology':<13}{'codec':<7}{'s':>2}{'s a round':>10}{'closed form':>20}{'bytes':>11}{'closed form':>13}"
+        f"{'distance':>10}{'events':>9}{'real s':>8}{'cpu s':>8}"
+    )
+    topologies = [*TOPOLOGIES] if told.topology == "all" else [told.topology]
+    bounds = [0, 1] if told.staleness is None else [told.staleness]
+    return max(gossip_line(told, topology, bound) for topology in topologies for bound in bounds)
+
+
+def gossip_line(told: argparse.Namespace, topology: str, bound: int) -> int:
+    """One run to the last of its rounds. 1 where an invariant or a closed form does not hold."""
+    case = gossip.drawn(told.seed, topology, told.compress, bound, told.rounds, told.workers)
+    began, cpu_began = time.perf_counter(), time.process_time()
+    run = gossip.Rounds(case)
+    try:
+        run.run()
+    except AssertionError as violation:
+        print(f"{topology}: {violation}")
+        return 1
+    real_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began
+    form, sent = gossip.round_s(case), gossip.bytes_of(case)
+    wrong = [] if gossip.explained(form, run.round_s) else ["not the closed form"]
+    wrong += [f"worker {w}: {run.passed[w]} bytes" for w in case.workers if run.passed[w] != sent[w]][:FAILED_SHOWN]
+    print(
+        f"{topology:<13}{told.compress:<7}{bound:>2}{run.round_s:>10.4f}{f'{form.low:.4f} to {form.high:.4f}':>20}"
+        f"{sum(run.passed):>11}{sum(sent):>13}{run.distance:>10.1e}{run.events:>9}{real_s:>8.1f}{cpu_s:>8.1f}",
+        *wrong,
+        sep="  ",
+        flush=True,
+    )
+    return 1 if wrong else 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=10_000)
     parser.add_argument("--restarts", type=int, default=1_000, help="further runs in which a shard restarts")
     parser.add_argument("--trees", type=int, default=1_000, help="small trees of clusters, with every fault")
+    parser.add_argument("--gossips", type=int, default=1_000, help="small gossip runs in which anything may happen")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--replay", type=int, metavar="SEED", help="run one seed and print its trace")
     parser.add_argument("--restart", action="store_true", help="with --replay: the run in which a shard restarts")
     parser.add_argument("--tree", action="store_true", help="one large tree, without faults, against its closed form")
-    parser.add_argument("--workers", type=int, default=1000, help="with --tree: of all clusters")
+    parser.add_argument("--gossip", action="store_true", help="one large gossip run, without faults, the same way")
+    parser.add_argument("--workers", type=int, default=1000, help="with --tree: of all clusters; with --gossip")
     parser.add_argument("--clusters", type=int, default=50, help="with --tree; 0: all workers below the root")
     parser.add_argument("--sync", choices=[*SYNCS, "all"], default="ssp", help="with --tree: of each cluster")
     parser.add_argument("--above", choices=[*SYNCS, "all"], default="ssp", help="with --tree: of the root")
     parser.add_argument("--local-steps", type=int, default=4, help="with --tree: of local")
-    parser.add_argument("--rounds", type=int, default=20, help="with --tree: of the root")
+    parser.add_argument("--rounds", type=int, default=20, help="with --tree: of the root; with --gossip")
+    parser.add_argument("--topology", choices=[*TOPOLOGIES, "all"], default="all", help="with --gossip")
+    parser.add_argument("--compress", choices=gossip.SPECS, default="dense", help="with --gossip: payloads of one size")
+    parser.add_argument("--staleness", type=int, choices=[0, 1], help="with --gossip; not given: both")
     told = parser.parse_args()
     if told.replay is not None:
-        return replay(told.replay, "trees" if told.tree else "restarts" if told.restart else "runs")
+        return replay(
+            told.replay, "trees" if told.tree else "gossips" if told.gossip else "restarts" if told.restart else "runs"
+        )
     if told.tree:
         return trees(told)
+    if told.gossip:
+        return gossips(told)
     began = time.monotonic()
     tally = campaign(told.seed, {kind: getattr(told, kind) for kind in KINDS}, told.jobs)
     show(tally, time.monotonic() - began, told.jobs)

@@ -12,7 +12,6 @@ Rules (BAGUA 2107.01499, D_FP_S and D_LP_S; Lian et al. 1710.06952 for `random`)
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 
 from narrows.protocols import messages as m
@@ -64,7 +63,7 @@ class Pair:
     founders: bool  # both began with the run, from the same weights
     number: int = 0
     sent: tuple[Label, float] | None = None
-    arrived: deque[OfferArrived] = field(default_factory=deque)
+    arrived: list[OfferArrived] = field(default_factory=list)
     done: tuple[Label, ...] = ()  # what the last exchange was for, on either side
     ended: bool = False
 
@@ -255,7 +254,7 @@ class Gossip:
         for peer in sorted(ready):
             pair = self.pairs[peer]
             assert pair.sent is not None
-            (label, mine), theirs = pair.sent, pair.arrived.popleft()
+            (label, mine), theirs = pair.sent, pair.arrived.pop(0)
             last = label.round == LAST
             if last != (label_of(theirs).round == LAST) or (last and not theirs.parts[0].whole):
                 self._refuse(peer, RemoteProtocolError("its last offer is not for the last round, or is no model"))

@@ -77,6 +77,7 @@ class Wire:
     delay_ns: int
     bytes_per_second: int
     free_ns: int = 0  # when the last byte so far has passed
+    passed: int = 0  # bytes so far
 
     def pass_ns(self, size: int) -> int:
         """How long `size` bytes keep it busy."""
@@ -84,6 +85,7 @@ class Wire:
 
     def arrival_ns(self, now_ns: int, size: int) -> int:
         """When a message of `size` bytes that is sent now is there; the wire is busy until its bytes have passed."""
+        self.passed += size
         self.free_ns = max(now_ns, self.free_ns) + self.pass_ns(size)
         return self.free_ns + self.delay_ns
 

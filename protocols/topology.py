@@ -7,6 +7,7 @@ is symmetric and doubly stochastic, for odd counts too, where one worker may be 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from hashlib import blake2b
 
 Edge = tuple[int, int, float]
@@ -63,10 +64,13 @@ def edges(topology: str, number: int, members: Sequence[int], seed: int = 0) -> 
     return TOPOLOGIES[topology](seed, number, members)
 
 
+_edges = lru_cache(maxsize=8)(edges)  # all shards of a process, and all workers of a simulated run, ask for the same
+
+
 def partners(topology: str, number: int, members: Sequence[int], worker: int, seed: int = 0) -> list[tuple[int, float]]:
     """(partner, weight) of `worker` in round `number`. Under `random` those that it asks itself."""
     if topology == RANDOM:
         others = [other for other in members if other != worker]
         return [(others[_draw(seed, number, worker) % len(others)], HALF)] if others else []
-    found = edges(topology, number, members, seed)
+    found = _edges(topology, number, members, seed)
     return [(b if a == worker else a, weight) for a, b, weight in found if worker in (a, b)]

@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -17,8 +17,9 @@ import numpy.typing as npt
 import pytest
 import torch
 import zmq
-from gossiping import COUNT, LEASE_NS, Faults, Net, campaign
+from gossiping import COUNT, LEASE_NS, Campaign, Net, Node, bad
 from in_process import together
+from mirrors import Violation
 from processes import Worker, descendants, serving, started, until
 from scripts import Array, Run, alone, build, distance, flat, loss_of, run
 
@@ -26,7 +27,7 @@ from narrows.compression import parse
 from narrows.protocols import messages as m
 from narrows.protocols.effects import NS, AdoptAsked, OfferArrived, PeerLost, RosterNews, Send, Tell
 from narrows.protocols.errors import NarrowsError, UsageError
-from narrows.protocols.gossip import LAST
+from narrows.protocols.gossip import LAST, Gossip
 from narrows.protocols.member import Member
 from narrows.protocols.modes import Settings
 from narrows.protocols.peers import Peers
@@ -98,8 +99,7 @@ def begun(net: Net, count: int, rounds: int, seed: int = 0, **kinds: Any) -> Arr
         net.add(rounds, **kinds)
     net.introduce()
     for worker, node in net.nodes.items():
-        node.begin(np.zeros(COUNT, np.float32))
-        node.mixing.model = models[worker].copy()
+        node.begin(np.zeros(COUNT, np.float32), models[worker])
     return models
 
 
@@ -110,7 +110,7 @@ def consensus(models: npt.NDArray[Any]) -> float:
 
 
 @both
-@pytest.mark.parametrize("count", [3, 4, 7, 8])
+@pytest.mark.parametrize("count", [4, 7])
 def test_the_mean_is_kept_over_a_thousand_rounds(topology: str, count: int) -> None:
     """To float32 rounding, in full and in low precision, and the models come together. `ring` sends twice as much: 400."""
     for spec, rounds in (("dense", 400 if topology == "ring" else 1000), ("int8", 60), ("topk:0.1+int8", 60)):
@@ -156,17 +156,6 @@ def test_consensus_falls_as_the_spectral_gap_says(topology: str) -> None:
     assert after < 0.3 * before
 
 
-def test_low_precision_sends_a_quarter_of_the_bytes() -> None:
-    sent = []
-    for spec in ("dense", "int8"):
-        net = Net("matching", spec)
-        begun(net, 8, 400)
-        net.run()
-        sent.append(sum(node.bytes for node in net.nodes.values()))
-    header = 3 * 120  # of an offer, its ack, and their acks' share: not small beside 200 values
-    assert sent[1] < 0.27 * sent[0] + header * 8 * 400
-
-
 def test_sparse_differences_need_no_consensus_step_size() -> None:
     """One value in fifty, on a ring: CHOCO-SGD (1902.00340) needs a step size far below 1 for this not to diverge."""
     net = Net("ring", "topk:0.02")
@@ -184,7 +173,7 @@ def test_sparse_differences_need_no_consensus_step_size() -> None:
 def test_the_mean_is_kept_on_a_bad_network(topology: str, seed: int) -> None:
     """Messages lost, late and twice, workers of different speeds, rosters that come when they come."""
     spec = ("dense", "int8", "topk:0.05+int8")[seed % 3]
-    net = Net(topology, spec, Faults(lost=12, twice=7, late_ns=NS // 50), seed)
+    net = Net(topology, spec, bad(1 / 20, 1 / 7, NS // 50), seed)
     count = 3 + seed
     models = begun(net, count, 25)
     for worker, node in net.nodes.items():
@@ -204,10 +193,7 @@ def test_the_death_of_one_delays_the_rest_by_at_most_a_lease(topology: str, told
     net = Net(topology)
     begun(net, 5, 200)
 
-    def die() -> None:
-        net.nodes[2].alive = False
-
-    net.at(NS, die)
+    net.at(NS, net.nodes[2].die)
     if told:
         net.at(NS + LEASE_NS // 2, net.introduce)
     net.run(limit_s=(LEASE_NS / NS) * (0.6 if told else 1.5) + 60)
@@ -235,22 +221,30 @@ def test_a_joiner_begins_with_a_peers_model_and_round(topology: str) -> None:
 
 def test_whatever_comes_it_ends_with_one_model_and_the_right_mean() -> None:
     """Workers that join, die, are taken for dead, are done early; a server that dies; rosters, loss and delay at random."""
-    for seed in range(120):
-        try:
-            campaign(seed)
-        except AssertionError as error:
-            raise AssertionError(f"seed {seed}: {error}") from error
+    runs = [Campaign(seed) for seed in range(100)]
+    for run_ in runs:
+        run_.run()
+    for fault in ("lost", "duplicated", "reordered", "worker crashed", "worker expired", "server crashed"):
+        assert sum(run_.sim.struck[fault] > 0 for run_ in runs) > 0.1 * len(runs), fault
 
 
-def test_rounds_out_of_step_after_a_roster_keep_nobody_waiting() -> None:
-    """Three on a ring, each of which kept a complete exchange back for one that the next kept back."""
-    campaign(337)
+DEADLOCKS: dict[str, tuple[int, type, str, Callable[..., Any]]] = {
+    "three on a ring, each of which keeps back a complete exchange of another round for one that the next keeps back": (
+        337, Gossip, "_in_step", lambda gossip, peer: True),
+    "two that have no model, and ask each other: who has one is back under a later number": (
+        349, Node, "has_none", lambda node, peer: None),
+    "the same, and who has one is done": (866, Node, "has_none", lambda node, peer: None),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", [2355, 3234])
-def test_two_that_have_no_model_do_not_wait_for_each_other(seed: int) -> None:
-    """Who has one has joined again under a later number than theirs, or is dead."""
-    campaign(seed)
+@pytest.mark.parametrize("waits", DEADLOCKS)
+def test_nobody_waits_in_a_circle(waits: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs that end, and without the one rule that lets them do not."""
+    seed, where, rule, off = DEADLOCKS[waits]
+    Campaign(seed).run()
+    monkeypatch.setattr(where, rule, off)
+    with pytest.raises(Violation, match="has not ended"):
+        Campaign(seed).run(limit_s=600)
 
 
 def test_who_is_done_does_not_wait_for_one_whose_last_exchange_was_kept() -> None:
