@@ -2,7 +2,9 @@
 
 Rules
 - A push is repeated under the same id until it is answered, pulls under new ones: what an answer to the old one adds to is
-  not known any more. Their timers start anew with each sign of progress.
+  not known any more, but for the first, which adds to what is here. Their timers start anew with each sign of progress.
+- An answer that comes once its pull was asked for again was late, not lost: it is taken, and from then on a state may take
+  as long. Else a link that is slower than the wait would carry nothing but answers to what was given up.
 - Silence settles nothing, and neither does a refusal: a push in flight when we must join again may have been folded, and
   its ack lost. It is given up, never given back, or it could be folded a second time.
 - Several pulls may be under way. Each but the first names the one before it, whose answer its own will add to, and their
@@ -26,6 +28,10 @@ from narrows.protocols.link import LinkMeter
 from narrows.protocols.modes import Mode, Rule, Settings
 from narrows.protocols.peers import Peers
 from narrows.protocols.wire import FRAME_BYTES
+
+LATE_MAX = 64  # requests of one pull that are remembered: those of the first 20 minutes
+# What is added at most to the wait for a state: a link that stood still tells little of the next one.
+LATE_NS_MAX = 600 * NS
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +65,7 @@ class PullRecord:
     """One pull, and what has come of its answer, by part."""
 
     pull: m.Pull
+    asked_ns: int
     parts: dict[int, m.State] = field(default_factory=dict)
 
     @property
@@ -74,6 +81,8 @@ class Session:
         self.timing, self.meter = timing, meter
         self.pushes: OrderedDict[int, PushRecord] = OrderedDict()
         self.pulls: OrderedDict[int, PullRecord] = OrderedDict()  # by request
+        self.late: OrderedDict[int, PullRecord] = OrderedDict()  # the first of them, by the requests that it had before
+        self.late_ns = 0  # what one that was late took on the link
         self.asked_ns = 0
         self.requests = 0
         self.have = -1  # publication of the newest state that is here whole
@@ -101,15 +110,16 @@ class Session:
         """Ask for a state, in the place of all that was asked for; `follow`: for the one after those."""
         if not follow:
             self.pulls.clear()
+            self.late.clear()
         if not self.pulls:
             self.asked_ns = now_ns
-        return [self._ask(clock, master, coding)]
+        return [self._ask(clock, master, coding, now_ns)]
 
-    def _ask(self, clock: int, master: bool, coding: str) -> Send:
+    def _ask(self, clock: int, master: bool, coding: str, now_ns: int) -> Send:
         self.requests += 1
         after = next(reversed(self.pulls), 0)
         pull = m.Pull(self.worker, self.epoch, self.requests, clock, self.have, master, coding, after)
-        self.pulls[self.requests] = PullRecord(pull)
+        self.pulls[self.requests] = PullRecord(pull, now_ns)
         return Send(self.shard, pull)
 
     def receive(self, message: m.Message, now_ns: int) -> list[MemberEffect]:
@@ -139,19 +149,34 @@ class Session:
         return effects
 
     def _state(self, state: m.State, now_ns: int) -> list[MemberEffect]:
-        record = self.pulls.get(state.request)
+        self.asked_ns = now_ns
+        record = self.pulls.get(state.request) or self.late.get(state.request)
         if record is None or not 0 <= state.part < state.parts <= m.PARTS_MAX:
             return []
-        self.asked_ns = now_ns
         self.meter.down.passed(state.sent_ns, now_ns, len(state.payload))
         record.parts[state.part] = state
         effects: list[MemberEffect] = []
         if not state.delta and not record.pull.master and next(iter(self.pulls)) == state.request:
             effects.append(e.StatePart(self.shard, state))
+        if state.request in self.late:
+            return [*effects, *self._arrived_late(record, state, now_ns)] if record.whole else effects
         while self.pulls and next(iter(self.pulls.values())).whole:
             _, first = self.pulls.popitem(last=False)
+            self.late.clear()
             effects += self._arrived(first)
         return effects
+
+    def _arrived_late(self, record: PullRecord, last: m.State, now_ns: int) -> list[MemberEffect]:
+        """Take the answer to the first pull as it was asked for before. What was asked for since adds to another state."""
+        took_ns = now_ns - record.asked_ns - (last.sent_ns - last.received_ns)  # the time at the server is no link's
+        self.late_ns = min(max(self.late_ns, took_ns), LATE_NS_MAX)
+        rest = [other.pull for other in self.pulls.values()][1:]
+        self.pulls.clear()
+        self.late.clear()
+        whole = [part for part in record.parts.values() if not part.delta and not record.pull.master]
+        effects: list[MemberEffect] = [e.StatePart(self.shard, part) for part in whole]
+        effects += self._arrived(record)
+        return [*effects, *(self._ask(pull.clock, pull.master, pull.coding, now_ns) for pull in rest)]
 
     def _arrived(self, record: PullRecord) -> list[MemberEffect]:
         whole = tuple(record.parts[part] for part in sorted(record.parts))
@@ -174,12 +199,16 @@ class Session:
         if self.pulls and (at_once or now_ns - self.asked_ns >= self._pull_wait()):
             self.asked_ns = now_ns
             again = [record.pull for record in self.pulls.values()]
+            number, first = self.pulls.popitem(last=False)
             self.pulls.clear()
-            effects += [self._ask(pull.clock, pull.master, pull.coding) for pull in again]
+            self.late[number] = first
+            while len(self.late) > LATE_MAX:
+                self.late.popitem(last=False)
+            effects += [self._ask(pull.clock, pull.master, pull.coding, now_ns) for pull in again]
         return effects
 
     def _pull_wait(self) -> int:
-        return self.timing.request_retry_ns + FRAME_BYTES * NS // self.timing.bytes_per_second
+        return self.timing.request_retry_ns + FRAME_BYTES * NS // self.timing.bytes_per_second + self.late_ns
 
 
 class Member:

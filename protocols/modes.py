@@ -18,6 +18,7 @@ SHARDS_MAX = 256
 STALENESS_MAX = 1 << 20
 FRAGMENTS_MAX = 1024  # more than models have layers; a shard keeps a list of them
 PULLS_MAX = 8  # of one worker under way to a shard
+LOSSLESS = {"dense", "lz4"}  # stages of a SPEC that leave nothing out: states coded with no other are published whole
 WINDOW = 4  # updates in flight where no bound limits them (async); own updates that stand in for a mean
 
 # Classes of torch.optim that step each value by itself, so that a piece of a tensor is stepped as the whole would be. Not
@@ -269,7 +270,7 @@ class Settings:
     def pulls(self) -> int:
         """Pulls of one worker that may be under way to a shard. Differences add up, so that each is worth waiting for; of
         whole states only the newest is worth its bytes."""
-        return 1 if self.compress_down == "dense" else min(self.mode().window, PULLS_MAX)
+        return 1 if LOSSLESS.issuperset(self.compress_down.split("+")) else min(self.mode().window, PULLS_MAX)
 
     def summary(self) -> str:
         """Validated settings in a few words, as flags."""

@@ -68,8 +68,9 @@ class Server:
                 effects += self._reported(message, now_ns)
             return self._local([*effects, *self._declare(now_ns)], now_ns)
         if isinstance(message, OF_CLUSTERS):
-            waits = self.late is not None and isinstance(message, m.Offer) and message.number == WHOLE
-            if waits and self.member is not None:
+            # To what the member asks: the round, of one who may be busy for long, and says that it lives.
+            answer = isinstance(message, m.OfferAck) or (isinstance(message, m.Offer) and message.number == WHOLE)
+            if self.late is not None and answer and self.member is not None:
                 return self._seen(self.member.receive_peer(message, now_ns), now_ns)
             return self._local(self.shard.hear(message, now_ns), now_ns)
         if isinstance(message, m.Ledger):

@@ -445,6 +445,8 @@ class Shard:
                 uplink.settled(event.clock)
             elif isinstance(event, StateArrived):
                 effects += sends(uplink.arrived(event, now_ns))
+            else:
+                effects += sends([event])
         return self._went_on(effects, ledger, now_ns)
 
     def _went_on(self, effects: list[ServerEffect], ledger: m.Ledger, now_ns: int) -> list[ServerEffect]:
@@ -702,7 +704,8 @@ class Shard:
         return effects
 
     def _answer(self, inbox: Inbox, now_ns: int) -> list[ServerEffect]:
-        """Answer the oldest pull, if that is to be answered now. Then there is nothing newer for the one after it."""
+        """Answer the oldest pull, if that is to be answered now. Then there is nothing newer for the one after it; behind
+        a master copy it waits for the next turn."""
         ledger, store = self.ledger, self.store
         pull, asked_ns = inbox.pulls[0]
         assert ledger is not None
@@ -812,7 +815,7 @@ class Shard:
         """Report again what the coordinator has not seen; and now and then all, to one that was restarted."""
         if self.uplink is not None and self.ledger is not None and self.place is not None:
             again = sends(self.uplink.tick(now_ns, self.repeats))
-            if again:
+            if again or self.told != self._standing:  # that nobody is waited for any more shows in no effect
                 return self._went_on(again, self.ledger, now_ns)
         if self.writes and self.ledger is not None:
             self.writes = False

@@ -136,7 +136,7 @@ class Sideways(Uplink):
             elif isinstance(event, e.AdoptAsked):
                 if self.ready:
                     effects += self.peers.offer(self.gossip.whole(event.peer, self.round), now_ns)
-                else:
+                elif event.peer in self.peers.peers:
                     self.without.add(event.peer)  # it asks again, and is not asked
                     self.peers.peers[event.peer].adopting = False
             elif isinstance(event, e.PeerEnded):

@@ -13,9 +13,16 @@ from processes import serving, started, until
 from scripts import Array, build, distance, flat, loss_of, mean_loss, train, tree
 from test_gossip import STEPS, TRAINS, ends, reference, sgd
 from test_tree import family, one_process, root_model
-from test_tree_faults import Script, finished, pump, steps, waits
+from test_tree_faults import Held, Script, finished, pump, steps, waits
 
+from narrows.protocols import messages as m
+from narrows.protocols.effects import Log
+from narrows.protocols.link import LinkMeter
+from narrows.protocols.member import Session, Timing
 from narrows.protocols.modes import Settings
+from narrows.protocols.wire import encode
+from narrows.ps.sideways import Sideways
+from narrows.ps.uplink import Place
 from narrows.worker import DistributedOptimizer, clock, rank, world_size
 
 
@@ -142,6 +149,23 @@ def test_a_cluster_that_comes_late_begins_with_the_model_and_the_round_of_a_peer
     assert all(np.array_equal(model, models[0]) for model in models)
 
 
+def test_a_late_cluster_waits_for_a_peer_whose_first_weights_are_still_on_their_way() -> None:
+    """It has no model to give yet, and says so for longer than a lease: that is not silence."""
+    root, (first,) = family(gossip(workers=1), Settings(sync="bsp"), 1)
+    held = Held(first, 0, (m.State,))
+    with tree(root, first) as run:
+        one = Script(run, 0, lambda: steps(3))
+        assert pump(run, [root, first], lambda: held.late)
+        joining = Cluster(Settings(sync="bsp"), root, "late")
+        with tree(root, joining, first_rank=1) as others:
+            two = Script(others, 0, lambda: steps(3))
+            run.sessions += others.sessions
+            assert not pump(run, [root, first, joining], lambda: joining.stopped, 30.0), joining.stopped
+            held.release()
+            models = finished(run, [root, first, joining], one, two)
+    assert np.array_equal(models[0], models[1])
+
+
 def nine_steps(silent: bool) -> Array:
     """The last model of two clusters; `silent`: the server above is, from round 5 on."""
     root, clusters = family(gossip(workers=2, shards=2), Settings(sync="bsp", shards=2), 2)
@@ -183,6 +207,33 @@ def test_a_cluster_that_falls_silent_is_mixed_with_no_more() -> None:
         go.set()
         models = finished(run, [root, *clusters], *two)
     assert np.array_equal(models[0], models[1])
+
+
+def test_a_cluster_that_leaves_with_its_last_ack_lost_keeps_nobody_from_ending() -> None:
+    root, clusters = family(gossip(workers=2), Settings(sync="bsp"), 2)
+    with tree(root, *clusters) as run:
+        leaver = clusters[1].servers[0].member
+        assert leaver is not None
+        root.lost = lambda tell: isinstance(tell.message, m.OfferAck) and tell.message.worker == leaver.worker
+        finished(run, [root, *clusters], *(Script(run, worker, lambda: steps(3)) for worker in range(2)))
+        for session in run.sessions:
+            session.close(failed=False)
+        everyone = [root, *clusters]
+        assert pump(run, everyone, lambda: all(cluster.stopped for cluster in everyone), 120.0), "they end"
+    assert [cluster.stopped.code for cluster in everyone if cluster.stopped is not None] == [0, 0, 0]
+
+
+def test_a_peer_that_says_nonsense_before_it_is_known_is_dropped() -> None:
+    """It asks for the model, which is not here yet, and offers none that is one, before the roster names it."""
+    shard = Sideways(0)
+    place = Place(gossip(workers=2).validated(), 0, 1, 0, 0, (1,), ((0, 4),))
+    shard.adopt(place, (0, 4), Session(0, 0, 1, place.settings.mode(), Timing(), LinkMeter()), False, 0)
+    for message in (m.Adopt(1, 0), m.Offer(1, 0, 1, 0, 0, 0, 1, 0, 4, 9.0, True, m.RAW_FLOAT32, bytes(16))):
+        assert shard.hear(message, 0) == []
+    rows = tuple((worker, 1, worker, 0) for worker in range(2))
+    roster = m.Roster(0, 1, False, rows, ("tcp://a:1", "tcp://b:1"), False)
+    (parted,) = (each for each in shard.introduce(bytes(encode(roster)[0]), False, 0) if isinstance(each, Log))
+    assert "weight 9" in str(parted.values["text"]) and not shard.peers.peers
 
 
 def test_processes_go_on_when_the_server_above_is_killed(tmp_path: Path) -> None:

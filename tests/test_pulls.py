@@ -66,15 +66,61 @@ def test_states_are_taken_in_the_order_of_their_pulls() -> None:
     assert not ours.pulls
 
 
-def test_what_is_asked_for_again_has_new_numbers_and_old_answers_are_nothing() -> None:
-    """The answer to the first is late. Were it taken, that of the second, asked for again, would add to another state."""
+def test_what_is_asked_for_again_has_new_numbers() -> None:
+    """The answer to the first is late, and adds to what is here whichever of its pulls it is of. All other answers, old and
+    new, add to a state that this worker will never have."""
     ours = session()
-    old = [pulls(ours.pull(clock, False, 0, follow=True))[0] for clock in range(2)]
+    old = [pulls(ours.pull(clock, False, 0, follow=True))[0] for clock in range(3)]
     ours.receive(state(old[0].request, 4), 0)
     again = pulls(ours.repeat(100 * NS))
-    assert [(pull.clock, pull.have, pull.after) for pull in again] == [(1, 4, 0)]
-    assert ours.receive(state(old[1].request, 5), 0) == []
-    assert publications(ours.receive(state(again[0].request, 6), 0)) == [6]
+    assert [(pull.clock, pull.have, pull.after) for pull in again] == [(1, 4, 0), (2, 4, again[0].request)]
+    assert ours.receive(state(old[2].request, 6), 0) == []
+    *arrived, send = ours.receive(state(old[1].request, 5), 0)
+    assert publications(arrived) == [5]
+    (anew,) = pulls([send])
+    assert (anew.clock, anew.have, anew.after) == (2, 5, 0)
+    for pull in (*old, *again):
+        assert ours.receive(state(pull.request, 7), 0) == []
+    assert publications(ours.receive(state(anew.request, 6), 0)) == [6]
+
+
+def test_a_late_answer_is_taken_whole() -> None:
+    """Its parts begin before it is asked for again, and those of the new answer must not be put among them."""
+    ours = session()
+    (old,) = pulls(ours.pull(0, False, 0))
+    for part in range(2):
+        ours.receive(state(old.request, 1, delta=False, part=part, parts=3), 0)
+    (again,) = pulls(ours.repeat(100 * NS))
+    assert publications(ours.receive(state(again.request, 2, delta=False, part=0, parts=3), 0)) == []
+    effects = ours.receive(state(old.request, 1, delta=False, part=2, parts=3), 0)
+    assert publications(effects) == [1] and not ours.pulls
+    assert [effect.state.publication for effect in effects if isinstance(effect, e.StatePart)] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("takes_s", [10, 40, 300])
+def test_states_come_however_long_the_link_takes(takes_s: int) -> None:
+    """One state at a time is on the link. Where that takes longer than the wait, each is asked for again while it is under
+    way; it is taken nevertheless, and later ones are waited for."""
+    ours, waits, asked = session(), list[int](), 0
+    road: list[tuple[int, m.State]] = []  # when it is here
+    for turn in range(12):
+        began = now = turn * 10_000
+        made = ours.pull(turn, False, now * NS)
+        while not publications(here := [each for each in made if isinstance(each, e.StateArrived)]):
+            for pull in pulls([each for each in made if isinstance(each, Send)]):
+                asked += 1
+                free = max([now, *(at for at, _ in road)])
+                road.append((free + takes_s, state(pull.request, turn + 1)))
+            now += 1
+            assert now < began + 5_000, "it never comes"
+            made = [each for at, answer in road if at == now for each in ours.receive(answer, now * NS)]
+            made += ours.repeat(now * NS)
+            road = [(at, answer) for at, answer in road if at > now]
+        assert len(here) == 1
+        waits.append(now - began)
+        road = [(at + 10_000 - (now - began), answer) for at, answer in road]  # what is on the link is so still
+    assert waits[0] == takes_s and waits[-1] == takes_s
+    assert asked <= 12 + 300 // 21, "asked for again only until its link is known"
 
 
 def test_a_pull_in_the_place_of_others_gives_them_up() -> None:
@@ -93,6 +139,8 @@ def test_a_pull_in_the_place_of_others_gives_them_up() -> None:
         (Settings(sync="ssp", staleness=3, compress="int8"), 4),
         (Settings(sync="ssp", staleness=1000, compress="int8"), PULLS_MAX),
         (Settings(sync="ssp", staleness=3, compress="int8", compress_down="dense"), 1),
+        (Settings(sync="ssp", staleness=3, compress="lz4"), 1),  # nothing is left out, so they are published whole
+        (Settings(sync="ssp", staleness=3, compress="int8+lz4"), 4),
         (Settings(sync="bsp", push="update", compress="int8", compress_down="int8"), 1),
     ],
 )
