@@ -32,7 +32,7 @@ from narrows.protocols.member import Member
 from narrows.protocols.modes import Settings
 from narrows.protocols.peers import Peers
 from narrows.protocols.topology import RANDOM, TOPOLOGIES, edges, partners
-from narrows.protocols.wire import encode
+from narrows.protocols.wire import VERSION, encode
 from narrows.worker import DistributedOptimizer, clock, rank, world_size
 
 COUNTS = [1, 2, 3, 4, 5, 7, 8, 12]
@@ -739,7 +739,8 @@ def test_bytes_of_strangers_change_nothing(tmp_path: Path) -> None:
             stranger.setsockopt(zmq.LINGER, 1000)
             stranger.connect(address)
             ours = [[bytes(frame) for frame in encode(message)] for message in forged(worker)]
-            for frames in ([b"junk"], [b"NRWS\x01\xc1"], *ours):
+            newer = [ours[0][0][:4] + bytes((VERSION + 1,)) + ours[0][0][5:], *ours[0][1:]]
+            for frames in ([b"junk"], [ours[0][0][:5] + b"\xc1"], newer, *ours):
                 stranger.send_multipart(frames)
             with socket.create_connection((host, int(port)), 5) as raw:
                 raw.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(1000))

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import zmq
 from in_process import Cluster
 from scripts import build, loss_of, run
 from test_wire import SEED
@@ -29,6 +30,7 @@ from narrows.protocols.wire import decode, encode, pack
 from narrows.ps.server import Server
 from narrows.ps.store import Store, check_payload
 from narrows.worker import DistributedOptimizer
+from narrows.worker.runner import Link
 
 FORGED = 30  # of each message
 STEPS = 4
@@ -246,3 +248,18 @@ def test_a_worker_takes_no_state_that_is_none(what: str, master: bool) -> None:
             assert np.array_equal(engine.pulled, before)
         engine._handle(StateArrived(0, 0, False, (good,)))
         assert (engine.pulled == 1).all()
+
+
+def test_a_worker_whose_server_talks_nonsense_is_told_and_ends() -> None:
+    """Its I/O thread is gone: what is asked of it, however often, and the end must not wait for it."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as server:
+        server.setsockopt(zmq.LINGER, 0)
+        port = server.bind_to_random_port("tcp://127.0.0.1")
+        link = Link(f"tcp://127.0.0.1:{port}", "token", "here", b"")
+        assert server.poll(10_000)
+        server.send_multipart([server.recv_multipart()[0], b"nonsense"])
+        with pytest.raises(RemoteProtocolError, match=r"127\.0\.0\.1"):
+            link.take(10.0)
+        for _ in range(5_000):  # more than a queue of ZeroMQ holds
+            link.call(lambda member, now: [])
+        link.close()
