@@ -241,7 +241,7 @@ def figures(
         "train_s": max(own[-1]["seconds"] - own[0]["seconds"] for own in steps),
         "curve": [
             (round(times[end - 1], 3), round(statistics.fmean(losses[end - CURVE_STEPS : end]), 4))
-            for end in range(CURVE_STEPS, min(len(losses), len(times)) + 1)
+            for end in range(CURVE_STEPS, min(len(losses), len(times)))
         ],
     }
     whole = [own[: len(own) // period * period] for own in between]
