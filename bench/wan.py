@@ -129,6 +129,8 @@ ROWS = (
         ("--shards", "2", "--workers", "2", "--sync", "bsp"), each=2),
     Row("diloco H=50", ("--sync", "local", "--local-steps", "50"), period=50),
     Row("streaming H=50 F=5", ("--sync", "local", "--local-steps", "50", "--fragments", "5", "--merge-delay", "8"), period=50),
+    Row("streaming H=50 F=5 int8",
+        ("--sync", "local", "--local-steps", "50", "--fragments", "5", "--merge-delay", "8", "--compress", "int8"), period=50),
     Row("torchft diloco H=50", script=("torchft_diloco.py", "50"), venv=".venv-torchft", period=50),
     Row("hivemind local H=50 fp16", script=("hivemind_run.py", "50"), venv=".venv-hivemind", period=50),
     Row("hivemind delayed fp16", script=("hivemind_run.py", "delayed"), venv=".venv-hivemind"),
