@@ -25,8 +25,8 @@ from itertools import chain
 from narrows.protocols import messages as m
 from narrows.protocols.effects import NS, Log, Send, ServerEffect, Stop
 from narrows.protocols.errors import IncompatibleError, RemoteProtocolError
-from narrows.protocols.keys import Plan, split
-from narrows.protocols.modes import Rule, Settings, contradiction
+from narrows.protocols.keys import KEYS_MAX, Plan, split
+from narrows.protocols.modes import ELEMENTWISE, Rule, Settings, contradiction
 from narrows.protocols.wire import unpack
 
 LEDGER_RETRY_NS = NS // 5  # unseen ledgers are sent again this often
@@ -74,11 +74,18 @@ class Coordinator:
     """Messages from workers and Reports in, effects out. `first_epoch` is greater than any epoch of an earlier life.
 
     `child`: this cluster is a member of a run above, and admits workers once it has its place there (`joined_above`,
-    `placed`).
+    `placed`). `keys_max`: parameters of a model that the servers have memory for.
     """
 
-    def __init__(self, settings: Settings, first_epoch: int, restart_clock: int = -1, child: bool = False) -> None:
-        self.settings = settings
+    def __init__(
+        self,
+        settings: Settings,
+        first_epoch: int,
+        restart_clock: int = -1,
+        child: bool = False,
+        keys_max: int = KEYS_MAX,
+    ) -> None:
+        self.settings, self.keys_max = settings, keys_max
         self.mode = settings.mode()
         self.shards = settings.shards
         self.first_epoch = first_epoch  # worker ids begin anew in each life: with an older epoch they mean others
@@ -245,16 +252,11 @@ class Coordinator:
         if self.closed:
             return [Send(member.peer, self._too_late(member.worker)), *self._remove(member, "refused", now_ns)]
         plan = Plan.unpacked(declare.plan)
-        if self.plan is None:
-            self.plan, self.plan_packed = plan, declare.plan
-        try:
-            self.plan.check_same(plan)
-        except IncompatibleError as error:
-            refuse = m.Refuse(m.RefuseCode.INCOMPATIBLE, member.worker, 0, str(error))
-            return [Send(member.peer, refuse), *self._remove(member, "refused", now_ns)]
-        if self.mode.rule is Rule.MIX and (conflict := self._mismatch(declare.address)):
+        if conflict := self._unfit(plan) or self._mismatch(declare.address):
             refuse = m.Refuse(m.RefuseCode.INCOMPATIBLE, member.worker, 0, conflict)
             return [Send(member.peer, refuse), *self._remove(member, "refused", now_ns)]
+        if self.plan is None:
+            self.plan, self.plan_packed = plan, declare.plan
         if self.child and not self.above:
             self.undeclared[member.worker] = (member.peer, declare)
             return []
@@ -268,9 +270,22 @@ class Coordinator:
         self._decide(now_ns)
         return self._broadcast(now_ns)
 
+    def _unfit(self, plan: Plan) -> str:
+        """Why this run cannot train a model of this plan; "" where it can. A plan is adopted after this, or never."""
+        if self.plan is not None:
+            try:
+                self.plan.check_same(plan)
+            except IncompatibleError as error:
+                return str(error)
+        if self.mode.rule is Rule.OPTIMIZER and plan.optimizer not in ELEMENTWISE:
+            return f"the server cannot rebuild optimizer {plan.optimizer[:60]!r}: use --push update"
+        if plan.size > self.keys_max:
+            return f"the model has {plan.size} parameters, and the server's memory holds {self.keys_max} at most"
+        return ""
+
     def _mismatch(self, address: str) -> str:
         """Why who has this address cannot gossip with those who are here: shards mix with the same shard of others."""
-        ours = {len(other.address.split(" ")) for other in self.declared}
+        ours = {len(other.address.split(" ")) for other in self.declared} if self.mode.rule is Rule.MIX else set()
         if not ours or len(address.split(" ")) in ours:
             return ""
         return (
@@ -357,9 +372,6 @@ class Coordinator:
             member.worker,
             member.epoch,
             beat.sent_ns,
-            self.min_clock,
-            len(self.declared),
-            self.started,
             now_ns,
             now_ns,
             self.tree_above() or self.tree() if beat.below else "",

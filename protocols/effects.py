@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from narrows.protocols.messages import Buffer, Message, Offer, Roster, State
+from narrows.protocols.messages import Message, Offer, Roster, State
 
 NS = 1_000_000_000  # one second, in the unit of every `now_ns`
 
@@ -211,4 +211,3 @@ MemberEffect = (
     | PeersSettled
     | ServerGone
 )
-Payloads = tuple[Buffer, ...]

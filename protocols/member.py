@@ -188,15 +188,15 @@ class Session:
                 effects.append(e.PushSettled(self.shard, clock, 0.0))
         return [*effects, e.StateArrived(self.shard, record.pull.clock, record.pull.master, whole)]
 
-    def repeat(self, now_ns: int, at_once: bool = False) -> list[MemberEffect]:
-        """What was not answered in time, once more; `at_once`: all that was not answered."""
+    def repeat(self, now_ns: int) -> list[MemberEffect]:
+        """What was not answered in time, once more."""
         effects: list[MemberEffect] = []
         for record in self.pushes.values():
             wait = self.timing.request_retry_ns + record.bytes * NS // self.timing.bytes_per_second
-            if not record.held and (at_once or now_ns - record.sent_ns >= wait):
+            if not record.held and now_ns - record.sent_ns >= wait:
                 record.sent_ns, record.repeated = now_ns, True
                 effects += [Send(self.shard, message) for message in record.messages]
-        if self.pulls and (at_once or now_ns - self.asked_ns >= self._pull_wait()):
+        if self.pulls and now_ns - self.asked_ns >= self._pull_wait():
             self.asked_ns = now_ns
             again = [record.pull for record in self.pulls.values()]
             number, first = self.pulls.popitem(last=False)
@@ -238,7 +238,6 @@ class Member:
         self.lease_ns = 0
         self.final_clock = -1
         self.meter = LinkMeter()
-        self.run_started = False
         self.ever_heard = False
 
     @property
@@ -336,7 +335,6 @@ class Member:
             if message.worker == self.worker:
                 self.meter.up.passed(message.echo_ns, message.received_ns)
                 self.meter.down.passed(message.sent_ns, now_ns)
-                self.run_started = message.started
                 self.tree = message.tree or self.tree
             return []
         if isinstance(message, m.Roster):
@@ -390,10 +388,6 @@ class Member:
         return self.rejoin(now_ns)
 
     # Time.
-
-    def reconnected(self, shard: int, now_ns: int) -> list[MemberEffect]:
-        """The link was down: what was on it may be lost, so ask again at once."""
-        return self.sessions[shard].repeat(now_ns, at_once=True) if self.phase == "running" else []
 
     def tick(self, now_ns: int) -> list[MemberEffect]:
         """Repeat what is unanswered, beat, and find the server lost."""

@@ -279,9 +279,6 @@ class HeartbeatAck(Message):
     worker: int
     epoch: int
     echo_ns: int  # the `sent_ns` that is answered
-    min_clock: int
-    live: int
-    started: bool
     received_ns: int
     sent_ns: int
     tree: str = ""  # for a cluster: all levels, from the root down, a line each

@@ -104,6 +104,11 @@ def reached(bound: str, parent: str) -> str:
     return socket.gethostname()
 
 
+def keys_that_fit() -> int:
+    """Parameters whose master copy and published copy, float32 each, this machine's memory holds."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 8
+
+
 def emit(event: str, **values: Any) -> None:
     """One line of JSON for the parent process, if it is still there."""
     with contextlib.suppress(BrokenPipeError):
@@ -147,7 +152,7 @@ class Runner:
         coordinator = member = None
         if process.index == 0:
             restart = self._restart_clock() if process.resume else -1
-            coordinator = Coordinator(process.settings, process.first_epoch, restart, child)
+            coordinator = Coordinator(process.settings, process.first_epoch, restart, child, keys_that_fit())
             if child:
                 lost_ns = int(process.parent_timeout * NS)
                 timing = Timing(lost_ns=lost_ns, connect_ns=lost_ns)
@@ -167,6 +172,12 @@ class Runner:
         return checkpoints.newest(self.folder, self.process.settings.shards)
 
     def apply(self, effects: Iterable[ServerEffect]) -> None:
+        """Carry out what the machine asks for, and what follows from that inside it."""
+        self._carry_out(effects)
+        while self.server.inner:
+            self._carry_out(self.server.advance(time.monotonic_ns()))
+
+    def _carry_out(self, effects: Iterable[ServerEffect]) -> None:
         for effect in effects:
             if isinstance(effect, Send):
                 self._send(effect)
@@ -246,9 +257,9 @@ class Runner:
     def _receive_above(self, frames: list[zmq.Frame], now_ns: int) -> None:
         self.bytes_down += sum(len(frame.buffer) for frame in frames)
         try:
-            effects = list(self.server.handle_above(decode([frame.buffer for frame in frames]), now_ns))
+            effects = self.server.handle_above(decode([frame.buffer for frame in frames]), now_ns)
         except NarrowsError as error:
-            effects = list(self.server.fail_above(str(error), now_ns))
+            effects = self.server.fail_above(str(error), now_ns)
         self.apply(effects)
 
     def _checkpoint(self, clock: int) -> None:

@@ -1,9 +1,16 @@
 """The machine of one server process: a shard, in process 0 the coordinator beside it, and there, in a cluster with a server
-above, the member that joins and leaves that run. No I/O."""
+above, the member that joins and leaves that run. No I/O.
+
+Rules
+- A method returns the effects of one event, and leaves in `inner` what shard 0 and the coordinator then have to say to each
+  other. Its runner carries out the effects, and only then calls `advance`, until `inner` is empty: so a ledger that closes a
+  clock is on its way to the other shards before shard 0 folds, and all shards fold at the same time.
+- All that a peer can get wrong is found before `handle` returns: what `advance` handles was made here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
 from dataclasses import replace
 
 from narrows.protocols import effects as e
@@ -41,6 +48,7 @@ class Server:
         self.place: Place | None = None  # in the run above
         self.leaves = False  # all is done, and the server above has been told
         self.late: e.Started | None = None  # a run of gossip that had begun: it waits for a peer's round
+        self.inner: deque[m.Message] = deque()  # between shard 0 and the coordinator, not handled yet
         self.final = Stop()  # what this process ends with
         if coordinator is not None:
             shard.wants_buffers = coordinator.wants_buffers
@@ -51,14 +59,25 @@ class Server:
             shard.session = lambda place: member.sessions[0]
             shard.repeats = False
 
-    def start(self, now_ns: int) -> Iterator[ServerEffect]:
+    def start(self, now_ns: int) -> list[ServerEffect]:
         """The first report of this shard, and where there is a server above, a Hello to it."""
-        if self.member is not None:
-            yield from self._seen(self.member.join(now_ns), now_ns)
-        yield from self._local([Send(COORDINATOR, self.shard.report())], now_ns)
+        effects = self._seen(self.member.join(now_ns), now_ns) if self.member is not None else []
+        return [*effects, *self._local([Send(COORDINATOR, self.shard.report())], now_ns)]
 
-    def handle(self, peer: bytes, message: m.Message, now_ns: int) -> Iterator[ServerEffect]:
-        """Return the effects of a message, all to be taken. Raises RemoteProtocolError; then nothing has changed."""
+    def advance(self, now_ns: int) -> list[ServerEffect]:
+        """Handle the oldest message of `inner`; return its effects."""
+        assert self.coordinator is not None
+        message = self.inner.popleft()
+        if isinstance(message, m.Ledger):
+            return self._local(self.shard.handle_ledger(message, now_ns), now_ns)
+        effects = self.coordinator.handle(COORDINATOR, message, now_ns)
+        if isinstance(message, m.Report):
+            self.shard.seen(message.version)
+            effects += self._reported(message, now_ns)
+        return self._local(effects, now_ns)
+
+    def handle(self, peer: bytes, message: m.Message, now_ns: int) -> list[ServerEffect]:
+        """Return the effects of a message. Raises RemoteProtocolError; then nothing has changed."""
         coordinator = self.coordinator
         if isinstance(message, FOR_COORDINATOR):
             if coordinator is None:
@@ -81,25 +100,25 @@ class Server:
             coordinator.heard(message.worker, now_ns)
         return self._local(self.shard.handle(peer, message, now_ns), now_ns)
 
-    def tick(self, now_ns: int) -> Iterator[ServerEffect]:
+    def tick(self, now_ns: int) -> list[ServerEffect]:
         effects = self.shard.tick(now_ns)
         if self.coordinator is not None:
             effects = effects + self.coordinator.tick(now_ns)
-        yield from self._local(effects, now_ns)
+        effects = self._local(effects, now_ns)
         if self.member is not None:
-            yield from self._local(self._with_the_workers(now_ns), now_ns)
-            yield from self._seen(self.member.tick(now_ns), now_ns)
-        yield from self._first_tree()
+            effects += self._local(self._with_the_workers(now_ns), now_ns)
+            effects += self._seen(self.member.tick(now_ns), now_ns)
+        return effects + self._first_tree()
 
-    def _first_tree(self) -> Iterator[ServerEffect]:
+    def _first_tree(self) -> list[ServerEffect]:
         """The whole tree, once there is one of several levels and this cluster has begun."""
         coordinator = self.coordinator
         if coordinator is None or self.tree_shown or not coordinator.started:
-            return
-        levels = coordinator.tree_above() or any(child.below for child in coordinator.declared)
-        if levels:
-            self.tree_shown = True
-            yield from self.show_tree()
+            return []
+        if not coordinator.tree_above() and not any(child.below for child in coordinator.declared):
+            return []
+        self.tree_shown = True
+        return self.show_tree()
 
     def show_tree(self) -> list[ServerEffect]:
         """All levels, for the console."""
@@ -108,19 +127,19 @@ class Server:
             return []
         return [Log("tree", {"text": f"the run:\n{coordinator.tree_above() or coordinator.tree()}"})]
 
-    def stop(self, now_ns: int) -> Iterator[ServerEffect]:
+    def stop(self, now_ns: int) -> list[ServerEffect]:
         """Ctrl-C, told to the coordinator, and to the server above."""
         if self.coordinator is None:
-            return
+            return []
         effects = self.coordinator.stop(now_ns)
         if self.member is not None and self.member.phase not in ("leaving", "over"):
             effects += [*sends(self.member.leave(-1, now_ns)), *self.coordinator.cut_off(now_ns)]
-        yield from self._local(effects, now_ns)
+        return self._local(effects, now_ns)
 
     # The server above.
 
-    def handle_above(self, message: m.Message, now_ns: int) -> Iterator[ServerEffect]:
-        """Return the effects of a message of the shard above, all to be taken. Raises RemoteProtocolError."""
+    def handle_above(self, message: m.Message, now_ns: int) -> list[ServerEffect]:
+        """Return the effects of a message of the shard above. Raises RemoteProtocolError."""
         if self.member is not None:
             return self._seen(self.member.receive(0, message, now_ns), now_ns)
         if isinstance(message, m.Refuse) and message.code != m.RefuseCode.NOT_A_MEMBER:
@@ -129,7 +148,7 @@ class Server:
         seen = uplink.session.receive(message, now_ns) if uplink is not None and uplink.session is not None else []
         return self._local(self.shard.from_above(seen, now_ns), now_ns)
 
-    def fail_above(self, text: str, now_ns: int) -> Iterator[ServerEffect]:
+    def fail_above(self, text: str, now_ns: int) -> list[ServerEffect]:
         """The session of this shard is over, and with it the cluster's; process 0 is told."""
         if self.coordinator is not None:
             return self._local(self._end(m.RefuseCode.INCOMPATIBLE, text, now_ns), now_ns)
@@ -162,44 +181,45 @@ class Server:
             return sends(member.rejoin(now_ns))
         return self._declare(now_ns)
 
-    def _seen(self, events: list[MemberEffect], now_ns: int) -> Iterator[ServerEffect]:
+    def _seen(self, events: list[MemberEffect], now_ns: int) -> list[ServerEffect]:
         """Carry out what the member has seen, in its order."""
         member, coordinator = self.member, self.coordinator
         assert member is not None and coordinator is not None
+        effects: list[ServerEffect] = []
         for event in events:
             if isinstance(event, (Send, Tell)):
-                yield event
+                effects.append(event)
             elif isinstance(event, e.Joined):
-                yield from self._joined(event, now_ns)
+                effects += self._joined(event, now_ns)
             elif isinstance(event, e.Started):
                 coordinator.buffers = coordinator.buffers or event.buffers
-                yield from self._started(event, now_ns)
+                effects += self._started(event, now_ns)
             elif isinstance(event, e.RosterNews):
                 roster = bytes(encode(event.roster)[0])
-                yield from self._local(coordinator.introduced_above(roster, False, now_ns), now_ns)
-                yield from self._ask(now_ns)
+                effects += self._local(coordinator.introduced_above(roster, False, now_ns), now_ns)
+                effects += self._ask(now_ns)
             elif isinstance(event, e.OfferArrived):
                 late, self.late = self.late, None
                 if late is not None:
-                    yield from self._placed(late, event.parts[0].round, event.parts[0].round, now_ns)
+                    effects += self._placed(late, event.parts[0].round, event.parts[0].round, now_ns)
             elif isinstance(event, e.PeerLost):
-                yield from self._ask(now_ns)
+                effects += self._ask(now_ns)
             elif isinstance(event, e.ServerGone):
-                yield Log(
-                    "above", {"text": f"the server above, {self.parent}, is gone; the clusters go on among themselves"}
-                )
-                yield from self._local(coordinator.introduced_above(coordinator.roster, True, now_ns), now_ns)
+                text = f"the server above, {self.parent}, is gone; the clusters go on among themselves"
+                effects.append(Log("above", {"text": text}))
+                effects += self._local(coordinator.introduced_above(coordinator.roster, True, now_ns), now_ns)
             elif isinstance(event, e.Failed):
-                yield from self._local(self._end(event.code, event.text, now_ns), now_ns)
+                effects += self._local(self._end(event.code, event.text, now_ns), now_ns)
             elif isinstance(event, e.Left):
                 pass  # where the run is over, the next tick sees that all is done
             elif isinstance(event, e.BuffersWanted):
                 if coordinator.buffers:
-                    yield from sends(member.buffers(coordinator.buffers))
+                    effects += sends(member.buffers(coordinator.buffers))
             else:
-                yield from self._local(self.shard.from_above([event], now_ns), now_ns)
+                effects += self._local(self.shard.from_above([event], now_ns), now_ns)
+        return effects
 
-    def _started(self, event: e.Started, now_ns: int) -> Iterator[ServerEffect]:
+    def _started(self, event: e.Started, now_ns: int) -> list[ServerEffect]:
         """Take our place above. Of a run of gossip the server above does not know the round: its clock says only whether it
         has begun; then a peer tells it, or we go on from our own."""
         member, coordinator, before = self.member, self.coordinator, self.place
@@ -207,66 +227,66 @@ class Server:
         mode = member.settings.mode()
         self.late = None
         if mode.rule is not Rule.MIX:
-            yield from self._placed(event, 0, event.clock, now_ns)
-        elif coordinator.declared and before is not None:
+            return self._placed(event, 0, event.clock, now_ns)
+        if coordinator.declared and before is not None:
             number = before.round + (coordinator.min_clock - before.at) // mode.local_steps
-            yield from self._placed(event, number, 0, now_ns)
-        elif event.clock:
+            return self._placed(event, number, 0, now_ns)
+        if event.clock:
             self.late = event
-            yield from self._ask(now_ns)
-        else:
-            yield from self._placed(event, 0, 0, now_ns)
+            return self._ask(now_ns)
+        return self._placed(event, 0, 0, now_ns)
 
-    def _placed(self, event: e.Started, number: int, clock: int, now_ns: int) -> Iterator[ServerEffect]:
+    def _placed(self, event: e.Started, number: int, clock: int, now_ns: int) -> list[ServerEffect]:
         """Begin at round `number` (gossip), where nobody here is further at `clock`, that of the run above."""
         member, coordinator = self.member, self.coordinator
         assert member is not None and coordinator is not None and member.settings is not None
         at = coordinator.begin(clock * member.settings.mode().local_steps, now_ns)
         where = (event.worker, event.epoch, event.clock, at)
         self.place = Place(member.settings, *where, member.ports, event.ranges, number)
-        yield from self._local(coordinator.placed(self.place.packed(), event.epoch, now_ns), now_ns)
+        return self._local(coordinator.placed(self.place.packed(), event.epoch, now_ns), now_ns)
 
-    def _ask(self, now_ns: int) -> Iterator[ServerEffect]:
+    def _ask(self, now_ns: int) -> list[ServerEffect]:
         """The longest-standing peer for the round that the run has come to, where we are late."""
         peers = self.member.peers if self.member is not None else None
         if self.late is None or peers is None or not peers.epoch or any(p.adopting for p in peers.peers.values()):
-            return
+            return []
         if peers.peers:
-            yield from self._seen(peers.adopt(min(peers.peers), now_ns), now_ns)
-        else:
-            text = "the run has begun, and no cluster is left that could give its model: start it again"
-            yield from self._local(self._end(m.RefuseCode.INCOMPATIBLE, text, now_ns), now_ns)
+            return self._seen(peers.adopt(min(peers.peers), now_ns), now_ns)
+        text = "the run has begun, and no cluster is left that could give its model: start it again"
+        return self._local(self._end(m.RefuseCode.INCOMPATIBLE, text, now_ns), now_ns)
 
-    def _joined(self, event: e.Joined, now_ns: int) -> Iterator[ServerEffect]:
+    def _joined(self, event: e.Joined, now_ns: int) -> list[ServerEffect]:
         coordinator, settings = self.coordinator, Settings.unpacked(event.settings)
         assert coordinator is not None
-        ours, theirs = coordinator.shards, len(event.ports)
-        if settings.mode().rule is Rule.MIX and self._unreachable:
-            text = (
+        why = self._cannot_join(settings, coordinator.shards, len(event.ports))
+        if why:
+            return self._local(self._end(m.RefuseCode.INCOMPATIBLE, why, now_ns), now_ns)
+        place = f"is member {event.rank + 1} of {event.world_size} of {self.parent}"
+        effects = self._local(coordinator.joined_above(event.rank, event.world_size, now_ns), now_ns)
+        return [Log("above", {"text": f"{place}: {settings.summary()}"}), *effects]
+
+    def _cannot_join(self, settings: Settings, ours: int, theirs: int) -> str:
+        """Why this cluster cannot be a worker of a run of these settings; `ours`, `theirs`: shards. "" where it can."""
+        mode = settings.mode()
+        if mode.rule is Rule.MIX and self._unreachable:
+            return (
                 f"its clusters gossip, and from other machines nobody reaches {self.host}: give --bind an address of this "
                 "machine that they reach"
             )
-            yield from self._local(self._end(m.RefuseCode.INCOMPATIBLE, text, now_ns), now_ns)
-        elif settings.mode().streams:
-            text = (
+        if mode.streams:
+            return (
                 "it merges fragments of the model (--fragments, --merge-delay, --merge-alpha), and a cluster exchanges all of "
                 "it at once: start it without these flags"
             )
-            yield from self._local(self._end(m.RefuseCode.INCOMPATIBLE, text, now_ns), now_ns)
-        elif settings.mode().rule is Rule.OPTIMIZER:
-            text = (
+        if mode.rule is Rule.OPTIMIZER:
+            return (
                 f"it takes gradients (--sync {settings.sync}) and a cluster pushes updates: start it with --push update"
             )
-            yield from self._local(self._end(m.RefuseCode.INCOMPATIBLE, text, now_ns), now_ns)
-        elif ours != theirs:
-            text = (
+        if ours != theirs:
+            return (
                 f"it has {theirs} shards and this cluster {ours}, and each pushes to one: give --shards {theirs} here"
             )
-            yield from self._local(self._end(m.RefuseCode.INCOMPATIBLE, text, now_ns), now_ns)
-        else:
-            place = f"is member {event.rank + 1} of {event.world_size} of {self.parent}"
-            yield Log("above", {"text": f"{place}: {settings.summary()}"})
-            yield from self._local(coordinator.joined_above(event.rank, event.world_size, now_ns), now_ns)
+        return ""
 
     @property
     def _unreachable(self) -> bool:
@@ -287,42 +307,27 @@ class Server:
         self.final = Stop(code, text)
         return [*coordinator.refuse_all(code, text), *coordinator.cut_off(now_ns)]
 
-    def _local(self, effects: list[ServerEffect], now_ns: int) -> Iterator[ServerEffect]:
-        """The effects for the runner; what shard 0 and the coordinator send each other is carried out here.
-
-        Made as they are taken: a ledger that closes a clock is on its way to the other shards before this one folds, so
-        that all shards fold at the same time.
-        """
-        inner = [effect for effect in effects if self._is_local(effect)]
+    def _local(self, effects: list[ServerEffect], now_ns: int) -> list[ServerEffect]:
+        """The effects for the runner; what shard 0 and the coordinator send each other goes to `inner`."""
+        outer: list[ServerEffect] = []
         for effect in effects:
             if isinstance(effect, Stop):
-                yield from self._leave_above(now_ns)
-            elif not self._is_local(effect):
-                yield effect
-        for effect in inner:
-            yield from self._local(self._take(effect, now_ns), now_ns)
+                outer += self._leave_above(now_ns)
+            elif self.coordinator is not None and isinstance(effect, Send) and effect.peer == COORDINATOR:
+                self.inner.append(effect.message)
+            else:
+                outer.append(effect)
+        return outer
 
-    def _leave_above(self, now_ns: int) -> Iterator[ServerEffect]:
+    def _leave_above(self, now_ns: int) -> list[ServerEffect]:
         """All is done here: leave the run above, and then end."""
         member, uplink = self.member, self.shard.uplink
         if member is None or member.phase in ("over", "new"):
-            yield self.final
-        elif member.phase != "leaving" and uplink is not None:
-            self.leaves = True
-            yield from sends(member.leave(uplink.clock if uplink.ready else -1, now_ns))
-
-    def _is_local(self, effect: ServerEffect) -> bool:
-        return self.coordinator is not None and isinstance(effect, Send) and effect.peer == COORDINATOR
-
-    def _take(self, effect: ServerEffect, now_ns: int) -> list[ServerEffect]:
-        assert isinstance(effect, Send) and self.coordinator is not None
-        if isinstance(effect.message, m.Ledger):
-            return self.shard.handle_ledger(effect.message, now_ns)
-        effects = self.coordinator.handle(COORDINATOR, effect.message, now_ns)
-        if isinstance(effect.message, m.Report):
-            self.shard.seen(effect.message.version)
-            effects += self._reported(effect.message, now_ns)
-        return effects
+            return [self.final]
+        if member.phase == "leaving" or uplink is None:
+            return []
+        self.leaves = True
+        return sends(member.leave(uplink.clock if uplink.ready else -1, now_ns))
 
     def _reported(self, report: m.Report, now_ns: int) -> list[ServerEffect]:
         """What the server above is told of a shard's report."""

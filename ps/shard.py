@@ -56,7 +56,6 @@ class Inbox:
 
     worker: int
     epoch: int
-    rank: int
     clock: int
     taken: int = 0  # updates of it below are in x (barrier)
     settled: int = 0  # and below this in the published state, or min_clock is here, before which it was no member
@@ -168,7 +167,7 @@ class Shard:
         self.store = Store(
             begin,
             end,
-            at_once=not self.mode.barrier,
+            barrier=self.mode.barrier,
             compress_down=self.settings.compress_down,
             outer=(self.settings.outer_lr, self.settings.outer_momentum) if rule is Rule.OUTER else None,
             lent=self.lent,
@@ -211,14 +210,14 @@ class Shard:
         if ledger.epoch == self.epoch:
             return effects
         self.epoch = ledger.epoch
-        now_members = {worker: (epoch, rank, clock) for worker, epoch, rank, clock in ledger.members}
+        now_members = {worker: (epoch, clock) for worker, epoch, _, clock in ledger.members}
         for worker in [w for w in self.inboxes if w not in now_members]:
             inbox = self.inboxes.pop(worker)
             for clock, pieces in inbox.partial.items():
                 effects.append(self._discard(worker, clock, f"{len(pieces)} of its parts had come"))
-        for worker, (epoch, rank, clock) in now_members.items():
+        for worker, (epoch, clock) in now_members.items():
             if worker not in self.inboxes:
-                self.inboxes[worker] = Inbox(worker, epoch, rank, clock, clock, min(clock, self.min_clock))
+                self.inboxes[worker] = Inbox(worker, epoch, clock, clock, min(clock, self.min_clock))
         wanted = {*ledger.departed, *(pair for row in ledger.sets for pair in _pairs(row))}
         for update, by_worker in list(self.held.items()):
             for worker in [w for w in by_worker if w not in self.inboxes and (w, update) not in wanted]:

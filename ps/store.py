@@ -103,14 +103,13 @@ class Store:
         begin: int,
         end: int,
         *,
-        at_once: bool,
+        barrier: bool,
         compress_down: str = "dense",
         outer: tuple[float, float] | None = None,
         lent: Callable[[], bool] = lambda: True,
     ) -> None:
         self.begin, self.end = begin, end
         self.size = end - begin
-        self.at_once = at_once
         rungs = ladder(compress_down)
         self.code_with(rungs[0].spec)
         self.memories: dict[Keys, Memory] = {}  # of the downlink: each fragment is a stream of its own
@@ -126,7 +125,7 @@ class Store:
         self.deltas: OrderedDict[int, tuple[Keys, bytes | None]] = OrderedDict()
         self.rebased = False  # since the last publication: then it is of all keys
         # p is x itself: between two barriers neither changes, and no lossy compressor ever needs both.
-        self.shared = not at_once and self.down.lossless and len(rungs) == 1
+        self.shared = barrier and self.down.lossless and len(rungs) == 1
 
     def first_weights(self, parts: Sequence[Payloads]) -> None:
         """The first weights of the run, whole."""

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -193,12 +193,21 @@ class Process:
     def tick(self, now_ns: int) -> None:
         self._apply(self.server.tick(now_ns), "tick")
 
-    def _apply(self, effects: Iterable[ServerEffect], why: str) -> None:
-        """Carry out effects as they are made; what comes after one of them may fold or close on top of it."""
+    def _apply(self, effects: Sequence[ServerEffect], why: str) -> None:
+        """Carry out what the machine asks for, and what follows from that inside it; then all is looked at."""
         run, checker = self.run, self.run.checker
-        done: list[ServerEffect] = []
+        done = [*effects]
+        self._carry_out(effects)
+        while self.server.inner:
+            more = self.server.advance(run.sim.now_ns)
+            self._carry_out(more)
+            done += more
+        checker.server_event(self, done, why)
+        run.server_event(self)
+
+    def _carry_out(self, effects: Sequence[ServerEffect]) -> None:
+        run = self.run
         for effect in effects:
-            done.append(effect)
             if isinstance(effect, e.Send):
                 if isinstance(effect.peer, int):
                     run.send(self.port, self.above, effect.message)
@@ -215,8 +224,6 @@ class Process:
                 self._load(effect.clock)
             else:
                 run.over = True
-        checker.server_event(self, done, why)
-        run.server_event(self)
 
     def _checkpoint(self, clock: int) -> None:
         shard, disk = self.shard, self.run.disk

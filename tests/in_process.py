@@ -68,7 +68,9 @@ class Cluster:
 
     def _apply(self, index: int, effects: Iterable[ServerEffect]) -> None:
         """Carry out a server's effects; shards know each other as b"shard-<index>"."""
-        made = list(effects)  # all of them first: what is sent here arrives at once, and comes back
+        made = [*effects]  # all of them first: what is sent here arrives at once, and comes back
+        while self.servers[index].inner:
+            made += self.servers[index].advance(self.now())
         for effect in made:
             if isinstance(effect, Tell) and self.parent is not None and not self.parent.lost(effect):
                 frames = [bytes(frame) for frame in encode(effect.message)]

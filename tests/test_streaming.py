@@ -283,7 +283,7 @@ def test_a_state_dict_has_the_residuals_of_all_fragments(shards: int) -> None:
 
 
 def test_an_outer_step_leaves_the_momentum_of_other_keys_alone() -> None:
-    store = Store(10, 16, at_once=False, outer=(1.0, 0.5))
+    store = Store(10, 16, barrier=True, outer=(1.0, 0.5))
     store.restart(np.zeros(6, np.float32), np.zeros(6, np.float32), 0)
     mean = np.ones(6, np.float32)
     store.fold_outer(mean, (10, 12))
@@ -301,7 +301,7 @@ def test_an_outer_step_leaves_the_momentum_of_other_keys_alone() -> None:
 def test_who_follows_the_publications_of_fragments_has_the_published_state(specs: list[str], at_once: bool) -> None:
     """Whatever it has, and where what came from a server above has changed all keys."""
     size, fragments, random = 1200, 4, np.random.default_rng(2)
-    store = Store(100, 100 + size, at_once=at_once, compress_down="auto" if len(specs) > 1 else specs[0])
+    store = Store(100, 100 + size, barrier=not at_once, compress_down="auto" if len(specs) > 1 else specs[0])
     store.restart(np.zeros(size, np.float32), np.zeros(size, np.float32), 0)
     history = {0: store.p.copy()}
     lengths = set()
