@@ -67,10 +67,15 @@ class Cluster:
         self.held_ns += int(sum(map(len, frames)) / link.rate * NS)
 
     def _apply(self, index: int, effects: Iterable[ServerEffect]) -> None:
-        """Carry out a server's effects; shards know each other as b"shard-<index>"."""
-        made = [*effects]  # all of them first: what is sent here arrives at once, and comes back
+        """Carry out a server's effects, and what follows from them inside it: first all of that, since what is sent here
+        arrives at once, and comes back."""
+        made = [*effects]
         while self.servers[index].inner:
             made += self.servers[index].advance(self.now())
+        self._carry_out(index, made)
+
+    def _carry_out(self, index: int, made: Sequence[ServerEffect]) -> None:
+        """Shards know each other as b"shard-<index>"."""
         for effect in made:
             if isinstance(effect, Tell) and self.parent is not None and not self.parent.lost(effect):
                 frames = [bytes(frame) for frame in encode(effect.message)]

@@ -268,7 +268,7 @@ class OnDisk(in_process.Cluster):
         return self.runners[-1].server
 
     def carry(self, index: int, effect: Send) -> None:
-        super()._apply(index, [effect])
+        self._carry_out(index, [effect])
 
     def _apply(self, index: int, effects: Iterable[ServerEffect]) -> None:
         self.runners[index].apply(list(effects))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -26,7 +27,7 @@ import narrows.worker as narrows
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
 from narrows.protocols.coordinator import GRACE_MAX_NS, GRACE_MIN_NS, Coordinator
-from narrows.protocols.effects import NS
+from narrows.protocols.effects import NS, ServerEffect
 from narrows.protocols.keys import parts
 from narrows.protocols.modes import Settings
 from narrows.protocols.simulator import MS, Faults, Random
@@ -103,12 +104,11 @@ class Timed(Cluster):
     def now(self) -> int:
         return self.now_ns
 
-    def _apply(self, index: int, effects: Any) -> None:
-        effects = list(effects)
-        for effect in effects:
+    def _carry_out(self, index: int, made: Sequence[ServerEffect]) -> None:
+        for effect in made:
             if isinstance(effect, e.Log) and effect.event == "late":
                 self.late.append(tuple(effect.values[name] for name in ("clock", "worker", "age")))  # type: ignore[arg-type]
-        super()._apply(index, effects)
+        super()._carry_out(index, made)
 
     def tick(self) -> None:
         with self.changed:
@@ -301,7 +301,7 @@ def test_a_worker_that_dies_with_its_update_on_all_shards_is_in_the_next_round_a
     assert all(not server.shard.held for server in cluster.servers)
     # A second one, whose push reaches shard 0 alone.
     real = cluster.servers[1].handle
-    cluster.servers[1].handle = lambda *arguments: iter(())  # type: ignore[method-assign]
+    cluster.servers[1].handle = lambda *arguments: []  # type: ignore[method-assign]
     pushers[1].push()
     cluster.servers[1].handle = real  # type: ignore[method-assign]
     assert cluster.servers[0].shard.held

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -102,11 +102,11 @@ class Held:
         self.real, self.late, self.on = self.server.handle_above, list[m.Message](), True
         self.server.handle_above = self.handle  # type: ignore[method-assign]
 
-    def handle(self, message: m.Message, now_ns: int) -> Iterator[ServerEffect]:
+    def handle(self, message: m.Message, now_ns: int) -> list[ServerEffect]:
         if not self.on or not isinstance(message, self.kinds):
             return self.real(message, now_ns)
         self.late.append(message)
-        return iter(())
+        return []
 
     def release(self) -> None:
         with self.cluster.changed:
@@ -315,14 +315,14 @@ def test_a_refusal_of_any_shard_ends_the_cluster_with_its_sentence() -> None:
 
     real = root.servers[1].handle
 
-    def handle(peer: bytes, message: m.Message, now_ns: int) -> Iterator[ServerEffect]:
+    def handle(peer: bytes, message: m.Message, now_ns: int) -> list[ServerEffect]:
         try:
             return real(peer, message, now_ns)
         except Exception as error:  # as ps/runner.py answers it
             below, shard = root.children[peer]
             refuse = m.Refuse(m.RefuseCode.INCOMPATIBLE, -1, 0, str(error))
             below._apply(shard, below.servers[shard].handle_above(refuse, now_ns))
-            return iter(())
+            return []
 
     root.servers[1].handle = handle  # type: ignore[method-assign]
     with tree(root, cluster) as run:
@@ -388,10 +388,10 @@ class Faults:
     def pass_on(self, now: Callable[[], Any], later: Callable[[], None]) -> Any:
         fate = self.rng.random() / self.share
         if fate < 1:
-            return iter(())
+            return []
         if fate < 3:
             self.late.append(later)
-        return iter(()) if fate < 2 else now()
+        return [] if fate < 2 else now()
 
     def some(self) -> None:
         self.rng.shuffle(self.late)
