@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from narrows.compression import ErrorFeedback, cuda, parse
-from narrows.compression.cuda_stages import encode_indices, load_kernels, select_top
+from narrows.compression.cuda.stages import encode_indices, load_kernels, select_top
 from narrows.compression.sparsifiers import TopK
 
 

@@ -22,9 +22,9 @@ import numpy.typing as npt
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-from gossiping import COUNT, Net
+from simulation.gossips import COUNT, Net
 
-from narrows.protocols.topology import TOPOLOGIES, edges
+from narrows.protocols.gossip.topology import TOPOLOGIES, edges
 
 ROUNDS = 16
 COUNTS = (3, 4, 7, 8)

@@ -188,7 +188,7 @@ def cluster(task: Task, row: Row, workers: int, steps: int, seed: int, hold_s: f
     ):
         record = Path(folder) / "record.jsonl"
         address = f"tcp://{LISTEN if row.held else '127.0.0.1'}:{ports[0]}"
-        command = [sys.executable, "-m", "narrows.worker.cli", "--server", address, "-n", str(workers)]
+        command = [sys.executable, "-m", "narrows.worker.command.cli", "--server", address, "-n", str(workers)]
         _, seconds = launch.run([*command, "--record", str(record), *task.arguments(steps, seed), *row.script], limit_s)
         events = [json.loads(line) for line in record.read_text().splitlines()]
     held = {"hold_ms": 1000 * hold_s} if row.held else {}

@@ -120,7 +120,7 @@ def serving(flags: Sequence[str], ports: Sequence[int], host: str = "127.0.0.1")
     """ps-serve, one shard a port, which are its children. It ends by itself after its workers. Raises CommandFailed."""
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as said:
         ready = Path(folder) / "ready"
-        command = [sys.executable, "-m", "narrows.ps.cli", "--bind", f"tcp://{host}:{ports[0]}", *flags]
+        command = [sys.executable, "-m", "narrows.ps.command.cli", "--bind", f"tcp://{host}:{ports[0]}", *flags]
         command += ["--shards", str(len(ports)), "--ready-file", str(ready), "--checkpoint-dir", "none"]
         process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=said, stderr=said)
         try:

@@ -27,16 +27,16 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-import simulation_gossip as gossip
-from forms import Forms, explained, measured_s
-from gossiping import COUNT, Campaign
-from mirrors import Violation
-from simulation import Run, case_of
-from simulation_tree import SYNCS, Trace, Tree, fault_case, tree_of
+from simulation import rounds as gossip
+from simulation.campaigns import Run, case_of
+from simulation.forms import Forms, explained, measured_s
+from simulation.gossips import COUNT, Campaign
+from simulation.mirrors import Violation
+from simulation.trees import SYNCS, Trace, Tree, fault_case, tree_of
 
 from narrows.protocols.effects import NS
+from narrows.protocols.gossip.topology import TOPOLOGIES
 from narrows.protocols.messages import Message
-from narrows.protocols.topology import TOPOLOGIES
 
 BATCH = 50  # runs of one job between two reports
 FAILED_SHOWN = 20

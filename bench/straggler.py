@@ -127,7 +127,7 @@ def measure(flags: Sequence[str], rounds: int, steps: int, cores: Sequence[int],
         records = [Follower(folder / f"record{index}") for index in range(2)]
         for record, core, times in zip(records, cores, (1.0, SLOWED), strict=True):
             env = launch.environment(STRAGGLER_PHASE=str(phase), STRAGGLER_TIMES=str(times))
-            command = [sys.executable, "-m", "narrows.worker.cli", "--server", f"tcp://127.0.0.1:{port[0]}"]
+            command = [sys.executable, "-m", "narrows.worker.command.cli", "--server", f"tcp://127.0.0.1:{port[0]}"]
             with pinned({core}):
                 command += ["--record", str(record.path), WORKER, "--steps", "1000000"]
                 stack.enter_context(launch.started(command, env))

@@ -222,7 +222,13 @@ def measure(spec: str, workers: int, rounds: int) -> Result:
             wan.serve(
                 below, wan.PORT, [*shards, *parent, "--workers", str(workers), "--sync", "bsp"], folder, "cluster"
             )
-            command = [sys.executable, "-m", "narrows.worker.cli", "--server", f"tcp://{below.address}:{wan.PORT}"]
+            command = [
+                sys.executable,
+                "-m",
+                "narrows.worker.command.cli",
+                "--server",
+                f"tcp://{below.address}:{wan.PORT}",
+            ]
             command += ["-n", str(workers), wan.TASK, "--steps", str(FIRST + rounds + 1)]
             with (folder / "log").open("w") as log:
                 process = below.popen(command, stdout=log, stderr=log, cwd=launch.ROOT)

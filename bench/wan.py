@@ -154,7 +154,7 @@ def serve(host: lab.Host, port: int, flags: Sequence[str], folder: Path, name: s
     """A ps-serve that is ready, or CommandFailed. It ends by itself, or with the lab."""
     ready, said = folder / f"{name}.ready", folder / f"{name}.log"
     bind = f"tcp://{host.address}:{port}"
-    command = [sys.executable, "-m", "narrows.ps.cli", "--bind", bind, "--insecure", "--checkpoint-dir", "none"]
+    command = [sys.executable, "-m", "narrows.ps.command.cli", "--bind", bind, "--insecure", "--checkpoint-dir", "none"]
     with said.open("w") as log:
         process = host.popen([*command, "--ready-file", str(ready), *flags], stdout=log, stderr=log, cwd=launch.ROOT)
     deadline = time.monotonic() + READY_S
@@ -178,7 +178,7 @@ def workers(row: Row, hosts: Sequence[lab.Host], args: Sequence[str], folder: Pa
             server = (
                 f"tcp://{host.address}:{PORT + 10 * (1 + rank)}" if row.below else f"tcp://{hosts[0].address}:{PORT}"
             )
-            command = [sys.executable, "-m", "narrows.worker.cli", "--server", server, "--record", str(record)]
+            command = [sys.executable, "-m", "narrows.worker.command.cli", "--server", server, "--record", str(record)]
             command += ["-n", str(row.each), TASK, *args]
         with (folder / f"worker{rank}.log").open("w") as log:
             started.append(host.popen(command, stdout=log, stderr=log, cwd=launch.ROOT, env=env))

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from enum import Enum
 
 from narrows.protocols.errors import RemoteProtocolError, UsageError
+from narrows.protocols.gossip.topology import RANDOM, TOPOLOGIES
 from narrows.protocols.messages import WORKERS_MAX
-from narrows.protocols.topology import RANDOM, TOPOLOGIES
 from narrows.protocols.wire import pack, unpack
 
 SHARDS_MAX = 256

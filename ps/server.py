@@ -15,12 +15,12 @@ from dataclasses import replace
 
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
-from narrows.protocols.coordinator import Coordinator
+from narrows.protocols.cluster.coordinator import Coordinator
 from narrows.protocols.effects import Log, MemberEffect, Send, ServerEffect, Stop, Tell
 from narrows.protocols.errors import RemoteProtocolError
-from narrows.protocols.member import Member
+from narrows.protocols.gossip.peers import WHOLE
+from narrows.protocols.member.member import Member
 from narrows.protocols.modes import Rule, Settings
-from narrows.protocols.peers import WHOLE
 from narrows.protocols.wire import LOCAL_HOSTS, encode
 from narrows.ps.shard import COORDINATOR, Shard, sends
 from narrows.ps.uplink import Place

@@ -34,11 +34,11 @@ from narrows.protocols.effects import (
     Tell,
 )
 from narrows.protocols.errors import RemoteProtocolError
+from narrows.protocols.gossip.peers import EARLY_MAX
 from narrows.protocols.keys import Plan, covers, fragment, parts, split
-from narrows.protocols.link import LinkMeter
-from narrows.protocols.member import Session, Timing
+from narrows.protocols.member.member import Session, Timing
+from narrows.protocols.member.meter import LinkMeter
 from narrows.protocols.modes import PULLS_MAX, Rule, Settings
-from narrows.protocols.peers import EARLY_MAX
 from narrows.protocols.wire import unpack
 from narrows.ps.sideways import Sideways
 from narrows.ps.store import FloatArray, Keys, ServerOptimizer, Store, check_payload

@@ -22,9 +22,9 @@ from narrows.protocols import effects as e
 from narrows.protocols import messages as m
 from narrows.protocols.effects import NS, Log, MemberEffect, Tell
 from narrows.protocols.errors import RemoteProtocolError
-from narrows.protocols.gossip import LAST, Gossip
-from narrows.protocols.mixing import Mixing
-from narrows.protocols.peers import Peers
+from narrows.protocols.gossip.exchanges import LAST, Gossip
+from narrows.protocols.gossip.mixing import Mixing
+from narrows.protocols.gossip.peers import Peers
 from narrows.protocols.wire import decode
 from narrows.ps.uplink import FloatArray, Seen, Uplink
 

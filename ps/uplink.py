@@ -24,9 +24,9 @@ from narrows.protocols import messages as m
 from narrows.protocols.effects import Log, MemberEffect, StateArrived
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.keys import parts
-from narrows.protocols.member import Session
+from narrows.protocols.member.member import Session
+from narrows.protocols.member.view import Coded, ShardView
 from narrows.protocols.modes import Settings
-from narrows.protocols.view import Coded, ShardView
 from narrows.protocols.wire import pack, unpack
 
 FloatArray = npt.NDArray[np.float32]

@@ -20,13 +20,16 @@ ARROWS = {
 
 # module -> files and folders that may import it; a rule for the packages, not for tests and bench.
 OWNERS = {
-    "zmq": ("ps/runner.py", "worker/runner.py"),
+    "zmq": ("ps/process/runner.py", "worker/runner.py"),
     "torch": ("ps/optimizers.py", "worker/"),
     "pickle": (),  # no pickle on the wire or on disk
     "cloudpickle": (),
     "marshal": (),
     "shelve": (),
 }
+
+RUNTIME = "protocols/runtime/"  # sockets, children, flags: what runs machines, and is none
+RUNNERS = ("ps/process/", "ps/command/", "worker/command/", "worker/runner.py", "worker/session.py")
 
 # What a deterministic machine cannot know: sockets, threads, clocks, files, processes, randomness, logs.
 IMPURE = {
@@ -75,8 +78,12 @@ def complaint(path: str, name: str) -> str | None:
         path == owner or (owner.endswith("/") and path.startswith(owner)) for owner in OWNERS[top]
     ):
         return f"{top} may be imported only in {', '.join(OWNERS[top]) or 'no file'}"
+    if path.startswith(RUNTIME):
+        return None
     if here == "protocols" and top in IMPURE:
         return f"protocols is pure and must not import {top}"
+    if name.startswith("narrows.protocols.runtime") and not path.startswith(RUNNERS):
+        return "protocols.runtime is impure: only what runs the machines may import it"
     return None
 
 
@@ -98,9 +105,13 @@ def test_no_forbidden_import() -> None:
 
 FORBIDDEN = [
     ("ps/shard.py", "from narrows.worker import rank", "ps must not import worker"),
-    ("worker/session.py", "import narrows.ps.cli", "worker must not import ps"),
+    ("worker/session.py", "import narrows.ps.command.cli", "worker must not import ps"),
     ("worker/session.py", "def f():\n    from narrows import ps", "worker must not import ps"),
-    ("worker/launch.py", "import importlib\nimportlib.import_module('narrows.ps.cli')", "worker must not import ps"),
+    (
+        "worker/launch.py",
+        "import importlib\nimportlib.import_module('narrows.ps.command.cli')",
+        "worker must not import ps",
+    ),
     ("protocols/wire.py", "from narrows.compression import parse", "protocols must not import compression"),
     ("protocols/wire.py", "from ..ps import cli", "protocols must not import ps"),
     ("compression/kernels/cpu.py", "from ...protocols import wire", "compression must not import protocols"),
@@ -110,14 +121,21 @@ FORBIDDEN = [
     ("tests/test_spec.py", "import compression", "'compression' is no top-level module"),
     ("tests/test_tasks.py", "from bench.tasks import digits", "'bench' is not installed"),
     ("bench/transport.py", "import narrows", "'narrows' is a namespace"),
-    ("ps/shard.py", "import zmq", "zmq may be imported only in ps/runner.py, worker/runner.py"),
-    ("worker/io.py", "from zmq.error import Again", "zmq may be imported only in ps/runner.py, worker/runner.py"),
+    ("ps/shard.py", "import zmq", "zmq may be imported only in ps/process/runner.py, worker/runner.py"),
+    (
+        "worker/io.py",
+        "from zmq.error import Again",
+        "zmq may be imported only in ps/process/runner.py, worker/runner.py",
+    ),
     ("ps/store.py", "import torch.optim", "torch may be imported only in ps/optimizers.py, worker/"),
     ("compression/spec.py", "import torch", "torch may be imported only in ps/optimizers.py, worker/"),
     ("worker/checkpoint.py", "import pickle", "pickle may be imported only in no file"),
     ("protocols/clock.py", "import time", "protocols is pure and must not import time"),
     ("protocols/clock.py", "def f():\n    from os.path import join", "protocols is pure and must not import os"),
-    ("protocols/simulator.py", "import math, random", "protocols is pure and must not import random"),
+    ("protocols/gossip/topology.py", "import math, random", "protocols is pure and must not import random"),
+    ("protocols/member/member.py", "from narrows.protocols.runtime import flags", "protocols.runtime is impure"),
+    ("ps/shard.py", "import narrows.protocols.runtime.sockets", "protocols.runtime is impure"),
+    ("worker/engine.py", "from narrows.protocols.runtime.flags import run", "protocols.runtime is impure"),
 ]
 
 
@@ -131,10 +149,15 @@ ALLOWED = [
     ("protocols/wire.py", "import struct\nimport msgpack\nfrom narrows.protocols.errors import ProtocolError"),
     ("protocols/wire.py", "from . import errors\nfrom .errors import ProtocolError"),
     ("compression/kernels/cpu.py", "import numba\nfrom ..buffers import FloatArray"),
-    ("ps/runner.py", "import time\nimport zmq\nfrom narrows import protocols\nfrom narrows.compression import parse"),
+    (
+        "ps/process/runner.py",
+        "import time\nimport zmq\nfrom narrows import protocols\nfrom narrows.compression import parse",
+    ),
     ("ps/optimizers.py", "import torch"),
+    ("protocols/runtime/flags.py", "import os, socket\nfrom narrows.protocols.modes import MODES"),
+    ("worker/command/cli.py", "from narrows.protocols.runtime.flags import run"),
     ("worker/runner.py", "import torch, zmq"),
-    ("bench/transport.py", "import torch, zmq, narrows.ps.cli\nfrom narrows.worker import rank"),
+    ("bench/transport.py", "import torch, zmq, narrows.ps.command.cli\nfrom narrows.worker import rank"),
     ("tests/test_spec.py", "import random\nimport reference\nfrom narrows.compression import parse"),
 ]
 
@@ -149,8 +172,8 @@ def test_every_package_folder_is_in_the_map_and_the_reverse() -> None:
     bare = sorted(folder.as_posix() for folder in folders if not (ROOT / folder / "__init__.py").is_file())
     assert not bare, f"modules in folders without an __init__.py: {bare}"
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]
-    assert setuptools["package-dir"] == {".".join(("narrows", *folder.parts)): folder.as_posix() for folder in folders}
-    assert sorted(setuptools["packages"]) == sorted(setuptools["package-dir"])
+    assert setuptools["package-dir"] == {f"narrows.{package}": package for package in PACKAGES}
+    assert sorted(setuptools["packages"]) == sorted(".".join(("narrows", *folder.parts)) for folder in folders)
 
 
 def test_narrows_is_a_namespace_of_typed_packages() -> None:

@@ -29,8 +29,8 @@ from narrows.protocols import messages as m
 from narrows.protocols.effects import MemberEffect
 from narrows.protocols.errors import NarrowsError, UsageError
 from narrows.protocols.keys import fragment, parts
+from narrows.protocols.member.view import Coded, ShardView, raw_values
 from narrows.protocols.modes import ELEMENTWISE, Rule, Settings
-from narrows.protocols.view import Coded, ShardView, raw_values
 from narrows.protocols.wire import pack
 from narrows.worker.flat import FlatModel, FloatArray, load_buffers, pack_buffers
 from narrows.worker.overlap import Overlap

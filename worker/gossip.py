@@ -24,11 +24,11 @@ from narrows.protocols import effects as e
 from narrows.protocols import messages as m
 from narrows.protocols.effects import MemberEffect
 from narrows.protocols.errors import NarrowsError, RemoteProtocolError, UsageError
-from narrows.protocols.gossip import LAST, Gossip
-from narrows.protocols.mixing import Mixing
+from narrows.protocols.gossip.exchanges import LAST, Gossip
+from narrows.protocols.gossip.mixing import Mixing
+from narrows.protocols.gossip.peers import Peers
+from narrows.protocols.member.view import Coded
 from narrows.protocols.modes import Settings
-from narrows.protocols.peers import Peers
-from narrows.protocols.view import Coded
 from narrows.worker.engine import START_LIMIT_S, WAIT_LIMIT_S, Engine, clipped_step
 from narrows.worker.flat import FloatArray
 from narrows.worker.runner import Link

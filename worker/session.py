@@ -23,7 +23,7 @@ import torch
 
 from narrows.protocols.effects import NS, Joined, MemberEffect
 from narrows.protocols.errors import NarrowsError, UnreachableError
-from narrows.protocols.member import Timing
+from narrows.protocols.member.member import Timing
 from narrows.protocols.modes import Rule, Settings
 from narrows.worker.engine import Engine
 from narrows.worker.gossip import GossipEngine

@@ -1,0 +1,274 @@
+"""The codings of levels.py on the device: a block of threads has one block of values in hand.
+
+Means are sums of integers, so the order in which threads add them is free. Planes are written a byte a thread.
+"""
+
+from typing import Any
+
+from narrows.compression.cuda.jit import (
+    THREADS,
+    DeviceArray,
+    Four,
+    add,
+    bits_of,
+    block_scan,
+    cuda,
+    device,
+    float_of,
+    grid,
+    kernel,
+    load4,
+    mul,
+    np,
+    scratch,
+    zero,
+)
+from narrows.compression.cuda.values import decode_with, decoders, key_of
+from narrows.compression.kernels.levels import LEVEL_MAX, MINMAX_BLOCK, SIGN_BLOCK, TWO_BIT_BLOCK
+from narrows.compression.kernels.values import INFINITY_KEY
+
+COUNT_SHIFT = 40  # a count of up to 512 values above a sum of as many 24-bit numbers, in one uint64
+
+
+@device
+def block_top(values: DeviceArray, begin: int, end: int, largest: DeviceArray) -> Any:
+    """The largest key of values[begin:end], also raised in largest; every thread of the block calls it."""
+    top = cuda.shared.array(1, np.uint32)
+    if cuda.threadIdx.x == 0:
+        top[0] = 0
+    cuda.syncthreads()
+    own = np.uint32(0)
+    for i in range(begin + cuda.threadIdx.x, end, THREADS):
+        own = np.uint32(max(own, key_of(values[i])))
+    cuda.atomic.max(top, 0, own)
+    cuda.syncthreads()
+    found = top[0]
+    cuda.syncthreads()  # before the next call zeroes it
+    if cuda.threadIdx.x == 0:
+        cuda.atomic.max(largest, 0, found)
+    return np.int64(found)
+
+
+@device
+def fixed_of(value: float, exponent: int, spare: int) -> Any:
+    """See levels.py."""
+    key = np.int64(key_of(value))
+    own = key >> 23
+    mantissa = (key & 0x7FFFFF) | (0x800000 if own > 0 else 0)
+    return mantissa >> min(exponent - max(own, 1) + spare, 31)
+
+
+@device
+def float_of_fixed(fixed: int, exponent: int, spare: int) -> Any:
+    power = exponent - 150 + spare
+    pattern = (power + 127) << 23 if power >= -126 else 1 << max(power + 149, 0)
+    return mul(np.float32(fixed), float_of(np.uint32(pattern)))
+
+
+@device
+def pack(values: DeviceArray, begin: int, end: int, key: int, signs: bool, plane: DeviceArray) -> None:
+    """pack_above of values[begin:end], begin a multiple of 8, where these bits belong in plane."""
+    for byte in range(begin // 8 + cuda.threadIdx.x, (end + 7) // 8, THREADS):
+        bits = 0
+        for i in range(8 * byte, min(8 * byte + 8, end)):
+            pattern = bits_of(values[i])
+            hit = pattern >> np.uint32(31) if signs else np.uint32(np.int64(pattern & np.uint32(0x7FFFFFFF)) > key)
+            bits |= np.int64(hit) << (i & 7)
+        plane[byte] = bits
+
+
+@kernel
+def pack_plane(values: DeviceArray, key: int, signs: bool, plane: DeviceArray) -> None:
+    for byte in range(cuda.blockIdx.x * THREADS, plane.size, cuda.gridDim.x * THREADS):
+        pack(values, 8 * byte, min(8 * (byte + THREADS), values.size), key, signs, plane)
+
+
+@kernel
+def sign_codes(values: DeviceArray, scales: DeviceArray, plane: DeviceArray, largest: DeviceArray) -> None:
+    for block in range(cuda.blockIdx.x, scales.size, cuda.gridDim.x):
+        begin, end = block * SIGN_BLOCK, min((block + 1) * SIGN_BLOCK, values.size)
+        top = block_top(values, begin, end, largest)
+        exponent = max(top >> 23, 1)
+        own = 0
+        for i in range(begin + cuda.threadIdx.x, end, THREADS):
+            own += fixed_of(values[i], exponent, 0)
+        _, total = block_scan(np.uint64(own))
+        bits = np.int64(bits_of(float_of_fixed(np.int64(total) // (end - begin), exponent, 0)))
+        if cuda.threadIdx.x == 0:
+            scales[block] = min((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7F7F) if top < INFINITY_KEY else 0
+        pack(values, begin, end, 0, True, plane)
+
+
+@device
+def level_pattern(fixed: int, exponent: int) -> Any:
+    bits = np.int64(bits_of(float_of_fixed(fixed, exponent, 1)))
+    return min((bits + 0x3FFFF + ((bits >> 19) & 1)) >> 19, LEVEL_MAX)
+
+
+@kernel
+def two_bit_codes(
+    values: DeviceArray, levels: DeviceArray, signs: DeviceArray, highs: DeviceArray, largest: DeviceArray
+) -> None:
+    for block in range(cuda.blockIdx.x, levels.size // 3, cuda.gridDim.x):
+        begin, end = block * TWO_BIT_BLOCK, min((block + 1) * TWO_BIT_BLOCK, values.size)
+        size = end - begin
+        top = block_top(values, begin, end, largest)
+        exponent = max(top >> 23, 1)
+        own = 0
+        for i in range(begin + cuda.threadIdx.x, end, THREADS):
+            own += fixed_of(values[i], exponent, 1)
+        _, scanned = block_scan(np.uint64(own))
+        total = np.int64(scanned)
+        low = total // size
+        high = low
+        threshold = low
+        for _ in range(2):
+            own = 0
+            for i in range(begin + cuda.threadIdx.x, end, THREADS):
+                fixed = fixed_of(values[i], exponent, 1)
+                if fixed > threshold:
+                    own += fixed + (1 << COUNT_SHIFT)
+            _, scanned = block_scan(np.uint64(own))
+            above = np.int64(scanned >> np.uint64(COUNT_SHIFT))
+            above_total = np.int64(scanned) - (above << COUNT_SHIFT)
+            if above > 0:  # else all |x| are alike; a second round then finds the same
+                low = (total - above_total) // (size - above)
+                high = above_total // above
+                threshold = (low + high) // 2
+        both = level_pattern(low, exponent) | (level_pattern(high, exponent) << 12)
+        if top >= INFINITY_KEY:
+            both = 0
+        if cuda.threadIdx.x == 0:
+            levels[3 * block] = both & 255
+            levels[3 * block + 1] = (both >> 8) & 255
+            levels[3 * block + 2] = both >> 16
+        half_low = mul(float_of(np.uint32((both & 0xFFF) << 19)), np.float32(0.5))
+        half_high = mul(float_of(np.uint32((both >> 12) << 19)), np.float32(0.5))
+        pack(values, begin, end, 0, True, signs)
+        pack(values, begin, end, np.int64(bits_of(add(half_low, half_high))), False, highs)
+
+
+@kernel
+def minmax_codes(values: DeviceArray, ranges: DeviceArray, codes: DeviceArray, largest: DeviceArray) -> None:
+    # Floats as integers of the same order: -0.0 and 0.0 are neighbours, not equal, which the CPU's min does not see either.
+    extremes = cuda.shared.array(2, np.int64)
+    half = np.float32(0.5)
+    for block in range(cuda.blockIdx.x, ranges.size // 2, cuda.gridDim.x):
+        begin, end = block * MINMAX_BLOCK, min((block + 1) * MINMAX_BLOCK, values.size)
+        top = block_top(values, begin, end, largest)
+        if cuda.threadIdx.x == 0:
+            extremes[0] = 1 << 32
+            extremes[1] = -(1 << 32)
+        cuda.syncthreads()
+        lowest, highest = 1 << 32, -(1 << 32)
+        for i in range(begin + cuda.threadIdx.x, end, THREADS):
+            key = np.int64(key_of(values[i]))
+            order = -key if bits_of(values[i]) >> np.uint32(31) else key
+            lowest, highest = min(lowest, order), max(highest, order)
+        cuda.atomic.min(extremes, 0, lowest)
+        cuda.atomic.max(extremes, 1, highest)
+        cuda.syncthreads()
+        lowest, highest = extremes[0], extremes[1]
+        cuda.syncthreads()  # before they are reset for the next block
+        low, high, step = np.float32(0.0), np.float32(0.0), np.float32(0.0)
+        if top < INFINITY_KEY:
+            low = float_of(np.uint32(-lowest | 0x80000000 if lowest < 0 else lowest))
+            high = float_of(np.uint32(-highest | 0x80000000 if highest < 0 else highest))
+            step = np.float32(add(mul(high, half), -mul(low, half)) / np.float32(127.5))
+            while key_of(add(low, mul(np.float32(255.0), step))) >= np.uint32(INFINITY_KEY):
+                step = float_of(np.uint32(bits_of(step) - np.uint32(1)))
+        if cuda.threadIdx.x == 0:
+            ranges[2 * block] = low
+            ranges[2 * block + 1] = step
+        half_low, half_step = mul(low, half), mul(step, half)
+        for i in range(begin + cuda.threadIdx.x, end, THREADS):
+            byte = 0
+            if half_step != np.float32(0.0):
+                code = np.float32(add(mul(values[i], half), -half_low) / half_step)
+                code = min(max(code, np.float32(0.0)), np.float32(255.0))
+                byte = np.int64(bits_of(add(np.float32(code), np.float32(12582912.0)))) & 0xFF
+            codes[i] = byte
+
+
+@device
+def plane_bits(plane: DeviceArray, i: int) -> Any:
+    """Bits i to i + 3; i is a multiple of 4."""
+    return np.int64(plane[i >> 3]) >> (i & 4)
+
+
+@device
+def level_of(pattern: int, bits: int, place: int) -> Any:
+    """The float32 with these bits and, for a sign, bit `place` of bits."""
+    return float_of(np.uint32(pattern | (((bits >> place) & 1) << 31)))
+
+
+@device
+def sign_value4(coded: Any, i: int, wide: bool) -> Four:
+    level = np.int64(coded[0][i // SIGN_BLOCK]) << 16
+    signs = plane_bits(coded[1], i)
+    return level_of(level, signs, 0), level_of(level, signs, 1), level_of(level, signs, 2), level_of(level, signs, 3)
+
+
+@device
+def two_bit_value4(coded: Any, i: int, wide: bool) -> Four:
+    place = 3 * (i // TWO_BIT_BLOCK)
+    levels = coded[0]
+    both = np.int64(levels[place]) | (np.int64(levels[place + 1]) << 8) | (np.int64(levels[place + 2]) << 16)
+    low, high = (both & 0xFFF) << 19, (both >> 12) << 19
+    signs, highs = plane_bits(coded[1], i), plane_bits(coded[2], i)
+    return (
+        level_of(high if highs & 1 else low, signs, 0),
+        level_of(high if highs & 2 else low, signs, 1),
+        level_of(high if highs & 4 else low, signs, 2),
+        level_of(high if highs & 8 else low, signs, 3),
+    )
+
+
+@device
+def minmax_value4(coded: Any, i: int, wide: bool) -> Four:
+    low, step = coded[0][2 * (i // MINMAX_BLOCK)], coded[0][2 * (i // MINMAX_BLOCK) + 1]
+    codes = load4(coded[1], i, wide)
+    return (
+        add(low, mul(np.float32(codes[0]), step)),
+        add(low, mul(np.float32(codes[1]), step)),
+        add(low, mul(np.float32(codes[2]), step)),
+        add(low, mul(np.float32(codes[3]), step)),
+    )
+
+
+SIGN, TWO_BIT, UINT8_MINMAX = (decoders(value4) for value4 in (sign_value4, two_bit_value4, minmax_value4))
+
+
+def pack_above(values: DeviceArray, key: int, signs: bool, plane: DeviceArray) -> None:
+    pack_plane[grid(plane.size, THREADS), THREADS](values, key, signs, plane)
+
+
+def _encode(launch: Any, blocks: int, values: DeviceArray, *coded: DeviceArray) -> int:
+    largest = scratch("largest", 1, np.uint32)
+    zero(largest)
+    launch[grid(blocks, 1), THREADS](values, *coded, largest)
+    return int(largest[0])
+
+
+def encode_sign(values: DeviceArray, scales: DeviceArray, plane: DeviceArray) -> int:
+    return _encode(sign_codes, scales.size, values, scales, plane)
+
+
+def decode_sign(scales: DeviceArray, plane: DeviceArray, out: DeviceArray) -> None:
+    decode_with(SIGN.decode, (scales, plane), out)
+
+
+def encode_2bit(values: DeviceArray, levels: DeviceArray, signs: DeviceArray, highs: DeviceArray) -> int:
+    return _encode(two_bit_codes, levels.size // 3, values, levels, signs, highs)
+
+
+def decode_2bit(levels: DeviceArray, signs: DeviceArray, highs: DeviceArray, out: DeviceArray) -> None:
+    decode_with(TWO_BIT.decode, (levels, signs, highs), out)
+
+
+def encode_uint8minmax(values: DeviceArray, ranges: DeviceArray, codes: DeviceArray) -> int:
+    return _encode(minmax_codes, ranges.size // 2, values, ranges, codes)
+
+
+def decode_uint8minmax(ranges: DeviceArray, codes: DeviceArray, out: DeviceArray) -> None:
+    decode_with(UINT8_MINMAX.decode, (ranges, codes), out)

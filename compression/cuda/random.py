@@ -1,0 +1,65 @@
+"""Indices that nobody sends, and random numbers on the device: the words of random.py, each computed where it is wanted."""
+
+from typing import Any
+
+from narrows.compression.cuda.jit import THREADS, DeviceArray, cuda, device, grid, kernel, mul, np
+from narrows.compression.kernels.random import RANDOM_BLOCK
+
+
+@device
+def random_word(key_low: int, key_high: int, i: int) -> Any:
+    """Word number i, a uint64 below 2**32; keys below 2**32."""
+    low32 = np.uint64(0xFFFFFFFF)
+    c0, c1, c2, c3 = np.uint64(((i >> 8) * 64 + (i & 63)) & 0xFFFFFFFF), np.uint64(0), np.uint64(0), np.uint64(0)
+    k0, k1 = np.uint64(key_low), np.uint64(key_high)
+    for _ in range(10):
+        even, odd = np.uint64(0xD2511F53) * c0, np.uint64(0xCD9E8D57) * c2
+        c0, c1 = (odd >> np.uint64(32)) ^ c1 ^ k0, odd & low32
+        c2, c3 = (even >> np.uint64(32)) ^ c3 ^ k1, even & low32
+        k0, k1 = (k0 + np.uint64(0x9E3779B9)) & low32, (k1 + np.uint64(0xBB67AE85)) & low32
+    lane = (i >> 6) & 3
+    if lane == 0:
+        return c0
+    if lane == 1:
+        return c1
+    return c2 if lane == 2 else c3
+
+
+@device
+def unit_of(key_low: int, key_high: int, i: int) -> Any:
+    """u in [0, 1) of 24 bits, float32, from word number i."""
+    return mul(np.float32(random_word(key_low, key_high, i) >> np.uint64(8)), np.float32(2.0**-24))
+
+
+@kernel
+def draw_words(key_low: int, key_high: int, begin: int, words: DeviceArray) -> None:
+    for i in range(cuda.grid(1), words.size, cuda.gridsize(1)):
+        words[i] = random_word(key_low, key_high, begin + i)
+
+
+@kernel
+def draw_strata(key: int, begin: int, kept: int, count: int, indices: DeviceArray) -> None:
+    for j in range(cuda.grid(1), indices.size, cuda.gridsize(1)):
+        i = begin + j
+        first = np.uint64(i) * np.uint64(count) // np.uint64(kept)
+        size = np.uint64(i + 1) * np.uint64(count) // np.uint64(kept) - first
+        indices[j] = np.uint32(first + ((random_word(key, 0, i) * size) >> np.uint64(32)))
+
+
+def random_words(key_low: int, key_high: int, block: int, words: DeviceArray) -> None:
+    draw_words[grid(words.size, THREADS), THREADS](int(key_low), int(key_high), block * RANDOM_BLOCK, words)
+
+
+def strata(key: int, begin: int, kept: int, count: int, words: DeviceArray, indices: DeviceArray) -> None:
+    """words: not used here; each thread draws its own."""
+    draw_strata[grid(indices.size, THREADS), THREADS](int(key), begin, kept, count, indices)
+
+
+@kernel
+def write_strided(phase: int, stride: int, begin: int, indices: DeviceArray) -> None:
+    for j in range(cuda.grid(1), indices.size, cuda.gridsize(1)):
+        indices[j] = np.uint32(phase + (begin + j) * stride)
+
+
+def strided(phase: int, stride: int, begin: int, indices: DeviceArray) -> None:
+    write_strided[grid(indices.size, THREADS), THREADS](phase, stride, begin, indices)

@@ -1,0 +1,200 @@
+"""The stages of a chain on the device: top-k and its relatives, and the codings of indices, as orders of kernels.
+
+Each function says whose twin it is; the twin has the reasons. `kernels` is kernels.py beside it, which `kernels()` imports.
+"""
+
+import functools
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from narrows.compression.buffers import SPARE_WORDS, ByteArray, words_of
+from narrows.compression.index_codings import (
+    FIXED,
+    GROUPED_RICE,
+    RICE,
+    STRATA,
+    STRIDE,
+    STRIDE_UNIT,
+    bytes_of,
+)
+from narrows.compression.kernels.rice import RICE_GROUP
+from narrows.compression.payload import Header
+from narrows.compression.sparsifiers import sample_plan
+
+DeviceArray: TypeAlias = Any
+Pairs: TypeAlias = tuple[DeviceArray, DeviceArray]  # rising indices, and the bits of their values
+
+MISSING = (
+    "compression on a GPU needs an NVIDIA GPU with its driver, and numba-cuda: pip install 'narrows[cuda]'; "
+    "without them use what narrows.compression has for the CPU"
+)
+
+
+class CodedIndices(NamedTuple):
+    """As index_codings.CodedIndices, the section in parts: (array, its first bytes that count)."""
+
+    wire_id: int
+    parameter: int
+    parts: list[tuple[Any, int]]
+
+
+@functools.cache
+def load_kernels() -> Any:
+    try:
+        if import_module("numba.cuda").is_available():
+            from narrows.compression.cuda import kernels
+
+            return kernels
+    except ImportError as error:
+        raise RuntimeError(MISSING) from error
+    raise RuntimeError(MISSING)
+
+
+def pairs(kernels: Any, count: int) -> tuple[DeviceArray, DeviceArray]:
+    return kernels.scratch("indices kept", count, np.uint32), kernels.scratch("bits kept", count, np.uint32)
+
+
+def select_top(kernels: Any, addends: Any, k: int, dropped_bits: int) -> tuple[DeviceArray, DeviceArray]:
+    """select_top of the sum: the addends are read once, and the sum again only where the sample misled."""
+    bits = addends.sums.view(np.uint32)
+    mask = 0x7FFFFFFF >> dropped_bits << dropped_bits
+    counts = kernels.scratch("counts", 2048, np.int64)
+    plan = sample_plan(bits.size, k)
+    if plan is None:
+        kernels.sum_of(addends)
+    else:
+        keys = kernels.scratch("sample", plan.keys, np.uint32)
+        kernels.sample_sum_keys(addends, plan.group_lines, keys)
+        smallest = mask & -mask
+        threshold = max(kernels.kth_largest_key(keys, plan.rank, counts)[0] & mask, smallest)
+        places, kept = pairs(kernels, plan.room)
+        found = kernels.compact_sum(addends, threshold - 1, places, kept)
+        if found <= plan.room and (found >= k or threshold == smallest):
+            places, kept = places[:found], kept[:found]
+            if found > k:
+                threshold, above = kernels.kth_largest_key(_masked(kernels, kept, mask), k, counts)
+                kernels.keep_top(mask, threshold, k - above, places, kept)
+            return places[:k], kept[:k]
+    keys = _masked(kernels, bits, mask)
+    threshold, above = kernels.kth_largest_key(keys, k, counts)
+    ties = k - above if threshold else 0
+    places, kept = pairs(kernels, above + ties)
+    kernels.compact(keys, threshold, ties, places, kept)
+    if dropped_bits:
+        kernels.take(bits, places, kept)
+    return places, kept
+
+
+def _masked(kernels: Any, bits: DeviceArray, mask: int) -> DeviceArray:
+    """Kernels drop the sign themselves."""
+    if mask == 0x7FFFFFFF:
+        return bits
+    keys = kernels.scratch("masked", bits.size, np.uint32)
+    kernels.masked(bits, mask, keys)
+    return keys
+
+
+def select_above(kernels: Any, reducer: Any, sums: DeviceArray) -> Pairs:
+    """Threshold.reduce."""
+    bits = sums.view(np.uint32)
+    below = int(np.float32(reducer.threshold).view(np.uint32)) - 1
+    places, kept = pairs(kernels, kernels.count_above(bits, below))
+    kernels.compact(bits, below, 0, places, kept)
+    return places, kept
+
+
+def select_blocks(kernels: Any, reducer: Any, sums: DeviceArray) -> Pairs:
+    """BlockTopK.reduce."""
+    places, kept = pairs(kernels, reducer.kept_max(sums.size))
+    found = kernels.compact_blocks(sums.view(np.uint32), reducer.k, reducer.block, None, None, places, kept)
+    return places[:found], kept[:found]
+
+
+def encode_indices(kernels: Any, indices: DeviceArray, count: int) -> CodedIndices:
+    """index_codings.encode_indices on the device."""
+    kept = indices.size
+    first = RICE.first(kept, count)
+    costs = kernels.scratch("costs", 4, np.int64)
+    kernels.rice_costs(indices, first, costs)
+    rice_size, r, unary_bits = RICE.cheapest_of(kept, first, costs.copy_to_host().tolist())
+    parameters = kernels.scratch("parameters", -(-kept // RICE_GROUP), np.uint8)
+    low_bits, grouped_bits = kernels.group_parameters(indices, parameters)
+    width = kernels.largest_gap(indices).bit_length()
+
+    def words(name: str, bits: int) -> tuple[DeviceArray, int]:
+        array = kernels.scratch(f"{name} to send", (bits + 63) // 64 + SPARE_WORDS, np.uint64)
+        kernels.zero(array)
+        return array, bytes_of(bits)
+
+    def rice() -> CodedIndices:
+        lows, unary = words("lows", kept * r), words("unary", unary_bits)
+        kernels.rice_encode(indices, r, lows[0], unary[0])
+        return CodedIndices(RICE.wire_id, r, [lows, unary])
+
+    def fixed() -> CodedIndices:
+        gaps = words("lows", kept * width)
+        kernels.fixed_encode(indices, width, gaps[0])
+        return CodedIndices(FIXED.wire_id, width, [gaps])
+
+    def grouped() -> CodedIndices:
+        lows, unary = words("lows", low_bits), words("unary", grouped_bits)
+        kernels.grouped_encode(indices, parameters, lows[0], unary[0])
+        pairs = np.append(parameters.copy_to_host(), np.zeros(parameters.size % 2, np.uint8))
+        nibbles = pairs[0::2] | pairs[1::2] << np.uint8(4)
+        return CodedIndices(GROUPED_RICE.wire_id, low_bits, [(nibbles, nibbles.size), lows, unary])
+
+    ways: list[tuple[int, int, Callable[[], CodedIndices]]] = [
+        (rice_size, RICE.wire_id, rice),
+        (bytes_of(kept * width), FIXED.wire_id, fixed),
+        (bytes_of(4 * parameters.size) + bytes_of(low_bits) + bytes_of(grouped_bits), GROUPED_RICE.wire_id, grouped),
+    ]
+    return min(ways, key=lambda way: way[:2])[2]()
+
+
+def upload(kernels: Any, name: str, array: Any) -> DeviceArray:
+    there = kernels.scratch(f"received {name}", array.size, array.dtype)
+    there.copy_to_device(array)
+    return there
+
+
+def _words(kernels: Any, name: str, part: ByteArray) -> DeviceArray:
+    return upload(kernels, name, words_of(part))
+
+
+def _read_rice(kernels: Any, part: ByteArray, header: Header, places: DeviceArray) -> None:
+    low_bytes = bytes_of(header.kept * header.parameter)
+    lows, unary = _words(kernels, "lows", part[:low_bytes]), _words(kernels, "unary", part[low_bytes:])
+    kernels.rice_decode(lows, unary, header.parameter, places)
+
+
+def _read_grouped(kernels: Any, part: ByteArray, header: Header, places: DeviceArray) -> None:
+    groups = -(-header.kept // RICE_GROUP)
+    head = bytes_of(4 * groups)
+    low_end = head + bytes_of(header.parameter)
+    parameters = np.column_stack((part[:head] & 15, part[:head] >> 4)).ravel()[:groups]
+    lows, unary = _words(kernels, "lows", part[head:low_end]), _words(kernels, "unary", part[low_end:])
+    kernels.grouped_decode(upload(kernels, "parameters", parameters), lows, unary, header.count, places)
+
+
+def _read_fixed(kernels: Any, part: ByteArray, header: Header, places: DeviceArray) -> None:
+    kernels.fixed_decode(_words(kernels, "lows", part), header.parameter, places)
+
+
+def _read_strata(kernels: Any, part: ByteArray, header: Header, places: DeviceArray) -> None:
+    kernels.strata(header.parameter, 0, header.kept, header.count, None, places)
+
+
+def _read_stride(kernels: Any, part: ByteArray, header: Header, places: DeviceArray) -> None:
+    kernels.strided(*divmod(header.parameter, STRIDE_UNIT), 0, places)
+
+
+INDEX_READERS: dict[int, Callable[[Any, ByteArray, Header, DeviceArray], None]] = {
+    RICE.wire_id: _read_rice,
+    FIXED.wire_id: _read_fixed,
+    GROUPED_RICE.wire_id: _read_grouped,
+    STRATA.wire_id: _read_strata,
+    STRIDE.wire_id: _read_stride,
+}

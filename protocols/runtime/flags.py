@@ -1,0 +1,104 @@
+"""The flags of a run, once: ps-serve takes them, and ps-worker for the server it embeds. Each has NARROWS_<FLAG>.
+
+`run` is the one way out of both commands: an error is one sentence on stderr and its exit code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import click
+
+from narrows.protocols.errors import NarrowsError, UsageError
+from narrows.protocols.gossip.topology import RANDOM, TOPOLOGIES
+from narrows.protocols.modes import MODES
+
+# How glibc is to keep memory in the processes that ps-serve and ps-worker start, unless the user says otherwise: messages
+# of a few MiB come and go at every step, and giving their pages back to the kernel each time costs more than copying them.
+ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": str(512 << 20), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
+
+COMMAND: dict[str, Any] = {"auto_envvar_prefix": "NARROWS", "max_content_width": 120}  # click's context_settings
+
+# name in Settings, type, default shown, help
+RUN_FLAGS: tuple[tuple[str, Any, str, str], ...] = (
+    ("shards", int, "1", "server processes that the model is cut over"),
+    ("workers", int, "1", "workers needed to start, and the script's world_size()"),
+    ("sync", str, "ssp", f"sync mode: {', '.join(MODES)}"),
+    ("staleness", int, "1 for ssp and gossip, 0 for local", "staleness bound S, in clocks"),
+    ("local_steps", int, "10", "inner steps between two pushes (local, gossip [1])"),
+    ("fragments", int, "1", "parts of the model that are exchanged in turn, one every H/F inner steps (local)"),
+    ("merge_delay", int, "0; 1 with --fragments", "inner steps from a push until what came for it is merged (local)"),
+    ("merge_alpha", float, "0; 0.5 with a delay", "weight of the worker's own values in a merge (local)"),
+    ("push", str, "bsp: gradient, else update", "what is pushed: gradient or update"),
+    ("outer_lr", float, "0.7", "rate of the outer optimizer (local); 1 with momentum 0 is local SGD"),
+    ("outer_momentum", float, "0.9", "Nesterov momentum of the outer optimizer (local)"),
+    (
+        "quorum",
+        int,
+        "all live workers",
+        "pushes that close a round once --grace is over; later ones join the next (local)",
+    ),
+    (
+        "grace",
+        float,
+        "adaptive: a quarter of a round",
+        "seconds that a round waits for the rest once --quorum have pushed",
+    ),
+    ("compress", str, "dense", "what pushes are coded with, e.g. topk:0.01+int8; auto: what the link allows"),
+    ("compress_down", str, "as --compress; bsp: dense", "what published states are coded with"),
+    (
+        "topology",
+        str,
+        "matching",
+        f"who mixes with whom (gossip): {', '.join(TOPOLOGIES)}, or {RANDOM}, where nobody waits",
+    ),
+    ("lease", float, "10", "seconds of silence after which a worker is taken for dead"),
+    ("checkpoint_every", float, "at the end", "seconds between two checkpoints"),
+)
+
+
+def parse_address(flag: str, address: str, any_port: bool = False) -> tuple[str, int]:
+    """(host, port) of tcp://host:port; `any_port`: 0 is one too. Raises UsageError, one sentence that names the flag."""
+    host, colon, port = address.removeprefix("tcp://").rpartition(":")
+    fits = port.isdigit() and (0 if any_port else 1) <= int(port) < 65536
+    if not address.startswith("tcp://") or not colon or not host or not fits:
+        example = "for example tcp://127.0.0.1:5555" if any_port else "as ps-serve printed it"
+        raise UsageError(f"{flag} {address}: write it as tcp://HOST:PORT, {example}")
+    return host, int(port)
+
+
+def run_flags(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add every run flag to a click command; one that was not given arrives as None."""
+    for name, kind, default, text in reversed(RUN_FLAGS):
+        flag = "--" + name.replace("_", "-")
+        function = click.option(flag, name, type=kind, default=None, help=f"{text} [{default}]")(function)
+    return function
+
+
+def given(values: dict[str, Any]) -> dict[str, Any]:
+    """Those of `values` that are run flags and were given."""
+    names = {name for name, *_ in RUN_FLAGS}
+    return {name: value for name, value in values.items() if name in names and value is not None}
+
+
+def run(command: click.Command, name: str) -> NoReturn:
+    """Parse the command line, run `command`, and exit with the code that it returns or that its error has."""
+    text = ""
+    try:
+        code = command.main(prog_name=name, standalone_mode=False)
+    except click.Abort:
+        code = 130
+    except click.ClickException as error:
+        code, text = UsageError.exit_code, error.format_message()
+    except NarrowsError as error:
+        code, text = error.exit_code, str(error)
+    except BrokenPipeError:  # `ps-worker ... | head`
+        with contextlib.suppress(BrokenPipeError):
+            sys.stdout.close()  # or the interpreter fails once more at its end
+        code = 1
+    if text:
+        click.echo(f"{name}: {text}", err=True)
+    sys.exit(code)

@@ -1,0 +1,33 @@
+"""One server process, started by ps-serve: `python -m narrows.ps.process`, told what it is by one line of JSON on stdin.
+
+It prints one JSON object a line. The end of stdin means: checkpoint and stop; so no process outlives its parent.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+
+
+def main() -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole foreground group; the parent decides
+    told = json.loads(os.read(0, 1 << 20))  # the rest of stdin is watched by the runner, unbuffered
+    from narrows.compression import warm_up
+    from narrows.protocols.errors import NarrowsError
+    from narrows.protocols.modes import Settings
+    from narrows.ps.process import runner
+
+    settings = Settings(**told.pop("settings"))
+    warm_up()
+    try:
+        runner.run(runner.Process(settings=settings, **told), lambda port: runner.emit("bound", port=port))
+    except NarrowsError as error:
+        runner.emit("error", text=str(error), code=error.exit_code)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

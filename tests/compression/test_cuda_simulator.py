@@ -1,0 +1,62 @@
+"""The CUDA kernels and CudaErrorFeedback, in processes of their own: in numba-cuda's simulator, and on a GPU if there is one.
+
+What they do is in cuda_checks.py.
+"""
+
+import os
+import subprocess
+import sys
+import warnings
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from narrows.compression import parse
+from narrows.compression.cuda.feedback import CudaErrorFeedback
+
+HERE = Path(__file__).resolve().parent
+
+
+def gpu_is_there() -> bool:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # numba-cuda's, of what this machine lacks
+        return find_spec("numba_cuda") is not None and bool(import_module("numba.cuda").is_available())
+
+
+def run_checks(simulated: str) -> None:
+    environment = os.environ | {"NUMBA_ENABLE_CUDASIM": simulated}
+    done = subprocess.run(
+        [sys.executable, "-m", "kit.cuda_checks"],
+        cwd=HERE.parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(find_spec("numba_cuda") is None, reason="numba-cuda is not installed")
+def test_kernels_equal_the_cpu_in_the_simulator() -> None:
+    run_checks("1")
+
+
+@pytest.mark.skipif(not gpu_is_there(), reason="no NVIDIA GPU here")
+def test_kernels_equal_the_cpu_on_a_gpu() -> None:
+    run_checks("0")
+
+
+def test_importing_needs_no_gpu() -> None:
+    script = "import sys, narrows.compression, narrows.compression.cuda; sys.exit('numba.cuda' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_without_a_gpu_one_sentence_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("numba.cuda.is_available", lambda: False)
+    with pytest.raises(RuntimeError, match="needs an NVIDIA GPU with its driver, and numba-cuda: pip install"):
+        CudaErrorFeedback(parse("topk:0.01+int8"), 100)
+    with pytest.raises(ValueError, match=r"'powersgd:2' has no encoder for the GPU"):
+        CudaErrorFeedback(parse("powersgd:2"), 100)

@@ -1,0 +1,188 @@
+"""The two wrappers: error feedback conserves, momentum correction is the paper's; both through restarts and new SPECs."""
+
+import numpy as np
+import pytest
+from kit import reference_payload
+from kit.reference import values_of
+from kit.specs import SATURATION, SPECS, coding_of, held, same_bits
+
+from narrows.compression import (
+    ErrorFeedback,
+    MomentumCorrection,
+    NonFiniteError,
+    accumulate,
+    decode,
+    parse,
+)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_error_feedback_conserves(spec: str) -> None:
+    """Seide et al. 2014: what was sent plus the residual is what was given, at every step."""
+    count = 70_001
+    feedback = ErrorFeedback(parse(spec), count)
+    rng = np.random.default_rng(5)
+    for _ in range(4):
+        update = rng.standard_normal(count, dtype=np.float32)
+        given = update if feedback.residual is None else feedback.residual + update
+        payload = feedback.encode(update)
+        decoded = np.empty(count, np.float32)
+        decode(payload, decoded)
+        if feedback.residual is None:
+            assert parse(spec).lossless
+            assert same_bits(decoded, given)
+            continue
+        coding = coding_of(spec)
+        inexact = coding in SATURATION and SATURATION[coding] == 0.0
+        assert np.allclose(decoded + feedback.residual, given, rtol=0, atol=2.0**-22 if inexact else 0.0)
+        if parse(spec).sparse and not coding:
+            assert not np.any((decoded != 0) & (feedback.residual != 0))
+        feedback.restore(payload)
+        assert np.allclose(feedback.residual, given, rtol=0, atol=2.0**-22 if inexact else 0.0)
+        accumulate(payload, -1.0, feedback.residual)
+
+
+def test_error_feedback_state() -> None:
+    update = values_of("normal", 500)
+    feedback = ErrorFeedback(parse("topk:0.1"), 500)
+    feedback.encode(update)
+    state = feedback.state_dict()
+    twin = ErrorFeedback(parse("topk:0.1"), 500)
+    twin.load_state_dict(state)
+    assert bytes(twin.encode(update)) == bytes(feedback.encode(update))
+    with pytest.raises(ValueError, match=r"residual is float32\[500\]; this stream needs float32\[499\]"):
+        ErrorFeedback(parse("int8"), 499).load_state_dict(state)
+    with pytest.raises(ValueError, match="update has 500 values; this stream has 499"):
+        ErrorFeedback(parse("int8"), 499).encode(update)
+    # A lossless compressor holds a residual only until its next update: after a change of SPEC, and after a refusal.
+    dense = ErrorFeedback(parse("dense"), 500)
+    assert dense.state_dict() == {"step": 0}
+    dense.load_state_dict(state)
+    out = np.empty(500, np.float32)
+    payload = dense.encode(update)
+    decode(payload, out)
+    assert same_bits(out, state["residual"] + update)
+    assert dense.residual is None
+    dense.restore(payload)
+    decode(dense.encode(np.zeros(500, np.float32)), out)
+    assert same_bits(out, state["residual"] + update)
+    dense.load_state_dict({})
+    assert dense.residual is None
+
+
+@pytest.mark.parametrize(
+    "spec", ["powersgd:2", "powersgd:2+int8", "topk:0.02+2bit", "sign", "randk:0.1", "threshold:1"]
+)
+def test_error_feedback_sends_all_in_the_end(spec: str) -> None:
+    """Updates that stop: what was sent then comes to their sum."""
+    count = 3000
+    feedback = ErrorFeedback(parse(spec), count)
+    update, sent = values_of("normal", count), np.zeros(count, np.float32)
+    for step in range(600):
+        accumulate(feedback.encode(update if step < 3 else np.zeros(count, np.float32)), 1.0, sent)
+    assert np.linalg.norm(sent - 3 * update) < (
+        0.6 if spec.startswith(("powersgd", "threshold")) else 0.06
+    ) * np.linalg.norm(3 * update)
+
+
+def test_decay() -> None:
+    update = values_of("normal", 1000)
+    feedback = ErrorFeedback(parse("topk:0.1"), 1000, decay=0.5)
+    feedback.encode(update)
+    assert feedback.residual is not None
+    before = feedback.residual.copy()
+    out = np.zeros(1000, np.float32)
+    decode(feedback.encode(update), out)
+    np.testing.assert_array_equal(out + feedback.residual, np.float32(0.5) * before + update)
+    with pytest.raises(ValueError, match="decay must be from 0 to 1, not 2"):
+        ErrorFeedback(parse("topk:0.1"), 1000, decay=2)
+
+
+@pytest.mark.parametrize(
+    "chain", [("topk:0.05+int8", "dense", "powersgd:2", "topk:64/4096+2bit", "sign", "int4", "dense")]
+)
+def test_the_spec_changes_in_mid_run(chain: tuple[str, ...]) -> None:
+    """Nothing is lost: through all changes, restarts between them included, sent + residual is what was given."""
+    count = 5000
+    feedback = ErrorFeedback(parse(chain[0]), count, seed=5)
+    given, sent = np.zeros(count), np.zeros(count, np.float32)
+    rng = np.random.default_rng(2)
+    for number, spec in enumerate(chain):
+        if number % 2:
+            feedback.change(parse(spec))
+        else:
+            state = feedback.state_dict()
+            feedback = ErrorFeedback(parse(spec), count, seed=5)
+            feedback.load_state_dict(state)
+        for _ in range(3):
+            update = rng.standard_normal(count, dtype=np.float32)
+            given += update
+            accumulate(feedback.encode(update), 1.0, sent)
+        residual = np.zeros(count) if feedback.residual is None else feedback.residual
+        np.testing.assert_allclose(sent + residual, given, atol=3e-5)
+    assert feedback.residual is None
+    np.testing.assert_allclose(sent, given, atol=3e-5)
+
+
+def test_momentum_correction() -> None:
+    """Lin et al. 2018: eqs. of sec. 3.2 and 3.3 in NumPy, warm-up densities of 3.4, and a restart in the middle."""
+    count, momentum = 4000, np.float32(0.9)
+    wrapper = MomentumCorrection(parse("topk:0.01"), count, momentum=0.9, warm_up_steps=8)
+    velocity, residual = np.zeros(count, np.float32), np.zeros(count, np.float32)
+    rng = np.random.default_rng(3)
+    for step in range(12):
+        gradient = rng.standard_normal(count, dtype=np.float32)
+        velocity = momentum * velocity + gradient
+        residual = residual + velocity
+        density = max(0.01, (0.25, 0.0625, 0.015625, 0.004)[step // 2]) if step < 8 else 0.01
+        places = reference_payload.selected(f"topk:{density}", residual)
+        payload = wrapper.encode(gradient)
+        assert np.array_equal(held(payload, count), places)
+        out = np.zeros(count, np.float32)
+        decode(payload, out)
+        assert same_bits(out[places], residual[places])
+        velocity[places] = residual[places] = 0.0
+        assert same_bits(wrapper.velocity, velocity)
+        assert same_bits(wrapper.residual, residual)
+        if step == 5:
+            state = wrapper.state_dict()
+            wrapper = MomentumCorrection(parse("topk:0.5"), count, momentum=0.9, warm_up_steps=8)
+            wrapper.load_state_dict(state)
+            wrapper.change(parse("topk:0.01"))
+    with pytest.raises(NonFiniteError):
+        wrapper.encode(np.full(count, np.nan, np.float32))
+    assert same_bits(wrapper.velocity, velocity) and same_bits(wrapper.residual, residual)
+    with pytest.raises(ValueError, match="momentum must be at least 0 and below 1, not 1"):
+        MomentumCorrection(parse("topk:0.01"), count, momentum=1)
+    with pytest.raises(ValueError, match=r"velocity is float32\[4000\]; this stream needs float32\[3999\]"):
+        MomentumCorrection(parse("topk:0.01"), 3999).load_state_dict({"velocity": velocity})
+
+
+def test_momentum_correction_trains() -> None:
+    """A badly scaled least-squares problem, 2 % of each gradient sent: it comes to the goal as dense momentum SGD does."""
+    count, rate = 500, 0.005
+    scale = np.linspace(0.1, 1.0, count).astype(np.float32)
+    goal = values_of("normal", count)
+
+    def distance(wrapper: MomentumCorrection | None, steps: int = 2000) -> float:
+        x, velocity = np.zeros(count, np.float32), np.zeros(count, np.float32)
+        for _ in range(steps):
+            gradient = scale * (x - goal)
+            if wrapper is None:
+                velocity = np.float32(0.9) * velocity + gradient
+                x -= np.float32(rate) * velocity
+            else:
+                accumulate(wrapper.encode(gradient), -rate, x)
+        return float(np.linalg.norm(x - goal) / np.linalg.norm(goal))
+
+    assert distance(None) < 0.01
+    assert distance(MomentumCorrection(parse("topk:0.02"), count)) < 0.02
+
+
+def test_every_encode_is_a_step() -> None:
+    """Of any SPEC, so that a change of it finds the stream where it is."""
+    for spec in ("dense", "int8", "topk:0.1", "lz4"):
+        feedback = ErrorFeedback(parse(spec), 100)
+        for _ in range(3):
+            feedback.encode(np.ones(100, np.float32))
+        assert feedback.memory.step == 3

@@ -1,0 +1,161 @@
+"""What a SPEC is worth: ratios, entropy, mass, bias, rank; on random numbers and on gradients of the byte GPT."""
+
+import math
+from collections.abc import Callable
+
+import bytelm
+import numpy as np
+import pytest
+import torch
+from kit import reference_payload
+from kit.reference import Array, values_of
+from kit.specs import held
+
+from narrows.compression import ErrorFeedback, Memory, NonFiniteError, accumulate, decode, indices, parse
+from narrows.compression.index_codings import GROUPED_RICE, RICE
+
+
+def gradients() -> Array:
+    """Of the byte GPT after a few steps of AdamW, flat: clustered by row and tensor as no random numbers are."""
+    torch.manual_seed(0)
+    model = bytelm.ByteGPT(layers=2, width=96, heads=3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    text = bytelm.library()[0][:1_000_000]
+    for step in range(4):
+        optimizer.zero_grad()
+        bytelm.loss_sum(model, bytelm.batch_rows(text, 0, step, 8, 64)).backward()
+        optimizer.step()
+    return np.concatenate([p.grad.numpy().ravel() for p in model.parameters() if p.grad is not None])
+
+
+REAL: dict[str, Callable[[np.random.Generator], Array]] = {
+    "normal": lambda rng: rng.standard_normal(1_000_000),
+    "laplace": lambda rng: rng.laplace(size=1_000_000),
+    "student-t(3)": lambda rng: rng.standard_t(3, size=1_000_000),
+    "gradients": lambda rng: gradients(),
+}
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_mstopk_mass(name: str) -> None:
+    """Shi et al., 2010.10458, sec. 3: exactly k values, of nearly the mass of the true top k."""
+    values = REAL[name](np.random.default_rng(4)).astype(np.float32)
+    for density in (0.001, 0.01, 0.1):
+        k = round(density * values.size)
+        decoded = np.zeros(values.size, np.float32)
+        decode(parse(f"mstopk:{density}").encode(values), decoded)
+        assert np.count_nonzero(decoded) == k
+        top = np.sort(np.abs(values.astype(np.float64)))[-k:]
+        assert np.abs(decoded.astype(np.float64)).sum() >= 0.999 * top.sum()
+        assert np.square(decoded.astype(np.float64)).sum() >= 0.999 * np.square(top).sum()
+
+
+def test_indices_of_gradients_are_coded_by_group() -> None:
+    """Rows of unused bytes are zero, layers differ: a parameter for each group of gaps halves what one for all takes."""
+    values = gradients()
+    kept = round(0.01 * values.size)
+    payload = parse("topk:0.01").encode(values)
+    assert bytes(payload)[1] == GROUPED_RICE.wire_id
+    grouped_bits = 8 * (len(payload) - 16) / kept - 32
+    rice_bits = 8 * RICE.cheapest(held(payload, values.size), values.size)[0] / kept
+    assert grouped_bits < 0.75 * rice_bits
+
+
+def test_ratios() -> None:
+    """SparseLoCo's format (64 of 4096 values, 2 bits each) takes 1/146; its entropy is worth 1/215."""
+    values = np.random.default_rng(0).standard_normal(1 << 22, dtype=np.float32)
+    for spec, least in (("topk:64/4096+2bit", 213), ("topk:32/4096+2bit", 385)):
+        assert values.nbytes / len(parse(spec).encode(values)) >= least
+    kept = round(0.001 * values.size)
+    index_bits = 8 * (len(parse("topk:0.001+int8").encode(values)) - 16 - kept - 2 * -(-kept // 256)) / kept
+    entropy = sum(math.log2((values.size - i) / (kept - i)) for i in range(kept)) / kept  # log2 C(n, k) / k
+    assert entropy < index_bits < entropy + 0.1
+
+
+@pytest.mark.parametrize("spec", ["int8:stochastic", "int4:stochastic", "randk:0.1", "randk:0.1+int8:stochastic"])
+def test_unbiased(spec: str) -> None:
+    """The mean over keys comes to the input as 1 / sqrt(their number): within five of the largest standard error."""
+    values, memory = values_of("normal", 1000), Memory(seed=3)
+    compressor, turns = parse(spec), 400
+    assert compressor.unbiased
+    sums, squares = np.zeros(1000), np.zeros(1000)
+    out = np.empty(1000, np.float32)
+    for _ in range(turns):
+        decode(compressor.encode(values, memory), out)
+        sums += out
+        squares += np.square(out, dtype=np.float64)
+    mean = sums / turns
+    error = np.sqrt((squares / turns - mean**2).clip(0) / turns)
+    assert memory.step == turns
+    assert np.all(np.abs(mean - values) <= 5 * error.max())
+    assert np.mean(np.abs(mean - values) <= error) > 0.6
+
+
+def test_keys_tell_streams_and_steps_apart() -> None:
+    values = values_of("normal", 1000)
+    one, two = (ErrorFeedback(parse("randk:0.1"), 1000, seed=seed) for seed in (1, 2))
+    drawn = [held(feedback.encode(values), 1000).tolist() for feedback in (one, one, two)]
+    assert drawn[0] != drawn[1] != drawn[2] != drawn[0]
+    state = one.state_dict()
+    again = ErrorFeedback(parse("randk:0.1"), 1000, seed=1)
+    again.load_state_dict(state)
+    assert bytes(again.encode(values)) == bytes(one.encode(values))
+
+
+def test_a_cycle_takes_each_value_once() -> None:
+    """All senders alike at one step, whatever their seed; every value once in as many steps as it has strides."""
+    values, counts = values_of("normal", 1003), np.zeros(1003, np.int64)
+    for step in range(2 * 7):
+        payloads = [bytes(parse("cycle:0.15").encode(values, Memory(seed, step))) for seed in (1, 2)]
+        assert payloads[0] == payloads[1] == reference_payload.encode("cycle:0.15", values, step=step)
+        counts[indices(payloads[0], 1003)] += 1
+    assert np.all(counts == 2)
+
+
+def test_power_sgd() -> None:
+    """Vogels et al. 2019: exact for a matrix of that rank, better from step to step on one that is not."""
+    rng = np.random.default_rng(6)
+    for count in (65, 1000, 4096, 5003):
+        rows = math.isqrt(count)
+        columns = -(-count // rows)
+        low_rank = (
+            (rng.standard_normal((rows, 2)) @ rng.standard_normal((2, columns))).ravel()[:count].astype(np.float32)
+        )
+        low_rank[rows * columns - columns :] = 0.0  # what is cut off the last row would raise the rank
+        compressor, memory, out = parse("powersgd:2"), Memory(), np.empty(count, np.float32)
+        for _ in range(6):
+            payload = compressor.encode(low_rank, memory)
+            assert len(payload) <= compressor.payload_bytes_max(count)
+        decode(payload, out)
+        if count > 65:  # which has room for one factor only
+            np.testing.assert_allclose(out, low_rank, atol=2e-5 * np.abs(low_rank).max())
+        accumulated = values_of("normal", count)
+        want = accumulated + np.float32(0.5) * out
+        accumulate(payload, 0.5, accumulated)
+        np.testing.assert_array_equal(accumulated, want)
+        assert indices(payload, count) is None
+
+    noise = rng.standard_normal(10_000).astype(np.float32)
+    warm, errors, out = Memory(), [], np.empty(10_000, np.float32)
+    for _ in range(8):
+        decode(parse("powersgd:4").encode(noise, warm), out)
+        errors.append(float(np.linalg.norm(out - noise)))
+    assert errors[-1] < errors[3] < errors[0]
+    decode(parse("powersgd:4").encode(np.zeros(10_000, np.float32), warm), out)
+    assert not out.any()
+    decode(parse("powersgd:4").encode(noise, warm), out)  # the factor is zero now: it begins anew
+    assert np.linalg.norm(out - noise) < 1.1 * errors[0]
+    with pytest.raises(NonFiniteError):
+        parse("powersgd:1").encode(np.full(10_000, np.inf, np.float32))
+    before = warm.factor
+    assert before is not None
+    with pytest.raises(NonFiniteError):
+        parse("powersgd:4").encode(np.full(10_000, 3.4e38, np.float32), warm)
+    assert warm.factor is before
+    for scale in (1e30, 1e-30):  # a factor's length says nothing, so none makes the next one overflow or vanish
+        warm.factor = np.float32(scale) * before
+        decode(parse("powersgd:4").encode(noise, warm), out)
+        assert np.linalg.norm(out - noise) < 1.1 * errors[0]
+    warm.factor = np.full_like(before, np.nan)  # as a state_dict may bring it
+    decode(parse("powersgd:4").encode(noise, warm), out)
+    assert np.isfinite(out).all()

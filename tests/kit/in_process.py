@@ -1,0 +1,204 @@
+"""A whole cluster in one process: the real machines and the real engine, joined by function calls instead of sockets.
+
+Each worker runs in a thread of its own, since an engine waits; one lock makes the machines take turns.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from narrows.compression import warm_up
+from narrows.protocols.cluster.coordinator import Coordinator
+from narrows.protocols.effects import NS, Failed, Joined, MemberEffect, Send, ServerEffect, Stop, Tell
+from narrows.protocols.member.member import Member
+from narrows.protocols.messages import TIMED, Buffer, Push, State
+from narrows.protocols.modes import Settings
+from narrows.protocols.wire import decode, encode
+from narrows.ps.optimizers import TorchOptimizer
+from narrows.ps.server import Server
+from narrows.ps.shard import COORDINATOR, Shard
+
+warm_up()  # as ps-serve and ps-worker do: a kernel that is compiled in the middle of a run stops everybody
+
+
+class Cluster:
+    """Servers of one run, or of one cluster below `parent`, and the links to them."""
+
+    held_ns = 0  # how long all bytes together were on their way
+
+    def __init__(self, settings: Settings, parent: Cluster | None = None, name: str = "cluster") -> None:
+        self.settings, self.parent, self.name = settings.validated(), parent, name
+        self.changed: threading.Condition = parent.changed if parent is not None else threading.Condition()
+        self.links: dict[bytes, tuple[Link, int]] = {}
+        self.workers: dict[str, Link] = {}  # by the address that peers know
+        self.lost: Callable[[Tell], bool] = lambda tell: False  # of what peers tell each other
+        self.children: dict[bytes, tuple[Cluster, int]] = {}
+        self.told = deque[tuple[Cluster, int, bytes, list[bytes]]]()  # among them, in the order in which it was said
+        self.telling = False
+        self.siblings: dict[str, tuple[Cluster, int]] = {}  # shards of clusters below, by the address that they know
+        self.bytes_above = [0, 0]  # of pushes up, of states down
+        self.stopped: Stop | None = None
+        self.servers: list[Server] = []
+        for index in range(self.settings.shards):
+            self.servers.append(self._server(index))
+            if parent is not None:
+                parent.siblings[f"tcp://{name}:{1 + index}"] = (self, index)
+        with self.changed:
+            for index, server in enumerate(self.servers):
+                self._apply(index, server.start(self.now()))
+
+    def _server(self, index: int) -> Server:
+        child = self.parent is not None
+        shard = Shard(index, self.settings, incarnation=1, port=1 + index, optimizer=TorchOptimizer, child=child)
+        coordinator = Coordinator(self.settings, 1 << 20, child=child) if index == 0 else None
+        member = Member(self.name, "here") if child and index == 0 else None
+        return Server(shard, coordinator, member, "tcp://parent:1", self.name)
+
+    def now(self) -> int:
+        return time.monotonic_ns() + self.held_ns
+
+    def hold(self, link: Link, frames: Sequence[Buffer]) -> None:
+        """Let the bytes of a message take their time on this link. Nobody waits: it is the clock that goes on."""
+        self.held_ns += int(sum(map(len, frames)) / link.rate * NS)
+
+    def _apply(self, index: int, effects: Iterable[ServerEffect]) -> None:
+        """Carry out a server's effects, and what follows from them inside it: first all of that, since what is sent here
+        arrives at once, and comes back."""
+        made = [*effects]
+        while self.servers[index].inner:
+            made += self.servers[index].advance(self.now())
+        self._carry_out(index, made)
+
+    def _carry_out(self, index: int, made: Sequence[ServerEffect]) -> None:
+        """Shards know each other as b"shard-<index>"."""
+        for effect in made:
+            if isinstance(effect, Tell) and self.parent is not None and not self.parent.lost(effect):
+                frames = [bytes(frame) for frame in encode(effect.message)]
+                self.parent.told.append((*self.parent.siblings[effect.address], self.name.encode(), frames))
+        for effect in made:
+            if isinstance(effect, Stop):
+                self.stopped = effect
+            if isinstance(effect, Send):
+                peer = effect.peer
+                message = effect.message
+                if isinstance(message, TIMED):
+                    message = replace(message, sent_ns=self.now())  # as ps/runner.py does
+                frames = [bytes(frame) for frame in encode(message)]
+                message = decode(frames)
+                if isinstance(peer, int):
+                    assert self.parent is not None and peer == index
+                    self.bytes_above[0] += sum(map(len, frames)) if isinstance(message, Push) else 0
+                    mine = b"%s.%d" % (self.name.encode(), index)
+                    self.parent.children[mine] = (self, index)
+                    self.parent._apply(index, self.parent.servers[index].handle(mine, message, self.parent.now()))
+                elif peer in self.children:
+                    below, shard = self.children[peer]
+                    below.bytes_above[1] += sum(map(len, frames)) if isinstance(message, State) else 0
+                    below._apply(shard, below.servers[shard].handle_above(message, below.now()))
+                elif peer == COORDINATOR:
+                    self._apply(0, self.servers[0].handle(b"shard-%d" % index, message, self.now()))
+                elif peer.startswith(b"shard-"):
+                    self._apply(int(peer[6:]), self.servers[int(peer[6:])].handle(COORDINATOR, message, self.now()))
+                elif peer in self.links:
+                    link, shard = self.links[peer]
+                    self.hold(link, frames)
+                    link.deliver(link.member.receive(shard, message, self.now()))
+
+        if self.parent is not None:
+            self.parent._pass_on()
+
+    def _pass_on(self) -> None:
+        """What clusters below tell each other: as on a link, nothing overtakes what was said before it."""
+        if not self.telling:
+            self.telling = True
+            try:
+                while self.told:
+                    other, shard, peer, frames = self.told.popleft()
+                    other._apply(shard, other.servers[shard].handle(peer, decode(frames), other.now()))
+            finally:
+                self.telling = False
+
+    def send(self, link: Link, shard: int, frames: list[bytes]) -> None:
+        peer = b"%d.%d" % (id(link), shard)
+        self.links[peer] = (link, shard)
+        self.hold(link, frames)
+        self._apply(shard, self.servers[shard].handle(peer, decode(frames), self.now()))
+
+
+class Link:
+    """What worker.engine needs of worker.runner.Link."""
+
+    def __init__(self, cluster: Cluster, token: str) -> None:
+        self.cluster = cluster
+        self.member = Member(token, "here")
+        self.member.address = f"worker-{id(self)}"
+        cluster.workers[self.member.address] = self
+        self.events: deque[MemberEffect] = deque()
+        self.error = ""
+        self.bytes_up = self.bytes_down = 0
+        self.rate = float("inf")  # bytes a second, each way
+        self.call(lambda member, now: member.join(now))
+        joined = self.take(1.0)
+        assert isinstance(joined, Joined)
+        self.joined = joined
+
+    def call(self, command: Callable[[Member, int], list[MemberEffect]]) -> None:
+        with self.cluster.changed:
+            self.deliver(command(self.member, self.cluster.now()))
+
+    def deliver(self, effects: Sequence[MemberEffect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Send):
+                assert isinstance(effect.peer, int)
+                frames = [bytes(frame) for frame in encode(effect.message)]
+                self.bytes_up += sum(map(len, frames))
+                self.cluster.send(self, effect.peer, frames)
+            elif isinstance(effect, Tell):
+                frames = [bytes(frame) for frame in encode(effect.message)]
+                self.bytes_up += sum(map(len, frames))
+                peer = self.cluster.workers.get(effect.address)
+                if peer is not None and not self.cluster.lost(effect):
+                    peer.bytes_down += sum(map(len, frames))
+                    peer.deliver(peer.member.receive_peer(decode(frames), self.cluster.now()))
+            elif isinstance(effect, Failed):
+                self.error = effect.text
+            else:
+                self.events.append(effect)
+        self.cluster.changed.notify_all()
+
+    def take(self, timeout_s: float) -> MemberEffect | None:
+        with self.cluster.changed:
+            if not self.events and not self.error:
+                self.cluster.changed.wait(timeout_s)
+            if self.events:
+                return self.events.popleft()
+            if self.error:
+                raise RuntimeError(self.error)
+        return None
+
+
+def together(work: Callable[[int], Any], workers: int) -> list[Any]:
+    """Run work(0), work(1), ... each in a thread; return their results in order, or raise the first error."""
+    results: list[Any] = [None] * workers
+    errors: list[BaseException] = []
+
+    def one(worker: int) -> None:
+        try:
+            results[worker] = work(worker)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=one, args=(worker,), daemon=True) for worker in range(workers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(100.0)
+    if errors:
+        raise errors[0]
+    assert not any(thread.is_alive() for thread in threads)
+    return results

@@ -1,0 +1,237 @@
+"""Real ps-serve and ps-worker commands on loopback, and a worker of theirs in this process.
+
+What is started here is ended here, by its pid. Every wait has a limit; nothing sleeps to let something happen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from narrows.worker.session import Connected
+
+BIN = Path(sys.executable).parent
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 60.0  # for what takes a few seconds on an idle machine
+GONE_S = 15.0  # a busy machine included: in which nothing may be left of a command
+FOREIGN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+# Trains until it has made argv[1] steps, or for ever; %s may do something in each.
+SCRIPT = """
+import os, sys, subprocess, time, torch
+from narrows.worker import DistributedOptimizer, rank, record, step_count, world_size
+
+model = torch.nn.Linear(4, 2)
+optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model)
+while len(sys.argv) < 2 or step_count() < int(sys.argv[1]):
+    %s
+    optimizer.zero_grad()
+    loss = model(torch.ones(3, 4)).square().sum()
+    loss.backward()
+    optimizer.step()
+    record(loss=loss.item())
+"""
+
+
+def environment(extra: dict[str, str] | None = None) -> dict[str, str]:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("NARROWS_") and name not in FOREIGN}
+    return env | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | (extra or {})
+
+
+def until(done: Callable[[], Any], what: str, limit_s: float = LIMIT_S) -> Any:
+    """What `done` returns once that is true. Fails with `what` after `limit_s`."""
+    deadline = time.monotonic() + limit_s
+    while not (result := done()):
+        assert time.monotonic() < deadline, f"waited {limit_s:.0f} s for {what}"
+        time.sleep(0.02)
+    return result
+
+
+class Command:
+    """A started command, with what it has said so far."""
+
+    def __init__(self, words: tuple[str, ...], env: dict[str, str], cwd: Path | None) -> None:
+        self.words = words
+        self.files = [tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")]  # noqa: SIM115 - closed by end
+        self.process = subprocess.Popen(
+            [str(BIN / words[0]), *words[1:]],
+            stdin=subprocess.DEVNULL,
+            stdout=self.files[0],
+            stderr=self.files[1],
+            env=env,
+            cwd=cwd,
+            start_new_session=True,
+        )
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def _read(self, index: int) -> str:
+        size = os.fstat(self.files[index].fileno()).st_size
+        return os.pread(self.files[index].fileno(), size, 0).decode()
+
+    @property
+    def out(self) -> str:
+        return self._read(0)
+
+    @property
+    def err(self) -> str:
+        return self._read(1)
+
+    def wait(self, limit_s: float = LIMIT_S) -> int:
+        try:
+            return self.process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{self} did not end within {limit_s:.0f} s") from None
+
+    def end(self) -> None:
+        """Kill what is left of it."""
+        left = [*descendants(self.pid), self.pid] if self.process.poll() is None else []
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+        for file in self.files:
+            file.close()
+
+    def __str__(self) -> str:
+        return f"{' '.join(self.words)}\n{self.out}\n{self.err}"
+
+
+@contextmanager
+def started(*words: str, env: dict[str, str] | None = None, cwd: Path | None = None) -> Iterator[Command]:
+    command = Command(words, environment(env), cwd)
+    try:
+        yield command
+    finally:
+        command.end()
+
+
+def finished(*words: str, env: dict[str, str] | None = None, cwd: Path | None = None) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a command."""
+    with started(*words, env=env, cwd=cwd) as command:
+        code = command.wait()
+        return code, command.out, command.err
+
+
+def descendants(pid: int) -> list[int]:
+    """All that a process has started, and they in turn."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = stat.read_text().rpartition(")")[2].split()
+            children.setdefault(int(fields[1]), []).append(int(stat.parent.name))
+    found = [pid]
+    for each in found:
+        found += children.get(each, [])
+    return found[1:]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def free_ports(count: int) -> int:
+    """The first of `count` ports in a row that nobody listens on."""
+    for first in range(21_000 + os.getpid() % 5_000, 32_000, count):
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            for port in range(first, first + count):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return first
+    raise AssertionError("no free ports")
+
+
+class Server:
+    """A ps-serve that workers can join."""
+
+    def __init__(self, command: Command, told: dict[str, Any]) -> None:
+        self.command = command
+        self.address: str = told["address"]
+        self.port: int = told["ports"][0]
+        self.pids: list[int] = [told["pid"], *told["shard_pids"]]
+
+    def kill(self) -> None:
+        """All of it at once, as when its machine loses power."""
+        for pid in reversed(self.pids):  # shards first: one whose parent is gone says good-bye
+            os.kill(pid, signal.SIGKILL)
+        until(lambda: not any(map(alive, self.pids)), "the server to be gone", GONE_S)
+        self.command.process.wait()
+
+
+@contextmanager
+def serving(*flags: str, cwd: Path | None = None, port: int = 0) -> Iterator[Server]:
+    with tempfile.TemporaryDirectory() as folder:
+        ready = Path(folder) / "ready"
+        bind = f"tcp://127.0.0.1:{port}"
+        where = () if "--checkpoint-dir" in flags or cwd else ("--checkpoint-dir", "none")
+        with started("ps-serve", "--bind", bind, "--ready-file", str(ready), *where, *flags, cwd=cwd) as command:
+            until(lambda: ready.exists() or command.process.poll() is not None, str(command))
+            assert ready.exists(), command
+            server = Server(command, json.loads(ready.read_text()))
+            try:
+                yield server
+            finally:
+                for pid in server.pids[1:]:  # of one whose parent was killed
+                    if alive(pid):
+                        os.kill(pid, signal.SIGKILL)
+
+
+def small_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(step)
+    loss: torch.Tensor = model(torch.randn(4, 6, generator=generator)).square().sum()
+    return loss
+
+
+class Worker:
+    """One worker, in this process: no import of torch to wait for."""
+
+    def __init__(self, address: str) -> None:
+        self.model = small_model()
+        self.session = Connected(address)
+        inner = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
+        self.engine = self.session.attach(self.model, inner, 0.0, 0)
+
+    @property
+    def clock(self) -> int:
+        return self.engine.clock
+
+    def step(self) -> None:
+        self.model.zero_grad()
+        loss_of(self.model, self.clock).backward()
+        self.engine.step()
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.step()
+
+    def close(self, failed: bool = False) -> None:
+        self.session.close(failed)
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self.close(failed=error is not None)

@@ -1,0 +1,191 @@
+"""Training scripts as users write them, run in threads: each worker has a session of its own, on an in-process cluster.
+
+`session.current` is per process by design; here it is per thread. All else is the real thing, sockets aside.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from torch import nn
+
+from kit import in_process
+from kit.in_process import Cluster, together
+from narrows.protocols.effects import NS
+from narrows.protocols.modes import Settings
+from narrows.worker import DistributedOptimizer, rank, session, world_size
+
+Array = npt.NDArray[np.float32]
+BATCH = 16
+_here = threading.local()
+_seeding = threading.Lock()
+
+
+class Link(in_process.Link):
+    """An in-process link whose session has yet to see that it joined."""
+
+    def __init__(self, cluster: Cluster, token: str) -> None:
+        super().__init__(cluster, token)
+        self.events.appendleft(self.joined)
+
+    def close(self) -> None:
+        """There is no thread to end."""
+
+
+class Run:
+    """One cluster, or those of a tree, and the sessions of their workers; made by `run` and `tree`."""
+
+    def __init__(self, *clusters: Cluster) -> None:
+        self.clusters, self.cluster = clusters, clusters[0]
+        self.sessions: list[session.Connected] = []
+
+    def join(self, cluster: int = 0) -> session.Connected:
+        """A new worker, whose session is from now on that of the calling thread."""
+        joined = session.Connected(f"tcp://in-process:{1 + cluster}")
+        self.sessions.append(joined)
+        _here.session = joined
+        return joined
+
+    def become(self, worker: int) -> None:
+        """Give the calling thread the session of `worker`."""
+        _here.session = self.sessions[worker]
+
+    def together(self, script: Callable[[int], Any]) -> list[Any]:
+        """Run script(worker) for every session, each in a thread of its own."""
+
+        def work(worker: int) -> Any:
+            torch.set_num_threads(1)
+            self.become(worker)
+            return script(worker)
+
+        return together(work, len(self.sessions))
+
+    def aside(self, script: Callable[[], Any]) -> threading.Thread:
+        """Start script() in a thread, with the session that joined last."""
+
+        def work() -> None:
+            self.become(-1)
+            script()
+
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        return thread
+
+    def expire(self, worker: int) -> None:
+        """Let the lease of this one worker run out: its next message is refused, and it joins again."""
+        cluster, expired = self.cluster, cast(Link, self.sessions[worker].link).member.worker
+        coordinator = cluster.servers[0].coordinator
+        assert coordinator is not None
+        with cluster.changed:
+            later = cluster.now() + int(3 * cluster.settings.lease * NS)
+            for other in coordinator.members:
+                if other != expired:
+                    coordinator.heard(other, later)
+            cluster._apply(0, cluster.servers[0].tick(later))
+            assert expired not in coordinator.members
+
+
+@contextmanager
+def run(settings: Settings, cluster: Cluster | None = None) -> Iterator[Run]:
+    """A run with all its workers joined, in the order of their ranks."""
+    cluster = cluster or Cluster(settings)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session, "Link", lambda address, token, *rest: Link(cluster, token))
+        patch.setattr(session, "current", lambda: _here.session)
+        started = Run(cluster)
+        for worker in range(cluster.settings.workers):
+            assert started.join().rank == worker
+        yield started
+
+
+@contextmanager
+def tree(root: Cluster, *clusters: Cluster, first_rank: int = 0) -> Iterator[Run]:
+    """Clusters below `root` with all their workers joined, one of each cluster in turn: in the order of their ranks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session, "Link", lambda address, token, *rest: Link(clusters[int(address[-1]) - 1], token))
+        patch.setattr(session, "current", lambda: _here.session)
+        started = Run(*clusters)
+        for worker in range(clusters[0].settings.workers):
+            for index in range(len(clusters)):
+                assert started.join(index).rank == worker * len(clusters) + index + first_rank
+        yield started
+
+
+@contextmanager
+def alone() -> Iterator[session.Alone]:
+    """The session of a script that runs as plain python."""
+    with pytest.MonkeyPatch.context() as patch:
+        only = session.Alone()
+        patch.setattr(session, "current", lambda: only)
+        yield only
+
+
+# A small model and its data, the same in every process.
+
+
+def seeded(make: Callable[[], nn.Module], seed: int = 7) -> nn.Module:
+    """make() from a seed: torch's generator is one for all threads."""
+    with _seeding:
+        torch.manual_seed(seed)
+        return make()
+
+
+def build(seed: int = 7) -> nn.Module:
+    return seeded(lambda: nn.Sequential(nn.Linear(9, 17), nn.Tanh(), nn.LayerNorm(17), nn.Linear(17, 5)), seed)
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 + step)
+    return torch.randn(BATCH, 9, generator=generator), torch.randint(0, 5, (BATCH,), generator=generator)
+
+
+def loss_of(model: nn.Module, step: int, worker: int = 0, of: int = 1) -> torch.Tensor:
+    """Of every `of`th row of the batch, from row `worker` on."""
+    x, y = batch(step)
+    return nn.functional.cross_entropy(model(x[worker::of]), y[worker::of])
+
+
+def flat(model: nn.Module) -> Array:
+    return np.concatenate([p.detach().float().reshape(-1).numpy() for p in model.parameters()])
+
+
+def mean_loss(weights: Array, steps: int) -> float:
+    """Of a model with these weights, over the batches of so many steps."""
+    model = build()
+    nn.utils.vector_to_parameters(torch.from_numpy(weights), model.parameters())
+    with torch.no_grad():
+        return float(np.mean([loss_of(model, step) for step in range(steps)]))
+
+
+def train(
+    steps: int,
+    make: Callable[[nn.Module], torch.optim.Optimizer],
+    seed: int = 7,
+    at: Callable[[int], None] = lambda step: None,
+    finish: bool = True,
+) -> Array:
+    """What a user writes; it knows of no mode. `at` is called after each step. Returns the model that it ends with."""
+    model = build(seed)
+    optimizer = DistributedOptimizer(make(model), model)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, step, rank(), world_size()).backward()
+        optimizer.step()
+        at(step)
+    if not finish:
+        return flat(model)
+    optimizer.finish()
+    with optimizer.shared():
+        return flat(model)
+
+
+def distance(a: Array, b: Array) -> float:
+    """Relative, in L2 norm."""
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))

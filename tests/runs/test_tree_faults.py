@@ -1,0 +1,280 @@
+"""What can happen between a cluster and the server above: messages lost, late or twice, leases that end, workers that differ.
+
+Virtual time: `pump` lets the clock of every machine run, and their timers with it.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+
+import numpy as np
+import pytest
+import torch
+from kit.in_process import Cluster
+from kit.processes import until
+from kit.pumped import REAL_S, Faults, Held, Script, clock_of, expire, finished, like, pump, steps, waits
+from kit.scripts import Array, build, distance, flat, loss_of, tree
+from kit.seed import SEED
+from kit.trees import ABOVE, BELOW, family, root_model
+
+from narrows.protocols import messages as m
+from narrows.protocols.effects import Checkpoint, ServerEffect
+from narrows.protocols.modes import WINDOW, Settings
+from narrows.worker import DistributedOptimizer, clock
+
+BARRIER = Settings(sync="bsp", push="update")
+
+
+# Workers that differ.
+
+
+@pytest.mark.parametrize("below", ["bsp", "ssp"])
+def test_workers_of_one_cluster_may_take_different_numbers_of_steps(below: str) -> None:
+    """Who is done waits for the last model, and nobody waits for it."""
+    root, (cluster,) = family(BARRIER, like(BELOW[below], workers=2), 1)
+    with tree(root, cluster) as run:
+        first, second = Script(run, 0, lambda: steps(4)), Script(run, 1, lambda: steps(7))
+        a, b = finished(run, [root, cluster], first, second)
+    assert np.array_equal(a, b) and np.array_equal(a, root_model(root))
+
+
+@pytest.mark.parametrize("shard", [0, 1])
+def test_the_last_that_comes_from_above_may_be_an_ack(shard: int) -> None:
+    """The last model is here and the workers have left when the server above says that it has the last update."""
+    root, (cluster,) = family(Settings(sync="ssp", shards=2), Settings(sync="bsp", shards=2), 1)
+    held = Held(cluster, shard, (m.PushAck,))
+    ours, coordinator = cluster.servers[shard].shard, cluster.servers[0].coordinator
+    assert coordinator is not None
+    with tree(root, cluster) as run:
+        finished(run, [root, cluster], Script(run, 0, lambda: steps(1)))
+        run.sessions[0].close(failed=False)
+        assert pump(run, [root, cluster], lambda: coordinator.over) and not ours.at_rest
+        held.release()
+        assert pump(run, [root, cluster], lambda: cluster.stopped and root.stopped)
+    assert cluster.stopped is not None and cluster.stopped.code == 0
+
+
+def test_a_last_update_that_only_some_shards_have_pushed_is_pushed_again_at_the_next_place() -> None:
+    """Once by each: one shard that pushed it twice would wait for a clock that the others never come to."""
+    root, (one, other) = family(Settings(sync="async", shards=2, workers=2), Settings(sync="bsp", shards=2))
+    late = Held(one, 1, (m.PushAck,))  # so that its window is full before the end
+    here, there = (server.shard for server in one.servers)
+    assert there.uplink is not None
+    go = threading.Event()
+
+    def at(step: int) -> None:
+        if step == 0:  # once the other has come to clock 1 too, a state settles our first: the rest fill the window
+            until(lambda: clock_of(root) >= 1, "both to have done a step", REAL_S)
+
+    with tree(root, one, other) as run:
+        first = Script(run, 0, lambda: steps(WINDOW + 1, at=at))
+        second = Script(run, 1, lambda: steps(9, at=lambda step: waits(go, step == 0)))
+        assert pump(run, [root, one, other], lambda: here.finishes > there.finishes)
+        before = there.uplink.place
+        expire(one)
+        assert pump(run, [root, one, other], lambda: there.uplink is not None and there.uplink.place != before)
+        late.release()
+        go.set()
+        finished(run, [root, one, other], first, second)
+
+
+def test_a_cluster_counts_above_once_it_can_train() -> None:
+    root, (first,) = family(BARRIER, Settings(sync="bsp"), 1)
+    late = Cluster(Settings(sync="bsp", workers=2), root, "late")
+    with tree(root, first) as run:
+        Script(run, 0, lambda: steps(100_000, finish=False))  # until the late one is there, and then no more
+        assert pump(run, [root, first, late], lambda: clock_of(root) >= 10)
+        with tree(root, late, first_rank=1) as others:
+            one_of_two = Script(others, 0, lambda: steps(1, finish=False))
+            coordinator = late.servers[0].coordinator
+            assert coordinator is not None and pump(others, [root, first, late], lambda: coordinator.undeclared)
+            before = clock_of(root)
+            assert pump(run, [root, first, late], lambda: clock_of(root) > before + 10)
+            two = Script(others, 1, lambda: steps(1, finish=False))
+            run.sessions += others.sessions
+            finished(run, [root, first, late], one_of_two, two)
+
+
+def test_the_first_weights_are_those_of_one_worker() -> None:
+    """Also where the shards of a cluster learn at different times that weights are wanted, and of whom."""
+    root, (cluster,) = family(like(BARRIER, shards=2), Settings(sync="bsp", workers=2, shards=2), 1)
+    held = Held(cluster, 1, (m.NeedWeights,))
+    with tree(root, cluster) as run:
+        second = Script(run, 1, lambda: steps(0, seed=11, finish=False))
+        pump(run, [root, cluster], lambda: second.ended, 2.0)
+        first = Script(run, 0, lambda: steps(0, seed=3, finish=False))
+        pump(run, [root, cluster], lambda: False, 2.0)
+        held.release()
+        a, b = finished(run, [root, cluster], first, second)
+    assert np.array_equal(a, b)
+    assert any(np.array_equal(a, flat(build(seed))) for seed in (3, 11))
+
+
+# Leases that end.
+
+
+def test_shards_begin_a_new_place_at_one_clock() -> None:
+    """The state for one shard is late when the cluster is lost above: it has folded less than the other."""
+    root, (cluster,) = family(like(BARRIER, shards=2), Settings(sync="ssp", staleness=1, shards=2), 1)
+    held: list[Held] = []
+    go = threading.Event()
+
+    def at(step: int) -> None:
+        if step == 2:
+            held.append(Held(cluster, 1, (m.State,)))
+        waits(go, step == 8)
+
+    with tree(root, cluster) as run:
+        script = Script(run, 0, lambda: steps(12, at=at))
+        ahead, behind = (server.shard for server in cluster.servers)
+        until(lambda: ahead.folded > behind.folded, "one shard to be ahead", 10.0)
+        expire(cluster)
+        pump(run, [root, cluster], lambda: False, 3.0)
+        held[0].release()
+        go.set()
+        (model,) = finished(run, [root, cluster], script)
+    assert np.array_equal(model, root_model(root))
+
+
+def test_a_full_window_keeps_all_shards_at_one_clock() -> None:
+    root, (cluster,) = family(Settings(sync="async", shards=2), Settings(sync="bsp", shards=2), 1)
+    held: list[Held] = []
+
+    def at(step: int) -> None:
+        if step == 1:
+            held.append(Held(cluster, 1, (m.State, m.PushAck)))
+        if step == 5:
+            held[0].release()
+
+    with tree(root, cluster) as run:
+        (model,) = finished(run, [root, cluster], Script(run, 0, lambda: steps(12, at=at)))
+    assert np.array_equal(model, root_model(root))
+
+
+def test_a_cluster_that_is_lost_while_it_finishes_comes_back_to_finish() -> None:
+    root, (one, other) = family(like(BARRIER, workers=2), Settings(sync="bsp"))
+    go = threading.Event()
+    with tree(root, one, other) as run:
+        first = Script(run, 0, lambda: steps(3))
+        second = Script(run, 1, lambda: steps(9, at=lambda step: waits(go, step == 2)))
+        shard = one.servers[0].shard
+        assert pump(run, [root, one, other], lambda: shard.uplink is not None and shard.uplink.finishing)
+        expire(one)
+        pump(run, [root, one, other], lambda: False, 5.0)
+        go.set()
+        finished(run, [root, one, other], first, second)
+
+
+def test_a_worker_that_comes_to_a_cluster_without_any_begins_at_the_run() -> None:
+    root, (one, other) = family(like(BARRIER, workers=2), Settings(sync="bsp"))
+    go = threading.Event()
+    with tree(root, one, other) as run:
+        first = Script(run, 0, lambda: steps(20, finish=False, at=lambda step: waits(go, step == 1)))
+        second = Script(run, 1, lambda: steps(2, finish=False))
+        assert pump(run, [root, one, other], lambda: second.ended)
+        run.sessions.pop(1).close(failed=True)
+        member = other.servers[0].member
+        assert member is not None and pump(run, [root, one, other], lambda: member.phase == "over")
+        go.set()
+        assert pump(run, [root, one, other], lambda: first.ended)
+        run.join(1)
+        began: list[int] = []
+
+        def joins() -> Array:
+            model = steps(0, seed=9, finish=False)
+            began.append(clock())
+            return model
+
+        (model,) = finished(run, [root, one, other], Script(run, 1, joins))
+    assert began == [20] and np.array_equal(model, root_model(root))
+
+
+# Servers above that refuse or go.
+
+
+def test_a_refusal_of_any_shard_ends_the_cluster_with_its_sentence() -> None:
+    above = like(BARRIER, shards=2, compress_down="topk:0.2")
+    root, (cluster,) = family(above, Settings(sync="bsp", shards=2), 1)
+
+    def poisoned() -> None:
+        net = build()
+        optimizer = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.05), net)
+        loss_of(net, 0).backward()
+        last = list(net.parameters())[-1].grad
+        assert last is not None
+        last[-1] = float("nan")
+        optimizer.step()
+
+    real = root.servers[1].handle
+
+    def handle(peer: bytes, message: m.Message, now_ns: int) -> list[ServerEffect]:
+        try:
+            return real(peer, message, now_ns)
+        except Exception as error:  # as ps/runner.py answers it
+            below, shard = root.children[peer]
+            refuse = m.Refuse(m.RefuseCode.INCOMPATIBLE, -1, 0, str(error))
+            below._apply(shard, below.servers[shard].handle_above(refuse, now_ns))
+            return []
+
+    root.servers[1].handle = handle  # type: ignore[method-assign]
+    with tree(root, cluster) as run:
+        script = Script(run, 0, poisoned)
+        assert pump(run, [root, cluster], lambda: script.ended and cluster.stopped)
+    assert cluster.stopped is not None and cluster.stopped.code == 5
+    assert "NaN or infinity, which --compress-down cannot code" in cluster.stopped.text
+    assert "NaN or infinity" in str(script.error)
+
+
+def test_a_cluster_whose_server_above_is_gone_leaves_a_checkpoint() -> None:
+    root, (cluster,) = family(BARRIER, Settings(sync="bsp"), 1)
+    kept: list[int] = []
+    shard = cluster.servers[0].shard
+    asked = shard._checkpoint
+
+    def checkpoint() -> Checkpoint:
+        kept.append(shard.min_clock)
+        return asked()
+
+    shard._checkpoint = checkpoint  # type: ignore[method-assign]
+    gone = threading.Event()
+    with tree(root, cluster) as run:
+        script = Script(run, 0, lambda: steps(1000, at=lambda step: gone.set() if step == 5 else None))
+        gone.wait(REAL_S)
+        with root.changed:
+            Held(cluster, 0, (m.Message,))
+        assert pump(run, [cluster], lambda: cluster.stopped and script.ended)
+    assert cluster.stopped is not None and cluster.stopped.code == 6 and kept == [clock_of(cluster)]
+    assert "the server has not answered for 30 s" in str(script.error)
+
+
+# Everything at once.
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_a_bad_link_between_levels_loses_nothing(number: int) -> None:
+    """All end, and with the root's model. NARROWS_TEST_SEED replays a run."""
+    rng = random.Random(f"{SEED} {number}")
+    above, below = rng.choice(list(ABOVE)), rng.choice(list(BELOW))
+    shards, clusters, deep = rng.choice([1, 2]), rng.choice([1, 2]), rng.random() < 0.3
+    told = f"seed {SEED}: {below} below {above}, {shards} shards, {clusters} clusters, {3 if deep else 2} levels"
+    root = Cluster(like(ABOVE[above], shards=shards, workers=1 if deep else clusters))
+    middle = [Cluster(like(ABOVE[above], shards=shards, workers=clusters), root, "middle")] if deep else []
+    parent = middle[0] if deep else root
+    leaves = [Cluster(like(BELOW[below], shards=shards, workers=2), parent, f"leaf{i}") for i in range(clusters)]
+    everyone = [root, *middle, *leaves]
+    faults = Faults(rng, 0.05)
+    for child in (*middle, *leaves):
+        faults.between(child)
+
+    def done() -> bool:
+        with root.changed:
+            faults.some()
+        return all(script.ended for script in scripts)
+
+    with tree(root, *leaves) as run:
+        scripts = [Script(run, session, lambda: steps(8)) for session in range(len(run.sessions))]
+        assert pump(run, everyone, done), f"stuck, {told}"
+    assert [script.error for script in scripts] == [None] * len(scripts), told
+    for script in scripts:
+        assert distance(script.result, root_model(root)) == 0.0, told

@@ -1,0 +1,256 @@
+"""A whole cluster in virtual time: real servers and members, scripted workers, a disk, and every fault by a seed.
+
+    Run(case_of(seed)).run()        raises Violation where an invariant does not hold (tests/invariants.py)
+
+`Case` says all of a run; it follows from the seed alone, so a seed replays exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from narrows.protocols import effects as e
+from narrows.protocols import messages as m
+from narrows.protocols.effects import NS
+from narrows.protocols.errors import NarrowsError
+from narrows.protocols.modes import Rule, Settings
+from narrows.protocols.wire import decode, encode
+from simulation.actors import CLOCKS, PART_KEYS, Disk, Kit, Process, Worker
+from simulation.invariants import Checker
+from simulation.mirrors import Violation
+from simulation.network import MS, Faults, Random, Simulator
+
+Trace = Callable[[int, str, m.Message | None], None]
+
+LEASE_S = 2.0
+TICK_NS = 200 * MS
+END_NS = 240 * NS  # virtual time in which every run has ended
+WIRE_EVERY = 16  # one run in so many sends bytes, not objects
+
+# What `local` streams in every other run of it: one clock in flight, two, four.
+STREAMS: tuple[dict[str, Any], ...] = (
+    {"local_steps": 4, "fragments": 2, "merge_delay": 0},
+    {"local_steps": 6, "fragments": 2, "merge_delay": 2},
+    {"local_steps": 3, "fragments": 3, "merge_delay": 2},
+    {"local_steps": 4, "fragments": 4, "merge_delay": 3},
+)
+# The modes, in turn. `staleness` -1 stands for 0 to 3 in turn, `quorum` -1 for some of the workers.
+MODES: tuple[dict[str, Any], ...] = (
+    {"sync": "bsp"},
+    {"sync": "ssp", "staleness": -1},
+    {"sync": "async"},
+    {"sync": "local"},
+    {"sync": "local", "staleness": -1},
+    {"sync": "bsp", "push": "update"},
+    {"sync": "ssp", "staleness": -1, "push": "gradient"},
+    {"sync": "async", "push": "gradient"},
+    {"sync": "local", "quorum": -1},
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Strikes machine `who` so long after it has come to a clock."""
+
+    who: int
+    clock: int
+    later_ns: int
+    lasts_ns: int
+    told: bool = False  # the coordinator, by a launcher
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """All of one run."""
+
+    seed: int
+    settings: Settings
+    faults: Faults
+    max_grad_norm: float
+    step_ns: tuple[int, ...]  # of each worker: how long it computes
+    crash: Fault | None  # of a worker, by its clock
+    cut: Fault | None  # of a worker from all shards, by its clock
+    restart: Fault | None  # of a shard, by min_clock
+    wire: bool
+
+
+def case_of(seed: int, restart: bool = False) -> Case:
+    random = Random(seed * 2 + restart)
+    between, chance = random.between, random.chance
+    row = dict(MODES[seed % len(MODES)])
+    if "staleness" in row:
+        row["staleness"] = seed // len(MODES) % 4
+    elif row["sync"] == "local" and "quorum" not in row and seed // len(MODES) % 2:
+        row |= STREAMS[seed // len(MODES) // 2 % len(STREAMS)]
+    workers, shards = between(4, 6), between(2, 3)
+    if "quorum" in row:
+        row["quorum"] = between(1, workers - 1)
+        row["grace"] = between(0, 300) / 1000 if chance(0.5) else -1.0
+    dense_down = chance(0.7) or row["sync"] == "bsp"
+    settings = Settings(
+        **row,
+        workers=workers,
+        shards=shards,
+        lease=LEASE_S,
+        checkpoint_every=between(100, 600) / 1000 if restart or chance(0.5) else 0.0,
+        compress_down="dense" if dense_down else "topk:0.5",
+        outer_lr=0.5,
+        outer_momentum=0.5,
+    ).validated()
+    gradients, unbound = settings.mode().rule is Rule.OPTIMIZER, settings.mode().bound is None
+    return Case(
+        seed,
+        settings,
+        Faults(
+            loss=between(10, 60) / 1000,
+            duplication=between(10, 80) / 1000,
+            reordering=between(20, 150) / 1000,
+            delay_ns=(MS, between(2, 30) * MS),
+            late_ns=between(50, 1000) * MS,
+        ),
+        1.5 if gradients and settings.sync == "bsp" and chance(0.5) else 0.0,
+        tuple(between(5, 60) * MS * ((10 if "quorum" in row else 3) if chance(0.2) else 1) for _ in range(workers)),
+        Fault(
+            between(0, workers - 1),
+            between(0, CLOCKS // 2 if unbound else CLOCKS - 3),
+            between(0, 60 * MS),
+            # With no bound the others do not wait, and would have ended before it is back.
+            between(20 * MS, 300 * MS) if unbound or chance(0.7) else between(NS, 3 * NS),
+            chance(0.5),
+        ),
+        Fault(between(0, workers - 1), between(1, CLOCKS - 4), 0, between(NS, 5 * NS)) if chance(0.3) else None,
+        Fault(between(0, shards - 1), between(3, CLOCKS - 5), between(0, 60 * MS), between(10 * MS, 2 * NS))
+        if restart
+        else None,
+        seed % WIRE_EVERY == WIRE_EVERY - 1,
+    )
+
+
+class Run:
+    """One case, from the first start to the end of everyone."""
+
+    prefix, parent = "", None
+    clocks, part_keys = CLOCKS, PART_KEYS
+    hurried = True  # whether no wait may be longer than the faults explain
+
+    def __init__(self, case: Case, kit: Kit | None = None, trace: Trace | None = None) -> None:
+        self.case, self.kit = case, kit or Kit()
+        self.settings, self.max_grad_norm = case.settings, case.max_grad_norm
+        self.sim: Simulator[m.Message] = Simulator(case.seed, case.faults, TICK_NS, trace)
+        self.disk = Disk()
+        self.checker = Checker(self)
+        self.over = False
+        self.workers: dict[int, Worker] = {}
+        self.servers: dict[int, Process] = {}
+        self.planned = {
+            "crash": case.crash is not None,
+            "cut": case.cut is not None,
+            "restart": case.restart is not None,
+        }
+        for index in range(case.settings.shards):
+            self.sim.at(self.sim.random.between(0, 100 * MS), self._serve, index, 0)
+        for index in range(case.settings.workers):
+            self.sim.at(self.sim.random.between(0, 200 * MS), self._work, index, 0)
+        if case.crash is not None and case.crash.clock == 0:
+            self._crash_worker(300 * MS)
+
+    def send(self, source: str, target: str, message: m.Message) -> None:
+        if self.case.wire:
+            message = decode([bytes(frame) for frame in encode(message)])
+        self.sim.send(source, target, message)
+
+    def compute_ns(self, index: int) -> int:
+        base = self.case.step_ns[index]
+        return self.sim.random.between(base // 2, base)
+
+    def _serve(self, index: int, life: int) -> None:
+        self.servers[index] = Process(self, index, life)
+
+    def _work(self, index: int, life: int) -> None:
+        self.workers[index] = Worker(self, index, life)
+
+    def run(self) -> Run:
+        """To the end. Raises Violation with the seed in it."""
+        try:
+            while not self._ended():
+                if not self.sim.step() or self.sim.now_ns > END_NS:
+                    raise Violation(f"the run has not ended; {self.checker.whereabouts()}")
+        except (AssertionError, NarrowsError, KeyError) as error:
+            option = " --restart" if self.case.restart else ""
+            text = f"seed {self.case.seed}{option} at {self.sim.now_ns / NS:.4f} s: {type(error).__name__}: {error}"
+            raise Violation(text) from error
+        return self
+
+    def _ended(self) -> bool:
+        if self.over:
+            for process in self.servers.values():
+                if self.sim.alive(process.port):
+                    self.sim.crash(process.port, process.up)
+        return self.over or self._deserted()
+
+    def _deserted(self) -> bool:
+        """All had finished when shard 0, and the coordinator in it, was restarted: it waits for workers, as at any start."""
+        coordinator = self.servers[0].coordinator if 0 in self.servers else None
+        restarted = coordinator is not None and coordinator.first_epoch > 1 << 20
+        return restarted and all(worker.ended for worker in self.workers.values())
+
+    # Faults that machines suffer.
+
+    def worker_pushed(self, worker: Worker) -> None:
+        crash, cut = self.case.crash, self.case.cut
+        if (
+            self.planned["crash"]
+            and crash is not None
+            and worker.index == crash.who
+            and worker.run_clock >= crash.clock
+        ):
+            self._crash_worker(crash.later_ns)
+        if self.planned["cut"] and cut is not None and worker.index == cut.who and worker.run_clock >= cut.clock:
+            self.planned["cut"] = False
+            self.sim.struck["cuts"] += 1
+            for shard in range(self.case.settings.shards):
+                self.sim.cut(worker.name, f"s{shard}", self.sim.now_ns + cut.lasts_ns)
+
+    def _crash_worker(self, later_ns: int) -> None:
+        self.planned["crash"] = False
+        self.sim.at(self.sim.now_ns + later_ns, self._worker_crashes)
+
+    def _worker_crashes(self) -> None:
+        assert self.case.crash is not None
+        index = self.case.crash.who
+        worker = self.workers.get(index)
+        if worker is None or worker.ended:
+            return
+        self.sim.crash(worker.name)
+        self.sim.struck["worker crashed"] += 1
+        if self.case.crash.told:  # by a launcher beside it, ps-worker
+            self.send(f"l{index}", "s0", m.Leave(worker.member.base_token, -1))
+        self.sim.at(self.sim.now_ns + self.case.crash.lasts_ns, self._worker_restarts, index)
+
+    def _worker_restarts(self, index: int) -> None:
+        self.sim.struck["worker restarted"] += 1
+        self._work(index, 1)
+
+    def worker_failed(self, worker: Worker, failed: e.Failed) -> None:
+        self.sim.note(f"{worker.name} failed: {failed.text}")
+        if failed.code != m.RefuseCode.OVER:
+            raise Violation(f"{worker.name} fails, though servers and links come back: {failed.text}")
+
+    def server_event(self, process: Process) -> None:
+        restart = self.case.restart
+        if restart is None or not self.planned["restart"] or process.coordinator is None:
+            return
+        if process.coordinator.min_clock >= restart.clock and self.disk.shared(self.case.settings.shards) >= 0:
+            self.planned["restart"] = False
+            self.sim.at(self.sim.now_ns + restart.later_ns, self._shard_crashes)
+
+    def _shard_crashes(self) -> None:
+        assert self.case.restart is not None
+        index = self.case.restart.who
+        process = self.servers[index]
+        self.sim.crash(process.port, process.up)
+        self.sim.struck["shard restarted"] += 1
+        self.checker.server_crashed(process)
+        self.sim.at(self.sim.now_ns + self.case.restart.lasts_ns, self._serve, index, 1)

@@ -1,0 +1,361 @@
+"""Every invariant of the design, checked as the events of a simulated run go by.
+
+    staleness     a state for clock c is of a min_clock >= c - s, and min_clock is never ahead of a live member
+    exactly once  a push is folded at most once, and is folded where it was acknowledged; what is given back never was
+    weights       at a barrier samples over the sum of the set; at once over the live members, the dead ones' gone
+    sets          every shard closes each clock over the set that the coordinator closed, which holds all live members
+    quorum        or so many of them, once the grace is over and not later; it holds every update that is on all shards
+    own writes    a state has all own updates that it says are settled; who leaves has every update of its own in the model
+    publications  of one number are bit-identical, on a shard and in every worker that pulled them
+    the model     is, after every event and bit for bit, what the log gives: for a barrier the sum in worker-id order
+    progress      no wait is longer than a lease and the repeats of what was lost; every run ends
+    restarts      go back to a checkpoint that all shards have, and say which clocks are lost
+
+What a shard must hold is in tests/mirrors.py. What machines hold is looked at only to be compared.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from narrows.protocols import effects as e
+from narrows.protocols import messages as m
+from narrows.protocols.cluster.coordinator import GRACE_MAX_NS, GRACE_MIN_NS, Coordinator
+from narrows.protocols.effects import NS, ServerEffect
+from simulation.mirrors import FloatArray, Given, Held, Mirror, Violation
+
+if TYPE_CHECKING:
+    from simulation.actors import Process, Worker
+    from simulation.campaigns import Run
+
+SLACK_NS = NS  # ticks and a step of the protocol or two
+COST_NS = NS  # what a message that is lost costs on top of its delay: its repeat
+
+
+class Checker:
+    """Told of everything by the run; raises Violation."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        settings = run.case.settings
+        self.mode = settings.mode()
+        self.quorum = settings.quorum
+        delay, clock_steps = settings.merge_delay, settings.local_steps // settings.fragments
+        late = next(
+            clocks for clocks in range(delay + 1) if clocks * clock_steps >= delay
+        )  # begun before a merge is due
+        self.bound = None if settings.sync == "async" else settings.staleness + late
+        self.given = Given()
+        self.made: dict[tuple[int, int], int] = {}  # worker, epoch -> its clock, as it knows itself
+        self.pulls: dict[
+            tuple[int, int, int, int], tuple[int, bool]
+        ] = {}  # shard, worker, epoch, request -> clock, master
+        self.mirrors: dict[int, Mirror] = {}
+        self.disk: dict[tuple[int, int], Held] = {}  # shard, clock
+        self.reached: dict[int, tuple[int, int]] = {}  # shard -> generation, min_clock
+        # Of the coordinator, as of its last event.
+        self.version = (0, 0)  # its life, and the version of what it decided
+        self.generation = -1
+        self.min_clock = 0
+        self.started = False
+        self.quorum_ns = -1  # when so many had an update on all shards that no set has
+        self.closable_ns = -1  # and when all shards had published the clock before
+        self.next: dict[tuple[int, int], int] = {}  # generation, worker -> its first update that no set has
+        self.due: dict[tuple[int, int], int] = {}  # and the clock since which it is waited for
+        self.late: list[tuple[int, int, int]] = []  # worker, clock, age: of all updates that were
+        self.moved_ns = 0
+        self.moved_struck: Counter[str] = Counter()
+
+    # What workers do.
+
+    def worker_started(self, worker: Worker) -> None:
+        self.made[worker.worker, worker.epoch] = worker.clock
+
+    def computes(self, worker: Worker, clock: int, min_clocks: Sequence[int]) -> None:
+        if self.bound is not None and clock > min(min_clocks) + self.bound:
+            raise Violation(
+                f"staleness: {worker.name} computes with clock {clock} on states of {min_clocks}, s = {self.bound}"
+            )
+
+    def pushed(self, worker: Worker, clock: int, values: FloatArray, samples: int) -> None:
+        self.given.pushes[worker.worker, worker.epoch, clock] = (values, samples)
+        self.made[worker.worker, worker.epoch] = clock + 1
+
+    def pulled(self, shard: int, pull: m.Pull) -> None:
+        self.pulls[shard, pull.worker, pull.epoch, pull.request] = (pull.clock, pull.master)
+
+    def settled(self, worker: Worker, event: e.PushSettled) -> None:
+        push = (worker.worker, worker.epoch, event.clock)
+        mirror = self.mirrors.get(event.shard)
+        if mirror is None:
+            return
+        same = self.given.generation_of[push[:2]] == mirror.process.shard.generation  # else it went back with the shard
+        if same and push not in mirror.held.folded:
+            raise Violation(f"{push} was acknowledged and is not in shard {event.shard}")
+
+    def state_arrived(self, worker: Worker, shard: int, publication: int, pulled: FloatArray) -> None:
+        number = (self.given.generation_of[worker.worker, worker.epoch], shard, publication)
+        if self.given.publications.get(number) != zlib.crc32(pulled.tobytes()):
+            raise Violation(f"publication {publication} of shard {shard} is another one in {worker.name}")
+
+    def model_arrived(self, worker: Worker, shard: int, model: bytes) -> None:
+        pass  # looked at where it was sent
+
+    # What servers do.
+
+    def server_started(self, process: Process) -> None:
+        self.mirrors.pop(process.index, None)
+        self.reached.pop(process.index, None)
+
+    def server_crashed(self, process: Process) -> None:
+        if process.index == 0:
+            self.generation = -1  # the next coordinator begins one of its own
+
+    def follow(self, process: Process) -> None:
+        """Take down what the coordinator decided, and what was done to the store since."""
+        store, coordinator, given = process.shard.store, process.coordinator, self.given
+        if coordinator is not None and (coordinator.first_epoch, coordinator.version) != self.version:
+            self.version = (coordinator.first_epoch, coordinator.version)
+            for member in coordinator.declared:
+                given.generation_of.setdefault((member.worker, member.epoch), coordinator.generation)
+                for table in (self.next, self.due):
+                    table.setdefault((coordinator.generation, member.worker), member.start)
+            for clock, updates in coordinator.sets.items():
+                given.sets.setdefault((coordinator.generation, clock), updates)
+        if store is not None:
+            mirror = self.mirrors.get(process.index)
+            if mirror is None or mirror.store is not store:
+                mirror = self.mirrors[process.index] = Mirror(process, store, self.run.case, given)
+            mirror.follow()
+
+    def saved(self, process: Process, clock: int) -> None:
+        self.disk[process.index, clock] = self.mirrors[process.index].saved()
+
+    def loaded(self, process: Process, clock: int) -> None:
+        self.mirrors[process.index].loaded(self.disk[process.index, clock], clock)
+
+    def server_event(self, process: Process, effects: Sequence[ServerEffect], why: str) -> None:
+        """After every event of a server, its effects carried out."""
+        self.follow(process)
+        if process.coordinator is not None:
+            self._decided(process.coordinator, effects)
+        mirror = self.mirrors.get(process.index)
+        if mirror is not None:
+            mirror.compare(why)
+            for effect in effects:
+                if isinstance(effect, e.Send):
+                    if isinstance(effect.message, m.State):
+                        self._on_state(mirror, effect.message)
+                    elif isinstance(effect.message, m.PushAck):
+                        self._on_ack(mirror, effect.message)
+        self._went_back(process, effects)
+
+    def _on_state(self, mirror: Mirror, state: m.State) -> None:
+        clock, master = self.pulls[mirror.index, state.worker, state.epoch, state.request]
+        held, generation = mirror.held, mirror.process.shard.generation
+        where = f"the state of shard {mirror.index} for clock {clock} of worker {state.worker}"
+        coordinator = self.run.servers[0].coordinator
+        assert coordinator is not None
+        if coordinator.generation == generation and state.min_clock > coordinator.min_clock:
+            raise Violation(f"{where} is ahead of the coordinator")
+        bound = 0 if master else self.bound
+        if bound is not None and clock > state.settled + bound:
+            raise Violation(f"staleness: {where} is settled to {state.settled}, s = {bound}")
+        if state.settled > state.min_clock or (self.quorum < 0 and state.settled < state.min_clock):
+            raise Violation(f"{where} is settled to {state.settled}, of min_clock {state.min_clock}")
+        # With no bound a publication may be older than min_clock is. Of several differences the last completes the state.
+        complete = self.bound is not None and state.part == state.parts - 1
+        for own in range(max(state.settled - 3, 0), state.settled) if complete else ():
+            push = (state.worker, state.epoch, own)
+            shown = push in held.folded if master else held.shown.get(push, state.publication + 1) <= state.publication
+            if push in self.given.pushes and not shown:
+                raise Violation(f"own writes: {where} is settled to {state.settled} and lacks {push}")
+        if master:
+            if bytes(state.payload) != held.x.tobytes():
+                raise Violation(f"{where} is not the master copy")
+            return
+        number = (generation, mirror.index, state.publication)
+        if not state.delta and zlib.crc32(state.payload) != self.given.publications[number]:
+            raise Violation(f"{where} is not publication {number}")  # what deltas come to is seen where they arrive
+        if not self.mode.barrier and state.part == state.parts - 1:
+            self._on_contains(mirror, state, where)
+
+    def _on_contains(self, mirror: Mirror, state: m.State, where: str) -> None:
+        """A worker learns which of its own updates are in, and at which weight."""
+        held = mirror.held
+        shown = [
+            (push[2], weight)
+            for push, weight in held.folded.items()
+            if push[:2] == (state.worker, state.epoch)
+            and push[2] >= state.min_clock
+            and held.shown[push] <= state.publication
+        ]
+        if self.bound is None:  # only the last ones are kept
+            shown = shown[len(shown) - len(state.contains) :]
+        if list(state.contains) != shown:
+            raise Violation(f"{where} says it contains {state.contains}, not {shown}")
+
+    def _on_ack(self, mirror: Mirror, ack: m.PushAck) -> None:
+        push, held = (ack.worker, ack.epoch, ack.clock), mirror.held
+        if ack.status == m.PushStatus.FOLDED:
+            weight = held.folded.get(push)
+            if weight is None or ack.weight not in (0.0, weight):
+                raise Violation(f"{push} is acknowledged by shard {mirror.index} at {ack.weight}, folded at {weight}")
+        elif not mirror.has(ack.worker, ack.clock):
+            raise Violation(f"{push} is acknowledged as held by shard {mirror.index} and is not")
+
+    def _went_back(self, process: Process, effects: Sequence[ServerEffect]) -> None:
+        """A shard that goes back names the clocks that are lost."""
+        shard = process.shard
+        now = (shard.generation, shard.min_clock)
+        generation, was = self.reached.get(process.index, now)
+        if generation != shard.generation and was > shard.min_clock:
+            self._named("lost", effects, shard.min_clock, was)
+        self.reached[process.index] = now
+
+    def _named(self, event: str, effects: Sequence[ServerEffect], goes_on: int, was: int) -> None:
+        logs = [x.values for x in effects if isinstance(x, e.Log) and x.event == event]
+        if [(values["from_clock"], values["to_clock"]) for values in logs] != [(goes_on, was)]:
+            raise Violation(f"clocks {goes_on} to {was} are lost, and the record says {logs}")
+
+    # What the coordinator decides.
+
+    def _decided(self, coordinator: Coordinator, effects: Sequence[ServerEffect]) -> None:
+        if coordinator.generation != self.generation:
+            self._on_generation(coordinator, effects)
+        elif coordinator.min_clock != self.min_clock:
+            self._on_min_clock(coordinator, effects)
+        elif coordinator.started and not self.started:
+            self._moved("the start")
+        self.started, self.min_clock = coordinator.started, coordinator.min_clock
+        if self.quorum > 0 and coordinator.started:
+            self._on_quorum(coordinator)
+
+    def _on_generation(self, coordinator: Coordinator, effects: Sequence[ServerEffect]) -> None:
+        """The first, or a shard was restarted: back to a checkpoint that all shards have."""
+        run, clock, was = self.run, coordinator.restart_clock, self.min_clock
+        same_life, self.generation = self.generation >= 0, coordinator.generation
+        self.quorum_ns = self.closable_ns = -1
+        self._moved("a generation")
+        if not run.sim.struck["shard restarted"]:
+            return
+        for shard in range(run.case.settings.shards):
+            if clock >= 0 and clock not in run.disk.clocks(shard):
+                raise Violation(f"the run goes back to clock {clock}, shard {shard} has no checkpoint of it")
+        if clock > was or coordinator.min_clock != max(clock, 0):
+            raise Violation(f"the run goes on at {coordinator.min_clock}, from checkpoint {clock}; it was at {was}")
+        if same_life:
+            self._named("restart", effects, max(clock, 0), was)
+
+    def _on_min_clock(self, coordinator: Coordinator, effects: Sequence[ServerEffect]) -> None:
+        """min_clock comes to where every live member's update is on every shard."""
+        self._moved(f"min_clock {coordinator.min_clock}")
+        late = len(self.late)
+        for clock in range(self.min_clock, coordinator.min_clock):
+            workers = [member.worker for member in coordinator.declared if member.start <= clock]
+            updates = [(worker, clock) for worker in workers]
+            if self.mode.barrier:
+                updates = list(self.given.sets.get((coordinator.generation, clock), ()))
+                self._on_set(coordinator, clock, updates)
+            for worker, update in updates:
+                self._arrived_everywhere(worker, update)
+        said = [x.values for x in effects if isinstance(x, e.Log) and x.event == "late"]
+        if [(v["worker"], v["clock"], v["age"]) for v in said] != self.late[late:]:
+            raise Violation(f"late are {self.late[late:]}, and the record says {said}")
+        for member in coordinator.declared if self.quorum < 0 else ():
+            made = self.made.get((member.worker, member.epoch), member.start)
+            if not self.min_clock < coordinator.min_clock <= made:
+                raise Violation(
+                    f"min_clock goes from {self.min_clock} to {coordinator.min_clock}, worker {member.worker} has {made}"
+                )
+
+    def _open(self, coordinator: Coordinator) -> set[int]:
+        """Live workers with an update on all shards that no set has, as the shards have reported."""
+        return {
+            member.worker
+            for member in coordinator.declared
+            if min(member.arrived) > self.next[coordinator.generation, member.worker]
+        }
+
+    def _on_set(self, coordinator: Coordinator, clock: int, updates: Sequence[tuple[int, int]]) -> None:
+        """All live members, or with a quorum all that have pushed; of each the first update that no set has."""
+        live = {member.worker for member in coordinator.declared if member.start <= clock}
+        inside, pushed = {worker for worker, _ in updates}, self._open(coordinator)
+        if not (live if self.quorum < 0 else pushed) <= inside:
+            raise Violation(f"clock {clock} is closed over {updates}, and {live} are live, {pushed} have pushed")
+        waited = self.run.sim.now_ns - self.quorum_ns if self.quorum_ns >= 0 else 0
+        if not live <= inside and (len(inside) < self.quorum or waited < coordinator.grace_ns):
+            raise Violation(f"clock {clock} is closed over {updates} after {waited / NS:.3f} s, and {live} are live")
+        for worker, update in updates:
+            if update != self.next[coordinator.generation, worker]:
+                raise Violation(f"clock {clock} has update {update} of worker {worker} before the one that it lacks")
+            who = (coordinator.generation, worker)
+            age, self.next[who], self.due[who] = clock - self.due[who], update + 1, clock + 1
+            if age and worker in live:
+                self.late.append((worker, clock, age))
+        self.quorum_ns = self.closable_ns = -1
+
+    def _on_quorum(self, coordinator: Coordinator) -> None:
+        """No clock is open for longer than the grace after its quorum, but for the ticks that look at the time."""
+        settings, now_ns = self.run.case.settings, self.run.sim.now_ns
+        published = all(report.min_clock >= coordinator.min_clock for report in coordinator.reports.values())
+        if len(self._open(coordinator)) + len(coordinator.departed) < self.quorum or coordinator.over:
+            self.quorum_ns = self.closable_ns = -1
+            return
+        self.quorum_ns = self.quorum_ns if self.quorum_ns >= 0 else now_ns
+        if not published:
+            self.closable_ns = -1
+        elif self.closable_ns < 0:
+            self.closable_ns = now_ns
+        grace_ns, lease_ns = coordinator.grace_ns, int(settings.lease * NS)
+        right = grace_ns == int(settings.grace * NS) if settings.grace >= 0 else GRACE_MIN_NS <= grace_ns <= lease_ns
+        if not right or grace_ns > GRACE_MAX_NS:
+            raise Violation(f"the grace is {grace_ns / NS} s, asked for were {settings.grace}")
+        due_ns = max(self.quorum_ns + grace_ns, self.closable_ns)
+        if self.closable_ns >= 0 and now_ns > due_ns + self.run.sim.tick_ns:
+            waited = (now_ns - self.quorum_ns) / NS
+            raise Violation(
+                f"clock {coordinator.min_clock} is open {waited:.3f} s after its quorum, {grace_ns / NS} allowed"
+            )
+
+    def leaves(self, worker: Worker) -> None:
+        """A worker that is done has lost nothing of what it pushed."""
+        who = (worker.worker, worker.epoch)
+        for mirror in self.mirrors.values():
+            if self.given.generation_of.get(who) == mirror.process.shard.generation:
+                lost = [p for p in self.given.pushes if p[:2] == who and p not in mirror.held.folded]
+                if lost:
+                    raise Violation(f"{worker.name} leaves, and shard {mirror.index} lacks {lost}")
+
+    def _arrived_everywhere(self, worker: int, clock: int) -> None:
+        for index, mirror in self.mirrors.items():
+            process = mirror.process
+            gone = not self.run.sim.alive(process.up) or process.shard.generation != self.generation
+            if not gone and not mirror.has(worker, clock):
+                raise Violation(f"clock {clock} is complete, shard {index} lacks the update of worker {worker}")
+
+    # Progress.
+
+    def _moved(self, what: str) -> None:
+        """The run has moved: not later than a lease and what the faults in between may cost."""
+        run, case = self.run, self.run.case
+        now_ns, struck = run.sim.now_ns, run.sim.struck.copy()
+        strikes = struck - self.moved_struck
+        lease_ns = int(case.settings.lease * NS)
+        allowed = lease_ns + 4 * max(case.step_ns) + SLACK_NS + int(max(case.settings.grace, 0) * NS)
+        allowed += (strikes["lost"] + strikes["reordered"] + strikes["duplicated"]) * (COST_NS + case.faults.late_ns)
+        if strikes["shard restarted"] and case.restart is not None:
+            allowed += case.restart.lasts_ns + 2 * lease_ns  # it is down, and the rest may have to be waited for
+        waited = now_ns - self.moved_ns
+        if run.hurried and waited > allowed:
+            raise Violation(
+                f"progress: {waited / NS:.2f} s before {what}, allowed are {allowed / NS:.2f}: {dict(strikes)}"
+            )
+        self.moved_ns, self.moved_struck = now_ns, struck
+
+    def whereabouts(self) -> str:
+        workers = [f"{w.name} {w.member.phase} clock {w.clock}" for w in self.run.workers.values()]
+        return f"min_clock {self.min_clock}, {'; '.join(workers)}"

@@ -1,0 +1,224 @@
+"""What each shard must hold: the state that follows, in the order of its folds, from what the workers gave.
+
+A mirror hears what is done to its shard's store, and does it over again from the log of the run, `Given`: the weights from
+the member sets, the sums in float32 and in the order given. It believes neither the payloads nor the weights of a shard.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from narrows.protocols import messages as m
+from narrows.protocols.keys import split
+from narrows.ps.store import Store
+
+if TYPE_CHECKING:
+    from simulation.actors import Process
+    from simulation.campaigns import Case
+
+FloatArray = npt.NDArray[np.float32]
+PushId = tuple[int, int, int]  # worker, epoch, clock
+RATE = 0.5  # of the server's optimizer, plain SGD
+
+
+class Violation(AssertionError):
+    """An invariant does not hold."""
+
+
+@dataclass(slots=True)
+class Given:
+    """The log of the run, from outside the machines."""
+
+    pushes: dict[PushId, tuple[FloatArray, int]] = field(default_factory=dict)  # whole update, samples
+    generation_of: dict[tuple[int, int], int] = field(default_factory=dict)  # worker, epoch -> generation
+    # generation, clock -> (worker, its update)
+    sets: dict[tuple[int, int], tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    publications: dict[tuple[int, int, int], int] = field(default_factory=dict)  # generation, shard, number -> checksum
+
+
+@dataclass(slots=True)
+class Held:
+    """What a checkpoint keeps of a mirror."""
+
+    x: FloatArray
+    momentum: FloatArray
+    folded: dict[PushId, float] = field(default_factory=dict)  # with its weight
+    shown: dict[PushId, int] = field(default_factory=dict)  # the publication that first has it
+    publication: int = -1
+    closed: int = 0  # clocks (barrier)
+
+
+class Mirror:
+    """One shard in one generation."""
+
+    def __init__(self, process: Process, store: Store, case: Case, given: Given) -> None:
+        self.process, self.store, self.case, self.given = process, store, case, given
+        self.index, self.mode = process.index, case.settings.mode()
+        self.held = Held(np.zeros(store.size, np.float32), np.zeros(store.size, np.float32))
+        self.samples: dict[int, int] = {}
+        self.batch: list[tuple[float, PushId]] = []  # folded since the last publication (barrier)
+        self.terms: list[tuple[float, PushId]] = []  # of the newest Store.mean
+        self.log: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        for name in ("first_weights", "fold_update", "mean", "fold_outer", "fold_gradient", "publish"):
+            setattr(store, name, self._heard(name, getattr(self, f"_{name}"), getattr(store, name)))
+
+    def _heard(self, name: str, ours: Callable[..., None], plain: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            result = plain(*arguments)
+            self.log.append((ours, (zlib.crc32(self.store.p.tobytes()),) if name == "publish" else arguments))
+            return result
+
+        return call
+
+    def follow(self) -> None:
+        """Do over again what was done to the store since the last event."""
+        for ours, arguments in self.log:
+            ours(*arguments)
+        self.log.clear()
+
+    def compare(self, why: str) -> None:
+        if self.store.publication >= 0 and self.store.x.tobytes() != self.held.x.tobytes():
+            raise Violation(f"shard {self.index} holds {self.store.x} after {why}, the log gives {self.held.x}")
+
+    def saved(self) -> Held:
+        return deepcopy(self.held)
+
+    def loaded(self, saved: Held, clock: int) -> None:
+        self.held = deepcopy(saved)
+        if self.mode.barrier and self.held.closed != clock:
+            raise Violation(f"checkpoint {clock} is of clock {self.held.closed}")
+        self.given.publications[self._publication()] = zlib.crc32(self.store.p.tobytes())
+
+    def has(self, worker: int, clock: int) -> bool:
+        """Whether update `clock` of the worker is whole on the shard: folded, held, or in a mean that awaits the norm."""
+        shard = self.process.shard
+        if worker in shard.held.get(clock, {}):
+            return True
+        waits = self.terms if clock in shard.means else []
+        return any(push[0] == worker and push[2] == clock for push in (*self.held.folded, *(push for _, push in waits)))
+
+    def _publication(self) -> tuple[int, int, int]:
+        return (self.process.shard.generation, self.index, self.held.publication)
+
+    # What is done to a store; one method for each of its own.
+
+    def _first_weights(self, pieces: Sequence[m.FirstWeights]) -> None:
+        if self.held.folded:
+            raise Violation(f"shard {self.index} takes first weights after the first fold")
+        ordered = sorted(pieces, key=lambda piece: piece.begin)
+        self.held.x = np.concatenate([np.frombuffer(piece.payload, np.float32) for piece in ordered])
+        self.held.publication = -1
+        self._publish(zlib.crc32(self.held.x.tobytes()))
+
+    def _fold_update(self, pieces: Sequence[m.Push], weight: float) -> None:
+        push = self._once(pieces)
+        self.held.x += np.float32(weight) * self._mine(self.given.pushes[push][0])
+        if self.mode.barrier:
+            self.batch.append((weight, push))
+        else:
+            self._at_once(push, weight)
+
+    def _mean(self, pushes: Sequence[tuple[float, Sequence[m.Push]]]) -> None:
+        self.terms = [(weight, self._once(pieces)) for weight, pieces in pushes]
+
+    def _fold_outer(self, mean: FloatArray, keys: tuple[int, int]) -> None:
+        held, settings = self.held, self.case.settings
+        mean = self._true_mean(self.terms[0][0])
+        rate, momentum = np.float32(settings.outer_lr), np.float32(settings.outer_momentum)
+        # Of the keys whose turn this clock is, and of no others.
+        clock, begin, size = self.terms[0][1][2], self.store.begin, self.store.size
+        low, high = (begin + size * (clock % settings.fragments + i) // settings.fragments for i in (0, 1))
+        if keys != (low, high):
+            raise Violation(f"clock {clock} is folded at keys {keys} of shard {self.index}, not at {(low, high)}")
+        at = slice(low - begin, high - begin)
+        held.momentum[at] = momentum * held.momentum[at] + mean[at]
+        held.x[at] += rate * (mean[at] + momentum * held.momentum[at])
+
+    def _fold_gradient(self, mean: FloatArray, hyper: bytes, absent: Sequence[int], scale: float) -> None:
+        self.held.x -= np.float32(RATE * scale) * self._true_mean(scale)
+
+    def _publish(self, checksum: int) -> None:
+        held = self.held
+        held.publication += 1
+        number = self._publication()
+        if self.given.publications.setdefault(number, checksum) != checksum:
+            raise Violation(f"publication {number} is there twice, and not the same")
+        if self.case.settings.compress_down == "dense" and zlib.crc32(held.x.tobytes()) != checksum:
+            raise Violation(f"shard {self.index} publishes {self.store.p}, the log gives {held.x}")
+        if self.mode.barrier and held.publication > 0:
+            self._closed()
+
+    # What must be so.
+
+    def _once(self, pieces: Sequence[m.Push]) -> PushId:
+        """Whose push is folded: one that was given, once only, and of this generation."""
+        push = (pieces[0].worker, pieces[0].epoch, pieces[0].clock)
+        where = f"{push} on shard {self.index}"
+        if push not in self.given.pushes:
+            raise Violation(f"{where} was never pushed")
+        if push in self.held.folded:
+            raise Violation(f"{where} is folded twice")
+        if self.given.generation_of.get(push[:2]) != self.process.shard.generation:
+            raise Violation(f"{where} is folded, and of another generation")
+        return push
+
+    def _at_once(self, push: PushId, weight: float) -> None:
+        """Folded at once: over the last known samples of the live members; where unknown, as this one's."""
+        ledger, held = self.process.shard.ledger, self.held
+        assert ledger is not None
+        live = dict(row[:2] for row in ledger.members)
+        if live.get(push[0]) != push[1]:
+            raise Violation(f"{push} is folded on shard {self.index}, and its worker is no member")
+        samples = self.samples[push[0]] = self.given.pushes[push][1]
+        right = samples / sum(self.samples.get(worker, samples) for worker in live)
+        if weight != right:
+            raise Violation(f"weight of {push} on shard {self.index} is {weight}, not {right}")
+        held.folded[push], held.shown[push] = weight, held.publication + 1
+
+    def _closed(self) -> None:
+        """A barrier was folded: over the coordinator's set, in id order, with samples over their sum."""
+        held, clock, pushes = self.held, self.held.closed, self.given.pushes
+        where = f"clock {clock} on shard {self.index}"
+        updates = tuple((worker, update) for _, (worker, _, update) in self.batch)
+        right = self.given.sets.get((self.process.shard.generation, clock))
+        if updates != right or (self.case.settings.quorum < 0 and any(update != clock for _, update in updates)):
+            raise Violation(f"{where} is closed over {self.batch}, not the updates of {right}")
+        total = sum(pushes[push][1] for _, push in self.batch)
+        for weight, push in self.batch:
+            if weight != pushes[push][1] / total:
+                raise Violation(f"weight of {push} in {where} is {weight}, not {pushes[push][1]} / {total}")
+            held.folded[push], held.shown[push] = weight, held.publication
+        self.batch, held.closed = [], clock + 1
+
+    def _true_mean(self, weight: float) -> FloatArray:
+        """What Store.mean must have given, clipped where the plan says so: by the norm over all shards."""
+        if self.mode.barrier:
+            self.batch += self.terms
+        else:
+            self._at_once(self.terms[0][1], weight)
+        whole = sum_of([(w, self.given.pushes[push][0]) for w, push in self.terms])
+        clip = self.case.max_grad_norm
+        if clip:
+            parts = [whole[begin:end] for begin, end in split(len(whole), self.case.settings.shards)]
+            coefficient = clip / (sum(float(np.dot(part, part)) for part in parts) ** 0.5 + 1e-6)
+            if coefficient < 1.0:
+                whole *= np.float32(coefficient)
+        return self._mine(whole)
+
+    def _mine(self, whole: FloatArray) -> FloatArray:
+        return whole[self.store.begin : self.store.end]
+
+
+def sum_of(terms: Sequence[tuple[float, FloatArray]]) -> FloatArray:
+    """Sum of weight * values in the order given, in float32."""
+    total = np.float32(terms[0][0]) * terms[0][1]
+    for weight, values in terms[1:]:
+        total = total + np.float32(weight) * values
+    return np.asarray(total, np.float32)

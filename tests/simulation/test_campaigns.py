@@ -1,0 +1,267 @@
+"""The machines under every fault: runs by the hundred, the same seed twice, bugs planted, and the bugs found so far."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from narrows.protocols import messages as m
+from narrows.protocols.cluster.coordinator import Coordinator
+from narrows.protocols.cluster.coordinator import Member as Seat
+from narrows.protocols.effects import NS, GiveWeights, ServerEffect
+from narrows.protocols.member.member import Member
+from narrows.protocols.modes import Mode, Settings
+from narrows.ps.process import checkpoints
+from narrows.ps.shard import Inbox, Shard
+from simulation.actors import CLOCKS, Disk, Kit
+from simulation.campaigns import MODES, Case, Fault, Run, case_of
+from simulation.mirrors import Violation
+from simulation.network import Faults, Random
+from simulation.scenario import play
+
+RUNS, RESTARTS = 500, 50
+EACH = 50  # runs of one test: a failure names its seed, and the time limit is per test
+PLANTED_SEEDS = 40  # within so many a planted bug is found
+SCENARIOS = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))
+
+
+@pytest.mark.parametrize("first", range(0, RUNS, EACH))
+def test_every_invariant_holds_after_every_event(first: int) -> None:
+    runs = [Run(case_of(seed)).run() for seed in range(first, first + EACH)]
+    for fault in ("lost", "duplicated", "reordered", "worker crashed"):
+        assert sum(run.sim.struck[fault] > 0 for run in runs) > 0.9 * len(runs), fault
+
+
+def test_every_invariant_holds_where_a_shard_restarts() -> None:
+    runs = [Run(case_of(seed, restart=True)).run() for seed in range(RESTARTS)]
+    assert sum(run.sim.struck["shard restarted"] for run in runs) > 0.9 * RESTARTS
+
+
+def test_a_run_is_as_large_as_is_said_and_the_modes_take_turns() -> None:
+    cases = [case_of(seed) for seed in range(128)]
+    assert all(case.settings.workers >= 4 and case.settings.shards >= 2 for case in cases) and CLOCKS >= 20
+    modes = {(c.settings.sync, c.settings.push, c.settings.staleness) for c in cases}
+    assert {mode[:2] for mode in modes} == {
+        *(("bsp", "gradient"), ("bsp", "update"), ("ssp", "update"), ("ssp", "gradient")),
+        *(("async", "update"), ("async", "gradient"), ("local", "update")),
+    }
+    assert (
+        {s for sync, _, s in modes if sync == "ssp"} == {s for sync, _, s in modes if sync == "local"} == {0, 1, 2, 3}
+    )
+    streams = [c.settings.mode() for c in cases if c.settings.mode().streams]
+    assert {mode.fragments for mode in streams} == {2, 3, 4} and {mode.bound for mode in streams} == {0, 1, 2, 3}
+    assert any(
+        c.settings.sync == "local" and c.settings.mode().barrier and not c.settings.mode().streams for c in cases
+    )
+
+
+def test_with_a_quorum_updates_are_late_and_none_is_lost() -> None:
+    runs = [Run(with_quorum(seed)).run() for seed in range(20)]
+    assert all(run.checker.late for run in runs)
+    assert {run.case.settings.grace >= 0 for run in runs} == {True, False}
+    assert max(age for run in runs for _, _, age in run.checker.late) > 3
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_seed_replays_exactly(restart: bool) -> None:
+    for seed in range(3):
+        first, second = (Run(case_of(seed, restart)).run() for _ in range(2))
+        assert (first.sim.digest, first.sim.now_ns) == (second.sim.digest, second.sim.now_ns)
+        assert first.sim.struck == second.sim.struck
+    assert Run(case_of(3, restart)).run().sim.digest != first.sim.digest
+
+
+def test_the_generator_is_splitmix64() -> None:
+    random = Random(1234567)
+    assert [random.next() for _ in range(3)] == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    values = [random.between(3, 5) for _ in range(3000)]
+    assert all(900 < values.count(value) < 1100 for value in (3, 4, 5))
+
+
+# Progress: one death after the other, and no message lost but to the dead.
+
+
+def deaths(seed: int) -> Case:
+    """Two workers fall silent, one for good, one for longer than a lease; nothing else goes wrong."""
+    case = case_of(seed)
+    assert case.crash is not None
+    crash = replace(case.crash, told=False)
+    cut = Fault((crash.who + 1) % case.settings.workers, min(crash.clock + 2, CLOCKS - 2), 0, 5 * NS)
+    return replace(case, faults=Faults(), crash=crash, cut=cut)
+
+
+def test_a_death_delays_the_rest_by_at_most_a_lease() -> None:
+    for seed in range(40):
+        Run(deaths(seed)).run()
+
+
+# Planted bugs: what each machine guards, taken out.
+
+
+class ForgetsPush(Shard):
+    """A dedupe entry dropped: now and then the last push of a worker counts as new when it comes again."""
+
+    def _push(self, inbox: Inbox, push: m.Push, now_ns: int) -> list[ServerEffect]:
+        if push.clock == inbox.clock - 1 and push.clock % 5 == 4:
+            inbox.clock = push.clock
+        return super()._push(inbox, push, now_ns)
+
+
+class OneEarly(Coordinator):
+    """A barrier closed one early: the last worker is not waited for."""
+
+    deciding = False
+
+    @property
+    def declared(self) -> list[Seat]:
+        members = super().declared
+        late = [member for member in members if member.clock <= self.min_clock]
+        early = self.deciding and self.started and len(late) == 1 < len(members)
+        return [member for member in members if member not in late] if early else members
+
+    def _decide(self, now_ns: int) -> None:
+        self.deciding = True
+        super()._decide(now_ns)
+        self.deciding = False
+
+
+class AnyEpoch(Shard):
+    """An epoch unchecked: what a worker of an earlier life sent counts for the one that has its number now."""
+
+    def handle(self, peer: bytes, message: m.Message, now_ns: int) -> list[ServerEffect]:
+        inbox = self.inboxes.get(getattr(message, "worker", -1))
+        if inbox is not None and isinstance(message, (m.Push, m.Pull, m.FirstWeights)):
+            message = replace(message, epoch=inbox.epoch)
+        return super().handle(peer, message, now_ns)
+
+
+class CountsTheDead(Shard):
+    """A dead worker's weight kept: its inbox stays, and its samples with it."""
+
+    def _members(self, ledger: m.Ledger, now_ns: int) -> list[ServerEffect]:
+        before = dict(self.inboxes)
+        effects = super()._members(ledger, now_ns)
+        for worker, inbox in before.items():
+            self.inboxes.setdefault(worker, inbox)
+        return effects
+
+
+class Drops(Coordinator):
+    """A late update dropped: the clock that closes without it counts as its own."""
+
+    def _close(self, now_ns: int) -> None:
+        super()._close(now_ns)
+        for member in self.declared:
+            if member.due <= self.min_clock:
+                member.taken += 1
+
+
+class Impatient(Coordinator):
+    """A clock closed with its quorum, whatever the grace."""
+
+    def _grace_over(self, pushed: int, now_ns: int) -> bool:
+        super()._grace_over(pushed, now_ns)
+        return 0 < self.settings.quorum <= pushed
+
+
+class Patient(Coordinator):
+    """A grace that no tick ends."""
+
+    def tick(self, now_ns: int) -> list[ServerEffect]:
+        before, self.quorum_ns = self.quorum_ns, now_ns
+        effects = super().tick(now_ns)
+        self.quorum_ns = before if self.quorum_ns == now_ns else self.quorum_ns
+        return effects
+
+
+class LeavesBehind(Shard):
+    """A pull answered as soon as the run has come so far, though an update of the puller is in no set yet."""
+
+    def _answer(self, inbox: Inbox, now_ns: int) -> list[ServerEffect]:
+        settled, inbox.settled = inbox.settled, self.min_clock
+        effects = super()._answer(inbox, now_ns)
+        inbox.settled = settled
+        return effects
+
+
+def with_quorum(seed: int) -> Case:
+    return case_of(len(MODES) * seed + MODES.index({"sync": "local", "quorum": -1}))
+
+
+def one_too_far(mode: Mode, clock: int, min_clock: int) -> bool:
+    """The bound off by one, for shards and workers alike."""
+    return mode.bound is None or clock <= min_clock + mode.bound + 1
+
+
+PLANTED = {
+    "a dedupe entry dropped": (Kit(shard=ForgetsPush), case_of, "is folded twice"),
+    "the bound off by one": (Kit(), case_of, "staleness"),
+    "a barrier closed one early": (Kit(coordinator=OneEarly), case_of, "is closed over|is complete"),
+    "an epoch unchecked": (Kit(shard=AnyEpoch), lambda seed: case_of(seed, restart=True), "folded|blames|ended"),
+    "a late update dropped": (Kit(coordinator=Drops), with_quorum, "is closed over .* have pushed"),
+    "a grace cut short": (Kit(coordinator=Impatient), with_quorum, "is closed over"),
+    "a grace without end": (Kit(coordinator=Patient), with_quorum, "after its quorum"),
+    "a late worker sent on without its update": (Kit(shard=LeavesBehind), with_quorum, "own writes|is settled to"),
+    "a dead worker's weight kept": (Kit(shard=CountsTheDead), case_of, "weight of"),
+}
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kit, case, complaint = PLANTED[bug]
+    if bug == "the bound off by one":
+        monkeypatch.setattr(Mode, "allows", one_too_far)
+    with pytest.raises(Violation, match=complaint):
+        _until_found(kit, case, complaint)
+
+
+def _until_found(kit: Kit, case: Callable[[int], Case], complaint: str) -> None:
+    for seed in range(PLANTED_SEEDS):
+        try:
+            Run(case(seed), kit).run()
+        except Violation as violation:
+            if re.search(complaint, str(violation)):  # not only what follows from it
+                raise
+
+
+def test_a_late_need_for_weights_moves_no_member_that_has_a_state() -> None:
+    # 1. the member asks from publication 0   2. an old NeedWeights: give weights, and ask again from 0
+    # 3. the answer to the first   4. the answer to the second: the delta of publication 1 for the second time (seed 455)
+    member = Member("w", "here")
+    member.join(0)
+    member.declare(b"plan", 0)
+    member.receive(0, m.Welcome("w", 3, 0, 1, 7, 2000, Settings().validated().packed(), (1,)), 0)
+    member.receive(0, m.Ready(3, 8, 0, ((0, 4),), b""), 0)
+    member.pull(0, 0, False, 0)
+    assert member.receive(0, m.NeedWeights(3, 8), 0) == [GiveWeights(0)]
+    member.pull(0, 0, False, 0)
+    first = m.State(3, 8, 2, 0, 1, 0, 4, False, 0, 0, 0, (), 0, 0, m.RAW_FLOAT32, bytes(16))
+    assert member.receive(0, first, 0)
+    member.pull(0, 2, False, 0)
+    assert member.receive(0, m.NeedWeights(3, 8), 0) == []
+
+
+def test_the_disk_keeps_what_the_real_one_keeps(tmp_path: Path) -> None:
+    disk, x = Disk(), np.zeros(3, np.float32)
+    facts = {"publication": 0, "plan": b"", "buffers": b"", "shards": 1}
+    for clock in (4, 8, 9, 6, 7):  # the run has gone back from 9 to some clock before 6
+        disk.write(0, clock, {"x": x, "p": x}, 0, b"")
+        assert checkpoints.write(tmp_path, 0, clock, {"x": x, "p": x}, facts) == disk.clocks(0)
+    for clock in (6, -1):
+        disk.drop_after(0, clock)
+        checkpoints.drop_after(tmp_path, 0, clock)
+        assert checkpoints.clocks(tmp_path, 0) == disk.clocks(0)
+
+
+# Bugs that were found, each as a scenario. After a change of the machines: play, and read the diff as code.
+
+
+@pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem)
+def test_a_scenario_comes_out_as_it_is_written(path: Path) -> None:
+    text = path.read_text("utf-8")
+    assert play(text) == text

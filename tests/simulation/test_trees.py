@@ -1,0 +1,256 @@
+"""A tree of clusters in virtual time: every mode on both levels under faults, rounds against closed forms, bugs planted."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from narrows.protocols import messages as m
+from narrows.protocols.cluster.coordinator import Coordinator
+from narrows.protocols.effects import NS, ServerEffect
+from narrows.protocols.modes import Mode
+from narrows.ps.shard import Inbox, Shard
+from narrows.ps.store import Store
+from narrows.ps.uplink import Uplink
+from simulation import trees as simulation_tree
+from simulation.actors import Kit
+from simulation.forms import Forms, cluster_periods_s, explained, measured_s, worker_periods_s
+from simulation.mirrors import Violation
+from simulation.network import MS, Faults, Simulator, Wire
+from simulation.trees import ABOVE, BELOW, CLOCKS, SYNCS, WHOLE_EVERY, Road, Tree, TreeCase, fault_case, tree_of
+
+RUNS, EACH = 180, 60  # trees, those of one test
+PLANTED_SEEDS = 20  # within so many a planted bug is found
+ROUNDS = 15
+
+
+def case_of(above: str, below: str, seed: int, *, faulty: bool = True) -> TreeCase:
+    return tree_of(seed, ABOVE[above], BELOW[below], 3, 3, CLOCKS, shards=1 + seed % 2, faulty=faulty)
+
+
+@pytest.mark.parametrize("first", range(0, RUNS, EACH))
+def test_every_invariant_holds_under_every_fault(first: int) -> None:
+    runs = [Tree(fault_case(seed)).run() for seed in range(first, first + EACH)]
+    for fault in ("lost", "duplicated", "reordered", "worker crashed", "worker restarted"):
+        assert sum(run.sim.struck[fault] > 0 for run in runs) > 0.9 * len(runs), fault
+    assert sum(run.sim.struck["cuts"] > 0 for run in runs) > 0.3 * len(runs)
+
+
+def test_every_mode_is_on_both_levels() -> None:
+    assert {row["sync"] for row in ABOVE.values()} == {row["sync"] for row in BELOW.values()} == set(SYNCS)
+
+
+def test_a_seed_replays_exactly() -> None:
+    first, second, third = (Tree(case_of("ssp", "local", seed)).run() for seed in (3, 3, 4))
+    assert (first.sim.digest, first.sim.now_ns, first.events) == (second.sim.digest, second.sim.now_ns, second.events)
+    assert third.sim.digest != first.sim.digest
+
+
+# Links with a rate.
+
+
+def test_bytes_pass_a_wire_one_after_the_other_and_links_share_it() -> None:
+    heard: list[tuple[str, int]] = []
+
+    class Ear:
+        def handle(self, source: str, message: str, now_ns: int) -> None:
+            heard.append((message, now_ns))
+
+        def tick(self, now_ns: int) -> None:
+            pass
+
+    sim: Simulator[str] = Simulator(1, Faults(delay_ns=(0, 0)), 100 * NS)
+    sim.start(Ear(), "a")
+    sim.start(Ear(), "b")
+    up, down = Wire(10 * MS, 1000), Wire(0, 10)
+    for source in ("x", "y"):
+        sim.lay(source, "a", up)
+    sim.lay("a", "x", down)
+    sim.send("x", "a", "first", 100)
+    sim.send("y", "a", "second", 50)
+    sim.send("x", "b", "elsewhere", 1 << 20)
+    sim.at(NS, sim.send, "x", "a", "later", 100)
+    for _ in range(5):
+        sim.step()
+    assert heard == [("elsewhere", 0), ("first", 110 * MS), ("second", 160 * MS), ("later", 1110 * MS)]
+    assert up.free_ns == 1100 * MS and down.free_ns == 0
+
+
+# Rounds, on links that are fixed, against tests/forms.py.
+
+
+@pytest.mark.parametrize("below", BELOW)
+@pytest.mark.parametrize("above", [above for above in ABOVE if "compress" not in ABOVE[above]])
+def test_a_round_takes_what_the_closed_form_says(above: str, below: str) -> None:
+    for seed in range(2):
+        clocks = ROUNDS * ABOVE[above].get("local_steps", 1)
+        case = tree_of(seed, ABOVE[above], BELOW[below], 3, 3, clocks)
+        tree, forms = Tree(case).run(), Forms(case)
+        form, seconds = forms.round_s(), measured_s(tree)
+        if case.above.mode().barrier and case.below.mode().barrier:
+            assert seconds == pytest.approx(form.low, rel=1e-3)
+        else:
+            assert explained(form, seconds, ROUNDS), (form, seconds)
+        if below == "async":
+            own = [forms.own_s(worker) for worker in range(len(case.step_ns))]
+            assert worker_periods_s(tree) == pytest.approx(own, rel=0.1)
+        if above == "async" and forms.round_s().low == forms.round_s().high:
+            own = [forms.cluster_s(cluster, below != "async") for cluster in range(case.clusters)]
+            assert cluster_periods_s(tree) == pytest.approx(own, rel=0.1)
+
+
+@pytest.mark.parametrize("sync", ["bsp", "ssp", "async", "local"])
+def test_a_round_of_workers_of_one_server(sync: str) -> None:
+    case = tree_of(5, BELOW[sync], {}, 0, 12, ROUNDS)
+    tree, forms = Tree(case).run(), Forms(case)
+    assert explained(forms.round_s(), measured_s(tree), ROUNDS)
+    if sync == "async":
+        assert worker_periods_s(tree) == pytest.approx([forms.own_s(i) for i in range(12)], rel=0.1)
+
+
+def test_the_form_of_a_case_by_hand() -> None:
+    """Two clusters of one worker: 1 MB over 10 MB/s and 10 ms below, over 1 MB/s and 100 ms above."""
+    case = replace(
+        tree_of(1, {"sync": "local", "local_steps": 2}, {"sync": "bsp"}, 2, 1, 4),
+        step_ns=(NS, 2 * NS),
+        roads=(Road(10 * MS, 10_000_000),) * 2,
+        roads_up=(Road(100 * MS, 1_000_000),) * 2,
+        model_bytes=1_000_000,
+    )
+    assert Forms(case).round_s().high == pytest.approx(2 * (2 + 2 * 0.11) + 2 * 1.1, rel=1e-3)
+
+
+def test_a_medium_tree() -> None:
+    case = tree_of(2, ABOVE["ssp"], BELOW["ssp"], 10, 20, ROUNDS)
+    tree = Tree(case).run()
+    assert tree.events > 20 * WHOLE_EVERY
+    assert explained(Forms(case).round_s(), measured_s(tree), ROUNDS)
+
+
+# Planted bugs: what each machine guards, taken out.
+
+
+class FoldsTwice(Shard):
+    """A cluster's server that takes a repeated push for a new one."""
+
+    def _push(self, inbox: Inbox, push: m.Push, now_ns: int) -> list[ServerEffect]:
+        if self.uplink is not None and push.clock == inbox.clock - 1 and push.clock % 5 == 4:
+            inbox.clock = push.clock
+        return super()._push(inbox, push, now_ns)
+
+
+class AnswersEarly(Shard):
+    """A pull for the next clock is answered with what there is."""
+
+    def _answer(self, inbox: Inbox, now_ns: int) -> list[ServerEffect]:
+        pull, asked_ns = inbox.pulls[0]
+        if not pull.master and pull.clock == self.min_clock + self.mode.window:
+            inbox.pulls[0] = (replace(pull, clock=self.min_clock), asked_ns)
+        return super()._answer(inbox, now_ns)
+
+
+class ShowsEarly(Shard):
+    """A cluster that shows its workers a clock before the server above has answered for it."""
+
+    def _upward(self, uplink: Uplink, *arguments: Any) -> tuple[list[ServerEffect], bool]:
+        effects, done = super()._upward(uplink, *arguments)
+        return effects, done or uplink.ready
+
+
+class KeepsUpdates(Shard):
+    """What was folded is lost on the way up: the base is set over it."""
+
+    def _rebase(self, uplink: Uplink, store: Store, base: Any) -> None:
+        super()._rebase(uplink, store, base)
+        if base is not None:
+            np.copyto(store._own_x(), base)
+
+
+class OtherSet(Shard):
+    """The second shard folds a clock without the last of its set."""
+
+    def _close(self, clock: int, updates: list[m.Pair], norms: dict[int, float]) -> tuple[bool, list[ServerEffect]]:
+        fewer = self.index == 1 and self.uplink is not None and len(updates) > 1 and clock % 4 == 3
+        return super()._close(clock, updates[:-1] if fewer else updates, norms)
+
+
+class ForgetsSlowest(Coordinator):
+    """min_clock goes on without the last of its members."""
+
+    deciding = False
+
+    @property
+    def declared(self) -> list[Any]:
+        members = super().declared
+        late = [member for member in members if member.clock <= self.min_clock]
+        return [w for w in members if w not in late] if self.deciding and len(late) == 1 < len(members) else members
+
+    def _decide(self, now_ns: int) -> None:
+        self.deciding = self.started
+        super()._decide(now_ns)
+        self.deciding = False
+
+
+PLANTED = {
+    "a cluster folds twice": (Kit(shard=FoldsTwice), "bsp", "ssp", "folded twice"),
+    "a pull is answered too early": (Kit(shard=AnswersEarly), "ssp", "ssp", "staleness: the state of"),
+    "the root's bound is not kept": (Kit(shard=ShowsEarly), "bsp", "bsp", "staleness: c[0-9].s[01] shows"),
+    "updates are lost on the way up": (Kit(shard=KeepsUpdates), "ssp", "ssp", "come to|the log gives"),
+    "a shard closes over another set": (Kit(shard=OtherSet), "ssp", "bsp", "the coordinator over"),
+    "the slowest is forgotten": (Kit(coordinator=ForgetsSlowest), "ssp", "ssp", "min_clock goes from"),
+}
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_a_planted_bug_is_found(bug: str) -> None:
+    kit, above, below, complaint = PLANTED[bug]
+    with pytest.raises(Violation, match=complaint):
+        _until_found(lambda seed: Tree(case_of(above, below, seed), kit), complaint)
+
+
+def test_a_bound_off_by_one_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def one_too_far(mode: Mode, clock: int, min_clock: int) -> bool:
+        return mode.bound is None or clock <= min_clock + mode.bound + 1
+
+    monkeypatch.setattr(Mode, "allows", one_too_far)
+    with pytest.raises(Violation, match="staleness"):
+        _until_found(lambda seed: Tree(case_of("bsp", "ssp", seed)), "staleness")
+
+
+def _until_found(tree: Callable[[int], Tree], complaint: str) -> None:
+    for seed in range(PLANTED_SEEDS):
+        try:
+            tree(seed).run()
+        except Violation as violation:
+            if re.search(complaint, str(violation)):  # not only what follows from it
+                raise
+
+
+def test_the_full_count_finds_what_no_event_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that change beside every fold; a clock that the checker keeps other than it is."""
+
+    def spoilt(how: Callable[[Tree], None]) -> Tree:
+        tree = Tree(case_of("ssp", "ssp", 0, faulty=False))
+        tree.sim.at(NS, how, tree)
+        return tree
+
+    def weights(tree: Tree) -> None:
+        store = tree.clusters[1].servers[0].shard.store
+        assert store is not None
+        store.x[0] += 1
+
+    def clock(tree: Tree) -> None:
+        front = tree.clusters[2].checker.taken[0]
+        child = next(iter(front.at))
+        front.move(child, front.at[child] + CLOCKS)
+
+    monkeypatch.setattr(simulation_tree, "WHOLE_EVERY", 50)
+    with pytest.raises(Violation, match=r"the log gives|come to"):
+        spoilt(weights).run()
+    with pytest.raises(Violation, match=r"[0-9] acknowledged"):
+        spoilt(clock).run()

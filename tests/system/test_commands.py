@@ -1,0 +1,390 @@
+"""ps-serve and ps-worker as a user meets them: what can be said wrong, exit codes, one sentence each, the record."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import torch
+import zmq
+from kit.processes import BIN, LIMIT_S, ROOT, SCRIPT, Worker, environment, finished, serving, started, until
+from safetensors.torch import load_file
+
+from narrows.protocols import messages as m
+from narrows.protocols.runtime.flags import RUN_FLAGS
+from narrows.protocols.wire import VERSION, encode
+from narrows.ps.command import cli as serve
+from narrows.worker.command import cli as worker
+from narrows.worker.runner import tell_left
+
+Refusal = tuple[int, str]
+CLOSED = "tcp://127.0.0.1:1"
+
+
+def sentence(said: str, name: str) -> str:
+    """The one line that a command says about an error."""
+    assert said.startswith(f"{name}: ") and said.count("\n") == 1 and said.endswith("\n"), said
+    return said.removeprefix(f"{name}: ").strip()
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Callable[[str], str]:
+    """Writes a script, and names it."""
+
+    def write(text: str) -> str:
+        path = tmp_path / "script.py"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+# What is said wrong.
+
+
+@pytest.mark.parametrize(("words", "why"), [
+    ("--sync sometimes", "--sync sometimes: unknown mode; the modes are bsp, ssp, async, local"),
+    ("--compress topk:0.01+int9", "stage 2, 'int9'"),
+    ("--compress-down topk:7", "stage 1, 'topk:7'"),
+    ("--sync bsp --staleness 2", "--staleness: --sync bsp has no staleness bound to set"),
+    ("--sync async --staleness 2", "--staleness: --sync async has no staleness bound to set"),
+    ("--staleness two", "'two' is not a valid integer"),
+    ("--shards 0", "--shards 0: give a value from 1"),
+    ("--shardz 2", "--shardz"),
+    ("--bind 127.0.0.1:5555", "tcp://HOST:PORT"),
+    ("--bind tcp://0.0.0.0:5555", "--insecure"),
+    ("--bind tcp://127.0.0.1:65535 --shards 2", "65535 is the last"),
+    ("--resume", "name the folder with --checkpoint-dir"),
+    ("--checkpoint-dir /dev/null/here", "--checkpoint-dir /dev/null/here"),
+])  # fmt: skip
+def test_what_ps_serve_cannot_take(words: str, why: str, tmp_path: Path) -> None:
+    code, out, err = finished("ps-serve", *words.split(), cwd=tmp_path)
+    assert code == 2 and why in sentence(err, "ps-serve") and not out
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("words", "why"), [
+    ("", "name the script to run"),
+    ("missing.py", "missing.py: there is no such script"),
+    ("-n 0 SCRIPT", "-n 0: give at least 1"),
+    ("--stalness 2 SCRIPT", "--stalness"),
+    ("--device tpu SCRIPT", "--device tpu: auto, cpu or cuda[:i]"),
+    ("--connect-timeout 0 SCRIPT", "--connect-timeout 0: give a positive number of seconds"),
+    ("--sync sometimes SCRIPT", "--sync sometimes: unknown mode"),
+    ("--sync bsp --staleness 2 SCRIPT", "--staleness: --sync bsp has no staleness bound to set"),
+    ("--compress int8+nothing SCRIPT", "stage 2, 'nothing'"),  # the embedded server says it, once
+    ("--workers 3 -n 2 SCRIPT", "--workers 3: the embedded server has the -n 2 of this command alone"),
+    ("--record /dev/null/here SCRIPT", "--record /dev/null/here"),
+    ("--server localhost:5555 SCRIPT", "tcp://HOST:PORT"),
+    (f"--server {CLOSED} --resume SCRIPT", "--resume is for the embedded server"),
+    (f"--server {CLOSED} --sync sometimes SCRIPT", "--sync sometimes: unknown mode"),
+])  # fmt: skip
+def test_what_ps_worker_cannot_take(words: str, why: str, script: Callable[[str], str]) -> None:
+    path = script("print('it ran')")
+    code, out, err = finished("ps-worker", *words.replace("SCRIPT", path).split())
+    assert code == 2 and why in sentence(err, "ps-worker") and not out
+
+
+def test_a_port_in_use_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        code, _, err = finished("ps-serve", "--bind", address, "--checkpoint-dir", "none")
+    assert code == 2 and f"cannot listen on {address}" in sentence(err, "ps-serve")
+
+
+def test_a_folder_with_another_runs_model_is_not_written_to(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_text("dear to somebody")
+    code, _, err = finished("ps-serve", "--checkpoint-dir", str(tmp_path))
+    assert code == 2 and "--resume, or name another folder" in sentence(err, "ps-serve")
+
+
+# Help, and flags as variables.
+
+
+@pytest.mark.parametrize(("module", "flags"), [
+    ("narrows.ps.command.cli", "--bind --insecure --checkpoint-dir --resume --ready-file"),
+    ("narrows.worker.command.cli", "--server --nproc --device --record --connect-timeout --server-timeout --checkpoint-dir -m"),
+])  # fmt: skip
+def test_help_comes_at_once(module: str, flags: str) -> None:
+    began = time.monotonic()
+    said = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", module, "--help"],
+        env=environment(), capture_output=True, text=True, check=True, timeout=LIMIT_S,
+    )  # fmt: skip
+    assert time.monotonic() - began < 3  # under a second on an idle machine
+    imported = {line.rpartition("|")[2].strip() for line in said.stderr.splitlines()}
+    assert "click" in imported and not imported & {"torch", "numba", "zmq"}
+    for flag in (*flags.split(), *("--" + name.replace("_", "-") for name, *_ in RUN_FLAGS)):
+        assert flag in said.stdout, flag
+
+
+@pytest.mark.parametrize(("command", "args"), [(serve.command, []), (worker.command, ["script.py"])])
+def test_every_flag_has_a_variable_and_wins_over_it(
+    command: click.Command, args: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from click.core import ParameterSource
+
+    options = [option for option in command.params if isinstance(option, click.Option)]
+    for option in options:
+        monkeypatch.setenv(f"NARROWS_{max(option.opts, key=len).lstrip('-').replace('-', '_').upper()}", "1")
+    monkeypatch.setenv("NARROWS_MODULE", "1")  # -m has no long name
+    with command.make_context("it", [*args], **command.context_settings) as context:
+        for option in options:
+            assert option.name is not None
+            assert context.get_parameter_source(option.name) is ParameterSource.ENVIRONMENT, option.name
+    with command.make_context("it", ["--staleness", "5", *args], **command.context_settings) as context:
+        assert context.params["staleness"] == 5
+
+
+@pytest.mark.parametrize(("above", "told"), [
+    ({}, [("0", "0", "2"), ("1", "1", "2")]),
+    ({"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8"}, [("10", "2", "16"), ("11", "3", "16")]),
+])  # fmt: skip
+def test_ranks_are_those_of_the_launcher_above_or_set(
+    above: dict[str, str], told: list[tuple[str, str, str]], script: Callable[[str], str]
+) -> None:
+    path = script("import os; print(*(os.environ[n] for n in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE')))")
+    code, out, _ = finished("ps-worker", "--server", CLOSED, "-n", "2", path, env=above)
+    assert code == 0 and sorted(tuple(line.split()) for line in out.splitlines()) == sorted(told)
+
+
+# Servers that are none, or another's: all workers at once, since most of their time goes into importing torch.
+
+
+@contextmanager
+def answering(*reply: list[bytes]) -> Iterator[str]:
+    """A ZeroMQ ROUTER that answers everything with the same frames."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.setsockopt(zmq.LINGER, 0)
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        over = threading.Event()
+
+        def answer() -> None:
+            while not over.is_set():
+                if router.poll(50):
+                    peer = router.recv_multipart()[0]
+                    for frames in reply:
+                        router.send_multipart([peer, *frames])
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        try:
+            yield f"tcp://127.0.0.1:{port}"
+        finally:
+            over.set()
+            thread.join()
+
+
+@contextmanager
+def speaking_http() -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            while True:
+                try:
+                    peer, _ = listener.accept()
+                except OSError:
+                    return
+                with peer:
+                    peer.recv(64)
+                    peer.sendall(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        try:
+            yield f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+REFUSALS: dict[str, Refusal] = {
+    "a closed port": (3, "no server answered within 1 s"),
+    "a silent port": (3, "no server answered within 1 s"),
+    "HTTP": (3, "no server answered within 1 s"),
+    "junk": (5, "the peer does not speak the Narrows protocol"),
+    "a later release": (5, f"protocol version {VERSION + 1}, this one speaks {VERSION}"),
+    "another mode": (5, "--sync bsp contradicts the server, which runs --sync ssp"),
+    "another model": (5, "tensor '0.weight' is float32[3, 6], the run has '0.weight' as float32[8, 6]"),
+}
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[int, str, float]]]:
+    """Exit code, stderr and seconds of a ps-worker for each of REFUSALS."""
+    path = tmp_path_factory.mktemp("refusals") / "script.py"
+    path.write_text(
+        "import torch\n"
+        "from narrows.worker import DistributedOptimizer\n"
+        "model = torch.nn.Sequential(torch.nn.Linear(6, 3))\n"
+        "DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model)\n"
+    )
+    later = encode(m.LeaveAck("token"))
+    later[0] = bytes(later[0]).replace(b"NRWS" + bytes((VERSION,)), b"NRWS" + bytes((VERSION + 1,)), 1)
+    with ExitStack() as stack:
+        silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        server = stack.enter_context(serving())
+        stack.enter_context(Worker(server.address))
+        addresses = {
+            "a closed port": [CLOSED],
+            "a silent port": [f"tcp://127.0.0.1:{silent.getsockname()[1]}"],
+            "HTTP": [stack.enter_context(speaking_http())],
+            "junk": [stack.enter_context(answering([b"junk"]))],
+            "a later release": [stack.enter_context(answering([bytes(later[0])]))],
+            "another mode": [server.address, "--sync", "bsp"],
+            "another model": [server.address],
+        }
+        began = time.monotonic()
+        timeout = ("--connect-timeout", "1")
+        commands = {
+            name: stack.enter_context(started("ps-worker", *timeout, "--server", *words, "-n", "1", str(path)))
+            for name, words in addresses.items()
+        }
+        yield {name: (each.wait(), each.err, time.monotonic() - began) for name, each in commands.items()}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_a_server_that_cannot_be_joined(name: str, refusals: dict[str, tuple[int, str, float]]) -> None:
+    code, why = REFUSALS[name]
+    got, said, _ = refusals[name]
+    first, last = said.splitlines()
+    assert got == code and why in sentence(first + "\n", "ps-worker"), said
+    assert last.startswith("0 of 1 workers done")
+
+
+# Runs.
+
+
+def test_a_failing_worker_is_named_and_the_others_finish(script: Callable[[str], str]) -> None:
+    path = script(SCRIPT % "if step_count() == 3: own_end(int(os.environ['LOCAL_RANK']))" + "print('finished')\n")
+    path = script("def own_end(index):\n    if index == 1: raise ValueError('boom')\n    if index == 2: sys.exit(7)\n"
+                  + Path(path).read_text())  # fmt: skip
+    code, out, err = finished("ps-worker", "-n", "3", "--sync", "bsp", path, "30")
+    assert code == 1 and out == "finished\n"
+    assert "worker 1: ValueError: boom" in err and f'worker 1:   File "{path}", line' in err
+    assert "ps-worker: worker 1 failed with exit code 1" in err
+    assert "ps-worker: worker 2 failed with exit code 7" in err
+    assert "\n1 of 3 workers done in" in err
+
+
+def test_the_record_is_what_the_design_says(tmp_path: Path) -> None:
+    module = SCRIPT % "assert os.environ['RANK'] == str(rank()) and os.environ['WORLD_SIZE'] == '2'"
+    (tmp_path / "my_module.py").write_text(module + "record(accuracy=rank())\nprint(sys.argv[1:])\n")
+    flags = "-n 2 --shards 2 --sync ssp --staleness 1 --compress topk:0.5+int8 --record run.jsonl -m my_module 20 --workers 9"
+    code, out, err = finished("ps-worker", *flags.split(), cwd=tmp_path)
+    assert code == 0 and out == "['20', '--workers', '9']\n" * 2, err
+    assert re.search(r"^\[ *\d+\.\d s\] clock \d+ .*loss \d", err, re.M) and "\x1b" not in err  # plain progress
+    events = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    seconds = [event.pop("seconds") for event in events]
+    assert seconds == sorted(seconds) and 0 < seconds[0] < LIMIT_S
+    kinds = [event.pop("event") for event in events]
+    assert kinds[0] == "start" and kinds[-1] == "done" and set(kinds[1:-1]) == {"member", "step"}
+
+    start, *between, done = events
+    versions = start.pop("versions")
+    assert start == {"mode": "ssp", "compress": "topk:0.5+int8", "workers": 2, "shards": 2, "parameters": 10}
+    assert {"python", "narrows", "torch"} <= set(versions)
+    members = [
+        (event["how"], event["worker"]) for event, kind in zip(between, kinds[1:-1], strict=True) if kind == "member"
+    ]
+    assert sorted(members) == [("joined", 0), ("joined", 1), ("left", 0), ("left", 1)]
+    for index in (0, 1):
+        own = [event for event in between if event["worker"] == index and "how" not in event]
+        assert [event["clock"] for event in own] == list(range(1, 21))
+        for event in own:
+            assert event.keys() == {
+                *("worker", "clock", "push_bytes", "pull_bytes", "wait_seconds", "staleness", "loss"),
+                *(["accuracy"] if event["clock"] == 20 else []),
+            }
+            assert 0 <= event["staleness"] <= 1 and event["wait_seconds"] >= 0
+    assert done.keys() == {*("steps", "bytes_up", "bytes_down", "raw_bytes_up", "raw_bytes_down", "exit_codes", "last")}
+    assert done["steps"] == 40 and done["exit_codes"] == [0, 0] and done["raw_bytes_up"] == 40 * 10 * 4
+    assert done["bytes_up"] >= sum(event.get("push_bytes", 0) for event in between) > 0
+    assert done["last"]["accuracy"] == 0.5 and done["last"]["loss"] > 0
+    assert not (tmp_path / "checkpoints").exists()  # of an embedded server only where asked for
+
+
+def test_progress_is_one_live_line_on_a_terminal(script: Callable[[str], str]) -> None:
+    path = script(SCRIPT % "print('step', step_count())")
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [str(BIN / "ps-worker"), path, "30"], env=environment({"TERM": "xterm", "COLUMNS": "100"}),
+        stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+    )  # fmt: skip
+    os.close(theirs)
+    said = b""
+    try:
+        deadline = time.monotonic() + LIMIT_S
+        while time.monotonic() < deadline and select.select([ours], [], [], deadline - time.monotonic())[0]:
+            try:
+                said += os.read(ours, 1 << 16)
+            except OSError:  # its end, where it is a terminal
+                break
+        assert process.wait(LIMIT_S) == 0
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+        os.close(ours)
+    assert re.search(rb"\] clock \d+ .*loss \d.*\r(\x1b\[1A)?\x1b\[2K", said, re.S), said  # shown, and taken back
+    lines = re.sub(rb"\x1b\[[0-9?;]*[a-zA-Z]", b"", said).replace(b"\r", b"\n").decode().split("\n")
+    assert [line for line in lines if line.startswith("step ")] == [f"step {step}" for step in range(30)]
+    assert any(line.startswith("1 of 1 workers done") for line in lines)
+
+
+def test_two_machines_that_come_one_after_the_other(tmp_path: Path) -> None:
+    """README: ps-serve, then a ps-worker each; the server's model is the one that the last to finish reported on."""
+    digits = str(ROOT / "bench" / "tasks" / "digits.py")
+    flags = "--shards 2 --workers 2 --sync async"
+    with serving(*flags.split(), cwd=tmp_path) as server, ExitStack() as stack:
+        command = server.command
+        assert f"\n    ps-worker --server {server.address} SCRIPT.py\n" in command.out
+        words = ("ps-worker", "--server", server.address, digits, "--steps", "40")
+        first = stack.enter_context(started(*words))
+        until(lambda: "worker 0 (rank 0" in command.out or first.process.poll() is not None, "the first to join")
+        workers = [first, stack.enter_context(started(*words))]
+        assert [worker.wait() for worker in workers] == [0, 0], [str(worker) for worker in workers]
+        assert command.wait() == 0, command
+        left = re.findall(r"\(rank (\d), .*\) left at clock", command.out)
+        path = re.search(
+            r"^ps-serve: the model at clock 40 is in (checkpoints/\S+/model\.safetensors)$", command.out, re.M
+        )
+        assert path, command
+        reported = dict(re.findall(r"worker (\d): test accuracy (\S+)", "".join(worker.out for worker in workers)))
+    assert float(reported[left[-1]]) == pytest.approx(accuracy_of(tmp_path / path[1]), abs=1e-4)
+
+
+def accuracy_of(model_file: Path) -> float:
+    from kit.tasks import load
+
+    task: Any = load("digits")
+    _, test_x, _, test_y = task.digits()
+    model = task.build_model()
+    model.load_state_dict(load_file(model_file))
+    with torch.no_grad():
+        return float((model(test_x).argmax(1) == test_y).float().mean())
+
+
+def test_a_launcher_that_gives_up_on_a_worker_says_so(script: Callable[[str], str]) -> None:
+    """A worker that died before it joined is not waited for (as ps-worker tells the coordinator)."""
+    with serving("--workers", "2") as server:
+        tell_left(server.address, "of a worker that never came")
+        with Worker(server.address) as alone:
+            alone.step()
+            assert alone.clock == 1
