@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from narrows.worker import DistributedOptimizer, session
+from narrows.worker.gradients import Gradients
 
 sys.path.append(str(Path(__file__).parent / "tasks"))
 import bytelm
@@ -46,9 +47,10 @@ class NarrowsSide:
         self.optimizer = DistributedOptimizer(adamw, model, overlap=True, max_grad_norm=clip)
         self.rank, self.of = session.rank(), session.world_size()
         engine = session.current().engine
-        assert engine is not None and engine.overlap is not None
-        watch(engine, "_wait_ready", lambda *_: "wait for state", spans)
-        watch(engine, "_send_part", lambda shard, part, *_: f"part {shard}.{part}", spans)
+        assert engine is not None and isinstance(engine.sync, Gradients) and engine.sync.overlap is not None
+        shards = engine.sync.shards
+        watch(shards, "wait_ready", lambda *_: "wait for state", spans)
+        watch(shards, "send_part", lambda shard, part, *_: f"part {shard}.{part}", spans)
 
     def step(self) -> None:
         self.optimizer.step()

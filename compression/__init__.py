@@ -11,7 +11,7 @@ raise PayloadError for bytes that are none, before anything is written. A compre
 
 import numpy as np
 
-from narrows.compression.auto import ladder
+from narrows.compression.auto import Ladder, ladder
 from narrows.compression.compressor import Compressor
 from narrows.compression.errors import NonFiniteError, PayloadError, SpecError
 from narrows.compression.feedback import ErrorFeedback
@@ -23,6 +23,7 @@ from narrows.compression.spec import parse
 __all__ = [
     "Compressor",
     "ErrorFeedback",
+    "Ladder",
     "Memory",
     "MomentumCorrection",
     "NonFiniteError",

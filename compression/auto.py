@@ -57,18 +57,37 @@ LADDER: tuple[Rung, ...] = (
     Rung("topk:0.001+int8", 0.001, 0.00246),
 )
 
+
+class Ladder(tuple[Rung, ...]):
+    """The rungs that a SPEC leaves open, densest first; one, where it names a compressor."""
+
+    @property
+    def specs(self) -> list[str]:
+        return [rung.spec for rung in self]
+
+    @property
+    def lossless(self) -> bool:
+        """Nothing is ever left out: what is published is a whole state, not a difference."""
+        return all(parse(rung.spec).lossless for rung in self)
+
+    @property
+    def raw(self) -> bool:
+        """Values always travel as they are."""
+        return all(rung.spec == "dense" for rung in self)
+
+
 _AUTO = re.compile(r"auto(?::((?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?))?", re.ASCII)
 _COUNT = 1 << 20  # parameters that the bound on a fixed SPEC's bytes is taken of, until they are measured
 
 
-def ladder(spec: str, sparse: bool = True) -> tuple[Rung, ...]:
-    """The rungs that `spec` leaves open, densest first: those of `auto` down to its floor, or one, `spec` itself.
+def ladder(spec: str, sparse: bool = True) -> Ladder:
+    """The rungs that `spec` leaves open: those of `auto` down to its floor, or one, `spec` itself.
 
     `sparse` false: only rungs that send every value. Raises SpecError, one sentence.
     """
     if re.split("[:+]", spec, maxsplit=1)[0] != "auto":
         fixed = parse(spec)
-        return (Rung(fixed.spec, 1.0, fixed.payload_bytes_max(_COUNT) / _COUNT),)
+        return Ladder([Rung(fixed.spec, 1.0, fixed.payload_bytes_max(_COUNT) / _COUNT)])
     written = _AUTO.fullmatch(spec)
     floor = FLOOR if written is None or written[1] is None else float(written[1])
     if written is None or not LADDER[-1].density <= floor <= 1.0:
@@ -76,7 +95,7 @@ def ladder(spec: str, sparse: bool = True) -> tuple[Rung, ...]:
             f"SPEC {spec!r}: auto chains with no stage and takes a density floor from {LADDER[-1].density:g} to 1; "
             "write auto or auto:FLOOR"
         )
-    return tuple(rung for rung in LADDER if rung.density >= (floor if sparse else 1.0))
+    return Ladder(rung for rung in LADDER if rung.density >= (floor if sparse else 1.0))
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,3 +14,7 @@ class NonFiniteError(ValueError):
 
 class PayloadError(ValueError):
     """Bytes that are no valid payload for the expected number of values. Raised before anything is written."""
+
+
+class NonFinitePayloadError(PayloadError):
+    """A payload that holds NaN or infinity, or decodes to it, where only finite values were asked for."""

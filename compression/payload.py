@@ -32,7 +32,7 @@ from narrows.compression.buffers import (
     section,
 )
 from narrows.compression.byte_codings import BYTE_CODINGS, PLAIN_BYTES
-from narrows.compression.errors import PayloadError
+from narrows.compression.errors import NonFinitePayloadError, PayloadError
 from narrows.compression.index_codings import EVERY_INDEX, INDEX_CODINGS, ReadIndices
 from narrows.compression.kernels import cpu
 from narrows.compression.kernels.values import INFINITY_KEY
@@ -185,7 +185,7 @@ def check(payload: Payload, count: int, *, finite: bool = False) -> None:
     else:
         sound = all(cpu.largest_key(values) < INFINITY_KEY for _, values in opened.chunks())
     if not sound:
-        raise PayloadError("payload holds NaN or infinity, or decodes to it")
+        raise NonFinitePayloadError("payload holds NaN or infinity, or decodes to it")
 
 
 def indices(payload: Payload, count: int) -> IndexArray | None:

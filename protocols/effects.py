@@ -73,14 +73,14 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class GiveWeights:
-    """Member: the run has no weights yet, ours are the first: call `Member.first_weights` for this shard."""
+    """Member: the run has no weights yet, and ours are the first: send them to this shard."""
 
     shard: int
 
 
 @dataclass(frozen=True, slots=True)
 class StatePart:
-    """Member: one dense part of an answer that is still arriving, for who can use it at once."""
+    """Member: one part of a whole state that is still arriving, for who can use it at once."""
 
     shard: int
     state: State
@@ -88,11 +88,18 @@ class StatePart:
 
 @dataclass(frozen=True, slots=True)
 class StateArrived:
-    """Member: the whole answer to a pull."""
+    """Member: all parts of one publication, which adds to the one before it or is a whole state."""
+
+    shard: int
+    parts: tuple[State, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MasterArrived:
+    """Member: all parts of the master copy that was asked for at `clock`."""
 
     shard: int
     clock: int
-    master: bool
     parts: tuple[State, ...]
 
 
@@ -189,6 +196,37 @@ class ServerGone:
     """Member: the server does not answer, and the run goes on without it (gossip)."""
 
 
+@dataclass(frozen=True, slots=True)
+class SendOffer:
+    """Driver: send these, all parts of our side of one exchange, to the peer that they are for."""
+
+    offers: tuple[Offer, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AskModel:
+    """Driver: ask this peer for its whole model."""
+
+    peer: int
+
+
+@dataclass(frozen=True, slots=True)
+class SayEnded:
+    """Driver: the last step is done; say so until all have done theirs."""
+
+
+@dataclass(frozen=True, slots=True)
+class SayOver:
+    """Driver: the last round is mixed; nobody is awaited any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Driver: this peer is not listened to any more."""
+
+    peer: int
+
+
 ServerEffect = Send | Tell | Log | Checkpoint | Load | Stop
 MemberEffect = (
     Send
@@ -197,6 +235,7 @@ MemberEffect = (
     | GiveWeights
     | StatePart
     | StateArrived
+    | MasterArrived
     | PushSettled
     | LinkSeen
     | BuffersWanted
@@ -211,3 +250,4 @@ MemberEffect = (
     | PeersSettled
     | ServerGone
 )
+PeerSay = SendOffer | AskModel | SayEnded | SayOver | Drop

@@ -1,7 +1,8 @@
 """Every message of Narrows, and nothing else: frozen, checked when made, the same type for sender and receiver.
 
 Rules
-- A message is a header (all fields but `payload`) and at most one payload frame, which no transport looks into.
+- A message is a header (all fields but `payload`) and at most one payload frame, which no transport looks into. `codec`
+  says how the payload is coded (narrows.compression, CODECS); only the two ends look at it.
 - `KINDS` is the table of kinds. A number is never used twice; 32 to 47 are between peers (gossip).
 - Every message that comes from a member names the epoch in which that member joined (docs/architecture.md, "Epochs").
 - Each reply carries the server's receive and send times, so that a session always knows the round trip of its link.
@@ -43,9 +44,7 @@ class PushStatus(IntEnum):
     FOLDED = 2
 
 
-# How a payload is coded. The transport copies the number; only compression and the two ends look further.
-RAW_FLOAT32 = 0  # little-endian float32, one for each key: what `dense` sends, so that nothing is copied
-CODED = 1  # a payload of narrows.compression, which describes itself
+CREDIT_MAX = 16  # publications that a child may have been sent and has not acknowledged: those that a shard keeps
 
 Pair = tuple[int, int]
 Pairs = tuple[Pair, ...]
@@ -219,28 +218,39 @@ class PushAck(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Pull(Message):
-    """Worker to shard: the next state for my clock, as soon as clock <= settled + s and there is one.
+class Follow(Message):
+    """Worker to shard: what I have of the published state, and what may come next. The newest replaces all before it.
 
-    `after`: request of the pull before this one that is not answered yet, to whose answer this one's will add; or 0: then
-    `have` is the publication held, or -1, and all that was asked for before is given up.
+    The shard sends each publication after `have` as it is made, at most `credit` that are not acknowledged by a Follow. A
+    whole state is sent alone, the newest only, and once it is one that `clock` may be computed on. One that says the same
+    again asks for what has not come.
     """
 
     worker: int
     epoch: int
-    request: int
-    clock: int
-    have: int
-    master: bool  # the master copy itself, dense, as soon as clock <= settled: evaluation and the end of a run
+    clock: int  # that the next whole state is for
+    have: int  # the publication that is here, and with it all before, -1: none
+    credit: int
     coding: str = ""  # SPEC that suits this worker's link, where published states are coded with `auto`
-    after: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Pull(Message):
+    """Worker to shard: the master copy itself, whole, as soon as all my updates before `clock` are in: evaluation, and the end
+    of a run."""
+
+    worker: int
+    epoch: int
+    request: int  # from 1 on
+    clock: int
 
 
 @dataclass(frozen=True, slots=True)
 class State(Message):
-    """Shard to worker: one part of an answer to Pull `request`.
+    """Shard to worker: one part of publication `publication`, or where `request` is one, of the answer to that Pull.
 
-    `delta` false: keys [begin, end) of the published state itself. `delta` true: what publication `publication` added.
+    `whole`: the parts are all keys, and replace what is here. Else they are what this publication changed: payloads to be
+    added (`add`), or values of their keys.
     `settled`: own updates below it are all in this state, and what else was folded with them: min_clock, and behind it for
     a worker that was late (--quorum).
     `contains`: own clocks >= settled that are in this state, each with the weight it was folded at.
@@ -248,17 +258,17 @@ class State(Message):
 
     worker: int
     epoch: int
-    request: int
+    request: int  # 0: a publication
     part: int
     parts: int
     begin: int
     end: int
-    delta: bool
+    whole: bool
+    add: bool
     publication: int
     min_clock: int
     settled: int
     contains: Weights
-    received_ns: int
     sent_ns: int
     codec: int
     payload: Buffer
@@ -449,6 +459,7 @@ KINDS: dict[int, type[Message]] = {
     8: PushAck,
     9: Pull,
     10: State,
+    17: Follow,
     11: Heartbeat,
     12: HeartbeatAck,
     13: Leave,

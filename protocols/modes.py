@@ -1,24 +1,13 @@
-"""The sync modes as data, and the settings of a run.
+"""The sync modes as data: a mode is a row of `MODES`.
 
-A sync mode is a row of `MODES`. `Settings.mode()` resolves the row with the flags; the machines read the resolved
-`Mode` and never a mode's name. `Settings` is what ps-serve is told and what every worker learns on joining.
+`Settings.mode()` (settings.py) resolves the row with the flags; machines read the resolved `Mode` and never a mode's name.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass
 from enum import Enum
 
-from narrows.protocols.errors import RemoteProtocolError, UsageError
-from narrows.protocols.gossip.topology import RANDOM, TOPOLOGIES
-from narrows.protocols.messages import WORKERS_MAX
-from narrows.protocols.wire import pack, unpack
-
-SHARDS_MAX = 256
-STALENESS_MAX = 1 << 20
-FRAGMENTS_MAX = 1024  # more than models have layers; a shard keeps a list of them
-PULLS_MAX = 8  # of one worker under way to a shard
-LOSSLESS = {"dense", "lz4"}  # stages of a SPEC that leave nothing out: states coded with no other are published whole
 WINDOW = 4  # updates in flight where no bound limits them (async); own updates that stand in for a mean
 
 # Classes of torch.optim that step each value by itself, so that a piece of a tensor is stepped as the whole would be. Not
@@ -89,10 +78,10 @@ class Mode:
         """Updates of one worker that may be in flight."""
         return WINDOW if self.bound is None else self.bound + 1
 
-    def ahead(self, clock: int, settled: int, pulls: int) -> int:
-        """How many clocks after `clock` the state is for that is asked for after a push. With one pull at a time it is worth to
-        wait for the next clock's where this one is served; else it would wait for a min_clock that only the next one needs."""
-        return int(pulls == 1 and self.bound != 0 and self.allows(clock, settled))
+    def ahead(self, clock: int, settled: int) -> int:
+        """How many clocks after `clock` the whole state is for that is asked for after a push. It is worth to wait for the
+        next clock's where this one is served; else it would wait for a min_clock that only the next one needs."""
+        return int(self.bound != 0 and self.allows(clock, settled))
 
     def allows(self, clock: int, settled: int) -> bool:
         """Whether a worker may compute with `clock` on a state of `settled` (Ho et al. 2013, sec. 3: its min_clock)."""
@@ -109,209 +98,3 @@ MODES: dict[str, Mode] = {
         Mode("gossip", 1, 1, False, ("model",), Rule.MIX, True, True),
     )
 }
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """All that a run is told; the flags of ps-serve. -1, "" and 0 mean "not given", where the mode decides."""
-
-    sync: str = "ssp"
-    staleness: int = -1
-    local_steps: int = -1
-    push: str = ""
-    compress: str = "dense"
-    compress_down: str = ""
-    topology: str = ""
-    shards: int = 1
-    workers: int = 1
-    outer_lr: float = 0.7
-    outer_momentum: float = 0.9
-    quorum: int = -1  # -1: all live members
-    grace: float = -1.0  # seconds; -1: adaptive
-    fragments: int = 1
-    merge_delay: int = -1  # inner steps
-    merge_alpha: float = -1.0
-    lease: float = 10.0  # seconds
-    checkpoint_every: float = 0.0  # seconds; 0: at the end and on Ctrl-C only
-
-    def validated(self) -> Settings:
-        """Return the settings with every default filled in. Raises UsageError: one sentence that names the flag."""
-        if self.sync not in MODES:
-            raise UsageError(f"--sync {self.sync}: unknown mode; the modes are {', '.join(MODES)}")
-        row = MODES[self.sync]
-        for name, low, high in (
-            ("shards", 1, SHARDS_MAX),
-            ("workers", 1, WORKERS_MAX),
-            ("staleness", -1, STALENESS_MAX),
-            ("local_steps", -1, STALENESS_MAX),
-            ("fragments", 1, FRAGMENTS_MAX),
-            ("merge_delay", -1, STALENESS_MAX),
-            ("lease", 0.1, 86400.0),
-            ("checkpoint_every", 0.0, 1e9),
-            ("outer_lr", 0.0, 1e6),
-            ("quorum", -1, WORKERS_MAX),
-            ("grace", -1.0, 86400.0),
-        ):
-            value = getattr(self, name)
-            least = 1 if name in ("local_steps", "quorum") else max(low, 0)
-            if not (value == low or least <= value <= high):
-                raise UsageError(f"{_flag(name)} {value}: give a value from {least} to {high}")
-        if not 0 <= self.outer_momentum < 1:
-            raise UsageError(f"--outer-momentum {self.outer_momentum}: give a value from 0 up to, not including, 1")
-        if self.staleness not in (-1, row.bound) and not row.takes_staleness:
-            have = ", ".join(m.name for m in MODES.values() if m.takes_staleness)
-            raise UsageError(f"--staleness: --sync {self.sync} has no staleness bound to set; {have} have one")
-        if self.local_steps not in (-1, row.local_steps) and not row.takes_local_steps:
-            raise UsageError(f"--local-steps: --sync {self.sync} pushes every step; --sync local takes local steps")
-        self._check_merging(row)
-        mixes = row.update_rule is Rule.MIX
-        if self.topology and not mixes:
-            raise UsageError(f"--topology: --sync {self.sync} goes through the server; --sync gossip has a topology")
-        if self.topology and self.topology not in (*TOPOLOGIES, RANDOM):
-            raise UsageError(f"--topology {self.topology}: unknown; there are {', '.join(TOPOLOGIES)} and {RANDOM}")
-        if self.topology == RANDOM and self.staleness not in (-1, row.bound):
-            raise UsageError(f"--staleness: under --topology {RANDOM} nobody waits, so there is no bound to set")
-        if mixes and self.compress == "auto":
-            raise UsageError("--compress auto: --sync gossip has no server that measures the link; name a SPEC")
-        if mixes and self.compress_down not in ("", "dense"):
-            raise UsageError("--compress-down: --sync gossip has no downlink; --compress codes both ways")
-        if mixes and self.checkpoint_every:
-            raise UsageError("--checkpoint-every: under --sync gossip the server has no model until the end")
-        if self.push and self.push not in row.push_choices:
-            choices = " or ".join(row.push_choices)
-            raise UsageError(f"--push {self.push}: --sync {self.sync} pushes {choices}")
-        if self.quorum > self.workers:
-            raise UsageError(
-                f"--quorum {self.quorum}: a run of --workers {self.workers} has fewer pushes a round; "
-                f"give a value from 1 to {self.workers}"
-            )
-        if self.grace >= 0 and self.quorum < 0:
-            raise UsageError(f"--grace {self.grace}: it begins when a quorum has pushed; give --quorum too")
-        # One inner step is the least delay that hides anything. With one, half of what was computed meanwhile is kept, as in
-        # Streaming DiLoCo (2501.18512); without one there is nothing to keep.
-        delay = self.merge_delay if self.merge_delay >= 0 else int(self.fragments > 1)
-        filled = replace(
-            self,
-            merge_delay=delay,
-            merge_alpha=self.merge_alpha if self.merge_alpha >= 0 else 0.5 if delay else 0.0,
-            staleness=self.staleness if self.staleness >= 0 or row.bound is None else row.bound,
-            local_steps=self.local_steps if self.local_steps > 0 else row.local_steps,
-            push=self.push or row.push_choices[0],
-            compress_down=self.compress_down or ("dense" if row.name == "bsp" or mixes else self.compress),
-            topology=self.topology or ("matching" if mixes else ""),
-        )
-        if self.quorum > 0 and filled.mode().streams:
-            raise UsageError(
-                f"--quorum {self.quorum}: a late update would be of another fragment than its round; leave out --fragments, "
-                "--merge-delay and --merge-alpha, or the quorum"
-            )
-        if self.quorum > 0 and not filled.mode().rounds:
-            bound = f" --staleness {self.staleness}" if row.takes_staleness and self.staleness > 0 else ""
-            raise UsageError(
-                f"--quorum {self.quorum}: --sync {self.sync}{bound} has no barrier of local rounds that a quorum could "
-                "close; --sync local with --staleness 0 has"
-            )
-        return filled
-
-    def _check_merging(self, row: Mode) -> None:
-        """Raise UsageError where fragments or their merging are not what this mode can do."""
-        if self.merge_alpha != -1 and not 0 <= self.merge_alpha < 1:
-            raise UsageError(f"--merge-alpha {self.merge_alpha}: give a value from 0 up to, not including, 1")
-        given = [name for name, least in (("fragments", 1), ("merge_delay", 0), ("merge_alpha", 0))
-                 if getattr(self, name) > least]  # fmt: skip
-        if given and not row.takes_local_steps:
-            raise UsageError(
-                f"{_flag(given[0])}: --sync {self.sync} pushes every step; --sync local has local steps to merge"
-            )
-        if given and self.staleness > 0:
-            raise UsageError(
-                f"{_flag(given[0])}: with --staleness {self.staleness} updates are folded at once, and the link's time lies "
-                "under inner steps already: leave out one of the two"
-            )
-        steps = self.local_steps if self.local_steps > 0 else row.local_steps
-        if steps % self.fragments:
-            raise UsageError(
-                f"--fragments {self.fragments}: --local-steps {steps} is no multiple of it, and each fragment has its turn "
-                f"once in so many steps: give --local-steps {steps - steps % self.fragments + self.fragments}"
-            )
-        if self.merge_delay >= steps:
-            raise UsageError(
-                f"--merge-delay {self.merge_delay}: a fragment is pushed again after --local-steps {steps} inner steps, and "
-                f"must be merged before: give at most {steps - 1}"
-            )
-
-    def mode(self) -> Mode:
-        """The resolved mode of validated settings. `local` with a staleness bound folds at once.
-
-        Clock c is pushed after inner step (c + 1) h and merged `merge_delay` steps later, so a worker that begins clock c
-        has merged all up to c - 1 - ceil(merge_delay / h): that is its bound.
-        """
-        row = MODES[self.sync]
-        barrier = row.barrier and self.staleness == 0
-        steps = self.local_steps // self.fragments
-        unbounded = row.bound is None or self.topology == RANDOM
-        bound = None if unbounded else self.staleness + -(-self.merge_delay // steps)
-        return replace(
-            row,
-            local_steps=steps,
-            bound=bound,
-            barrier=barrier,
-            push=self.push,
-            fragments=self.fragments,
-            merge_delay=self.merge_delay,
-            merge_alpha=self.merge_alpha,
-        )
-
-    @property
-    def pulls(self) -> int:
-        """Pulls of one worker that may be under way to a shard. Differences add up, so that each is worth waiting for; of
-        whole states only the newest is worth its bytes."""
-        return 1 if LOSSLESS.issuperset(self.compress_down.split("+")) else min(self.mode().window, PULLS_MAX)
-
-    def summary(self) -> str:
-        """Validated settings in a few words, as flags."""
-        mode = self.mode()
-        flags = [f"--sync {self.sync}", "no bound" if mode.bound is None else f"staleness {mode.bound}"]
-        flags += [f"--local-steps {self.local_steps}"] if self.local_steps > 1 else []
-        flags += [f"--fragments {self.fragments}"] if self.fragments > 1 else []
-        flags += [f"--topology {self.topology}"] if self.topology else []
-        flags += [f"--quorum {self.quorum}"] if self.quorum > 0 else []
-        return ", ".join([*flags, f"--compress {self.compress}", f"--compress-down {self.compress_down}"])
-
-    def packed(self) -> bytes:
-        return pack(asdict(self))
-
-    @staticmethod
-    def unpacked(packed: bytes) -> Settings:
-        """Raises RemoteProtocolError where `packed` holds no settings of this release."""
-        value = unpack(packed)
-        known = {f.name: str(f.type) for f in fields(Settings)}
-        if not isinstance(value, dict) or set(value) != set(known):
-            raise RemoteProtocolError("the server's settings are not those of this release of narrows")
-        for name, kind in known.items():
-            if type(value[name]).__name__ != kind and not (kind == "float" and type(value[name]) is int):
-                raise RemoteProtocolError(f"the server's settings are not valid: {_flag(name)} is no {kind}")
-        try:
-            return Settings(**value).validated()
-        except UsageError as error:
-            raise RemoteProtocolError(f"the server's settings are not valid: {error}") from None
-
-
-def contradiction(expected: dict[str, object], actual: Settings) -> str | None:
-    """One sentence naming a flag that a worker was given against the server's, or None where they agree.
-
-    Every flag of a run is compared: mode, compression and all the rest come from the server.
-    """
-    for name in Settings.__slots__:
-        has = getattr(actual, name)
-        if name in expected and expected[name] != has:
-            runs = f"runs {_flag(name)} {has}" if has != -1 else f"has no {_flag(name)} under --sync {actual.sync}"
-            return (
-                f"{_flag(name)} {expected[name]} contradicts the server, which {runs}: "
-                "leave the flag out, or start the server with it"
-            )
-    return None

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from narrows.protocols.errors import RemoteProtocolError
-from narrows.protocols.keys import Plan
 from narrows.protocols.modes import ELEMENTWISE
+from narrows.protocols.plan import Plan
 from narrows.protocols.wire import unpack
 from narrows.ps.store import FloatArray
 
@@ -36,7 +36,7 @@ class TorchOptimizer:
             raise RemoteProtocolError(f"the server cannot rebuild optimizer {plan.optimizer!r}; use --push update")
         self.kind: Any = getattr(torch.optim, plan.optimizer)
         self.known = set(inspect.signature(self.kind.__init__).parameters) - {"self", "params"}
-        self.checked = b""
+        self.checked: bytes | None = None  # what `check` saw last
         offsets = plan.offsets()
         self.pieces: list[list[tuple[int, int, int, torch.nn.Parameter]]] = []  # per group: tensor, low, high, view
         for group in plan.groups:

@@ -19,11 +19,13 @@ from narrows.protocols.cluster.coordinator import Coordinator
 from narrows.protocols.effects import Log, MemberEffect, Send, ServerEffect, Stop, Tell
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.gossip.peers import WHOLE
-from narrows.protocols.member.member import Member
-from narrows.protocols.modes import Rule, Settings
+from narrows.protocols.member.member import Member, Phase
+from narrows.protocols.modes import Rule
+from narrows.protocols.settings import Settings
 from narrows.protocols.wire import LOCAL_HOSTS, encode
-from narrows.ps.shard import COORDINATOR, Shard, sends
-from narrows.ps.uplink import Place
+from narrows.ps.above import Place, asks
+from narrows.ps.mixing import OF_PEERS
+from narrows.ps.shard import COORDINATOR, Shard
 
 FOR_COORDINATOR = (m.Hello, m.Declare, m.Heartbeat, m.Leave, m.Buffers, m.Report)
 OF_CLUSTERS = (m.Offer, m.OfferAck, m.Ended, m.Adopt, m.Ping)  # that gossip with this one
@@ -48,16 +50,14 @@ class Server:
         self.place: Place | None = None  # in the run above
         self.leaves = False  # all is done, and the server above has been told
         self.late: e.Started | None = None  # a run of gossip that had begun: it waits for a peer's round
+        self.early: list[MemberEffect] = []  # of peers, before shard 0 has the newest place
         self.inner: deque[m.Message] = deque()  # between shard 0 and the coordinator, not handled yet
         self.final = Stop()  # what this process ends with
         if coordinator is not None:
             shard.wants_buffers = coordinator.wants_buffers
         self.tree_shown = False
         if member is not None and coordinator is not None:
-            member.below, coordinator.tree_above = coordinator.tree, lambda: member.tree
-        if member is not None:
-            shard.session = lambda place: member.sessions[0]
-            shard.repeats = False
+            coordinator.tree_above = lambda: member.tree
 
     def start(self, now_ns: int) -> list[ServerEffect]:
         """The first report of this shard, and where there is a server above, a Hello to it."""
@@ -69,7 +69,8 @@ class Server:
         assert self.coordinator is not None
         message = self.inner.popleft()
         if isinstance(message, m.Ledger):
-            return self._local(self.shard.handle_ledger(message, now_ns), now_ns)
+            done = self._local(self.shard.handle_ledger(message, now_ns), now_ns)
+            return [*done, *self._hand_on(now_ns)]
         effects = self.coordinator.handle(COORDINATOR, message, now_ns)
         if isinstance(message, m.Report):
             self.shard.seen(message.version)
@@ -87,16 +88,14 @@ class Server:
                 effects += self._reported(message, now_ns)
             return self._local([*effects, *self._declare(now_ns)], now_ns)
         if isinstance(message, OF_CLUSTERS):
-            # To what the member asks: the round, of one who may be busy for long, and says that it lives.
-            answer = isinstance(message, m.OfferAck) or (isinstance(message, m.Offer) and message.number == WHOLE)
-            if self.late is not None and answer and self.member is not None:
+            if self.member is not None:
                 return self._seen(self.member.receive_peer(message, now_ns), now_ns)
             return self._local(self.shard.hear(message, now_ns), now_ns)
         if isinstance(message, m.Ledger):
             if peer != COORDINATOR:
                 raise RemoteProtocolError("a ledger comes from the coordinator alone")
             return self._local(self.shard.handle_ledger(message, now_ns), now_ns)
-        if coordinator is not None and isinstance(message, (m.Push, m.Pull, m.FirstWeights)):
+        if coordinator is not None and isinstance(message, (m.Push, m.Follow, m.Pull, m.FirstWeights)):
             coordinator.heard(message.worker, now_ns)
         return self._local(self.shard.handle(peer, message, now_ns), now_ns)
 
@@ -107,7 +106,7 @@ class Server:
         effects = self._local(effects, now_ns)
         if self.member is not None:
             effects += self._local(self._with_the_workers(now_ns), now_ns)
-            effects += self._seen(self.member.tick(now_ns), now_ns)
+            effects += [*self._seen(self.member.tick(now_ns), now_ns), *self._hand_on(now_ns)]
         return effects + self._first_tree()
 
     def _first_tree(self) -> list[ServerEffect]:
@@ -132,8 +131,8 @@ class Server:
         if self.coordinator is None:
             return []
         effects = self.coordinator.stop(now_ns)
-        if self.member is not None and self.member.phase not in ("leaving", "over"):
-            effects += [*sends(self.member.leave(-1, now_ns)), *self.coordinator.cut_off(now_ns)]
+        if self.member is not None and self.member.phase not in (Phase.LEAVING, Phase.OVER):
+            effects += [*asks(self.member.leave(-1, now_ns)), *self.coordinator.cut_off(now_ns)]
         return self._local(effects, now_ns)
 
     # The server above.
@@ -144,9 +143,7 @@ class Server:
             return self._seen(self.member.receive(0, message, now_ns), now_ns)
         if isinstance(message, m.Refuse) and message.code != m.RefuseCode.NOT_A_MEMBER:
             return self.fail_above(message.text, now_ns)
-        uplink = self.shard.uplink
-        seen = uplink.session.receive(message, now_ns) if uplink is not None and uplink.session is not None else []
-        return self._local(self.shard.from_above(seen, now_ns), now_ns)
+        return self._local(self.shard.from_above(self.shard.above.receive(message, now_ns), now_ns), now_ns)
 
     def fail_above(self, text: str, now_ns: int) -> list[ServerEffect]:
         """The session of this shard is over, and with it the cluster's; process 0 is told."""
@@ -166,19 +163,19 @@ class Server:
         ports = [coordinator.reports[shard].port for shard in range(coordinator.shards)]
         member.address = " ".join(f"tcp://{self.host}:{port}" for port in ports)
         upward = replace(coordinator.plan, optimizer="", max_grad_norm=0.0)
-        return sends(member.declare(upward.packed(), now_ns))
+        return asks(member.declare(upward.packed(), now_ns))
 
     def _with_the_workers(self, now_ns: int) -> list[ServerEffect]:
         """Leave while no worker is here, for the run above would wait for us; join again when there are enough."""
         member, coordinator = self.member, self.coordinator
         assert member is not None and coordinator is not None
         someone = coordinator.declared or coordinator.undeclared
-        if member.phase == "alone" and not someone and not coordinator.over:
+        if member.phase is Phase.ALONE and not someone and not coordinator.over:
             return self._end(m.RefuseCode.SERVER_LOST, "it is gone, and so is the last worker here", now_ns)
-        if member.phase in ("declared", "running") and not someone and not coordinator.over:
-            return [*sends(member.leave(-1, now_ns)), *coordinator.placed(b"", 0, now_ns)]
-        if member.phase == "over" and coordinator.may_declare and coordinator.undeclared and not coordinator.over:
-            return sends(member.rejoin(now_ns))
+        if member.phase in (Phase.DECLARED, Phase.RUNNING) and not someone and not coordinator.over:
+            return [*asks(member.leave(-1, now_ns)), *coordinator.placed(b"", 0, now_ns)]
+        if member.phase is Phase.OVER and coordinator.may_declare and coordinator.undeclared and not coordinator.over:
+            return asks(member.rejoin(now_ns))
         return self._declare(now_ns)
 
     def _seen(self, events: list[MemberEffect], now_ns: int) -> list[ServerEffect]:
@@ -194,16 +191,8 @@ class Server:
             elif isinstance(event, e.Started):
                 coordinator.buffers = coordinator.buffers or event.buffers
                 effects += self._started(event, now_ns)
-            elif isinstance(event, e.RosterNews):
-                roster = bytes(encode(event.roster)[0])
-                effects += self._local(coordinator.introduced_above(roster, False, now_ns), now_ns)
-                effects += self._ask(now_ns)
-            elif isinstance(event, e.OfferArrived):
-                late, self.late = self.late, None
-                if late is not None:
-                    effects += self._placed(late, event.parts[0].round, event.parts[0].round, now_ns)
-            elif isinstance(event, e.PeerLost):
-                effects += self._ask(now_ns)
+            elif isinstance(event, OF_PEERS):
+                effects += self._of_peers(event, now_ns)
             elif isinstance(event, e.ServerGone):
                 text = f"the server above, {self.parent}, is gone; the clusters go on among themselves"
                 effects.append(Log("above", {"text": text}))
@@ -214,10 +203,32 @@ class Server:
                 pass  # where the run is over, the next tick sees that all is done
             elif isinstance(event, e.BuffersWanted):
                 if coordinator.buffers:
-                    effects += sends(member.buffers(coordinator.buffers))
+                    effects += asks(member.buffers(coordinator.buffers))
             else:
                 effects += self._local(self.shard.from_above([event], now_ns), now_ns)
         return effects
+
+    def _of_peers(self, event: MemberEffect, now_ns: int) -> list[ServerEffect]:
+        """What other clusters say to this one: shard 0 mixes with them, but the first round is asked for here."""
+        coordinator, late = self.coordinator, self.late
+        assert coordinator is not None
+        if late is not None and isinstance(event, e.OfferArrived) and event.parts[0].number == WHOLE:
+            self.late = None
+            return self._placed(late, event.parts[0].round, event.parts[0].round, now_ns)
+        self.early.append(event)
+        if not isinstance(event, e.RosterNews):
+            return [*self._ask(now_ns), *self._hand_on(now_ns)]
+        roster = bytes(encode(event.roster)[0])
+        told = self._local(coordinator.introduced_above(roster, False, now_ns), now_ns)
+        return [*told, *self._ask(now_ns), *self._hand_on(now_ns)]
+
+    def _hand_on(self, now_ns: int) -> list[ServerEffect]:
+        """What peers have said, to shard 0, once it has the newest place."""
+        planned, early = self.shard.planned, self.early
+        if not early or self.late is not None or planned is None or planned.above.place != self.place:
+            return []
+        self.early = []
+        return self._local(self.shard.from_above(early, now_ns), now_ns)
 
     def _started(self, event: e.Started, now_ns: int) -> list[ServerEffect]:
         """Take our place above. Of a run of gossip the server above does not know the round: its clock says only whether it
@@ -225,7 +236,7 @@ class Server:
         member, coordinator, before = self.member, self.coordinator, self.place
         assert member is not None and coordinator is not None and member.settings is not None
         mode = member.settings.mode()
-        self.late = None
+        self.late, self.early = None, []
         if mode.rule is not Rule.MIX:
             return self._placed(event, 0, event.clock, now_ns)
         if coordinator.declared and before is not None:
@@ -242,7 +253,7 @@ class Server:
         assert member is not None and coordinator is not None and member.settings is not None
         at = coordinator.begin(clock * member.settings.mode().local_steps, now_ns)
         where = (event.worker, event.epoch, event.clock, at)
-        self.place = Place(member.settings, *where, member.ports, event.ranges, number)
+        self.place = Place(member.settings, *where, member.ports, number)
         return self._local(coordinator.placed(self.place.packed(), event.epoch, now_ns), now_ns)
 
     def _ask(self, now_ns: int) -> list[ServerEffect]:
@@ -298,7 +309,7 @@ class Server:
         """The session above is over: tell the workers why, write a checkpoint, and end."""
         member, coordinator = self.member, self.coordinator
         assert member is not None and coordinator is not None
-        member.phase = "over"
+        member.end_session()
         if self.leaves:
             return [Stop()]  # all was at rest, and other shards may have ended: they will not see a later ledger
         if coordinator.over:
@@ -321,20 +332,26 @@ class Server:
 
     def _leave_above(self, now_ns: int) -> list[ServerEffect]:
         """All is done here: leave the run above, and then end."""
-        member, uplink = self.member, self.shard.uplink
-        if member is None or member.phase in ("over", "new"):
+        member = self.member
+        if member is None or member.phase in (Phase.OVER, Phase.NEW):
             return [self.final]
-        if member.phase == "leaving" or uplink is None:
+        if member.phase is Phase.LEAVING:
             return []
         self.leaves = True
-        return sends(member.leave(uplink.clock if uplink.ready else -1, now_ns))
+        return asks(member.leave(self.shard.above.clock, now_ns))
 
     def _reported(self, report: m.Report, now_ns: int) -> list[ServerEffect]:
         """What the server above is told of a shard's report."""
         member, coordinator = self.member, self.coordinator
         if report.trouble:
             return self._end(m.RefuseCode.INCOMPATIBLE, report.trouble, now_ns)
-        if member is None or coordinator is None or member.ended or member.phase != "running" or not coordinator.ended:
+        if (
+            member is None
+            or coordinator is None
+            or member.ended
+            or member.phase is not Phase.RUNNING
+            or not coordinator.ended
+        ):
             return []
         member.ended = True
         return [member.beat(now_ns)]

@@ -1,7 +1,8 @@
 """The store of one shard: the master copy x and the published copy p of its key range, and what is done to them.
 
 Rules
-- x changes only by `fold*`; p only by `publish`. Publications are numbered from 0, the first weights.
+- `apply(change)` is the only way in: x, p and all beside them follow from the changes, in their order. A `Publish` is numbered,
+  from 0 on, the first weights.
 - A view of p or x that was handed out may still be on its way: `lent()` says so, and then the next change goes to a fresh
   buffer instead of the lent one. Nobody ever sees a buffer change under a message.
 - Reduction is in the order given (worker id), in float32, weight times value then added: bit for bit repeatable.
@@ -13,19 +14,23 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from narrows.compression import Memory, NonFiniteError, PayloadError, accumulate, add_raw, check, ladder, parse
-from narrows.protocols import messages as m
-from narrows.protocols.errors import RemoteProtocolError
+from narrows.compression import Memory, NonFiniteError, accumulate, codecs, parse
+from narrows.compression.codecs import PieceLike
+from narrows.protocols.keys import Keys
+from narrows.protocols.messages import CREDIT_MAX
 
 FloatArray = npt.NDArray[np.float32]
-Keys = tuple[int, int]  # [begin, end)
-DELTAS_MAX = 16  # publications kept encoded: a child further behind gets the whole state
+DELTAS_MAX = CREDIT_MAX  # publications kept encoded: a child further behind gets the whole state
 DELTA_BYTES_RATIO = 1.0  # kept deltas never hold more bytes than this share of the dense state
+
+Update = Sequence[PieceLike]  # of one worker: its parts in order
+Terms = tuple[tuple[float, Update], ...]  # weight and update, in the order in which they are added
 
 
 class ServerOptimizer(Protocol):
@@ -44,59 +49,121 @@ class ServerOptimizer(Protocol):
     def load(self, state: dict[str, FloatArray]) -> None: ...
 
 
-class Payloads(Protocol):
-    """What the store needs of a push or first-weights message."""
+@dataclass(frozen=True, slots=True)
+class FirstWeights:
+    """x = these pieces, and publication 0 is made of them; or under gossip the model that the run ends with."""
 
-    @property
-    def begin(self) -> int: ...
-    @property
-    def end(self) -> int: ...
-    @property
-    def codec(self) -> int: ...
-    @property
-    def payload(self) -> m.Buffer: ...
+    pieces: Update
 
 
-def check_payload(message: Payloads, finite: bool) -> None:
-    """Raise RemoteProtocolError where the payload is not one of exactly the keys that the message names.
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """x += weight * update, of one after the other."""
 
-    `finite`: NaN and infinity are refused too. A dense downlink carries them to whoever trains; no other coding can.
+    terms: Terms
+
+
+@dataclass(frozen=True, slots=True)
+class Outer:
+    """Outer SGD with Nesterov momentum on the pseudo-gradient -mean (DiLoCo, 2311.08105, alg. 1) at `keys`, which are those of
+    one fragment: what has not its turn keeps its momentum. mean: the sum of weight * update."""
+
+    terms: Terms
+    keys: Keys
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of the script's optimizer along shrink * the sum of weight * gradient. `scale`: of its learning rate."""
+
+    terms: Terms
+    hyper: bytes
+    absent: tuple[int, ...]
+    scale: float = 1.0
+    shrink: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rebase:
+    """x = base + (x - before), float32[size] both: exactly `base`, where nothing was folded on top of `before`."""
+
+    before: FloatArray
+    base: FloatArray
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """p = x, through the downlink's compressor where it has one. keys: all that changed since the last publication; None: any
+    may have. `spec`: what it is coded with from now on, "": as before."""
+
+    keys: Keys | None = None
+    spec: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Begin from these arrays, of a checkpoint (as `Store.arrays` gives them) or from above; p is publication `publication`."""
+
+    arrays: dict[str, FloatArray]
+    publication: int
+
+
+Change = FirstWeights | Fold | Outer | Step | Rebase | Publish | Load
+
+
+Pieces = list[tuple[float, PieceLike]]  # of the same keys, each with its weight, in the order in which they are added
+
+
+class Mean:
+    """Sums of weight * update, float32[size], in memory that is kept: fresh memory costs more than the sum itself.
+
+    The sum of one part may be taken as soon as all have sent it, while other parts are still on their way (`early`); whether
+    those were the very terms is looked at when the sum is asked for.
     """
-    count = message.end - message.begin
-    if message.codec == m.RAW_FLOAT32:
-        if len(message.payload) != 4 * count:
-            raise RemoteProtocolError(
-                f"{count} raw values are {4 * count} bytes, the payload has {len(message.payload)}"
-            )
-        if finite and not np.isfinite(np.frombuffer(message.payload, np.float32)).all():
-            raise RemoteProtocolError("the payload holds NaN or infinity, which --compress-down cannot code")
-    elif message.codec == m.CODED:
-        try:
-            check(message.payload, count, finite=finite)
-        except PayloadError as error:
-            raise RemoteProtocolError(f"a payload that is none: {error}") from None
-    else:
-        raise RemoteProtocolError(f"unknown codec {message.codec}")
+
+    def __init__(self, begin: int, size: int) -> None:
+        self.begin, self.size = begin, size
+        self.total: FloatArray | None = None
+        self.taken: dict[Keys, Pieces] = {}  # what the sum of these keys is of
+
+    def early(self, pieces: Pieces) -> None:
+        """The sum of one part of each update."""
+        keys = {(piece.begin, piece.end) for _, piece in pieces}
+        if len(keys) == 1:
+            self._sum(tuple((weight, [piece]) for weight, piece in pieces))
+            self.taken[keys.pop()] = pieces
+
+    def of(self, terms: Terms) -> FloatArray:
+        """The sum of `terms` at the keys that they have, to be read before the next one."""
+        wanted: dict[Keys, Pieces] = {}
+        for weight, update in terms:
+            for piece in update:
+                wanted.setdefault((piece.begin, piece.end), []).append((weight, piece))
+        if not all(_same(self.taken.get(keys, []), pieces) for keys, pieces in wanted.items()):
+            self._sum(terms)
+            self.taken = wanted
+        assert self.total is not None
+        return self.total
+
+    def clear(self) -> None:
+        """The terms are folded, and their memory may go."""
+        self.taken.clear()
+
+    def _sum(self, terms: Terms) -> None:
+        if self.total is None:
+            self.total = np.empty(self.size, np.float32)
+        for turn, (weight, update) in enumerate(terms):
+            for piece in update:
+                (codecs.add if turn else codecs.put)(piece, weight, self.total, self.begin)
 
 
-def add(message: Payloads, weight: float, out: FloatArray, origin: int) -> None:
-    """out += weight * payload, at the message's keys; out[0] is key `origin`. One pass, straight from the bytes."""
-    add_coded = accumulate if message.codec == m.CODED else add_raw
-    add_coded(message.payload, weight, out[message.begin - origin : message.end - origin])
-
-
-def put(message: Payloads, weight: float, out: FloatArray, origin: int) -> None:
-    """out = weight * payload, at the message's keys."""
-    target = out[message.begin - origin : message.end - origin]
-    if message.codec == m.CODED:
-        target.fill(0.0)
-        accumulate(message.payload, weight, target)
-    else:
-        np.multiply(np.frombuffer(message.payload, np.float32), np.float32(weight), out=target)
+def _same(some: Pieces, others: Pieces) -> bool:
+    return len(some) == len(others) and all(a[0] == b[0] and a[1] is b[1] for a, b in zip(some, others, strict=True))
 
 
 class Store:
-    """Arrays of keys [begin, end)."""
+    """Arrays of keys [begin, end). `codings`: what publications may be coded with, the last until another is asked for.
+    `outer`: rate and momentum of the outer optimizer. `barrier`: x changes between two publications only."""
 
     def __init__(
         self,
@@ -104,40 +171,40 @@ class Store:
         end: int,
         *,
         barrier: bool,
-        compress_down: str = "dense",
+        codings: Sequence[str] = ("dense",),
         outer: tuple[float, float] | None = None,
+        optimizer: ServerOptimizer | None = None,
         lent: Callable[[], bool] = lambda: True,
     ) -> None:
         self.begin, self.end = begin, end
         self.size = end - begin
-        rungs = ladder(compress_down)
-        self.code_with(rungs[0].spec)
-        self.memories: dict[Keys, Memory] = {}  # of the downlink: each fragment is a stream of its own
         self.lent = lent
+        self.down = parse(codings[-1]).contraction()  # x - p is its error feedback
+        self.memories: dict[Keys, Memory] = {}  # of the downlink: each fragment is a stream of its own
         self.publication = -1
         self.x: FloatArray = np.zeros(self.size, np.float32)
         self.p: FloatArray = self.x
-        self.outer = outer
+        self.outer, self.optimizer = outer, optimizer
         self.momentum: FloatArray | None = np.zeros(self.size, np.float32) if outer else None
-        self._total: FloatArray | None = None  # of `mean`, kept: fresh memory costs more than the sum itself
-        self.optimizer: ServerOptimizer | None = None
+        self.mean = Mean(begin, self.size)
         # Publications as keys and payload; None: the values are in p. Of both kinds there is never more than one here.
         self.deltas: OrderedDict[int, tuple[Keys, bytes | None]] = OrderedDict()
         self.rebased = False  # since the last publication: then it is of all keys
         # p is x itself: between two barriers neither changes, and no lossy compressor ever needs both.
-        self.shared = barrier and self.down.lossless and len(rungs) == 1
+        self.shared = barrier and self.down.lossless and len(codings) == 1
 
-    def first_weights(self, parts: Sequence[Payloads]) -> None:
-        """The first weights of the run, whole."""
-        self.x = np.zeros(self.size, np.float32)
-        for part in parts:
-            add(part, 1.0, self.x, self.begin)
-        self.restart(self.x, self.x if self.shared else self.x.copy(), 0)
+    @property
+    def whole(self) -> Keys:
+        return (self.begin, self.end)
 
-    def restart(self, x: FloatArray, p: FloatArray, publication: int) -> None:
-        """Begin from these arrays (first weights or a checkpoint)."""
-        self.x, self.p, self.publication = x, x if self.shared else p, publication
-        self.deltas.clear()
+    def apply(self, change: Change) -> None:
+        """Carry out a change."""
+        APPLY[type(change)](self, change)
+
+    def norm(self, terms: Terms) -> float:
+        """The squared L2 norm of the sum of `terms`."""
+        mean = self.mean.of(terms)
+        return float(np.dot(mean, mean))
 
     def _own_x(self) -> FloatArray:
         """x, fit to be written."""
@@ -145,94 +212,106 @@ class Store:
             self.x = self.p = self.x.copy()
         return self.x
 
-    def rebase(self, before: FloatArray, base: FloatArray) -> None:
-        """x = base + (x - before): exactly base, where nothing was folded on top of `before`."""
-        x = self._own_x()
-        x -= before
-        x += base
-        self.rebased = True
-
-    def fold_update(self, parts: Sequence[Payloads], weight: float) -> None:
-        """x += weight * update."""
-        x = self._own_x()
-        for part in parts:
-            add(part, weight, x, self.begin)
-
-    def total(self) -> FloatArray:
-        """What `mean` has written, float32[size]."""
-        if self._total is None:
-            self._total = np.empty(self.size, np.float32)
-        return self._total
-
-    def mean(self, pushes: Sequence[tuple[float, Sequence[Payloads]]]) -> FloatArray:
-        """`total`, where the pushes have keys: the sum of weight * push in the order given."""
-        total = self.total()
-        for turn, (weight, parts) in enumerate(pushes):
-            for part in parts:
-                (add if turn else put)(part, weight, total, self.begin)
-        return total
-
     def _at(self, keys: Keys) -> slice:
         return slice(keys[0] - self.begin, keys[1] - self.begin)
 
-    def fold_outer(self, mean: FloatArray, keys: Keys) -> None:
-        """Outer SGD with Nesterov momentum on the pseudo-gradient -mean (DiLoCo, 2311.08105, alg. 1) at `keys`, which are
-        those of one fragment: what has not its turn keeps its momentum. mean: float32[size]."""
+    # Changes.
+
+    def _first_weights(self, change: FirstWeights) -> None:
+        x = np.zeros(self.size, np.float32)
+        for piece in change.pieces:
+            codecs.put(piece, 1.0, x, self.begin)
+        self._begin(x, x, 0)
+
+    def _begin(self, x: FloatArray, p: FloatArray, publication: int) -> None:
+        self.x, self.publication = x, publication
+        self.p = x if self.shared else p.copy() if p is x else p
+        self.deltas.clear()
+
+    def _fold(self, change: Fold) -> None:
+        x = self._own_x()
+        for weight, update in change.terms:
+            for piece in update:
+                codecs.add(piece, weight, x, self.begin)
+
+    def _outer(self, change: Outer) -> None:
         assert self.outer is not None and self.momentum is not None
         rate, momentum = np.float32(self.outer[0]), np.float32(self.outer[1])
-        at = self._at(keys)
-        x, velocity, mean = self._own_x()[at], self.momentum[at], mean[at]
+        at = self._at(change.keys)
+        x, velocity, mean = self._own_x()[at], self.momentum[at], self.mean.of(change.terms)[at]
         velocity *= momentum
         velocity += mean
         x += rate * (mean + momentum * velocity)
+        self.mean.clear()
 
-    def fold_gradient(self, mean: FloatArray, hyper: bytes, absent: Sequence[int], scale: float) -> None:
-        """One step of the script's optimizer along the mean gradient."""
+    def _step(self, change: Step) -> None:
         assert self.optimizer is not None
-        self.optimizer.step(self._own_x(), mean, hyper, absent, scale)
+        mean = self.mean.of(change.terms)
+        if change.shrink < 1.0:
+            mean *= np.float32(change.shrink)
+        self.optimizer.step(self._own_x(), mean, change.hyper, change.absent, change.scale)
+        self.mean.clear()
 
-    def code_with(self, spec: str) -> None:
-        """Code publications with another SPEC from now on; what the one before left out is in x - p."""
-        self.down = parse(spec).contraction()  # x - p is its error feedback
+    def _rebase(self, change: Rebase) -> None:
+        x = self._own_x()
+        x -= change.before
+        x += change.base
+        self.rebased = True
 
-    def publish(self, keys: Keys | None = None) -> None:
-        """Make x the published state, through the downlink's compressor where it has one. keys: all that changed since the
-        last publication, None: any may have.
+    def _load(self, change: Load) -> None:
+        arrays = change.arrays
+        self._begin(arrays["x"].copy(), arrays["p"].copy(), change.publication)
+        if self.momentum is not None and "outer.momentum" in arrays:
+            self.momentum = arrays["outer.momentum"].copy()
+        if self.optimizer is not None:
+            prefix = "optimizer."
+            self.optimizer.load({n[len(prefix) :]: v for n, v in arrays.items() if n.startswith(prefix)})
 
-        A state that overflowed (a sum of finite updates may) is published whole: whoever trains must see it as it is.
-        """
-        whole = (self.begin, self.end)
-        keys = whole if keys is None or self.rebased else keys
+    def arrays(self) -> dict[str, FloatArray]:
+        """Everything a checkpoint holds of this shard; views."""
+        arrays = {"x": self.x, "p": self.p}
+        if self.momentum is not None:
+            arrays["outer.momentum"] = self.momentum
+        if self.optimizer is not None:
+            arrays |= {f"optimizer.{name}": value for name, value in self.optimizer.state().items()}
+        return arrays
+
+    # Publications.
+
+    def _publish(self, change: Publish) -> None:
+        """A state that overflowed (a sum of finite updates may) is published whole: whoever trains must see it as it is."""
+        if change.spec:
+            self.down = parse(change.spec).contraction()  # what the one before left out is in x - p
+        keys = self.whole if change.keys is None or self.rebased else change.keys
         self.publication += 1
         self.rebased = False
         delta = None if self.down.lossless else self._delta(keys)
         overflows = delta is None and not self.down.lossless
         if any((payload is None) != (delta is None) for _, payload in self.deltas.values()):
             self.deltas.clear()  # what is read from p would have been added to, or be added to once more
-        if delta is None:
-            if overflows or keys == whole:
-                keys = whole
-                self.deltas.clear()  # nothing leads over this publication but the whole state
-            else:
-                self.deltas[self.publication] = (keys, None)
-            if not self.shared:
-                self._show(keys)
-        else:
+        if delta is not None:
             if self.lent():
                 self.p = self.p.copy()
             accumulate(delta, 1.0, self.p[self._at(keys)])
             self.deltas[self.publication] = (keys, delta)
+        elif overflows or keys == self.whole:
+            self.deltas.clear()  # nothing leads over this publication but the whole state
+            self._show(self.whole)
+        else:
+            self.deltas[self.publication] = (keys, None)
+            self._show(keys)
         self._forget()
 
     def _show(self, keys: Keys) -> None:
         """p = x at these keys."""
-        if not self.lent():
-            np.copyto(self.p[self._at(keys)], self.x[self._at(keys)])
-        elif keys == (self.begin, self.end):
+        if self.shared:
+            return
+        if self.lent() and keys == self.whole:
             self.p = self.x.copy()
-        else:
+            return
+        if self.lent():
             self.p = self.p.copy()
-            np.copyto(self.p[self._at(keys)], self.x[self._at(keys)])
+        np.copyto(self.p[self._at(keys)], self.x[self._at(keys)])
 
     def _forget(self) -> None:
         """Keep no more publications than are worth it: those of all fragments once are as long as the whole state."""
@@ -255,30 +334,23 @@ class Store:
         except NonFiniteError:
             return None
 
-    def since(self, have: int) -> list[tuple[int, Keys, bytes | None]] | None:
-        """Number, keys and payload of each publication after `have`, or None where only the whole state will do.
+    def since(self, have: int) -> list[tuple[int, Keys, bytes | None]]:
+        """Number, keys and payload of each publication after `have`; none where only the whole state will do.
 
         No payload: the values of these keys in p.
         """
         wanted = range(have + 1, self.publication + 1)
         if have < 0 or not all(number in self.deltas for number in wanted):
-            return None
+            return []
         return [(number, *self.deltas[number]) for number in wanted]
 
-    def arrays(self) -> dict[str, FloatArray]:
-        """Everything a checkpoint holds of this shard; views."""
-        arrays = {"x": self.x, "p": self.p}
-        if self.momentum is not None:
-            arrays["outer.momentum"] = self.momentum
-        if self.optimizer is not None:
-            arrays |= {f"optimizer.{name}": value for name, value in self.optimizer.state().items()}
-        return arrays
 
-    def load(self, arrays: dict[str, FloatArray], publication: int) -> None:
-        """The inverse of `arrays`."""
-        self.restart(arrays["x"].copy(), arrays["p"].copy(), publication)
-        if self.momentum is not None and "outer.momentum" in arrays:
-            self.momentum = arrays["outer.momentum"].copy()
-        if self.optimizer is not None:
-            prefix = "optimizer."
-            self.optimizer.load({n[len(prefix) :]: v for n, v in arrays.items() if n.startswith(prefix)})
+APPLY: dict[type[Change], Callable[[Store, Any], None]] = {
+    FirstWeights: Store._first_weights,
+    Fold: Store._fold,
+    Outer: Store._outer,
+    Step: Store._step,
+    Rebase: Store._rebase,
+    Publish: Store._publish,
+    Load: Store._load,
+}

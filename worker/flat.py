@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from narrows.protocols.errors import UsageError
-from narrows.protocols.keys import DTYPE_BYTES, NamedArray, Plan, TensorSpec, pack_arrays, unpack_arrays
+from narrows.protocols.plan import DTYPE_BYTES, NamedArray, Plan, TensorSpec, pack_arrays, unpack_arrays
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -109,6 +109,16 @@ class FlatModel:
         """Copy the parameters into `out`, float32[size]."""
         for piece, parameter in self._pieces(out):
             piece.copy_(parameter)
+
+    def zeros(self) -> FloatArray:
+        """float32[size]."""
+        return np.zeros(self.size, np.float32)
+
+    def copy(self) -> FloatArray:
+        """A copy of the parameters, float32[size]."""
+        out = np.empty(self.size, np.float32)
+        self.read(out)
+        return out
 
     @torch.no_grad()
     def write(self, flat: FloatArray) -> None:

@@ -10,7 +10,8 @@ import torch
 
 from narrows.protocols.errors import UsageError
 from narrows.worker import session
-from narrows.worker.engine import Engine, clipped_step
+from narrows.worker.engine import Engine
+from narrows.worker.updates import clipped_step
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -69,7 +70,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """GradScaler.step asks for it, and unscales p.grad without a trace in its version counter."""
-        if self._engine is not None and self._engine.overlap is not None:
+        if self._engine is not None and self._engine.overlaps:
             raise UsageError(
                 "a GradScaler changes gradients between backward() and step(), but with overlap=True they have left "
                 "already: leave out overlap=True, or train in bfloat16, which needs no scaler"
@@ -81,7 +82,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if samples < 1:
             raise UsageError(f"step_samples({samples}): give a positive number")
         if self._engine is not None:
-            self._engine.samples_pending += samples
+            self._engine.sync.weigh(samples)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused in a run: every worker declared its parameters when it joined."""
@@ -102,9 +103,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         state = self.inner.state_dict()
         if self._engine is not None:
-            residual = self._engine.residual()
+            residual = self._engine.sync.residual()
             state["narrows"] = {
-                "clock": self._engine.run_clock,
+                "clock": self._engine.sync.clock,
                 "residual": None if residual is None else torch.from_numpy(residual),
             }
         return state
@@ -116,7 +117,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.inner.load_state_dict(state)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
         if ours is not None and self._engine is not None and ours["residual"] is not None:
-            self._engine.load_residual(ours["residual"].numpy())
+            self._engine.sync.load_residual(ours["residual"].numpy())
 
     def finish(self) -> None:
         """End this worker's part: send what is left, wait until it is folded, leave. At exit it is called for you."""

@@ -22,9 +22,11 @@ import zmq.utils.garbage  # its own exit handler, needed for zero-copy sends, mu
 from narrows.protocols import messages as m
 from narrows.protocols.effects import Failed, Joined, Left, MemberEffect, RosterNews, Send, Tell
 from narrows.protocols.errors import BY_EXIT_CODE, NarrowsError, RemoteProtocolError
-from narrows.protocols.member.member import Member, Timing
-from narrows.protocols.modes import Rule, Settings
+from narrows.protocols.member.member import Member
+from narrows.protocols.modes import Rule
 from narrows.protocols.runtime.flags import parse_address
+from narrows.protocols.settings import Settings
+from narrows.protocols.timing import Timing
 from narrows.protocols.wire import HEADER_BYTES_MAX, LOCAL_HOSTS, PAYLOAD_BYTES_MAX, decode, encode, local_endpoint
 
 TICK_MS = 50

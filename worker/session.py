@@ -23,10 +23,9 @@ import torch
 
 from narrows.protocols.effects import NS, Joined, MemberEffect
 from narrows.protocols.errors import NarrowsError, UnreachableError
-from narrows.protocols.member.member import Timing
-from narrows.protocols.modes import Rule, Settings
+from narrows.protocols.settings import Settings
+from narrows.protocols.timing import Timing
 from narrows.worker.engine import Engine
-from narrows.worker.gossip import GossipEngine
 from narrows.worker.runner import Link, tell_left
 
 
@@ -85,24 +84,22 @@ class Connected:
 
     @property
     def clock(self) -> int:
-        return self.engine.run_clock if self.engine is not None else 0
+        return self.engine.sync.clock if self.engine is not None else 0
 
     @property
     def step_count(self) -> int:
         if self.engine is None:
             return 0
-        return self.engine.run_clock * self.engine.mode.local_steps + self.engine.local_step
+        sync = self.engine.sync
+        return sync.clock * self.engine.mode.local_steps + sync.local_step
 
     def attach(
         self, model: torch.nn.Module, inner: torch.optim.Optimizer, max_grad_norm: float, overlap: int
     ) -> Engine:
         if self.engine is not None:
             raise NarrowsError("a run has one DistributedOptimizer: pass all parameter groups to one optimizer")
-        mixes = self.settings.mode().rule is Rule.MIX
-        self.engine = (GossipEngine if mixes else Engine)(
-            self.link, self.settings, model, inner, max_grad_norm, overlap
-        )
-        _tell("model", parameters=self.engine.flat.size, clock=self.engine.run_clock)
+        self.engine = Engine(self.link, self.settings, model, inner, max_grad_norm, overlap)
+        _tell("model", parameters=self.engine.flat.size, clock=self.engine.sync.clock)
         return self.engine
 
     def stepped(self) -> None:
@@ -110,18 +107,19 @@ class Connected:
         self._flush()
         engine = self.engine
         assert engine is not None
+        sync = engine.sync
         up, down = self.link.bytes_up, self.link.bytes_down
         self._pending = {
-            "clock": engine.run_clock,
+            "clock": sync.clock,
             "push_bytes": up - self._bytes[0],
             "pull_bytes": down - self._bytes[1],
-            "wait_seconds": round(engine.wait_s, 6),
-            "staleness": engine.staleness,
+            "wait_seconds": round(sync.wait_s, 6),
+            "staleness": sync.staleness,
         }
         self._bytes = (up, down)
-        if engine.late:
-            _tell("late", clock=engine.run_clock, age=engine.late)
-            engine.late = 0
+        if sync.late:
+            _tell("late", clock=sync.clock, age=sync.late)
+            sync.late = 0
         while engine.tuning.switches:
             clock, switch = engine.tuning.switches.pop(0)
             _tell("compress", clock=clock, **{"from": switch.before, "to": switch.after}, reason=switch.reason)

@@ -13,7 +13,8 @@ from collections.abc import Callable
 from narrows.compression import Compressor, ladder, parse
 from narrows.compression.auto import Auto, Clock, Switch
 from narrows.protocols.effects import NS, LinkSeen
-from narrows.protocols.modes import Rule, Settings
+from narrows.protocols.modes import Rule
+from narrows.protocols.settings import Settings
 
 
 class Tuning:
@@ -27,9 +28,7 @@ class Tuning:
         self.auto = Auto(up, down, count, mode.window)
         self.now_s = now_s
         self.chooses, self.chooses_down = len(self.auto.choices) > 1, len(down) > 1
-        self.up_raw = all(rung.spec == "dense" for rung in up)
-        self.up_lossless = all(parse(rung.spec).lossless for rung in up)
-        self.down_lossless = all(parse(rung.spec).lossless for rung in down)
+        self.up_raw, self.up_lossless, self.down_lossless = up.raw, up.lossless, down.lossless
         self.compressor: Compressor = parse(self.auto.up)
         self.waited_s = self.encode_s = 0.0  # of this clock
         self.ended_s: float | None = None  # when the last clock ended

@@ -25,8 +25,10 @@ from itertools import chain
 from narrows.protocols import messages as m
 from narrows.protocols.effects import NS, Log, Send, ServerEffect, Stop
 from narrows.protocols.errors import IncompatibleError, RemoteProtocolError
-from narrows.protocols.keys import KEYS_MAX, Plan, split
-from narrows.protocols.modes import ELEMENTWISE, Rule, Settings, contradiction
+from narrows.protocols.keys import split
+from narrows.protocols.modes import ELEMENTWISE, Rule
+from narrows.protocols.plan import KEYS_MAX, Plan
+from narrows.protocols.settings import Settings, contradiction
 from narrows.protocols.wire import unpack
 
 LEDGER_RETRY_NS = NS // 5  # unseen ledgers are sent again this often

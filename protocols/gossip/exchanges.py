@@ -1,4 +1,4 @@
-"""Gossip, decided: which exchange of a pair begins when, and which are complete. Pure, and its owner's thread alone calls it.
+"""The exchanges of one worker's pairs (gossip): which begins when, and which are complete. Pure; its `Driver` alone calls it.
 
 Rules (BAGUA 2107.01499, D_FP_S and D_LP_S; Lian et al. 1710.06952 for `random`)
 - An exchange of a pair is one offer each way. Both then move by weight * (theirs - mine), of what was offered: opposite
@@ -12,6 +12,7 @@ Rules (BAGUA 2107.01499, D_FP_S and D_LP_S; Lian et al. 1710.06952 for `random`)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from narrows.protocols import messages as m
@@ -20,7 +21,7 @@ from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.gossip.mixing import Mixing
 from narrows.protocols.gossip.peers import WHOLE
 from narrows.protocols.gossip.topology import HALF, RANDOM, partners
-from narrows.protocols.member.view import Coded
+from narrows.protocols.member.replica import Piece
 from narrows.protocols.modes import WINDOW
 
 LAST = m.CLOCK_MAX  # the round that ends the run
@@ -77,7 +78,7 @@ def label_of(arrived: OfferArrived) -> Label:
     return Label(arrived.parts[0].epoch, arrived.parts[0].round)
 
 
-class Gossip:
+class Exchanges:
     """`topology`: a name of protocols/topology.py. A worker that is not in any roster yet has no pairs."""
 
     def __init__(self, topology: str, worker: int, mixing: Mixing) -> None:
@@ -147,11 +148,17 @@ class Gossip:
         return any(need and at <= number for at, need in self.needed.items())
 
     @property
+    def under_way(self) -> list[int]:
+        """Rounds that are not mixed yet."""
+        return [number for number, need in self.needed.items() if need]
+
+    @property
     def over(self) -> bool:
         """The last round is mixed."""
         return self.last and not self.waiting(LAST)
 
-    def _refuse(self, peer: int, error: RemoteProtocolError) -> None:
+    def refuse(self, peer: int, error: RemoteProtocolError) -> None:
+        """It is mixed with no more, since what it offers is none."""
         self.refused.append((peer, str(error)))
         self.lose(peer)
 
@@ -165,7 +172,7 @@ class Gossip:
                 raise RemoteProtocolError("it begins exchanges before the ones before them are complete")
             self.mixing.check(offer.parts)
         except RemoteProtocolError as error:
-            self._refuse(offer.peer, error)
+            self.refuse(offer.peer, error)
             return
         pair.arrived.append(offer)
         pair.ended |= label_of(offer).round == LAST
@@ -173,7 +180,7 @@ class Gossip:
     def exchange(self, number: int) -> list[list[m.Offer]]:
         """Mix what is complete of the rounds up to `number`; return what is to be offered now.
 
-        Raises what the compressor raises for a model that is not finite.
+        Raises ValueError, the compressor's, for a model that is not finite.
         """
         offers: list[list[m.Offer]] = []
         while True:
@@ -197,18 +204,18 @@ class Gossip:
         try:
             self.mixing.mix(self.worker, exchange.peer, exchange.weight, exchange.parts)
         except RemoteProtocolError as error:
-            self._refuse(exchange.peer, error)
+            self.refuse(exchange.peer, error)
 
     def whole(self, peer: int, number: int) -> list[m.Offer]:
         """The answer to Adopt: the model as it is, for one who begins with round `number`."""
         return self._offer(Due(peer, WHOLE, Label(self.epoch, number), HALF, True), True, self.mixing.whole())
 
-    def _offer(self, due: Due, whole: bool, coded: list[Coded]) -> list[m.Offer]:
+    def _offer(self, due: Due, whole: bool, pieces: Sequence[Piece]) -> list[m.Offer]:
+        what = (self.worker, due.peer, due.label.epoch, due.label.round, due.number)
         return [
-            m.Offer(self.worker, due.peer, due.label.epoch, due.label.round, due.number, part, len(coded), begin, end,
-                    due.weight, whole, codec, payload)
-            for part, (codec, begin, end, payload) in enumerate(coded)
-        ]  # fmt: skip
+            m.Offer(*what, part, len(pieces), each.begin, each.end, due.weight, whole, each.codec, each.payload)
+            for part, each in enumerate(pieces)
+        ]
 
     def due(self) -> list[Due]:
         """What is to be offered now; it counts as sent."""
@@ -257,7 +264,7 @@ class Gossip:
             (label, mine), theirs = pair.sent, pair.arrived.pop(0)
             last = label.round == LAST
             if last != (label_of(theirs).round == LAST) or (last and not theirs.parts[0].whole):
-                self._refuse(peer, RemoteProtocolError("its last offer is not for the last round, or is no model"))
+                self.refuse(peer, RemoteProtocolError("its last offer is not for the last round, or is no model"))
                 continue
             for number in (label.round, label_of(theirs).round):
                 self.needed.get(number, {}).pop(peer, None)

@@ -11,18 +11,18 @@ Rules
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
-from narrows.protocols.effects import NS, MemberEffect, Tell
+from narrows.protocols.effects import NS, MemberEffect, PeerSay, Tell
 from narrows.protocols.errors import RemoteProtocolError
+from narrows.protocols.timing import BYTES_PER_SECOND
 from narrows.protocols.wire import FRAME_BYTES
 
 EARLY_MAX = 64  # messages kept of workers that no roster has named yet
 RETRY_NS = 5 * NS  # an offer that is not acked is sent again
-BYTES_PER_SECOND = 125_000  # on the slowest link: an offer of n bytes gets n / this on top
 ADOPT_RETRY_NS = RETRY_NS + FRAME_BYTES * NS // BYTES_PER_SECOND  # one part of a model may take so long
 ENDED_NS = NS  # who is done says so this often, until all are
 WHOLE = -1  # the number of an offer that answers Adopt
@@ -86,9 +86,23 @@ class Peers:
             effects += self.receive(message, now_ns)  # raises for none of these: their kinds were looked at
         return effects
 
-    # Commands.
+    # Commands of the `Driver`.
 
-    def offer(self, offers: list[m.Offer], now_ns: int) -> list[MemberEffect]:
+    def carry_out(self, say: PeerSay, now_ns: int) -> list[MemberEffect]:
+        """What one of these asks for."""
+        match say:
+            case e.SendOffer(offers):
+                return self.offer(offers, now_ns)
+            case e.AskModel(peer):
+                return self.adopt(peer, now_ns)
+            case e.SayEnded():
+                return self.end(now_ns)
+            case e.SayOver():
+                return self.over()
+            case e.Drop(peer):
+                return self.lose(peer)
+
+    def offer(self, offers: Sequence[m.Offer], now_ns: int) -> list[MemberEffect]:
         """Send own side of an exchange, all its parts; the peer's side is awaited. To one that is gone nothing is sent."""
         peer = self.peers.get(offers[0].peer)
         if peer is None or offers[0].worker != self.worker:
@@ -102,10 +116,12 @@ class Peers:
         return self._tell(peer, offers)
 
     def adopt(self, worker: int, now_ns: int) -> list[MemberEffect]:
-        """Ask a peer for its whole model."""
+        """Ask a peer for its whole model, and no other one any more."""
         peer = self.peers.get(worker)
         if peer is None:
             return []
+        for other in self.peers.values():
+            other.adopting = False
         peer.adopting, peer.heard_ns, peer.adopt_ns = True, now_ns, now_ns
         return self._tell(peer, [m.Adopt(self.worker, worker)])
 

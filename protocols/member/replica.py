@@ -1,4 +1,4 @@
-"""A worker reads its own writes (Ho et al. 2013, sec. 3): how much of each own update stands in a replica.
+"""What a child computes on: its replica, and the rule by which it reads its own writes (Ho et al. 2013, sec. 3).
 
     replica = pulled state + residual + sum over own clocks c of stand_in(c) * u_c,   u_c as sent
 
@@ -9,6 +9,10 @@ docs/architecture.md has the figures beside the naive rules.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from typing import Protocol, TypeVar
+
+from narrows.protocols import messages as m
 from narrows.protocols.modes import Mode, Rule
 
 # With no bound (async) a slow peer would hold own updates at full weight for ever. Of windows 1, 2, 4, 8 and no limit,
@@ -29,3 +33,46 @@ def stand_in(mode: Mode, clock: int, own_clock: int, settled: int, weight: float
     if weight is None or mode.rule is Rule.OUTER:  # an outer step is no mean: full weight until its round is folded
         return 1.0
     return 1.0 - weight
+
+
+class Piece(Protocol):
+    """Values of keys [begin, end) as they travel; see narrows.compression, CODECS."""
+
+    @property
+    def codec(self) -> int: ...
+    @property
+    def begin(self) -> int: ...
+    @property
+    def end(self) -> int: ...
+    @property
+    def payload(self) -> m.Buffer: ...
+
+
+A = TypeVar("A")  # an array: float32 of the host, or of a device
+
+
+class Replica(Protocol[A]):
+    """The arrays of one child for keys [begin, end): the pulled state and the residual. Only payloads leave it."""
+
+    begin: int
+    end: int
+
+    def absorb(self, pieces: Sequence[Piece], add: bool) -> None:
+        """Change the pulled state by these pieces, which are added, or values of their keys. Raises ValueError for a payload
+        that is none; then nothing has changed."""
+
+    def early(self, piece: Piece) -> None:
+        """A piece of a whole state that is not all here: for who has a use for it before `absorb` has them all."""
+
+    def encode(self, update: A, clock: int, dense: bool = False) -> Sequence[Piece]:
+        """What is sent of `update`, the keys whose turn `clock` is, and of the residual; the rest is the residual from now on.
+        `dense`: all of it. Raises ValueError for values that cannot be coded; then nothing has changed."""
+
+    def give_back(self, pieces: Iterable[Piece], clock: int) -> None:
+        """These pieces, encoded last, were not sent: they are in the residual again."""
+
+    def base(self, stand_ins: Iterable[tuple[float, Piece]], begin: int, end: int, out: A) -> None:
+        """The replica of keys [begin, end), which are whole fragments, into `out`: pulled + residual + weight * piece."""
+
+    def master(self, pieces: Sequence[Piece]) -> A:
+        """The values of these pieces, which are all keys, in an array of their own. Raises ValueError as `absorb`."""

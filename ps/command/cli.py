@@ -23,8 +23,9 @@ from typing import Any
 import click
 
 from narrows.protocols.errors import NarrowsError, UsageError
-from narrows.protocols.modes import Rule, Settings
+from narrows.protocols.modes import Rule
 from narrows.protocols.runtime.flags import ALLOCATOR, COMMAND, given, parse_address, run, run_flags
+from narrows.protocols.settings import Settings
 
 START_S = 120.0  # a cold machine compiles kernels first
 END_S = 40.0  # a shard that does not end within this after the stop is killed

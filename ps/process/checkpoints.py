@@ -23,7 +23,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
 from narrows.protocols.errors import IncompatibleError
-from narrows.protocols.keys import DTYPE_BYTES, NamedArray, Plan, unpack_arrays
+from narrows.protocols.plan import DTYPE_BYTES, NamedArray, Plan, unpack_arrays
 
 KEPT = 2
 _NAME = re.compile(r"shard-(\d+)\.clock-(\d+)\.safetensors")

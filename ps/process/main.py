@@ -16,7 +16,7 @@ def main() -> int:
     told = json.loads(os.read(0, 1 << 20))  # the rest of stdin is watched by the runner, unbuffered
     from narrows.compression import warm_up
     from narrows.protocols.errors import NarrowsError
-    from narrows.protocols.modes import Settings
+    from narrows.protocols.settings import Settings
     from narrows.ps.process import runner
 
     settings = Settings(**told.pop("settings"))

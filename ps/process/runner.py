@@ -25,11 +25,15 @@ from narrows.protocols import messages as m
 from narrows.protocols.cluster.coordinator import Coordinator
 from narrows.protocols.effects import NS, Checkpoint, Load, Log, Send, ServerEffect, Stop, Tell
 from narrows.protocols.errors import BY_EXIT_CODE, NarrowsError, RemoteProtocolError, UsageError
-from narrows.protocols.keys import Plan
-from narrows.protocols.member.member import Member, Timing
-from narrows.protocols.modes import Rule, Settings
+from narrows.protocols.member.member import Member
+from narrows.protocols.modes import Rule
+from narrows.protocols.plan import Plan
 from narrows.protocols.runtime.flags import parse_address
+from narrows.protocols.settings import Settings
+from narrows.protocols.timing import Timing
 from narrows.protocols.wire import HEADER_BYTES_MAX, LOCAL_HOSTS, PAYLOAD_BYTES_MAX, decode, encode, local_endpoint
+from narrows.ps import store
+from narrows.ps.planned import Means
 from narrows.ps.process import checkpoints
 from narrows.ps.server import OF_CLUSTERS, Server
 from narrows.ps.shard import COORDINATOR, Shard
@@ -139,16 +143,6 @@ class Runner:
         self.folder = Path(process.checkpoint_dir) if process.checkpoint_dir else None
         self.lent = Lent()
         kept = checkpoints.clocks(self.folder, process.index) if self.folder and process.resume else ()
-        shard = Shard(
-            process.index,
-            process.settings,
-            incarnation=time.time_ns(),
-            port=port,
-            optimizer=_optimizers() if process.settings.mode().rule is Rule.OPTIMIZER else None,
-            lent=self.lent,
-            checkpoints=kept,
-            child=child,
-        )
         coordinator = member = None
         if process.index == 0:
             restart = self._restart_clock() if process.resume else -1
@@ -156,11 +150,19 @@ class Runner:
             if child:
                 lost_ns = int(process.parent_timeout * NS)
                 timing = Timing(lost_ns=lost_ns, connect_ns=lost_ns)
-                member = Member(uuid.uuid4().hex, f"{socket.gethostname()}:{port}", timing=timing)
+                host = f"{socket.gethostname()}:{port}"
+                member = Member(uuid.uuid4().hex, host, timing=timing, below=coordinator.tree)
             if restart >= 0 and self.folder is not None:
                 _, facts = checkpoints.read(self.folder, 0, restart, only=())
                 coordinator.adopt_plan(facts["plan"])
                 coordinator.buffers = facts["buffers"]
+        means = Means(
+            optimizer=_optimizers() if process.settings.mode().rule is Rule.OPTIMIZER else None,
+            lent=self.lent,
+            child=child,
+            member=member,
+        )
+        shard = Shard(process.index, process.settings, time.time_ns(), port, kept, means)
         host = reached(process.bind, process.parent) if member is not None else ""
         self.server = Server(shard, coordinator, member, process.parent, host)
         self.stopping = False
@@ -209,9 +211,7 @@ class Runner:
 
     def _tell(self, effect: Tell) -> None:
         if effect.address not in self.peers:
-            uplink = self.server.shard.uplink
-            named = uplink.addresses if uplink is not None else set()
-            for address in self.peers.keys() - named:
+            for address in self.peers.keys() - self.server.shard.above.addresses:
                 self.peers.pop(address).close()
             with contextlib.suppress(UsageError):  # an address that is none: its owner will count as silent
                 parse_address("a cluster's address", effect.address)
@@ -247,9 +247,9 @@ class Runner:
         """A socket toward the shard above: over TCP, also on this machine, so that bytes are those of a link."""
         if control not in self.above:
             host, port = parse_address("--parent", self.process.parent)
-            uplink = self.server.shard.uplink
-            if self.process.index and uplink is not None and uplink.place is not None:
-                port = uplink.place.ports[self.process.index]
+            place = self.server.shard.above.place
+            if self.process.index and place is not None:
+                port = place.ports[self.process.index]
             self.above[control] = self._dealer(f"tcp://{host}:{port}")
             self.poller.register(self.above[control], zmq.POLLIN)
         return self.above[control]
@@ -263,31 +263,33 @@ class Runner:
         self.apply(effects)
 
     def _checkpoint(self, clock: int) -> None:
-        shard = self.server.shard
-        if self.folder is None or shard.store is None or shard.plan is None or shard.store.publication < 0:
+        shard, planned = self.server.shard, self.server.shard.planned
+        if self.folder is None or planned is None or planned.store.publication < 0:
             return
         coordinator = self.server.coordinator
         facts = {
-            "publication": shard.store.publication,
+            "publication": planned.store.publication,
             "shards": self.process.settings.shards,
-            "plan": shard.plan.packed(),
+            "plan": planned.plan.packed(),
             "buffers": coordinator.buffers if coordinator is not None else b"",
         }
-        kept = checkpoints.write(self.folder, shard.index, clock, shard.store.arrays(), facts)
+        kept = checkpoints.write(self.folder, shard.index, clock, planned.store.arrays(), facts)
         shard.wrote_checkpoint(clock, kept)
         emit("log", name="checkpoint", values={"shard": shard.index, "clock": clock})
 
     def _load(self, clock: int) -> None:
-        store = self.server.shard.store
+        planned = self.server.shard.planned
         assert self.folder is not None
         checkpoints.drop_after(self.folder, self.process.index, clock)
         if clock < 0:
             return
-        assert store is not None
+        assert planned is not None
         arrays, facts = checkpoints.read(self.folder, self.process.index, clock)
-        if arrays["x"].size != store.size:
-            raise NarrowsError(f"the checkpoint of clock {clock} has {arrays['x'].size} keys here, not {store.size}")
-        store.load(arrays, int(facts["publication"]))
+        if arrays["x"].size != planned.store.size:
+            raise NarrowsError(
+                f"the checkpoint of clock {clock} has {arrays['x'].size} keys here, not {planned.store.size}"
+            )
+        planned.apply([store.Load(arrays, int(facts["publication"]))])
 
     def receive(self, frames: list[zmq.Frame], now_ns: int, from_coordinator: bool) -> None:
         peer = COORDINATOR if from_coordinator else frames[0].bytes
@@ -342,7 +344,7 @@ class Runner:
                 ticked = now_ns
                 self.apply(self.server.tick(now_ns))
             ledger = self.server.shard.ledger
-            if self.server.coordinator is None and ledger is not None and ledger.over:
+            if self.server.coordinator is None and ledger.over:
                 shard = self.server.shard
                 self.running = shard.min_clock < ledger.min_clock or not shard.at_rest  # its last report is on its way
             if time.monotonic() > self.stop_by:

@@ -9,6 +9,7 @@ import pytest
 from launch import CommandFailed
 from streams import GREETING_BYTES, LONG, MORE, Segment, Stream, overlap, parsed
 
+from narrows.compression.codecs import RAW
 from narrows.protocols import messages as m
 from narrows.protocols.wire import encode
 
@@ -33,7 +34,7 @@ def framed(message: m.Message) -> bytes:
 
 
 def test_a_stream_is_put_together_from_packets_that_came_late_and_twice() -> None:
-    pushes = [m.Push(0, 1, clock, 0, 1, 0, 50, 1, b"", m.RAW_FLOAT32, bytes([clock]) * 200) for clock in (7, 8)]
+    pushes = [m.Push(0, 1, clock, 0, 1, 0, 50, 1, b"", RAW, bytes([clock]) * 200) for clock in (7, 8)]
     first, second = map(framed, pushes)
     whole = bytes(GREETING_BYTES) + first + second
     cuts = [0, 10, GREETING_BYTES + 100, len(whole) - 50, len(whole)]

@@ -14,16 +14,24 @@ from typing import Any
 
 from narrows.compression import warm_up
 from narrows.protocols.cluster.coordinator import Coordinator
-from narrows.protocols.effects import NS, Failed, Joined, MemberEffect, Send, ServerEffect, Stop, Tell
+from narrows.protocols.effects import NS, Checkpoint, Failed, Joined, MemberEffect, Send, ServerEffect, Stop, Tell
 from narrows.protocols.member.member import Member
-from narrows.protocols.messages import TIMED, Buffer, Push, State
-from narrows.protocols.modes import Settings
+from narrows.protocols.messages import TIMED, Buffer, Message, Push, State
+from narrows.protocols.settings import Settings
 from narrows.protocols.wire import decode, encode
 from narrows.ps.optimizers import TorchOptimizer
+from narrows.ps.planned import Means
 from narrows.ps.server import Server
 from narrows.ps.shard import COORDINATOR, Shard
+from narrows.ps.store import Store
 
 warm_up()  # as ps-serve and ps-worker do: a kernel that is compiled in the middle of a run stops everybody
+
+
+def store_of(server: Server) -> Store:
+    """Of a server that knows its model."""
+    assert server.shard.planned is not None
+    return server.shard.planned.store
 
 
 class Cluster:
@@ -43,6 +51,7 @@ class Cluster:
         self.siblings: dict[str, tuple[Cluster, int]] = {}  # shards of clusters below, by the address that they know
         self.bytes_above = [0, 0]  # of pushes up, of states down
         self.stopped: Stop | None = None
+        self.checkpoints: list[int] = []  # the clocks at which one was asked for
         self.servers: list[Server] = []
         for index in range(self.settings.shards):
             self.servers.append(self._server(index))
@@ -54,9 +63,10 @@ class Cluster:
 
     def _server(self, index: int) -> Server:
         child = self.parent is not None
-        shard = Shard(index, self.settings, incarnation=1, port=1 + index, optimizer=TorchOptimizer, child=child)
         coordinator = Coordinator(self.settings, 1 << 20, child=child) if index == 0 else None
-        member = Member(self.name, "here") if child and index == 0 else None
+        member = Member(self.name, "here", below=coordinator.tree) if child and coordinator is not None else None
+        means = Means(optimizer=TorchOptimizer, child=child, member=member)
+        shard = Shard(index, self.settings, 1, 1 + index, (), means)
         return Server(shard, coordinator, member, "tcp://parent:1", self.name)
 
     def now(self) -> int:
@@ -65,6 +75,14 @@ class Cluster:
     def hold(self, link: Link, frames: Sequence[Buffer]) -> None:
         """Let the bytes of a message take their time on this link. Nobody waits: it is the clock that goes on."""
         self.held_ns += int(sum(map(len, frames)) / link.rate * NS)
+
+    def arrive(self, shard: int, peer: bytes, message: Message) -> None:
+        """A message at one of the shards."""
+        self._apply(shard, self.servers[shard].handle(peer, message, self.now()))
+
+    def arrive_above(self, shard: int, message: Message) -> None:
+        """A message of the shard above."""
+        self._apply(shard, self.servers[shard].handle_above(message, self.now()))
 
     def _apply(self, index: int, effects: Iterable[ServerEffect]) -> None:
         """Carry out a server's effects, and what follows from them inside it: first all of that, since what is sent here
@@ -83,6 +101,8 @@ class Cluster:
         for effect in made:
             if isinstance(effect, Stop):
                 self.stopped = effect
+            if isinstance(effect, Checkpoint):
+                self.checkpoints.append(effect.clock)
             if isinstance(effect, Send):
                 peer = effect.peer
                 message = effect.message
@@ -95,15 +115,15 @@ class Cluster:
                     self.bytes_above[0] += sum(map(len, frames)) if isinstance(message, Push) else 0
                     mine = b"%s.%d" % (self.name.encode(), index)
                     self.parent.children[mine] = (self, index)
-                    self.parent._apply(index, self.parent.servers[index].handle(mine, message, self.parent.now()))
+                    self.parent.arrive(index, mine, message)
                 elif peer in self.children:
                     below, shard = self.children[peer]
                     below.bytes_above[1] += sum(map(len, frames)) if isinstance(message, State) else 0
-                    below._apply(shard, below.servers[shard].handle_above(message, below.now()))
+                    below.arrive_above(shard, message)
                 elif peer == COORDINATOR:
-                    self._apply(0, self.servers[0].handle(b"shard-%d" % index, message, self.now()))
+                    self.arrive(0, b"shard-%d" % index, message)
                 elif peer.startswith(b"shard-"):
-                    self._apply(int(peer[6:]), self.servers[int(peer[6:])].handle(COORDINATOR, message, self.now()))
+                    self.arrive(int(peer[6:]), COORDINATOR, message)
                 elif peer in self.links:
                     link, shard = self.links[peer]
                     self.hold(link, frames)
@@ -119,7 +139,7 @@ class Cluster:
             try:
                 while self.told:
                     other, shard, peer, frames = self.told.popleft()
-                    other._apply(shard, other.servers[shard].handle(peer, decode(frames), other.now()))
+                    other.arrive(shard, peer, decode(frames))
             finally:
                 self.telling = False
 
@@ -127,7 +147,7 @@ class Cluster:
         peer = b"%d.%d" % (id(link), shard)
         self.links[peer] = (link, shard)
         self.hold(link, frames)
-        self._apply(shard, self.servers[shard].handle(peer, decode(frames), self.now()))
+        self.arrive(shard, peer, decode(frames))
 
 
 class Link:

@@ -216,7 +216,7 @@ class Worker:
 
     @property
     def clock(self) -> int:
-        return self.engine.clock
+        return self.engine.sync.clock
 
     def step(self) -> None:
         self.model.zero_grad()

@@ -14,7 +14,7 @@ from kit.in_process import Cluster
 from kit.scripts import Array, Link, Run, train
 from narrows.protocols import messages as m
 from narrows.protocols.effects import NS, ServerEffect
-from narrows.protocols.modes import Settings
+from narrows.protocols.settings import Settings
 
 TICK_S = 0.25  # of virtual time
 
@@ -58,9 +58,15 @@ class Script(threading.Thread):
         return not self.is_alive()
 
 
-def pump(run: Run, clusters: Sequence[Cluster], done: Callable[[], Any], virtual_s: float = 1e9) -> bool:
+def pump(
+    run: Run,
+    clusters: Sequence[Cluster],
+    done: Callable[[], Any],
+    virtual_s: float = 1e9,
+    real_s: float = REAL_S,
+) -> bool:
     """Let virtual time go by until done(), at most so long; False where it did not come true."""
-    deadline = time.monotonic() + REAL_S
+    deadline = time.monotonic() + real_s
     while not done():
         if virtual_s <= 0 or time.monotonic() > deadline:
             return False
@@ -78,9 +84,9 @@ def pump(run: Run, clusters: Sequence[Cluster], done: Callable[[], Any], virtual
     return True
 
 
-def finished(run: Run, clusters: Sequence[Cluster], *scripts: Script) -> list[Array]:
+def finished(run: Run, clusters: Sequence[Cluster], *scripts: Script, real_s: float = REAL_S) -> list[Array]:
     """What the scripts returned, once all have ended well."""
-    assert pump(run, clusters, lambda: all(script.ended for script in scripts)), "stuck"
+    assert pump(run, clusters, lambda: all(script.ended for script in scripts), real_s=real_s), "stuck"
     assert [script.error for script in scripts] == [None] * len(scripts)
     return [script.result for script in scripts]
 
@@ -88,14 +94,16 @@ def finished(run: Run, clusters: Sequence[Cluster], *scripts: Script) -> list[Ar
 class Held:
     """Messages from above that come to one shard late, in their order, once `release` is called."""
 
-    def __init__(self, cluster: Cluster, shard: int, kinds: tuple[type, ...]) -> None:
-        self.cluster, self.shard, self.kinds = cluster, shard, kinds
+    def __init__(
+        self, cluster: Cluster, shard: int, kinds: tuple[type, ...], those: Callable[[Any], bool] = lambda message: True
+    ) -> None:
+        self.cluster, self.shard, self.kinds, self.those = cluster, shard, kinds, those
         self.server = cluster.servers[shard]
         self.real, self.late, self.on = self.server.handle_above, list[m.Message](), True
         self.server.handle_above = self.handle  # type: ignore[method-assign]
 
     def handle(self, message: m.Message, now_ns: int) -> list[ServerEffect]:
-        if not self.on or not isinstance(message, self.kinds):
+        if not self.on or not isinstance(message, self.kinds) or not self.those(message):
             return self.real(message, now_ns)
         self.late.append(message)
         return []

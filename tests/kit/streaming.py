@@ -14,7 +14,7 @@ from torch import nn
 from kit.scripts import Run, flat
 from narrows.compression import ErrorFeedback, Memory, accumulate, parse
 from narrows.protocols.keys import fragment, split
-from narrows.protocols.modes import Settings
+from narrows.protocols.settings import Settings
 from narrows.worker import DistributedOptimizer
 
 Array = npt.NDArray[np.float32]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from kit.in_process import Cluster
+from kit.in_process import Cluster, store_of
 from kit.scripts import Array, alone, build, flat, loss_of
-from narrows.protocols.modes import Settings
+from narrows.protocols.settings import Settings
 
 STEPS = 12
 
@@ -33,8 +33,7 @@ def one_process() -> Array:
 
 
 def root_model(root: Cluster) -> Array:
-    stores = [server.shard.store for server in root.servers]
-    return np.concatenate([store.x for store in stores if store is not None])
+    return np.concatenate([store_of(server).x for server in root.servers])
 
 
 ABOVE = {

@@ -21,8 +21,9 @@ from kit.seed import SEED
 
 from narrows.protocols import messages as m
 from narrows.protocols.errors import IncompatibleError, RemoteProtocolError
-from narrows.protocols.keys import NamedArray, Plan, TensorSpec, covers, pack_arrays, parts, split, unpack_arrays
-from narrows.protocols.modes import Settings
+from narrows.protocols.keys import covers, parts, split
+from narrows.protocols.plan import NamedArray, Plan, TensorSpec, pack_arrays, unpack_arrays
+from narrows.protocols.settings import Settings
 from narrows.protocols.wire import (
     FRAME_BYTES,
     FRAME_VALUES,
@@ -238,7 +239,7 @@ def test_another_version_is_incompatible_and_another_protocol_is_none(kind: type
         ["1"],
         [-1],
         [0],
-        [17],
+        [18],
         [40],
         [99],
         [1 << 63],

@@ -25,8 +25,8 @@ from torch import nn
 
 from narrows.protocols.effects import NS, Send, ServerEffect
 from narrows.protocols.errors import IncompatibleError
-from narrows.protocols.keys import Plan, TensorSpec
-from narrows.protocols.modes import Settings
+from narrows.protocols.plan import Plan, TensorSpec
+from narrows.protocols.settings import Settings
 from narrows.ps.process import checkpoints
 from narrows.ps.process.checkpoints import KEPT, buffers, clocks, merge, newest, path_of, read, write
 from narrows.ps.process.runner import Process, Runner

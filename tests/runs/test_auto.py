@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.in_process import store_of
 from kit.processes import SCRIPT, finished
 from kit.scripts import flat, run
 
@@ -22,8 +23,8 @@ from narrows.protocols import messages as m
 from narrows.protocols.effects import NS
 from narrows.protocols.errors import RemoteProtocolError, UsageError
 from narrows.protocols.member.meter import WINDOW_NS, LinkMeter
-from narrows.protocols.modes import Settings
-from narrows.ps.store import Store
+from narrows.protocols.settings import Settings
+from narrows.ps.store import Load, Publish, Store
 from narrows.worker import DistributedOptimizer
 from narrows.worker.session import Connected
 
@@ -267,26 +268,25 @@ def test_a_residual_outlives_a_change_of_compressor() -> None:
 
 def test_publications_of_any_coding_lead_to_the_same_state() -> None:
     """A child that follows them has p bit for bit, and one that lacks a dense one gets the whole state."""
-    store = Store(0, 2_000, barrier=True, compress_down="auto")
-    store.restart(np.zeros(2_000, np.float32), np.zeros(2_000, np.float32), 0)
+    store = Store(0, 2_000, barrier=True, codings=ladder("auto").specs)
+    store.apply(Load({"x": np.zeros(2_000, np.float32), "p": np.zeros(2_000, np.float32)}, 0))
     followed = store.p.copy()
     values = np.random.default_rng(4)
     for spec in ("topk:0.1+int8", "int8", "dense", "topk:0.01+int8", "fp16", "dense"):
-        store.code_with(spec)
         store.x += values.standard_normal(2_000, dtype=np.float32)
-        store.publish()
+        store.apply(Publish(spec=spec))
         news = store.since(store.publication - 1)
         if spec == "dense":
-            assert news is None
+            assert not news
             followed = store.p.copy()
             np.testing.assert_array_equal(store.p, store.x)
         else:
-            assert news is not None
+            assert news
             for _, keys, delta in news:
                 assert keys == (0, 2_000) and delta is not None
                 accumulate(delta, 1.0, followed)
         np.testing.assert_array_equal(followed, store.p)
-    assert store.since(store.publication - 2) is None
+    assert not store.since(store.publication - 2)
 
 
 # What the link shows.
@@ -380,9 +380,8 @@ def test_a_run_follows_its_link_and_loses_nothing(flags: dict[str, object]) -> N
             worker.train(60)
             assert worker.tuning.auto.up == spec
             for server in started.cluster.servers:
-                assert server.shard.store is not None
                 down = spec if settings.compress_down == "auto" else settings.compress_down
-                assert server.shard.store.down.spec == down
+                assert store_of(server).down.spec == down
         worker.optimizer.finish()
         with worker.optimizer.shared():
             updates = flat(worker.model) - worker.first
@@ -402,7 +401,7 @@ def test_states_are_coded_for_the_slowest_link() -> None:
             trainer.train(1)  # the first state is whole: slow, it would take minutes of the clock that both share
             trainer.limit((1_000.0, 1e9)[worker])
             trainer.train(30)
-            store = started.cluster.servers[0].shard.store
+            store = store_of(started.cluster.servers[0])
             assert store is not None
             chosen = trainer.tuning.auto.up, store.down.spec
             trainer.limit(float("inf"))  # as would the last push
@@ -419,9 +418,10 @@ def test_a_coding_that_the_downlink_does_not_have_is_refused() -> None:
         worker.train(2)
         engine = worker.session.engine
         assert engine is not None
-        pull = m.Pull(engine.worker, engine.epoch, 1 << 20, 2, 0, False, "topk:0.01+int8")
+        shards = engine.sync.shards  # type: ignore[attr-defined]
+        follow = m.Follow(shards.worker, shards.epoch, 2, 0, 1, "topk:0.01+int8")
         with pytest.raises(RemoteProtocolError, match=r"asks for states coded with 'topk:0.01\+int8'"):
-            started.cluster.servers[0].handle(b"peer", pull, 0)
+            started.cluster.servers[0].handle(b"peer", follow, 0)
 
 
 @pytest.mark.parametrize(("flags", "specs"), [

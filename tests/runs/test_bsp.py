@@ -11,7 +11,7 @@ import torch
 from kit.in_process import Cluster, Link, together
 from torch import nn
 
-from narrows.protocols.modes import Settings
+from narrows.protocols.settings import Settings
 from narrows.worker.engine import Engine
 
 STEPS = 50

@@ -8,21 +8,23 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kit.in_process import Cluster
+from kit.in_process import Cluster, store_of
 from kit.mixed import STEPS, TRAINS, ends, reference, sgd
 from kit.processes import serving, started, until
 from kit.pumped import Held, Script, finished, pump, steps, waits
 from kit.scripts import Array, build, distance, flat, loss_of, mean_loss, train, tree
 from kit.trees import family, one_process, root_model
 
+from narrows.compression.codecs import RAW
 from narrows.protocols import messages as m
 from narrows.protocols.effects import Log
-from narrows.protocols.member.member import Session, Timing
-from narrows.protocols.member.meter import LinkMeter
-from narrows.protocols.modes import Settings
+from narrows.protocols.member.member import Phase
+from narrows.protocols.settings import Settings
+from narrows.protocols.timing import Timing
 from narrows.protocols.wire import encode
-from narrows.ps.sideways import Sideways
-from narrows.ps.uplink import Place
+from narrows.ps.above import Kept, Place
+from narrows.ps.mixing import Mixing
+from narrows.ps.shard import Shard
 from narrows.worker import DistributedOptimizer, clock, rank, world_size
 
 
@@ -33,6 +35,11 @@ def gossip(**more: Any) -> Settings:
 
 def script(worker: int) -> Array:
     return train(STEPS, sgd)
+
+
+def round_of(shard: Shard) -> int:
+    """0 before it knows the clusters that it mixes with."""
+    return shard.above.driver.round if isinstance(shard.above, Mixing) else 0
 
 
 def trained(above: Settings, below: Settings, clusters: int) -> tuple[Cluster, list[Cluster], list[Array]]:
@@ -107,9 +114,9 @@ def test_the_mean_of_the_clusters_is_kept_by_every_round() -> None:
     go = threading.Event()
     with tree(root, *clusters) as run:
         scripts = [Script(run, worker, lambda: steps(9, at=lambda step: waits(go, step == 8))) for worker in range(3)]
-        until(lambda: all(getattr(shard.uplink, "round", 0) == 9 for shard in shards), "nine rounds", 20.0)
+        until(lambda: all(round_of(shard) == 9 for shard in shards), "nine rounds", 20.0)
         with root.changed:
-            models = np.stack([shard.store.x for shard in shards if shard.store is not None]).astype(np.float64)
+            models = np.stack([store_of(cluster.servers[0]).x for cluster in clusters]).astype(np.float64)
         assert len({model.tobytes() for model in models}) == 3
         go.set()
         ended = finished(run, [root, *clusters], *scripts)
@@ -136,7 +143,7 @@ def test_a_cluster_that_comes_late_begins_with_the_model_and_the_round_of_a_peer
     with tree(root, *clusters) as run:
         two = [Script(run, worker, lambda: steps(9, at=lambda step: waits(go, step == 4))) for worker in range(2)]
         shard = clusters[0].servers[0].shard
-        until(lambda: getattr(shard.uplink, "round", 0) == 5, "five rounds", 20.0)
+        until(lambda: round_of(shard) == 5, "five rounds", 20.0)
         joining = Cluster(Settings(sync="bsp", shards=2), root, "late")
         with tree(root, joining, first_rank=2) as others:
             third = Script(others, 0, late)
@@ -174,10 +181,10 @@ def nine_steps(silent: bool) -> Array:
         two = [Script(run, worker, lambda: steps(9, at=lambda step: waits(go, step == 4))) for worker in range(2)]
         members = [cluster.servers[0].member for cluster in clusters]
         if silent:
-            until(lambda: getattr(clusters[0].servers[0].shard.uplink, "round", 0) == 5, "five rounds", 20.0)
+            until(lambda: round_of(clusters[0].servers[0].shard) == 5, "five rounds", 20.0)
             for server in root.servers:
                 server.handle = lambda *told: []  # type: ignore[method-assign]
-            assert pump(run, clusters, lambda: all(member and member.phase == "alone" for member in members), 60.0)
+            assert pump(run, clusters, lambda: all(member and member.phase is Phase.ALONE for member in members), 60.0)
         go.set()
         everyone = clusters if silent else [root, *clusters]
         model = finished(run, everyone, *two)[0]
@@ -200,7 +207,7 @@ def test_a_cluster_that_falls_silent_is_mixed_with_no_more() -> None:
         two = [Script(run, worker, lambda: steps(9, at=lambda step: waits(go, step == 4))) for worker in range(2)]
         Script(run, 2, lambda: steps(3, finish=False))
         dead = clusters.pop()
-        until(lambda: getattr(dead.servers[0].shard.uplink, "round", 0) == 3, "three rounds", 20.0)
+        until(lambda: round_of(dead.servers[0].shard) == 3, "three rounds", 20.0)
         with root.changed:
             dead.servers[0].handle = lambda *told: []  # type: ignore[method-assign]
         run.sessions.pop()
@@ -225,10 +232,10 @@ def test_a_cluster_that_leaves_with_its_last_ack_lost_keeps_nobody_from_ending()
 
 def test_a_peer_that_says_nonsense_before_it_is_known_is_dropped() -> None:
     """It asks for the model, which is not here yet, and offers none that is one, before the roster names it."""
-    shard = Sideways(0)
-    place = Place(gossip(workers=2).validated(), 0, 1, 0, 0, (1,), ((0, 4),))
-    shard.adopt(place, (0, 4), Session(0, 0, 1, place.settings.mode(), Timing(), LinkMeter()), False, 0)
-    for message in (m.Adopt(1, 0), m.Offer(1, 0, 1, 0, 0, 0, 1, 0, 4, 9.0, True, m.RAW_FLOAT32, bytes(16))):
+    place = Place(gossip(workers=2).validated(), 0, 1, 0, 0, (1,))
+    shard = Mixing(0, place, (0, 4), Kept(), None, Timing())
+    shard.begin(0)
+    for message in (m.Adopt(1, 0), m.Offer(1, 0, 1, 0, 0, 0, 1, 0, 4, 9.0, True, RAW, bytes(16))):
         assert shard.hear(message, 0) == []
     rows = tuple((worker, 1, worker, 0) for worker in range(2))
     roster = m.Roster(0, 1, False, rows, ("tcp://a:1", "tcp://b:1"), False)

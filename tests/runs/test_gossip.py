@@ -17,22 +17,24 @@ import pytest
 import torch
 import zmq
 from kit import in_process
-from kit.in_process import together
+from kit.in_process import store_of, together
 from kit.mixed import STEPS, TRAINS, ends, matrix, reference, sgd
 from kit.processes import Worker, descendants, serving, started, until
 from kit.scripts import Array, Run, alone, build, distance, flat, loss_of, run
-from simulation.gossips import COUNT, LEASE_NS, Campaign, Net, Node, bad
+from simulation.gossips import COUNT, LEASE_NS, Campaign, Net, bad
 from simulation.mirrors import Violation
 
 from narrows.compression import parse
+from narrows.compression.codecs import CODED, RAW
 from narrows.protocols import messages as m
 from narrows.protocols.effects import NS, AdoptAsked, OfferArrived, PeerLost, RosterNews, Send, Tell
 from narrows.protocols.errors import NarrowsError, UsageError
-from narrows.protocols.gossip.exchanges import LAST, Gossip
+from narrows.protocols.gossip.driver import Driver
+from narrows.protocols.gossip.exchanges import LAST, Exchanges
 from narrows.protocols.gossip.peers import Peers
 from narrows.protocols.gossip.topology import RANDOM, TOPOLOGIES, edges, partners
 from narrows.protocols.member.member import Member
-from narrows.protocols.modes import Settings
+from narrows.protocols.settings import Settings
 from narrows.protocols.wire import VERSION, encode
 from narrows.worker import DistributedOptimizer, clock, rank, world_size
 
@@ -198,8 +200,7 @@ def test_a_joiner_begins_with_a_peers_model_and_round(topology: str) -> None:
     def join() -> None:
         node = net.add(300, joins=True)
         net.introduce()
-        net.at(net.now_ns + NS // 10, lambda: node.take(node.peers.adopt(0, net.now_ns)))
-        node.phase = "asking"
+        node.ask()
 
     net.at(NS, join)
     net.run()
@@ -219,10 +220,10 @@ def test_whatever_comes_it_ends_with_one_model_and_the_right_mean() -> None:
 
 DEADLOCKS: dict[str, tuple[int, type, str, Callable[..., Any]]] = {
     "three on a ring, each of which keeps back a complete exchange of another round for one that the next keeps back": (
-        337, Gossip, "_in_step", lambda gossip, peer: True),
+        337, Exchanges, "_in_step", lambda exchanges, peer: True),
     "two that have no model, and ask each other: who has one is back under a later number": (
-        349, Node, "has_none", lambda node, peer: None),
-    "the same, and who has one is done": (866, Node, "has_none", lambda node, peer: None),
+        349, Driver, "has_none", lambda driver, peer: None),
+    "the same, and who has one is done": (866, Driver, "has_none", lambda driver, peer: None),
 }  # fmt: skip
 
 
@@ -240,7 +241,7 @@ def test_who_is_done_does_not_wait_for_one_whose_last_exchange_was_kept() -> Non
     """It died, was in the roster no more, and its exchange was complete on our side."""
     net = Net("ring")
     begun(net, 3, 1)
-    gossip = net.nodes[0].gossip
+    gossip = net.nodes[0].exchanges
     rows = tuple((worker, 1, worker, 0) for worker in range(3))
     gossip.admit(m.Roster(0, 1, True, rows, ("0", "1", "2")))
     gossip.begin(0)
@@ -262,7 +263,7 @@ def offer(**wrong: Any) -> m.Offer:
         "end": COUNT,
         "weight": 0.5,
         "whole": True,
-        "codec": m.RAW_FLOAT32,
+        "codec": RAW,
         "payload": bytes(4 * COUNT),
     }
     return m.Offer(**values | wrong)
@@ -296,9 +297,9 @@ def test_a_peer_that_runs_ahead_of_its_exchanges_fills_no_queue() -> None:
     node.take(node.peers.roster(m.Roster(0, 1, True, ((0, 1, 0, 0), (1, 1, 1, 0)), ("0", "1")), 0))
     for number in range(2):
         node.take(node.peers.receive(offer(number=number, round=50 + number), 0))
-        assert not node.gossip.refused
+        assert node.exchanges.pairs
     node.take(node.peers.receive(offer(number=2, round=52), 0))
-    assert [peer for peer, _ in node.gossip.refused] == [1] and not node.gossip.pairs
+    assert not node.exchanges.pairs and not node.peers.peers
 
 
 def test_the_last_offer_is_a_model() -> None:
@@ -308,12 +309,12 @@ def test_the_last_offer_is_a_model() -> None:
     node = net.nodes[0]
     node.take(node.peers.roster(m.Roster(0, 1, True, ((0, 1, 0, 0), (1, 1, 1, 0)), ("0", "1")), 0))
     before = node.mixing.model.copy()
-    node.gossip.end()
+    node.exchanges.end()
     coded = bytes(parse("int8").encode(np.ones(COUNT, np.float32)))
-    node.gossip.arrived(OfferArrived(1, (offer(whole=False, codec=m.CODED, payload=coded, round=LAST),)))
-    node.gossip.exchange(LAST)
-    node.gossip.exchange(LAST)
-    assert [peer for peer, _ in node.gossip.refused] == [1] and node.gossip.over
+    node.exchanges.arrived(OfferArrived(1, (offer(whole=False, codec=CODED, payload=coded, round=LAST),)))
+    node.exchanges.exchange(LAST)
+    node.exchanges.exchange(LAST)
+    assert [peer for peer, _ in node.exchanges.refused] == [1] and node.exchanges.over
     assert np.array_equal(node.mixing.model, before)
 
 
@@ -347,14 +348,14 @@ def test_a_model_is_asked_for_again_of_a_peer_that_says_other_things() -> None:
 def test_bad_offers_end_that_pair_and_change_nothing() -> None:
     raw = bytes(4 * COUNT)
     good: dict[str, Any] = {"worker": 1, "peer": 0, "epoch": 1, "round": 0, "number": 0, "part": 0, "parts": 1}
-    good |= {"begin": 0, "end": COUNT, "weight": 0.5, "whole": True, "codec": m.RAW_FLOAT32, "payload": raw}
+    good |= {"begin": 0, "end": COUNT, "weight": 0.5, "whole": True, "codec": RAW, "payload": raw}
     for wrong in (
         {"payload": raw[4:]},
         {"end": COUNT - 1},
         {"payload": np.full(COUNT, np.nan, np.float32).tobytes()},
         {"whole": False},
         {"codec": 9},
-        {"whole": False, "codec": m.CODED},
+        {"whole": False, "codec": CODED},
     ):
         fresh = Net("matching")
         begun(fresh, 2, 3)
@@ -362,8 +363,8 @@ def test_bad_offers_end_that_pair_and_change_nothing() -> None:
         node.take(node.peers.roster(m.Roster(0, 1, True, ((0, 1, 0, 0), (1, 1, 1, 0)), ("0", "1")), 0))
         before = node.mixing.model.copy()
         node.take(node.peers.receive(m.Offer(**good | wrong), 0))
-        assert [peer for peer, _ in node.gossip.refused] == [1]
-        assert np.array_equal(node.mixing.model, before) and 1 not in node.gossip.pairs
+        assert not node.exchanges.pairs and not node.peers.peers
+        assert np.array_equal(node.mixing.model, before)
 
 
 # The engine, whole.
@@ -391,7 +392,7 @@ def test_the_engine_is_decentralized_sgd(topology: str, bound: int, count: int) 
     for _ in range(2):
         with run(settings) as started_:
             models = started_.together(script)
-            server = started_.cluster.servers[0].shard.store
+            server = store_of(started_.cluster.servers[0])
         assert all(np.array_equal(model, models[0]) for model in models)
         assert server is not None and np.array_equal(server.x, models[0]), "the server has the last model"
         ends.append(models[0])
@@ -532,7 +533,7 @@ def test_a_model_that_is_not_finite_ends_its_worker_by_name() -> None:
         optimizer = DistributedOptimizer(sgd(net), net)
         for parameter in net.parameters():
             parameter.grad = torch.full_like(parameter, float("nan"))
-        with pytest.raises(NarrowsError, match="not finite after clock 0"):
+        with pytest.raises(NarrowsError, match="not finite after round 0"):
             optimizer.step()
 
 
@@ -692,5 +693,5 @@ def forged(worker: Worker) -> list[m.Message]:
     """Of a worker that no roster names, and messages that no peer sends."""
     mine, count = worker.session.link.member.worker, worker.engine.flat.size
     payload = np.full(count, 1e9, np.float32).tobytes()
-    offer = m.Offer(99, mine, 1, 0, 0, 0, 1, 0, count, 0.5, True, m.RAW_FLOAT32, payload)
+    offer = m.Offer(99, mine, 1, 0, 0, 0, 1, 0, count, 0.5, True, RAW, payload)
     return [offer, m.Adopt(99, mine), m.Ended(99, mine), m.LeaveAck("x"), m.Refuse(6, mine, 0, "the end")]

@@ -7,32 +7,45 @@ with bytes changed. They go to a copy of the machine that would have got them. N
 from __future__ import annotations
 
 import copy
+import copyreg
 import random
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import zmq
-from kit.in_process import Cluster
-from kit.scripts import build, loss_of, run
+from kit.in_process import Cluster, store_of
+from kit.pumped import Script, finished
+from kit.scripts import build, loss_of, run, tree
 from kit.seed import SEED
 
-from narrows.compression import parse
+from narrows.compression import codecs, parse
+from narrows.compression.codecs import CODED, RAW, Piece
 from narrows.protocols import messages as m
-from narrows.protocols.effects import StateArrived
+from narrows.protocols.effects import MasterArrived, Send, ServerEffect, StateArrived, Tell
 from narrows.protocols.errors import NarrowsError, RemoteProtocolError
-from narrows.protocols.modes import Settings
+from narrows.protocols.settings import Settings
 from narrows.protocols.wire import decode, encode, pack
+from narrows.ps.folding import Barrier
+from narrows.ps.inbox import check_part
+from narrows.ps.mixing import Mixing
 from narrows.ps.server import Server
-from narrows.ps.store import Store, check_payload
+from narrows.ps.shard import COORDINATOR
+from narrows.ps.store import Fold, Load, Publish, Store
 from narrows.worker import DistributedOptimizer
 from narrows.worker.runner import Link
+from narrows.worker.updates import Updates
 
-FORGED = 30  # of each message
+copyreg.pickle(
+    memoryview, lambda view: (memoryview, (bytes(view),))
+)  # so that machines that hold messages can be copied
+
+FORGED = 30  # of each message of a worker; between two levels there are more messages, and more servers to copy
 STEPS = 4
 NAN = float("nan")
 INTS = (-1, 0, 1, 2, 7, 1 << 16, m.CLOCK_MAX + 1, (1 << 63) - 1)
@@ -67,12 +80,12 @@ PACKED = (
 )
 
 
-def forged(message: Any, rng: random.Random) -> Iterator[m.Message]:
+def forged(message: Any, rng: random.Random, count: int) -> Iterator[m.Message]:
     """Copies of `message` that pass as messages and differ in one to three fields."""
     if isinstance(message, m.Push) and message.hyper and message.clock == 0:
         yield from (replace(message, hyper=packed) for packed in PACKED)
     made = 0
-    while made < FORGED:
+    while made < count:
         changes: dict[str, Any] = {}
         for field in rng.sample(fields(message), min(len(fields(message)), rng.choice((1, 1, 1, 2, 3)))):
             value = getattr(message, field.name)
@@ -107,67 +120,158 @@ def forged(message: Any, rng: random.Random) -> Iterator[m.Message]:
 def state_of(server: Server) -> tuple[Any, ...]:
     """What a refused message may not have changed."""
     shard, coordinator = server.shard, server.coordinator
-    store = shard.store
-    arrays = [] if store is None else [array.tobytes() for array in store.arrays().values()]
-    seats = [(i.worker, i.clock, sorted(i.partial)) for i in shard.inboxes.values()]
+    planned = shard.planned
+    model: tuple[Any, ...] = ()
+    if planned is not None:
+        held = planned.folding.held if isinstance(planned.folding, Barrier) else {}
+        children = {worker: (c.follow, sorted(c.sent), c.pull) for worker, c in planned.publications.children.items()}
+        arrays = [array.tobytes() for array in planned.store.arrays().values()]
+        model = (planned.plan, arrays, planned.stage, planned.finishes, sorted(held), children)
+    seats = [(i.worker, i.clock, i.taken, sorted(i.partial)) for i in shard.inbox.seats.values()]
     who = [] if coordinator is None else [(w.worker, w.epoch, w.arrived) for w in coordinator.members.values()]
-    return arrays, seats, shard.min_clock, sorted(shard.held), who
+    above = shard.above
+    mixes = []
+    if isinstance(above, Mixing):
+        weights = b"" if not above.driver.has_model else above.driver.mixing.model.tobytes()
+        mixes = [above.driver.phase, above.driver.round, sorted(above.driver.exchanges.pairs), weights]
+    return model, seats, shard.min_clock, shard.trouble, who, mixes
+
+
+class Tally:
+    """Of forged messages, `count` of each true one."""
+
+    def __init__(self, rng: random.Random, count: int) -> None:
+        self.rng, self.count = rng, count
+        self.refused = self.taken = 0
 
 
 class Hostile(Cluster):
-    """A cluster with a peer that forges."""
+    """Servers with peers that forge: workers, clusters below, the server above, clusters that gossip with this one."""
 
-    def __init__(self, settings: Settings, rng: random.Random) -> None:
-        self.rng = rng
-        self.refused = self.taken = 0
-        super().__init__(settings)
+    def __init__(self, settings: Settings, tally: Tally, parent: Cluster | None = None, name: str = "cluster") -> None:
+        self.tally = tally
+        super().__init__(settings, parent, name)
 
-    def send(self, link: Any, shard: int, frames: list[bytes]) -> None:
-        server = self.servers[shard]
-        for fake in forged(decode(frames), self.rng):
-            victim = copy.deepcopy(server)
-            before = state_of(victim)
+    def arrive(self, shard: int, peer: bytes, message: m.Message) -> None:
+        def take(server: Server, fake: m.Message) -> list[ServerEffect]:
+            return server.handle(peer, fake, self.now())
+
+        if peer != COORDINATOR and not peer.startswith(b"shard-"):  # what the servers of one cluster say is their own
+            self._forge(shard, message, take)
+        super().arrive(shard, peer, message)
+
+    def arrive_above(self, shard: int, message: m.Message) -> None:
+        def take(server: Server, fake: m.Message) -> list[ServerEffect]:
+            return server.handle_above(fake, self.now())
+
+        self._forge(shard, message, take, ends=True)
+        super().arrive_above(shard, message)
+
+    def _forge(
+        self,
+        shard: int,
+        message: m.Message,
+        take: Callable[[Server, m.Message], list[ServerEffect]],
+        ends: bool = False,
+    ) -> None:
+        """Copies of all servers here take copies of a message, and all that follows from it. `ends`: whoever says it is
+        trusted with the end of this cluster, and only with that."""
+        for fake in forged(message, self.tally.rng, self.tally.count):
+            victims: list[Server] = copy.deepcopy(self.servers, {id(codecs): codecs})
+            before = state_of(victims[shard])
             try:
-                victim.handle(b"%d.%d" % (id(link), shard), fake, self.now())
-                while victim.inner:
-                    victim.advance(self.now())
-                self.taken += 1
-                continue
+                effects = take(victims[shard], fake)
+                self.tally.taken += 1
             except NarrowsError as error:
-                self.refused += 1
+                self.tally.refused += 1
                 text = str(error)
-            assert state_of(victim) == before, f"{fake} was refused ({text}), yet it changed the state"
-            assert "\n" not in text and len(text) < 500
-        super().send(link, shard, frames)
+                assert "\n" not in text and 0 < len(text) < 500
+                assert ends or state_of(victims[shard]) == before, (
+                    f"{fake} was refused ({text}), yet it changed the state"
+                )
+                effects = victims[shard].fail_above(text, self.now()) if ends else []
+            self._follow(victims, shard, effects)
+
+    def _follow(self, victims: list[Server], shard: int, effects: list[ServerEffect]) -> None:
+        """Take all effects, and hand on what the servers of one cluster say to each other."""
+        queue = deque([(shard, effects)])
+        while queue:
+            shard, effects = queue.popleft()
+            for effect in effects:
+                if isinstance(effect, (Send, Tell)):
+                    encode(effect.message)
+                if not isinstance(effect, Send) or isinstance(effect.peer, int):
+                    continue
+                message = decode([bytes(frame) for frame in encode(effect.message)])
+                if effect.peer == COORDINATOR:
+                    queue.append((0, victims[0].handle(b"shard-%d" % shard, message, self.now())))
+                elif effect.peer.startswith(b"shard-"):
+                    other = int(effect.peer[6:])
+                    queue.append((other, victims[other].handle(COORDINATOR, message, self.now())))
+            while victims[shard].inner:
+                queue.append((shard, victims[shard].advance(self.now())))
 
 
-@pytest.mark.parametrize("settings", [
+def script(settings: Settings, workers: int, worker: int) -> None:
+    net = build()
+    optimizer = DistributedOptimizer(torch.optim.Adam(net.parameters(), lr=1e-2), net)
+    for step in range(STEPS * max(1, settings.mode().local_steps)):
+        optimizer.zero_grad()
+        loss_of(net, step, worker, workers).backward()
+        optimizer.step()
+    optimizer.finish()
+
+
+ONE_LEVEL = (
     Settings(sync="bsp", workers=2, shards=2),
     Settings(sync="bsp", compress="topk:0.1", shards=2),
+    Settings(sync="bsp", push="update", workers=2),
     Settings(sync="ssp", workers=2, shards=2, compress="topk:0.1+int8"),
-    Settings(sync="async", push="gradient"),
+    Settings(sync="ssp", push="gradient", shards=2),
     Settings(sync="ssp", compress="lz4", compress_down="int8"),
-    Settings(sync="local", local_steps=2, workers=2),
-], ids=lambda s: f"{s.sync} {s.compress} {s.push}")  # fmt: skip
+    Settings(sync="ssp", compress="auto", compress_down="auto", shards=2),
+    Settings(sync="async", push="gradient"),
+    Settings(sync="async", compress="powersgd:1", workers=2, shards=2),
+    Settings(sync="local", local_steps=2, staleness=0, quorum=1, grace=0.1, workers=2),
+    Settings(sync="local", local_steps=2, fragments=2, compress="topk:0.3", workers=2, shards=2),
+    Settings(sync="gossip", topology="ring", workers=2, shards=2),
+)
+PUSHED = Settings(sync="bsp", shards=2)
+TWO_LEVELS = (
+    (Settings(sync="bsp", push="update", workers=2, shards=2), PUSHED),
+    (Settings(sync="ssp", compress="topk:0.2+int8", workers=2, shards=2), Settings(sync="async", shards=2)),
+    (Settings(sync="local", local_steps=2, workers=2), Settings(sync="ssp")),
+    (Settings(sync="gossip", topology="matching", staleness=0, workers=2, shards=2), PUSHED),
+    (Settings(sync="gossip", compress="topk:0.2", workers=2), Settings(sync="local", local_steps=2)),
+)
+
+
+def check(tally: Tally, *clusters: Cluster) -> None:
+    print(f"NARROWS_TEST_SEED={SEED}: {tally.refused} refused, {tally.taken} taken")
+    assert tally.refused > 20 and tally.taken > 20
+    for cluster in clusters:
+        for server in cluster.servers:
+            assert np.isfinite(store_of(server).x).all()
+
+
+@pytest.mark.parametrize("settings", ONE_LEVEL, ids=lambda s: f"{s.sync} {s.compress} {s.push}")
 def test_a_server_survives_what_a_worker_may_send(settings: Settings) -> None:
-    print(f"NARROWS_TEST_SEED={SEED}")
-    rng = random.Random(f"{SEED} {settings}")
-
-    def script(worker: int) -> None:
-        net = build()
-        optimizer = DistributedOptimizer(torch.optim.Adam(net.parameters(), lr=1e-2), net)
-        for step in range(STEPS * settings.mode().local_steps if settings.local_steps > 0 else STEPS):
-            optimizer.zero_grad()
-            loss_of(net, step, worker, settings.workers).backward()
-            optimizer.step()
-        optimizer.finish()
-
-    cluster = Hostile(settings, rng)
+    tally = Tally(random.Random(f"{SEED} {settings}"), FORGED)
+    cluster = Hostile(settings, tally)
     with run(settings, cluster) as started:
-        started.together(script)
-    assert cluster.refused > 20 and cluster.taken > 20
-    for server in cluster.servers:
-        assert server.shard.store is not None and np.isfinite(server.shard.store.x).all()
+        started.together(lambda worker: script(settings, settings.workers, worker))
+    check(tally, cluster)
+
+
+@pytest.mark.parametrize(("above", "below"), TWO_LEVELS, ids=lambda s: f"{s.sync} {s.compress}")
+def test_servers_of_two_levels_survive_what_the_other_level_may_send(above: Settings, below: Settings) -> None:
+    tally = Tally(random.Random(f"{SEED} {above}"), FORGED // 2)
+    root = Hostile(above, tally)
+    clusters = [Hostile(below, tally, root, f"cluster{index}") for index in range(2)]
+    with tree(root, *clusters) as started:
+        scripts = [Script(started, worker, partial(script, below, 2, worker)) for worker in range(2)]
+        finished(started, [root, *clusters], *scripts, real_s=300.0)
+    check(tally, root, *clusters)
 
 
 @pytest.mark.parametrize("spec", ["raw", "lz4", "fp16", "topk:0.5+bf16"])
@@ -176,42 +280,48 @@ def test_nan_is_refused_where_the_downlink_cannot_code_it(spec: str) -> None:
     values = np.linspace(1.0, 2.0, 100, dtype=np.float32)
     itemsize = 4 if spec in ("raw", "lz4") else 2
     payload = bytearray(values.tobytes() if spec == "raw" else parse("dense" if spec == "lz4" else spec).encode(values))
-    codec = m.RAW_FLOAT32 if spec == "raw" else m.CODED
-    check_payload(SimpleNamespace(begin=0, end=100, codec=codec, payload=payload), finite=True)
+    codec = RAW if spec == "raw" else CODED
+    check_part(first_weights(codec, payload), (0, 100), finite=True)
     begin = 0 if spec == "raw" else 16
     payload[begin : begin + itemsize] = b"\xff" * itemsize
-    check_payload(SimpleNamespace(begin=0, end=100, codec=codec, payload=payload), finite=False)
+    check_part(first_weights(codec, payload), (0, 100), finite=False)
     with pytest.raises(RemoteProtocolError, match="NaN or infinity"):
-        check_payload(SimpleNamespace(begin=0, end=100, codec=codec, payload=payload), finite=True)
+        check_part(first_weights(codec, payload), (0, 100), finite=True)
+
+
+def first_weights(codec: int, payload: m.Buffer) -> m.FirstWeights:
+    """Of keys [0, 100)."""
+    return m.FirstWeights(0, 1, 0, 1, 0, 100, codec, payload)
 
 
 def test_a_low_rank_payload_whose_product_overflows_is_refused_likewise() -> None:
     payload = bytearray(parse("powersgd:1").encode(np.linspace(1.0, 2.0, 100, dtype=np.float32)))
-    check_payload(SimpleNamespace(begin=0, end=100, codec=m.CODED, payload=payload), finite=True)
+    check_part(first_weights(CODED, payload), (0, 100), finite=True)
     payload[16 : 16 + 80] = np.full(20, 1e20, np.float32).tobytes()  # finite factors
-    check_payload(SimpleNamespace(begin=0, end=100, codec=m.CODED, payload=payload), finite=False)
+    check_part(first_weights(CODED, payload), (0, 100), finite=False)
     with pytest.raises(RemoteProtocolError, match="NaN or infinity"):
-        check_payload(SimpleNamespace(begin=0, end=100, codec=m.CODED, payload=payload), finite=True)
+        check_part(first_weights(CODED, payload), (0, 100), finite=True)
 
 
 @pytest.mark.parametrize("spec", ["int8", "topk:0.1", "powersgd:2"])
 def test_a_state_that_overflows_is_published_whole(spec: str) -> None:
     """Finite updates may have a sum that is not: whoever trains sees it, as with a dense downlink, and the shard lives on."""
-    store = Store(0, 1_000, barrier=False, compress_down=spec)
-    store.restart(np.zeros(1_000, np.float32), np.zeros(1_000, np.float32), 0)
+    store = Store(0, 1_000, barrier=False, codings=(spec,))
+    zeros = np.zeros(1_000, np.float32)
+    store.apply(Load({"x": zeros, "p": zeros}, 0))
     update = np.full(1_000, 3e38, np.float32)
     update[::3] = 1.0
-    part = SimpleNamespace(begin=0, end=1_000, codec=m.RAW_FLOAT32, payload=update.tobytes())
+    piece = Piece(RAW, 0, 1_000, update.tobytes())
     for _ in range(3):
-        store.fold_update([part], 1.0)
-        store.publish()
+        store.apply(Fold(((1.0, [piece]),)))
+        store.apply(Publish())
         np.testing.assert_array_equal(store.p, store.x) if np.isinf(store.x).any() else None
     assert store.publication == 3 and np.isinf(store.p[1]) and store.p[0] == 3.0
-    assert store.since(1) is None
+    assert not store.since(1)
 
 
 def pieces(size: int) -> dict[str, list[dict[str, Any]]]:
-    """Answers to a pull that are none, as changes of a good one of keys [0, size)."""
+    """States that are none, as changes of a good one of keys [0, size)."""
     half = size // 2
     short = np.zeros(size - 1, np.float32).tobytes()
     whole = np.zeros(size, np.float32).tobytes()
@@ -219,14 +329,15 @@ def pieces(size: int) -> dict[str, list[dict[str, Any]]]:
         "no values": [{"payload": b""}],
         "a value short": [{"payload": short}],
         "a byte too many": [{"payload": whole + b"\0"}],
-        "coded": [{"codec": m.CODED}],
+        "coded": [{"codec": CODED}],
         "unknown codec": [{"codec": 77}],
         "outside": [{"begin": 1, "end": size + 1}],
         "reversed": [{"begin": size, "end": 0}],
         "half of the keys": [{"end": half, "payload": whole[: 4 * half]}],
         "twice": [{}, {}],
-        "garbled difference": [{"delta": True, "codec": m.CODED, "payload": b"\1" * 40}],
-        "difference of some keys": [{"delta": True, "end": half, "payload": b""}],
+        "garbled difference": [{"whole": False, "add": True, "codec": CODED, "payload": b"\1" * 40}],
+        "difference of some keys": [{"whole": False, "add": True, "end": half, "payload": b""}],
+        "whole, and to be added": [{"add": True}],
     }
 
 
@@ -236,20 +347,19 @@ def test_a_worker_takes_no_state_that_is_none(what: str, master: bool) -> None:
     with run(Settings(sync="ssp", compress="topk:0.5")):
         net = build()
         engine = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net)._engine
-        assert engine is not None
-        size = engine.flat.size
-        before = engine.pulled.copy()
+        assert engine is not None and isinstance(engine.sync, Updates)
+        (exchange,) = engine.sync.shards.exchanges
+        pulled, size = engine.sync.arrays.pulled, engine.flat.size
+        before, payload = pulled.copy(), np.ones(size, np.float32).tobytes()
         good = m.State(
-            *(engine.worker, engine.epoch, 1, 0, 1, 0, size, False, 1, 0, 0, (), 0, 0, m.RAW_FLOAT32),
-            np.ones(size, np.float32).tobytes(),
+            *(exchange.worker, exchange.epoch, int(master), 0, 1, 0, size, True, False, 1, 0, 0, (), 0, RAW), payload
         )
         parts = tuple(replace(good, **changes) for changes in pieces(size)[what])
         with pytest.raises(RemoteProtocolError):
-            engine._handle(StateArrived(0, 0, master, parts))
-        if len(parts) == 1:
-            assert np.array_equal(engine.pulled, before)
-        engine._handle(StateArrived(0, 0, False, (good,)))
-        assert (engine.pulled == 1).all()
+            engine._handle(MasterArrived(0, 0, parts) if master else StateArrived(0, parts))
+        assert np.array_equal(pulled, before) and exchange.shared is None
+        engine._handle(StateArrived(0, (good,)))
+        assert (pulled == 1).all()
 
 
 def test_a_worker_whose_server_talks_nonsense_is_told_and_ends() -> None:

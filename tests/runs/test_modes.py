@@ -14,7 +14,8 @@ from kit.scripts import build, flat, loss_of, run
 
 from narrows.protocols.errors import UsageError
 from narrows.protocols.member.replica import STANDS_IN_UNBOUNDED, stand_in
-from narrows.protocols.modes import ELEMENTWISE, MODES, SHARDS_MAX, STALENESS_MAX, WINDOW, Rule, Settings, contradiction
+from narrows.protocols.modes import ELEMENTWISE, MODES, WINDOW, Rule
+from narrows.protocols.settings import SHARDS_MAX, STALENESS_MAX, Settings, contradiction
 from narrows.worker import DistributedOptimizer
 
 # The table of docs/architecture.md and the issue: flags -> H, bound, folded at a barrier, pushed, server rule, window.
@@ -318,8 +319,9 @@ def test_with_no_bound_an_own_update_stands_in_until_it_is_published() -> None:
         update, engine = flat(net) - before, optimizer._engine
         assert engine is not None and started.cluster.servers[0].shard.min_clock == 1
         engine.poll()
-        engine._compose()
-        (view,) = engine.views
-        assert (view.publication, view.min_clock, view.settled) == (1, 0, 0)
-        np.testing.assert_allclose(flat(net), engine.pulled + update, atol=1e-6)
+        sync: Any = engine.sync
+        sync.compose()
+        (exchange,) = sync.shards.exchanges
+        assert (exchange.publication, exchange.min_clock, exchange.settled) == (1, 0, 0)
+        np.testing.assert_allclose(flat(net), exchange.replica.pulled + update, atol=1e-6)
         assert np.abs(update).max() > 1e-3

@@ -17,13 +17,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kit.in_process import store_of
 from kit.scripts import BATCH, Array, Run, alone, batch, build, distance, flat, loss_of, run, seeded
 from torch import nn
 from torch.optim import lr_scheduler as lrs
 
 from narrows.protocols.errors import NarrowsError, UsageError
-from narrows.protocols.modes import ELEMENTWISE, Settings
+from narrows.protocols.modes import ELEMENTWISE
+from narrows.protocols.settings import Settings
 from narrows.worker import DistributedOptimizer, clock, rank, session, step_count, world_size
+from narrows.worker.gradients import Gradients
 
 STEPS = 12
 EQUAL = 1e-5
@@ -606,7 +609,7 @@ def overlapped(net: nn.Module, optimizer: Any, worker: int, of: int, passes: int
         optimizer.step()
         engine = getattr(optimizer, "_engine", None)
         if engine is not None:
-            assert engine.overlap.sent_early > 0, "something left before step()"
+            assert engine.sync.overlap.sent_early > 0, "something left before step()"
 
 
 @pytest.mark.parametrize("passes", [1, 2])
@@ -788,20 +791,20 @@ def test_what_is_not_finite_is_named_and_not_sent_through_a_lossy_compressor(set
         bias = net.get_parameter("3.bias").grad
         assert bias is not None
         bias[1] = poison
-        engine = optimizer._engine
-        assert engine is not None
-        before = engine.residual()
+        assert optimizer._engine is not None
+        sync: Any = optimizer._engine.sync
+        before = sync.residual()
         with pytest.raises(NarrowsError, match=f"of clock {STEPS} is not finite, first in '3.bias'") as caught:
             optimizer.step()
-        view, after = engine.views[0], engine.residual()
+        end, after = sync.shards.replicas[0].end, sync.residual()
         assert before is not None and after is not None
-        given = (engine._gradient if engine.gradients else engine._update())(0, view.end)
+        given = (sync.arrays.gradients if isinstance(sync, Gradients) else sync.arrays.moved)((0, end), 0)
         # The shard before the last had coded its share, which was not sent: it is still to be.
-        np.testing.assert_allclose(after[: view.end] - before[: view.end], given, rtol=1e-5, atol=1e-6)
-        assert np.isfinite(after).all() and np.array_equal(after[view.end :], before[view.end :])
+        np.testing.assert_allclose(after[:end] - before[:end], given, rtol=1e-5, atol=1e-6)
+        assert np.isfinite(after).all() and np.array_equal(after[end:], before[end:])
         assert "\n" not in str(caught.value) and settings.compress in str(caught.value)
         for server in started.cluster.servers:
-            assert server.shard.store is not None and np.isfinite(server.shard.store.x).all()
+            assert np.isfinite(store_of(server).x).all()
 
 
 # Models and sessions.
@@ -873,8 +876,8 @@ def test_the_clock_counts_updates_and_the_step_count_steps() -> None:
 
 
 def master(started: Run) -> Array:
-    stores = [server.shard.store for server in started.cluster.servers]
-    return np.concatenate([store.x for store in stores if store is not None])
+    stores = [store_of(server) for server in started.cluster.servers]
+    return np.concatenate([store.x for store in stores])
 
 
 def test_shared_shows_the_servers_state_and_puts_the_replica_back() -> None:
@@ -926,7 +929,7 @@ def test_after_finish_every_worker_sees_the_same_model_with_everything_in_it(nam
 
 
 def residual_of(optimizer: Any) -> Array:
-    residual = optimizer._engine.residual()
+    residual = optimizer._engine.sync.residual()
     return np.zeros_like(flat(build())) if residual is None else residual
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kit.in_process import Cluster, Link
+from kit.in_process import Cluster, Link, store_of
 from kit.processes import SCRIPT, finished, serving, started, until
 from kit.pumped import Faults as LinkFaults
 from kit.pumped import Script, pump, steps
@@ -25,13 +25,17 @@ from simulation.campaigns import MODES, Run, case_of
 from simulation.network import MS, Faults, Random
 
 import narrows.worker as narrows
+from narrows.compression.codecs import RAW
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
 from narrows.protocols.cluster.coordinator import GRACE_MAX_NS, GRACE_MIN_NS, Coordinator
 from narrows.protocols.effects import NS, ServerEffect
 from narrows.protocols.keys import parts
-from narrows.protocols.modes import Settings
+from narrows.protocols.settings import Settings
+from narrows.ps.folding import Barrier
+from narrows.ps.server import Server
 from narrows.worker import DistributedOptimizer
+from narrows.worker.updates import Updates
 
 # The rule, in NumPy and milliseconds, as docs/architecture.md has it: updates that are there and in no round yet are open.
 # A round closes when every worker has one; or when `quorum` have, and the grace since the last of those is over, which is
@@ -120,8 +124,14 @@ class Timed(Cluster):
         return min(server.shard.min_clock for server in self.servers)
 
     def weights(self) -> Array:
-        stores = [server.shard.store for server in self.servers]
+        stores = [store_of(server) for server in self.servers]
         return np.concatenate([store.x for store in stores if store is not None])
+
+
+def held_by(server: Server) -> dict[int, Any]:
+    """Updates that wait for a set."""
+    assert server.shard.planned is not None and isinstance(server.shard.planned.folding, Barrier)
+    return server.shard.planned.folding.held
 
 
 @dataclass
@@ -154,20 +164,20 @@ class Pusher:
     def _give_weights(self, shard: int) -> None:
         (begin, end), member = self.ranges[shard], self.link.member
         raw = np.arange(KEYS, dtype=np.float32)[begin:end].tobytes()
-        first = m.FirstWeights(member.worker, member.epoch, 0, 1, begin, end, m.RAW_FLOAT32, raw)
-        self.link.call(lambda member, now: member.first_weights(shard, [first]))
-        self._ask(shard)
+        first = m.FirstWeights(member.worker, member.epoch, 0, 1, begin, end, RAW, raw)
+        self._send(shard, [first])
 
     def _ask(self, shard: int) -> None:
-        self.link.call(lambda member, now: member.pull(shard, self.clock, False, now))
+        member = self.link.member
+        self._send(shard, [m.Follow(member.worker, member.epoch, self.clock, -1, 1)])
 
     def _pull(self) -> None:
         self.states = {}
         for shard in range(len(self.ranges)):
             self._ask(shard)
 
-    def _send(self, shard: int, pushes: list[m.Push]) -> None:
-        self.link.call(lambda member, now: member.push(shard, pushes, now))
+    def _send(self, shard: int, messages: Sequence[m.Message]) -> None:
+        self.link.call(lambda member, now: member.say(shard, messages, now))
 
     def push(self) -> None:
         values = update_of(self.index, 0, self.clock)
@@ -175,7 +185,7 @@ class Pusher:
             cuts = list(enumerate(parts(begin, end, 2)))
             pushes = [
                 m.Push(self.link.member.worker, self.link.member.epoch, self.clock, i, len(cuts), b, stop,
-                       samples_of(self.index, self.clock), b"", m.RAW_FLOAT32, values[b:stop].tobytes())
+                       samples_of(self.index, self.clock), b"", RAW, values[b:stop].tobytes())
                 for i, (b, stop) in cuts
             ]  # fmt: skip
             self._send(shard, pushes)
@@ -298,16 +308,16 @@ def test_a_worker_that_dies_with_its_update_on_all_shards_is_in_the_next_round_a
     assert cluster.clock == 0 and coordinator.departed == {2: 0}
     pushers[0].push()
     assert cluster.clock == 1 and not coordinator.departed, "the update of a worker that has left counts"
-    assert all(not server.shard.held for server in cluster.servers)
+    assert not any(map(held_by, cluster.servers))
     # A second one, whose push reaches shard 0 alone.
     real = cluster.servers[1].handle
     cluster.servers[1].handle = lambda *arguments: []  # type: ignore[method-assign]
     pushers[1].push()
     cluster.servers[1].handle = real  # type: ignore[method-assign]
-    assert cluster.servers[0].shard.held
+    assert held_by(cluster.servers[0])
     pushers[1].link.call(lambda member, now: member.leave(-1, now))
-    assert not coordinator.departed and not cluster.servers[0].shard.held
-    assert [server.shard.discarded for server in cluster.servers] == [1, 0]
+    assert not coordinator.departed and not held_by(cluster.servers[0])
+    assert [server.shard.inbox.discarded for server in cluster.servers] == [1, 0]
 
 
 # The simulated cluster, without faults: what a slow worker costs.
@@ -359,11 +369,11 @@ def test_a_late_worker_goes_on_from_the_run() -> None:
             if worker == 2:
                 assert narrows.clock() == 0
                 rounds(1)  # waits for the set that takes its update
-                assert session.engine is not None
-                told.append((session.engine.missed, narrows.clock()))
+                assert session.engine is not None and isinstance(session.engine.sync, Updates)
+                told.append((session.engine.sync.shards.missed, narrows.clock()))
                 pushed.set()
             elif worker == 0:
-                held = started_.cluster.servers[1].shard.held
+                held = held_by(started_.cluster.servers[1])
                 until(lambda: any(2 in by for by in list(held.values())), "the late update")
                 rounds(1)  # its own update and the late one are a quorum
             assert pushed.wait(GATE_S)
@@ -473,9 +483,8 @@ def test_a_bad_link_between_levels_with_quorums_loses_nothing(number: int, deep:
     assert [script.error for script in scripts] == [None] * len(scripts)
     assert all(np.isfinite(script.result).all() for script in scripts)
     for child in (*middle, *leaves):
-        uplinks = [server.shard.uplink for server in child.servers]
-        assert len({uplink.clock for uplink in uplinks if uplink is not None}) == 1
-    assert not any(server.shard.discarded for c in everyone for server in c.servers)
+        assert len({server.shard.above.clock for server in child.servers}) == 1
+    assert not any(server.shard.inbox.discarded for c in everyone for server in c.servers)
 
 
 # Processes.

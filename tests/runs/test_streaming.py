@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,18 +11,21 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.in_process import store_of
 from kit.scripts import Run, build, distance, flat, loss_of, run
 from kit.streaming import DENSE, OUTER, RATE, SIZE, Array, Flat, Reference, compare, first, target, train
 
-from narrows.compression import ErrorFeedback, accumulate
+from narrows.compression import ErrorFeedback, accumulate, parse
+from narrows.compression.codecs import CODED, RAW, raw_pieces
+from narrows.compression.replica import HostReplica
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
 from narrows.protocols.errors import RemoteProtocolError
-from narrows.protocols.keys import fragment, split
+from narrows.protocols.keys import fragment, parts, split
+from narrows.protocols.member.exchange import Exchange
 from narrows.protocols.member.member import Member
-from narrows.protocols.member.view import ShardView
-from narrows.protocols.modes import Settings
-from narrows.ps.store import Store
+from narrows.protocols.settings import Settings
+from narrows.ps.store import Load, Outer, Publish, Rebase, Store
 from narrows.worker import DistributedOptimizer, step_count
 from narrows.worker.engine import Engine
 
@@ -106,23 +110,25 @@ def test_an_exchange_has_a_fragment_of_the_bytes_both_ways(spec: str) -> None:
 
     def bytes_of(fragments: int) -> tuple[float, float]:
         settings = replace(DENSE, fragments=fragments, merge_delay=1, compress=spec, workers=1)
-        ups, downs = [], []
+        ups: list[int] = []
+        downs: list[int] = []
         with run(settings) as started:
             model = Flat()
             optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=RATE), model)
             engine = engine_of(optimizer)
-            send, take = engine._send_part, engine._handle
+            shards = engine.sync.shards  # type: ignore[attr-defined]
+            say, take = shards.say, shards.handle
 
-            def sends(shard: int, part: int, count: int, coded: Any, hyper: bytes = b"") -> None:
-                ups.append(len(coded[3]))
-                send(shard, part, count, coded, hyper)
+            def says(shard: int, messages: Sequence[m.Message]) -> None:
+                ups.extend(len(message.payload) for message in messages if isinstance(message, m.Push))
+                say(shard, messages)
 
             def takes(event: e.MemberEffect) -> None:
                 if isinstance(event, e.StateArrived) and event.parts[-1].publication:
                     downs.append(sum(len(part.payload) for part in event.parts))
                 take(event)
 
-            engine._send_part, engine._handle = sends, takes  # type: ignore[method-assign]
+            shards.say, shards.handle = says, takes
             for step in range(1, 26):
                 optimizer.zero_grad()
                 model.loss(0, step).backward()
@@ -164,7 +170,7 @@ def beat(member: Member, now_ns: int) -> e.MemberEffect:
 
 
 def master(started: Run) -> Array:
-    stores = [server.shard.store for server in started.cluster.servers]
+    stores = [store_of(server) for server in started.cluster.servers]
     return np.concatenate([store.x for store in stores if store is not None])
 
 
@@ -211,8 +217,8 @@ def test_who_joins_late_takes_up_the_turn_of_the_others(kind: str) -> None:
             if not worker:
                 steps(net, ready[0][1], 5, 0, 1)
         engine = engine_of(ready[1][1])
-        assert engine.clock == engine_of(ready[0][1]).clock > 0
-        stores = [server.shard.store for server in started.cluster.servers]
+        assert engine.sync.clock == engine_of(ready[0][1]).sync.clock > 0
+        stores = [store_of(server) for server in started.cluster.servers]
         np.testing.assert_array_equal(flat(ready[1][0]), np.concatenate([store.p for store in stores if store]))
 
         def script(worker: int) -> Array:
@@ -271,7 +277,7 @@ def test_a_state_dict_has_the_residuals_of_all_fragments(shards: int) -> None:
         second = DistributedOptimizer(torch.optim.SGD(other.parameters(), lr=0.1), other)
         before = flat(other)
         second.load_state_dict(state)
-        np.testing.assert_array_equal(engine_of(second).residual(), kept)
+        np.testing.assert_array_equal(engine_of(second).sync.residual(), kept)
         np.testing.assert_array_equal(flat(other), before + kept)  # no step was taken yet: it shows at once
         steps(other, second, 1, 0, 1)
         moved = flat(other)
@@ -284,11 +290,9 @@ def test_a_state_dict_has_the_residuals_of_all_fragments(shards: int) -> None:
 
 def test_an_outer_step_leaves_the_momentum_of_other_keys_alone() -> None:
     store = Store(10, 16, barrier=True, outer=(1.0, 0.5))
-    store.restart(np.zeros(6, np.float32), np.zeros(6, np.float32), 0)
-    mean = np.ones(6, np.float32)
-    store.fold_outer(mean, (10, 12))
-    store.fold_outer(mean, (12, 16))
-    store.fold_outer(mean, (10, 12))
+    for keys in ((10, 12), (12, 16), (10, 12)):
+        update = raw_pieces(np.ones(keys[1] - keys[0], np.float32), keys[0], [keys])
+        store.apply(Outer(((1.0, update),), keys))
     assert store.momentum is not None
     np.testing.assert_array_equal(store.momentum, [1.5, 1.5, 1, 1, 1, 1])
     np.testing.assert_array_equal(store.x, [3.25, 3.25, 1.5, 1.5, 1.5, 1.5])
@@ -301,23 +305,22 @@ def test_an_outer_step_leaves_the_momentum_of_other_keys_alone() -> None:
 def test_who_follows_the_publications_of_fragments_has_the_published_state(specs: list[str], at_once: bool) -> None:
     """Whatever it has, and where what came from a server above has changed all keys."""
     size, fragments, random = 1200, 4, np.random.default_rng(2)
-    store = Store(100, 100 + size, barrier=not at_once, compress_down="auto" if len(specs) > 1 else specs[0])
-    store.restart(np.zeros(size, np.float32), np.zeros(size, np.float32), 0)
+    store = Store(100, 100 + size, barrier=not at_once, codings=specs)
+    store.apply(Load({"x": np.zeros(size, np.float32), "p": np.zeros(size, np.float32)}, 0))
     history = {0: store.p.copy()}
     lengths = set()
     for turn in range(40):
-        store.code_with(specs[turn // 5 % len(specs)])
         keys = fragment(100, 100 + size, fragments, turn % fragments)
         store.x = store.x.copy()
         store.x[keys[0] - 100 : keys[1] - 100] += random.standard_normal(keys[1] - keys[0], dtype=np.float32)
         if turn in (17, 23):
-            store.rebase(np.zeros(size, np.float32), random.standard_normal(size, dtype=np.float32))
+            store.apply(Rebase(np.zeros(size, np.float32), random.standard_normal(size, dtype=np.float32)))
         store.p = store.x if store.shared else store.p
-        store.publish(keys)
+        store.apply(Publish(keys, specs[turn // 5 % len(specs)]))
         history[store.publication] = store.p.copy()
         for have, state in history.items():
             news = store.since(have)
-            if news is None:
+            if not news:
                 continue
             followed = state.copy()
             for _, (begin, end), payload in news:
@@ -332,30 +335,39 @@ def test_who_follows_the_publications_of_fragments_has_the_published_state(specs
 
 
 def pieces(**changes: Any) -> m.State:
-    values: dict[str, Any] = {"worker": 0, "epoch": 1, "request": 1, "part": 0, "parts": 1, "begin": 10, "end": 14,
-                              "delta": True, "publication": 1, "min_clock": 1, "contains": (), "received_ns": 0,
-                              "settled": 1, "sent_ns": 0, "codec": m.RAW_FLOAT32,
+    values: dict[str, Any] = {"worker": 0, "epoch": 1, "request": 0, "part": 0, "parts": 1, "begin": 10, "end": 14,
+                              "whole": False, "add": False, "publication": 1, "min_clock": 1, "contains": (),
+                              "settled": 1, "sent_ns": 0, "codec": RAW,
                               "payload": np.ones(4, np.float32).tobytes()}  # fmt: skip
     return m.State(**(values | changes))
 
 
+def exchange_of(settings: Settings) -> Exchange[Array]:
+    mode = settings.validated().mode()
+    cuts = [fragment(10, 18, mode.fragments, index) for index in range(mode.fragments)]
+    replica = HostReplica(10, 18, [(keys, ErrorFeedback(parse("dense"), keys[1] - keys[0])) for keys in cuts], parts)
+    return Exchange(0, mode, replica, whole=False)
+
+
 @pytest.mark.parametrize(
     "wrong",
-    [{"begin": 9}, {"end": 19}, {"begin": 14, "end": 13}, {"end": 13}, {"codec": m.CODED}, {"payload": b"1"}],
+    [
+        {"begin": 9},
+        {"end": 19},
+        {"begin": 14, "end": 13},
+        {"end": 13},
+        {"codec": CODED},
+        {"codec": 7},
+        {"payload": b"1"},
+    ],
     ids=str,
 )
 def test_a_difference_is_of_keys_of_the_shard(wrong: dict[str, Any]) -> None:
-    import narrows.compression
-    from narrows.compression import parse
-
-    mode = STREAM.validated().mode()
-    feedbacks = [ErrorFeedback(parse("dense"), 4) for _ in range(2)]
-    view = ShardView(10, 18, feedbacks, mode, np.zeros(8, np.float32), narrows.compression)
-    view.arrived(e.StateArrived(0, 1, False, (pieces(),)))
-    assert view.pulled is not None
-    np.testing.assert_array_equal(view.pulled, [1, 1, 1, 1, 0, 0, 0, 0])
+    exchange: Any = exchange_of(STREAM)
+    exchange.take(e.StateArrived(0, (pieces(),)))
+    np.testing.assert_array_equal(exchange.replica.pulled, [1, 1, 1, 1, 0, 0, 0, 0])
     with pytest.raises(RemoteProtocolError):
-        view.arrived(e.StateArrived(0, 1, False, (pieces(**wrong),)))
-    whole = replace(STREAM, fragments=1).validated().mode()
+        exchange.take(e.StateArrived(0, (pieces(publication=2, **wrong),)))
+    assert exchange.publication == 1
     with pytest.raises(RemoteProtocolError, match="does not cover"):
-        ShardView(10, 18, feedbacks[:1], whole, np.zeros(8, np.float32), narrows.compression).check((pieces(),))
+        exchange_of(replace(STREAM, fragments=1)).take(e.StateArrived(0, (pieces(),)))

@@ -19,8 +19,12 @@ from kit.seed import SEED
 from kit.trees import ABOVE, BELOW, family, root_model
 
 from narrows.protocols import messages as m
-from narrows.protocols.effects import Checkpoint, ServerEffect
-from narrows.protocols.modes import WINDOW, Settings
+from narrows.protocols.effects import ServerEffect
+from narrows.protocols.member.member import Phase
+from narrows.protocols.modes import WINDOW
+from narrows.protocols.settings import Settings
+from narrows.ps.above import Pushing
+from narrows.ps.shard import Shard
 from narrows.worker import DistributedOptimizer, clock
 
 BARRIER = Settings(sync="bsp", push="update")
@@ -39,11 +43,16 @@ def test_workers_of_one_cluster_may_take_different_numbers_of_steps(below: str) 
     assert np.array_equal(a, b) and np.array_equal(a, root_model(root))
 
 
+def last_word(message: m.PushAck | m.State) -> bool:
+    """An ack, or the publication that would settle the last of two updates: not the last model, which is asked for."""
+    return isinstance(message, m.PushAck) or (message.request == 0 and message.settled > 1)
+
+
 @pytest.mark.parametrize("shard", [0, 1])
 def test_the_last_that_comes_from_above_may_be_an_ack(shard: int) -> None:
     """The last model is here and the workers have left when the server above says that it has the last update."""
     root, (cluster,) = family(Settings(sync="ssp", shards=2), Settings(sync="bsp", shards=2), 1)
-    held = Held(cluster, shard, (m.PushAck,))
+    held = Held(cluster, shard, (m.PushAck, m.State), last_word)
     ours, coordinator = cluster.servers[shard].shard, cluster.servers[0].coordinator
     assert coordinator is not None
     with tree(root, cluster) as run:
@@ -55,12 +64,15 @@ def test_the_last_that_comes_from_above_may_be_an_ack(shard: int) -> None:
     assert cluster.stopped is not None and cluster.stopped.code == 0
 
 
+def finishes(shard: Shard) -> int:
+    return shard.planned.finishes if shard.planned is not None else 0
+
+
 def test_a_last_update_that_only_some_shards_have_pushed_is_pushed_again_at_the_next_place() -> None:
     """Once by each: one shard that pushed it twice would wait for a clock that the others never come to."""
     root, (one, other) = family(Settings(sync="async", shards=2, workers=2), Settings(sync="bsp", shards=2))
     late = Held(one, 1, (m.PushAck,))  # so that its window is full before the end
     here, there = (server.shard for server in one.servers)
-    assert there.uplink is not None
     go = threading.Event()
 
     def at(step: int) -> None:
@@ -70,10 +82,10 @@ def test_a_last_update_that_only_some_shards_have_pushed_is_pushed_again_at_the_
     with tree(root, one, other) as run:
         first = Script(run, 0, lambda: steps(WINDOW + 1, at=at))
         second = Script(run, 1, lambda: steps(9, at=lambda step: waits(go, step == 0)))
-        assert pump(run, [root, one, other], lambda: here.finishes > there.finishes)
-        before = there.uplink.place
+        assert pump(run, [root, one, other], lambda: finishes(here) > finishes(there))
+        before = there.above.place
         expire(one)
-        assert pump(run, [root, one, other], lambda: there.uplink is not None and there.uplink.place != before)
+        assert pump(run, [root, one, other], lambda: there.above.place != before)
         late.release()
         go.set()
         finished(run, [root, one, other], first, second)
@@ -128,7 +140,7 @@ def test_shards_begin_a_new_place_at_one_clock() -> None:
     with tree(root, cluster) as run:
         script = Script(run, 0, lambda: steps(12, at=at))
         ahead, behind = (server.shard for server in cluster.servers)
-        until(lambda: ahead.folded > behind.folded, "one shard to be ahead", 10.0)
+        until(lambda: ahead.min_clock > behind.min_clock, "one shard to be ahead", 10.0)
         expire(cluster)
         pump(run, [root, cluster], lambda: False, 3.0)
         held[0].release()
@@ -159,7 +171,7 @@ def test_a_cluster_that_is_lost_while_it_finishes_comes_back_to_finish() -> None
         first = Script(run, 0, lambda: steps(3))
         second = Script(run, 1, lambda: steps(9, at=lambda step: waits(go, step == 2)))
         shard = one.servers[0].shard
-        assert pump(run, [root, one, other], lambda: shard.uplink is not None and shard.uplink.finishing)
+        assert pump(run, [root, one, other], lambda: isinstance(shard.above, Pushing) and shard.above.finishing)
         expire(one)
         pump(run, [root, one, other], lambda: False, 5.0)
         go.set()
@@ -175,7 +187,7 @@ def test_a_worker_that_comes_to_a_cluster_without_any_begins_at_the_run() -> Non
         assert pump(run, [root, one, other], lambda: second.ended)
         run.sessions.pop(1).close(failed=True)
         member = other.servers[0].member
-        assert member is not None and pump(run, [root, one, other], lambda: member.phase == "over")
+        assert member is not None and pump(run, [root, one, other], lambda: member.phase is Phase.OVER)
         go.set()
         assert pump(run, [root, one, other], lambda: first.ended)
         run.join(1)
@@ -228,15 +240,6 @@ def test_a_refusal_of_any_shard_ends_the_cluster_with_its_sentence() -> None:
 
 def test_a_cluster_whose_server_above_is_gone_leaves_a_checkpoint() -> None:
     root, (cluster,) = family(BARRIER, Settings(sync="bsp"), 1)
-    kept: list[int] = []
-    shard = cluster.servers[0].shard
-    asked = shard._checkpoint
-
-    def checkpoint() -> Checkpoint:
-        kept.append(shard.min_clock)
-        return asked()
-
-    shard._checkpoint = checkpoint  # type: ignore[method-assign]
     gone = threading.Event()
     with tree(root, cluster) as run:
         script = Script(run, 0, lambda: steps(1000, at=lambda step: gone.set() if step == 5 else None))
@@ -244,7 +247,8 @@ def test_a_cluster_whose_server_above_is_gone_leaves_a_checkpoint() -> None:
         with root.changed:
             Held(cluster, 0, (m.Message,))
         assert pump(run, [cluster], lambda: cluster.stopped and script.ended)
-    assert cluster.stopped is not None and cluster.stopped.code == 6 and kept == [clock_of(cluster)]
+    assert cluster.stopped is not None and cluster.stopped.code == 6
+    assert cluster.checkpoints == [clock_of(cluster)]
     assert "the server has not answered for 30 s" in str(script.error)
 
 

@@ -1,8 +1,7 @@
 """The parts of a simulated cluster that stand where our runners stand: a disk, a server process, a scripted worker.
 
 - `Process` stands where ps/runner.py stands: it carries out effects and has no rule of its own.
-- `Worker` stands where worker/engine.py stands and keeps its rules: it computes with clock c only on states that are
-  settled to c - s, keeps at most a window in flight, asks one clock ahead where this one is served, and begins anew when told.
+- `Worker` stands where worker/engine.py stands: it has the same `Exchange`, and numbers for a model.
 - `Host` is the cluster that they belong to, one alone (simulation.py) or one of a tree (simulation_tree.py); `Watch` is
   told of all that they do.
 """
@@ -16,21 +15,27 @@ from typing import Protocol
 
 import numpy as np
 
-from narrows.compression import accumulate
+from narrows.compression import ErrorFeedback, ladder, parse
+from narrows.compression.codecs import raw_pieces
+from narrows.compression.replica import HostReplica
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
 from narrows.protocols.cluster.coordinator import Coordinator
 from narrows.protocols.effects import NS, MemberEffect, ServerEffect
 from narrows.protocols.errors import NarrowsError
-from narrows.protocols.keys import Plan, TensorSpec, fragment, parts
-from narrows.protocols.member.member import Member, Session, Timing
-from narrows.protocols.member.meter import LinkMeter
-from narrows.protocols.modes import Rule, Settings
+from narrows.protocols.keys import fragment, parts
+from narrows.protocols.member.exchange import Exchange
+from narrows.protocols.member.member import Member, Phase
+from narrows.protocols.modes import Rule
+from narrows.protocols.plan import Plan, TensorSpec
+from narrows.protocols.settings import Settings
+from narrows.protocols.timing import Timing
 from narrows.protocols.wire import pack, unpack
+from narrows.ps.planned import Means
 from narrows.ps.process.checkpoints import KEPT
 from narrows.ps.server import Server
 from narrows.ps.shard import COORDINATOR, Shard
-from narrows.ps.uplink import Place
+from narrows.ps.store import Load
 from simulation.mirrors import RATE, FloatArray, Violation
 from simulation.network import Simulator
 
@@ -106,6 +111,7 @@ class Watch(Protocol):
     def computes(self, worker: Worker, clock: int, min_clocks: Sequence[int]) -> None: ...
     def pushed(self, worker: Worker, clock: int, values: FloatArray, samples: int) -> None: ...
     def pulled(self, shard: int, pull: m.Pull) -> None: ...
+    def heard(self, process: Process, message: m.Message) -> None: ...
     def settled(self, worker: Worker, event: e.PushSettled) -> None: ...
     def state_arrived(self, worker: Worker, shard: int, publication: int, pulled: FloatArray) -> None: ...
     def leaves(self, worker: Worker) -> None: ...
@@ -152,34 +158,29 @@ class Process:
         self.first_port = f"{run.prefix}s0"
         self.above = f"{run.parent.prefix}s{index}" if run.parent is not None else ""  # the shard above
         settings, disk = run.settings, run.disk
-        self.shard = run.kit.shard(
-            index,
-            settings,
-            incarnation=life + 1,
-            port=1 + index,
-            optimizer=lambda plan, begin, end: PlainSGD(),
-            checkpoints=disk.clocks(index),
-            child=bool(self.above),
-        )
-        self.shard.session = self._session
         self.coordinator: Coordinator | None = None
         member: Member | None = None
         if index == 0:
             clock = disk.shared(settings.shards)
             self.coordinator = run.kit.coordinator(settings, (life + 1) << 20, clock, child=bool(self.above))
-            member = run.kit.member(self.up, "here", timing=TIMING) if self.above else None
+            if self.above:
+                member = run.kit.member(self.up, "here", timing=TIMING, below=self.coordinator.tree)
             if clock >= 0:
                 self.coordinator.adopt_plan(disk.files[0, clock][2])
+        means = Means(
+            optimizer=lambda plan, begin, end: PlainSGD(),
+            child=bool(self.above),
+            member=member,
+            timing=TIMING,
+        )
+        self.shard = run.kit.shard(index, settings, life + 1, 1 + index, disk.clocks(index), means)
         self.server = Server(self.shard, self.coordinator, member, self.above)
         run.checker.server_started(self)
         run.sim.start(self, self.port, self.up)
         self._apply(self.server.start(run.sim.now_ns), "start")
 
-    def _session(self, place: Place) -> Session:
-        """Of a shard without a member beside it: as the shard's own, with our limits."""
-        return Session(self.index, place.worker, place.epoch, place.settings.mode(), TIMING, LinkMeter())
-
     def handle(self, source: str, message: m.Message, now_ns: int) -> None:
+        self.run.checker.heard(self, message)
         try:
             if source == self.above:
                 effects = self.server.handle_above(message, now_ns)
@@ -226,11 +227,11 @@ class Process:
                 run.over = True
 
     def _checkpoint(self, clock: int) -> None:
-        shard, disk = self.shard, self.run.disk
-        if shard.store is None or shard.plan is None or shard.store.publication < 0:
+        shard, planned, disk = self.shard, self.shard.planned, self.run.disk
+        if planned is None or planned.store.publication < 0:
             return
         self.run.checker.follow(self)
-        disk.write(self.index, clock, shard.store.arrays(), shard.store.publication, shard.plan.packed())
+        disk.write(self.index, clock, planned.store.arrays(), planned.store.publication, planned.plan.packed())
         self.run.checker.saved(self, clock)
         self.run.sim.note(f"{self.port} checkpoint {clock}")
         shard.wrote_checkpoint(clock, disk.clocks(self.index))
@@ -239,27 +240,12 @@ class Process:
         self.run.disk.drop_after(self.index, clock)
         if clock < 0:
             return
-        assert self.shard.store is not None
+        assert self.shard.planned is not None
         self.run.checker.follow(self)
         arrays, publication, _ = self.run.disk.files[self.index, clock]
-        self.shard.store.load(arrays, publication)
+        self.shard.planned.apply([Load(arrays, publication)])
         self.run.checker.loaded(self, clock)
         self.run.sim.note(f"{self.port} load {clock}")
-
-
-@dataclass(slots=True)
-class View:
-    """What a worker holds of one shard."""
-
-    begin: int
-    end: int
-    pulled: FloatArray
-    publication: int = -1
-    min_clock: int = -1
-    settled: int = -1
-    pulls: int = 0
-    in_flight: set[int] = field(default_factory=set)
-    master: bool = False
 
 
 class Worker:
@@ -269,22 +255,29 @@ class Worker:
         self.run, self.index, self.life = run, index, life
         self.name = f"{run.prefix}w{index}.{life}"
         self.settings = run.settings
-        self.mode, self.pulls = self.settings.mode(), self.settings.pulls
+        self.mode, self.whole = self.settings.mode(), ladder(self.settings.compress_down).lossless
+        self.whole &= self.mode.fragments == 1
         self.member = run.kit.member(self.name, "here", timing=TIMING)
         self.events: deque[MemberEffect] = deque()
-        self.views: list[View] = []
-        self.worker, self.epoch, self.clock = -1, 0, 0
+        self.exchanges: list[Exchange[FloatArray]] = []
+        self.replicas: list[HostReplica] = []
+        self.worker, self.epoch = -1, 0
         self.computing = False  # with `clock`
         self.computed = False  # the update of `clock` is there and not yet pushed
         self.steps = 0
         self.finishing = self.ended = False
+        self.asked: set[int] = set()  # shards that were asked for the last model
         run.sim.start(self, self.name)
         self._apply(self.member.join(run.sim.now_ns))
         self._apply(self.member.declare(PLANS[run.max_grad_norm], run.sim.now_ns))
 
     @property
+    def clock(self) -> int:
+        return self.exchanges[0].clock if self.exchanges else 0
+
+    @property
     def run_clock(self) -> int:
-        return self.clock + min((view.min_clock - view.settled for view in self.views), default=0)
+        return self.clock + min((x.min_clock - x.settled for x in self.exchanges), default=0)
 
     def handle(self, source: str, message: m.Message, now_ns: int) -> None:
         self._apply(self.member.receive(int(source.rpartition("s")[2]), message, now_ns))
@@ -304,6 +297,9 @@ class Worker:
             else:
                 self.events.append(effect)
 
+    def _say(self, shard: int, messages: Sequence[m.Message]) -> None:
+        self._apply(self.member.say(shard, messages, self.run.sim.now_ns) if messages else [])
+
     # The script.
 
     def _go(self) -> None:
@@ -311,39 +307,39 @@ class Worker:
         while not self.computing and not self.ended:
             if self.events:
                 self._event(self.events.popleft())
-            elif not self.views:
+            elif not self.exchanges:
                 return
             elif self.finishing:
                 return self._finish()
             elif self.computed:
-                if any(len(view.in_flight) >= self.mode.window for view in self.views):
+                if not all(x.may_push for x in self.exchanges):
                     return
                 self._push()
-            elif not self._ready():
+            elif not all(x.may_compute for x in self.exchanges):
                 return
             elif self.run_clock >= self.run.clocks:
                 self.finishing = True
-                for view in self.views:
-                    view.master = False
             else:
                 self._compute()
 
     def _event(self, event: MemberEffect) -> None:
         checker = self.run.checker
         if isinstance(event, e.Started):
-            self.views = [View(begin, end, np.zeros(end - begin, np.float32)) for begin, end in event.ranges]
-            self.worker, self.epoch, self.clock = event.worker, event.epoch, event.clock
-            self.computed = self.finishing = False  # what was under way belongs to the life before
-            checker.worker_started(self)
-            for shard in range(len(self.views)):
-                self._pull(shard, self.clock)
+            self._start(event)
         elif isinstance(event, e.GiveWeights):
-            self._give_weights(event.shard)
-        elif isinstance(event, e.StateArrived):
-            self._state(event)
-        elif isinstance(event, e.PushSettled):
-            checker.settled(self, event)
-            self.views[event.shard].in_flight.discard(event.clock)
+            keys = event.shard, self.replicas[event.shard].begin, self.replicas[event.shard].end
+            cuts = parts(*keys[1:], self.run.part_keys)
+            self._say(event.shard, self.exchanges[event.shard].give(raw_pieces(FIRST.copy(), 0, cuts)))
+        elif isinstance(event, (e.StateArrived, e.MasterArrived, e.PushSettled)) and self.exchanges:
+            exchange = self.exchanges[event.shard]
+            if isinstance(event, e.PushSettled):
+                checker.settled(self, event)
+            self._say(event.shard, exchange.take(event))
+            if isinstance(event, e.StateArrived):
+                pulled = self.replicas[event.shard].pulled
+                checker.state_arrived(self, event.shard, exchange.publication, pulled)
+            elif isinstance(event, e.MasterArrived) and exchange.shared is not None:
+                checker.model_arrived(self, event.shard, exchange.shared.tobytes())
         elif isinstance(event, e.BuffersWanted):
             self._apply(self.member.buffers(b"buffers"))
         elif isinstance(event, e.Failed):
@@ -353,49 +349,28 @@ class Worker:
             self.ended = True
             self.run.sim.note(f"{self.name} left")
 
-    def _give_weights(self, shard: int) -> None:
-        view, head = self.views[shard], (self.worker, self.epoch)
-        cuts = list(enumerate(parts(view.begin, view.end, self.run.part_keys)))
-        messages = [
-            m.FirstWeights(*head, i, len(cuts), b, end, m.RAW_FLOAT32, FIRST[b:end].tobytes()) for i, (b, end) in cuts
-        ]
-        self._apply(self.member.first_weights(shard, messages))
-        self._pull(shard, self.clock)
+    def _start(self, event: e.Started) -> None:
+        """A place, or another one: what was under way belongs to the life before."""
+        self.replicas = [self._replica(begin, end) for begin, end in event.ranges]
+        self.exchanges = [Exchange(i, self.mode, replica, self.whole) for i, replica in enumerate(self.replicas)]
+        self.worker, self.epoch = event.worker, event.epoch
+        self.computed = self.finishing = False
+        self.asked.clear()
+        begun = [exchange.begin(event.worker, event.epoch, event.clock) for exchange in self.exchanges]
+        self.run.checker.worker_started(self)
+        for shard, messages in enumerate(begun):
+            self._say(shard, messages)
 
-    def _pull(self, shard: int, clock: int, master: bool = False, follow: bool = False) -> None:
-        view = self.views[shard]
-        view.pulls = view.pulls + 1 if follow else 1
-        self._apply(self.member.pull(shard, clock, master, self.run.sim.now_ns, follow=follow))
-
-    def _state(self, event: e.StateArrived) -> None:
-        view, last = self.views[event.shard], event.parts[-1]
-        view.pulls = max(0, view.pulls - 1)
-        if event.master:
-            view.master = True
-            whole = b"".join(bytes(part.payload) for part in sorted(event.parts, key=lambda part: part.begin))
-            self.run.checker.model_arrived(self, event.shard, whole)
-            return
-        for state in event.parts:
-            target = view.pulled[state.begin - view.begin : state.end - view.begin]
-            if state.codec == m.RAW_FLOAT32:
-                target[:] = np.frombuffer(state.payload, np.float32)
-            elif len(state.payload):
-                accumulate(state.payload, 1.0, target)
-        view.publication, view.min_clock, view.settled = last.publication, last.min_clock, last.settled
-        self.run.checker.state_arrived(self, event.shard, view.publication, view.pulled)
-
-    def _ready(self) -> bool:
-        ready = True
-        for shard, view in enumerate(self.views):
-            if view.settled < 0 or not self.mode.allows(self.clock, view.settled):
-                ready = False
-                if not view.pulls:
-                    self._pull(shard, self.clock)
-        return ready
+    def _replica(self, begin: int, end: int) -> HostReplica:
+        cuts = [fragment(begin, end, self.mode.fragments, index) for index in range(self.mode.fragments)]
+        feedbacks = [(keys, ErrorFeedback(parse("dense"), keys[1] - keys[0])) for keys in cuts]
+        return HostReplica(begin, end, feedbacks, lambda low, high: parts(low, high, self.run.part_keys))
 
     def _compute(self) -> None:
         run = self.run
-        run.checker.computes(self, self.clock, [view.settled for view in self.views])
+        run.checker.computes(self, self.clock, [x.settled for x in self.exchanges])
+        for x in self.exchanges:
+            x.base(x.replica.begin, x.replica.end, np.empty(x.replica.end - x.replica.begin, np.float32))
         self.computing = True
         run.sim.at(run.sim.now_ns + run.compute_ns(self.index), self._done)
 
@@ -405,44 +380,35 @@ class Worker:
             self._go()
 
     def _push(self) -> None:
-        """Send update `clock` to every shard, and ask for the next state."""
+        """Send update `clock` to every shard."""
         run, clock = self.run, self.clock
         self.computed = False
         self.steps += 1
         values, samples = update_of(self.index, self.life, self.steps), 1 + (self.index + clock // 7) % 4
         run.checker.pushed(self, clock, values, samples)
-        hyper = HYPER if self.mode.rule is Rule.OPTIMIZER else b""
-        for shard, view in enumerate(self.views):
-            keys = fragment(view.begin, view.end, self.mode.fragments, clock % self.mode.fragments)
-            cuts = list(enumerate(parts(*keys, self.run.part_keys)))
-            head = (self.worker, self.epoch, clock)
-            messages = [
-                m.Push(*head, i, len(cuts), b, end, samples, hyper, m.RAW_FLOAT32, values[b:end].tobytes())
-                for i, (b, end) in cuts
-            ]
-            view.in_flight.add(clock)
-            self._apply(self.member.push(shard, messages, run.sim.now_ns))
-        self.clock += 1
-        for shard, view in enumerate(self.views):
-            if view.pulls < self.pulls:
-                self._pull(shard, self.clock + self.mode.ahead(self.clock, view.settled, self.pulls), follow=True)
+        for shard, exchange in enumerate(self.exchanges):
+            begin, end = exchange.turn(clock)
+            pieces = exchange.replica.encode(values[begin:end], clock)
+            hyper = HYPER if self.mode.rule is Rule.OPTIMIZER else b""
+            self._say(shard, exchange.push(pieces, samples, hyper=hyper))
         run.worker_pushed(self)
 
     def _finish(self) -> None:
         """All is pushed: wait until it is in, take the shared model, leave."""
-        if self.member.phase != "running":
+        if self.member.phase is not Phase.RUNNING:
             return
-        if any(view.in_flight for view in self.views):
-            for shard, view in enumerate(self.views):  # a barrier is known to be folded by the state that has it
-                if self.mode.barrier and not view.pulls and view.settled < self.clock:
-                    self._pull(shard, view.settled + 1 + (self.mode.bound or 0))
+        if any(x.in_flight for x in self.exchanges):
+            for shard, exchange in enumerate(
+                self.exchanges
+            ):  # a barrier is known to be folded by the state that has it
+                self._say(shard, exchange.need(exchange.clock) if self.mode.barrier else [])
             return
-        if all(view.master for view in self.views):
+        if all(x.shared is not None for x in self.exchanges) and len(self.asked) == len(self.exchanges):
             self.run.checker.leaves(self)
-            self.views = []
-            self._apply(self.member.leave(self.clock, self.run.sim.now_ns))
+            clock, self.exchanges = self.clock, []
+            self._apply(self.member.leave(clock, self.run.sim.now_ns))
             return
-        for shard, view in enumerate(self.views):
-            pulls = self.member.sessions[shard].pulls.values()
-            if not view.master and not any(record.pull.master for record in pulls):
-                self._pull(shard, self.clock, master=True)
+        for shard, exchange in enumerate(self.exchanges):
+            if shard not in self.asked:
+                self.asked.add(shard)
+                self._say(shard, exchange.ask_shared(flushed=True))

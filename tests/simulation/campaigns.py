@@ -15,7 +15,8 @@ from narrows.protocols import effects as e
 from narrows.protocols import messages as m
 from narrows.protocols.effects import NS
 from narrows.protocols.errors import NarrowsError
-from narrows.protocols.modes import Rule, Settings
+from narrows.protocols.modes import Rule
+from narrows.protocols.settings import Settings
 from narrows.protocols.wire import decode, encode
 from simulation.actors import CLOCKS, PART_KEYS, Disk, Kit, Process, Worker
 from simulation.invariants import Checker
@@ -226,7 +227,7 @@ class Run:
         self.sim.crash(worker.name)
         self.sim.struck["worker crashed"] += 1
         if self.case.crash.told:  # by a launcher beside it, ps-worker
-            self.send(f"l{index}", "s0", m.Leave(worker.member.base_token, -1))
+            self.send(f"l{index}", "s0", m.Leave(worker.member.hello.token, -1))
         self.sim.at(self.sim.now_ns + self.case.crash.lasts_ns, self._worker_restarts, index)
 
     def _worker_restarts(self, index: int) -> None:

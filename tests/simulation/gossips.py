@@ -1,21 +1,21 @@
-"""Workers of a gossip run in virtual time: the real machines, on the network of protocols/simulator.py, no torch."""
+"""Workers of a gossip run in virtual time: the real machines, on the network of network.py, no torch."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-import narrows.compression
-from narrows.compression import Memory, parse
+from narrows.compression import Memory, codecs, parse
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
-from narrows.protocols.effects import NS, MemberEffect
+from narrows.protocols.effects import NS, Log, MemberEffect
 from narrows.protocols.errors import NarrowsError
-from narrows.protocols.gossip.exchanges import ARRIVED_MAX, LAST, Gossip
+from narrows.protocols.gossip.driver import Driver, Phase, Says
+from narrows.protocols.gossip.exchanges import ARRIVED_MAX
 from narrows.protocols.gossip.mixing import Mixing
 from narrows.protocols.gossip.peers import Peers
 from narrows.protocols.gossip.topology import RANDOM, TOPOLOGIES, partners
@@ -98,8 +98,8 @@ class Books:
 
     def begins(self, node: Node, number: int) -> None:
         """A round."""
-        epoch, worker = node.gossip.epoch, node.worker
-        mine = dict(partners(self.net.topology, number, node.gossip.members, worker))
+        epoch, worker = node.exchanges.epoch, node.worker
+        mine = dict(partners(self.net.topology, number, node.exchanges.members, worker))
         for peer, weight in self.asked.pop((epoch, number, worker), {}).items():
             assert mine.get(peer) == weight, f"worker {peer} mixes with {worker} in round {number} at {weight}: {mine}"
         for peer, weight in mine.items():
@@ -112,7 +112,7 @@ class Books:
         found = np.sum(models, axis=0, dtype=np.float64)
         assert np.abs(found - self.sum).max() <= 1e-3 * self.slack, "a model moves beside mixes and updates"
         for (worker, peer), count in self.applied.items():
-            pair = self.net.nodes[worker].gossip.pairs.get(peer)
+            pair = self.net.nodes[worker].exchanges.pairs.get(peer)
             assert pair is None or pair.number == count, f"worker {worker} counts {pair} with {peer}, mixed are {count}"
 
 
@@ -125,6 +125,10 @@ class Watched(Mixing):
         super().__init__(*arguments)
         self.books = books
         self.last = self.model  # before the last round
+
+    def take(self, offers: tuple[m.Offer, ...]) -> None:
+        super().take(offers)
+        self.books.came(self.model, np.float32(0), self.model)
 
     def mix(self, worker: int, peer: int, weight: float, offers: tuple[m.Offer, ...]) -> None:
         before = self.model.copy()
@@ -139,26 +143,42 @@ class Watched(Mixing):
 
 
 class Node:
-    """One worker: what worker/gossip.py does, as a machine. `net.update(worker, round)`: what its steps add."""
+    """One worker: a driver and its peers on one thread. `net.update(worker, round)`: what its steps add."""
 
     def __init__(self, net: Net, worker: int, rounds: int, bound: int, step_ns: int, wire: Wire) -> None:
         self.net, self.worker, self.rounds, self.bound, self.step_ns = net, worker, rounds, bound, step_ns
         self.name, self.wire = f"{worker}", wire  # all that it sends passes this wire
         spec = net.spec
         compressor = None if spec == "dense" else parse(spec).contraction()
-        self.mixing = Watched(net.books, 0, COUNT, compressor, narrows.compression, lambda: Memory(seed=worker))
-        self.gossip = Gossip(net.topology, worker, self.mixing)
-        self.gossip.alone = not net.serves
+        self.mixing = Watched(net.books, 0, COUNT, compressor, codecs, lambda: Memory(seed=worker))
+        self.driver = net.driver(net.topology, worker, bound, LEASE_NS, self.mixing)
+        self.exchanges = self.driver.exchanges
+        self.exchanges.alone = not net.serves
+        self.exchanges.begin, self._begin = self._begins, self.exchanges.begin  # type: ignore[method-assign]
         self.peers = Peers(worker, LEASE_NS)
-        self.number, self.phase = 0, "new"
-        self.settled = self.going = False
+        self.computing = self.finishing = False
         self.reached: Array = np.empty(0, np.float32)  # the model before the last round, which makes one of all
         self.reached_ns = 0
         self.lost: list[int] = []
-        self.elder = -1  # whose model it has asked for
-        self.without: set[int] = set()  # peers that have none either
-        self.asking_ns = -1  # since when there is none that it could ask
+        self.asks = False
         net.sim.start(self, self.name)
+
+    def _begins(self, number: int) -> None:
+        if self.exchanges.waits:
+            self.net.books.begins(self, number)
+        self._begin(number)
+
+    @property
+    def phase(self) -> Phase:
+        return self.driver.phase
+
+    @property
+    def number(self) -> int:
+        return self.driver.round
+
+    @property
+    def settled(self) -> bool:
+        return self.driver.delivered
 
     @property
     def alive(self) -> bool:
@@ -170,129 +190,80 @@ class Node:
 
     def begin(self, weights: Array, model: Array | None = None) -> None:
         """With the first weights; it waits for the first roster. `model`: its own, where it has come on since."""
-        self.mixing.start(weights)
-        self._come(weights if model is None else model)
+        self.driver.found(weights, model)
+        self.came(np.float32(0), self.mixing.model, self.mixing.model)
 
-    def _come(self, model: Array) -> None:
-        self.mixing.model = model.copy()
-        self.net.books.came(model, np.float32(0), self.mixing.model)
-        self.phase = "ready"
+    def resume(self, before: Node) -> None:
+        """With the model and the round that it had under another number."""
+        self.driver.round = before.number
+        self.driver.keep(before.mixing.model)
+        self.came(np.float32(0), self.mixing.model, self.mixing.model)
+
+    def came(self, before: Array | np.float32, values: Array, after: Array) -> None:
+        self.net.books.came(values, before, after)
+
+    def ask(self) -> None:
+        """Begin with the model of a peer: the run has begun."""
+        self.asks = True
+        self.say(self.driver.late(self.net.now_ns))
 
     def handle(self, source: str, message: m.Message, now_ns: int) -> None:
         self.take(self.peers.receive(message, now_ns))
 
     def tick(self, now_ns: int) -> None:
-        if self.phase != "new":
+        if self.asks or self.driver.has_model:
             self.take(self.peers.tick(now_ns))
+            self.say(self.driver.tick(now_ns))
 
-    def take(self, effects: list[MemberEffect]) -> None:
-        for effect in effects:
+    def take(self, effects: Sequence[MemberEffect]) -> None:
+        """What peers say, to the driver, and what that says back."""
+        queue = deque(effects)
+        while queue:
+            effect = queue.popleft()
             if isinstance(effect, e.Tell):
                 self.net.send(self, effect)
-            elif isinstance(effect, e.RosterNews):
-                self.gossip.admit(effect.roster)
-            elif isinstance(effect, e.OfferArrived) and effect.parts[0].number < 0:
-                if self.phase == "asking":
-                    self.mixing.take(effect.parts)
-                    self.number = effect.parts[0].round
-                    self._come(self.mixing.model)
-            elif isinstance(effect, e.OfferArrived):
-                self.gossip.arrived(effect)
-            elif isinstance(effect, e.PeerEnded):
-                self.gossip.peer_ended(effect.peer)
-            elif isinstance(effect, e.PeerLost):
+                continue
+            if isinstance(effect, e.PeerLost):
                 self.lost.append(effect.peer)
-                self.gossip.lose(effect.peer)
-            elif isinstance(effect, e.PeersSettled):
-                self.settled = True
-                self.net.open.discard(self.worker)
-            elif isinstance(effect, e.AdoptAsked) and self.phase in ("new", "asking"):
-                self.has_none(effect.peer)
-            elif isinstance(effect, e.AdoptAsked):
-                self.take(self.peers.offer(self.gossip.whole(effect.peer, self.number), self.net.now_ns))
+            queue.extend(self.carried_out(self.driver.hear(effect, self.net.now_ns)))
         self.go_on()
 
-    def has_none(self, peer: int) -> None:
-        """It asks for a model, and so is not asked."""
-        self.without.add(peer)
+    def carried_out(self, says: Says) -> list[MemberEffect]:
+        said = [say for say in says if not isinstance(say, Log | (e.SayEnded if not self.net.ends else Log))]
+        return [effect for say in said for effect in self.peers.carry_out(say, self.net.now_ns)]
 
-    def exchange(self, upto: int) -> None:
-        for offers in self.gossip.exchange(upto):
-            self.take(self.peers.offer(offers, self.net.now_ns))
-
-    def compute(self) -> None:
-        """One more step, or it was the last."""
-        self.phase = "computing" if self.number < self.rounds else "flushing"
-        if self.phase == "computing":
-            self.net.at(self.net.now_ns + self.step_ns, self.computed)
-
-    def computed(self) -> None:
-        if self.alive:
-            before, update = self.mixing.model, self.net.update(self.worker, self.number)
-            self.mixing.model = before + update
-            self.net.books.came(update, before, self.mixing.model)
-            self.phase = "before"
-            self.go_on()
+    def say(self, says: Says) -> None:
+        self.take(self.carried_out(says))
 
     def go_on(self) -> None:
-        """As far as the rules let it."""
-        if not self.going:  # what it sends on the way must not set it going again
-            self.going = True
-            self._go_on()
-            self.going = False
-
-    def _ask(self) -> None:
-        """For a model, of one after the other."""
-        able = self.gossip.pairs.keys() - self.without
-        if not self.gossip.started or self.elder in able:
-            return
-        self.asking_ns = self.net.now_ns if self.asking_ns < 0 else self.asking_ns
-        self.elder = min(able, default=-1)
-        if able:
-            self.asking_ns = -1
-            self.take(self.peers.adopt(self.elder, self.net.now_ns))
-        elif self.net.now_ns - self.asking_ns > 3 * LEASE_NS:
-            self.die()  # there is no model any more that it could begin with
+        """Compute, or end after the last step."""
+        if self.phase in (Phase.ENDING, Phase.OVER) and not self.reached.size:
+            before = self.mixing.last if self.mixing.averaged else self.mixing.model
+            self.reached, self.reached_ns = before.copy(), self.net.now_ns
+        if self.settled or (self.reached.size and not self.net.ends):
+            self.net.open.discard(self.worker)
+        if self.driver.trouble and self.alive:
+            self.die()  # there is no model that it could begin with
             self.net.at(self.net.now_ns + LEASE_NS, self.net.introduce)
+        if not self.driver.may_step or self.computing or self.finishing:
+            return
+        if self.number < self.rounds:
+            self.computing = True
+            self.net.at(self.net.now_ns + self.step_ns, self.computed)
+            return
+        self.finishing = True
+        self.say(self.driver.finish(np.zeros(COUNT, np.float32), self.net.now_ns))
 
-    def _go_on(self) -> None:
-        if self.phase == "asking":
-            self._ask()
-        if self.phase == "ready" and self.gossip.started:
-            self.compute()
-        due = self.number - self.bound
-        waits = self.gossip.waits
-        if self.phase == "before":
-            if self.bound and waits:
-                self.exchange(due)
-                if self.gossip.waiting(due):
-                    return
-            if waits:
-                self.net.books.begins(self, self.number)
-            self.gossip.begin(self.number)
-            self.phase = "after"
-        if self.phase == "after":
-            self.exchange(due)
-            if waits and self.gossip.waiting(due):
-                return
-            self.number += 1
-            self.compute()
-        if self.phase == "flushing":
-            self.exchange(self.number)
-            if self.gossip.waiting(self.number):
-                return
-            self.reached, self.reached_ns = self.mixing.model.copy(), self.net.now_ns
-            self.phase = "ending"
-            if not self.net.ends:
-                self.net.open.discard(self.worker)
-                return
-            self.gossip.end()
-            self.take(self.peers.end(self.net.now_ns))
-        if self.phase == "ending" and self.net.ends:
-            self.exchange(LAST)
-            if self.gossip.over and self.phase == "ending":
-                self.phase = "over"
-                self.take(self.peers.over())
+    def computed(self) -> None:
+        self.computing = False
+        if self.alive:
+            before, update = self.mixing.model, self.net.update(self.worker, self.number)
+            after = before + update
+            self.came(before, update, after)
+            self.say(self.driver.step(np.zeros(COUNT, np.float32) + update, self.net.now_ns))
+
+
+ENDING = (Phase.ENDING, Phase.OVER)
 
 
 class Net:
@@ -300,6 +271,7 @@ class Net:
 
     serves = False  # a server introduces the nodes, and closes the run
     ends = True  # with the last round, of all pairs
+    driver: type[Driver] = Driver
 
     def __init__(
         self,
@@ -345,7 +317,7 @@ class Net:
             self.at(self.now_ns + self.random.between(*self.faults.delay_ns), self.tell, self.nodes[worker], roster)
 
     def tell(self, node: Node, roster: m.Roster) -> None:
-        if node.alive and not (self.serves and node.gossip.alone):
+        if node.alive and not (self.serves and node.exchanges.alone):
             node.take(node.peers.roster(roster, self.now_ns))
 
     def send(self, sender: Node, effect: e.Tell) -> None:
@@ -369,7 +341,9 @@ class Net:
 
     def whereabouts(self) -> dict[int, tuple[str, int]]:
         """Where the first of those are that are not over."""
-        return {worker: (self.nodes[worker].phase, self.nodes[worker].number) for worker in sorted(self.open)[:10]}
+        return {
+            worker: (self.nodes[worker].phase.value, self.nodes[worker].number) for worker in sorted(self.open)[:10]
+        }
 
     def models(self) -> Array:
         return np.stack([node.mixing.model for node in self.nodes.values() if node.alive])
@@ -397,7 +371,7 @@ class Served(Net):
 
     def look(self) -> None:
         left = {worker for worker, node in self.nodes.items() if node.settled} - self.gone
-        ended = bool(self.open) and all(node.phase in ("ending", "over") for node in self.going)
+        ended = bool(self.open) and all(node.phase in ENDING for node in self.going)
         if left or (ended and not self.closed and not self.dead):
             self.gone |= left
             self.closed |= ended
@@ -405,7 +379,7 @@ class Served(Net):
 
     def join(self, rounds: int, bound: int, step_ns: int) -> None:
         if not self.closed and not self.dead and self.open:
-            self.add(rounds, bound, step_ns, joins=True).phase = "asking"
+            self.add(rounds, bound, step_ns, joins=True).ask()
             self.introduce()
 
     def die(self, node: Node) -> None:
@@ -414,18 +388,17 @@ class Served(Net):
             node.die()
             self.torn = True
             self.sim.struck["worker crashed"] += 1
-            self.apart |= self.dead or any(other.phase in ("ending", "over") for other in self.nodes.values())
+            self.apart |= self.dead or any(other.phase in ENDING for other in self.nodes.values())
             self.at(self.now_ns + self.random.between(0, LEASE_NS), self.introduce)
 
     def expire(self, node: Node) -> None:
         """It is taken for dead, and joins again under another number."""
-        if node in self.going and not self.closed and not self.dead and node.phase not in ("new", "asking"):
+        if node in self.going and not self.closed and not self.dead and node.driver.has_model:
             node.die()
             self.torn = True
             self.sim.struck["worker expired"] += 1
             again = self.add(node.rounds, node.bound, node.step_ns, joins=True)
-            again.begin(node.mixing.model)
-            again.number = node.number
+            again.resume(node)
             self.introduce()
 
     def kill_server(self) -> None:
@@ -437,8 +410,7 @@ class Served(Net):
 
     def find_out(self, node: Node) -> None:
         if node.alive and node.peers.epoch:
-            node.gossip.alone = True
-            node.take([])
+            node.take([e.ServerGone()])
         elif node.alive:
             node.die()  # nobody has introduced it: it ends with an error
 
@@ -515,5 +487,5 @@ class Campaign(Served):
                 mean = self.books.total / len(here)
                 np.testing.assert_allclose(here[0].mixing.model, mean, atol=2e-5 * (1 + np.abs(mean).max()))
         for node in here:
-            assert all(len(pair.arrived) <= ARRIVED_MAX for pair in node.gossip.pairs.values())
+            assert all(len(pair.arrived) <= ARRIVED_MAX for pair in node.exchanges.pairs.values())
             assert not any(peer.sent for peer in node.peers.peers.values())

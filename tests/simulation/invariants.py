@@ -50,9 +50,8 @@ class Checker:
         self.bound = None if settings.sync == "async" else settings.staleness + late
         self.given = Given()
         self.made: dict[tuple[int, int], int] = {}  # worker, epoch -> its clock, as it knows itself
-        self.pulls: dict[
-            tuple[int, int, int, int], tuple[int, bool]
-        ] = {}  # shard, worker, epoch, request -> clock, master
+        self.pulls: dict[tuple[int, int, int, int], int] = {}  # shard, worker, epoch, request -> clock
+        self.follows: dict[tuple[int, int, int], m.Follow] = {}  # shard, worker, epoch -> the newest that has come
         self.mirrors: dict[int, Mirror] = {}
         self.disk: dict[tuple[int, int], Held] = {}  # shard, clock
         self.reached: dict[int, tuple[int, int]] = {}  # shard -> generation, min_clock
@@ -85,14 +84,23 @@ class Checker:
         self.made[worker.worker, worker.epoch] = clock + 1
 
     def pulled(self, shard: int, pull: m.Pull) -> None:
-        self.pulls[shard, pull.worker, pull.epoch, pull.request] = (pull.clock, pull.master)
+        self.pulls[shard, pull.worker, pull.epoch, pull.request] = pull.clock
+
+    def heard(self, process: Process, message: m.Message) -> None:
+        if isinstance(message, m.Follow):
+            who = (process.index, message.worker, message.epoch)
+            before = self.follows.get(who)
+            if before is None or (message.clock >= before.clock and message.have >= before.have):
+                self.follows[who] = message
 
     def settled(self, worker: Worker, event: e.PushSettled) -> None:
         push = (worker.worker, worker.epoch, event.clock)
         mirror = self.mirrors.get(event.shard)
         if mirror is None:
             return
-        same = self.given.generation_of[push[:2]] == mirror.process.shard.generation  # else it went back with the shard
+        same = (
+            self.given.generation_of[push[:2]] == mirror.process.shard.ledger.generation
+        )  # else it went back with the shard
         if same and push not in mirror.held.folded:
             raise Violation(f"{push} was acknowledged and is not in shard {event.shard}")
 
@@ -116,7 +124,7 @@ class Checker:
 
     def follow(self, process: Process) -> None:
         """Take down what the coordinator decided, and what was done to the store since."""
-        store, coordinator, given = process.shard.store, process.coordinator, self.given
+        planned, coordinator, given = process.shard.planned, process.coordinator, self.given
         if coordinator is not None and (coordinator.first_epoch, coordinator.version) != self.version:
             self.version = (coordinator.first_epoch, coordinator.version)
             for member in coordinator.declared:
@@ -125,14 +133,14 @@ class Checker:
                     table.setdefault((coordinator.generation, member.worker), member.start)
             for clock, updates in coordinator.sets.items():
                 given.sets.setdefault((coordinator.generation, clock), updates)
-        if store is not None:
+        if planned is not None:
             mirror = self.mirrors.get(process.index)
-            if mirror is None or mirror.store is not store:
-                mirror = self.mirrors[process.index] = Mirror(process, store, self.run.case, given)
+            if mirror is None or mirror.store is not planned.store:
+                mirror = self.mirrors[process.index] = Mirror(process, planned.store, self.run.case, given)
             mirror.follow()
 
     def saved(self, process: Process, clock: int) -> None:
-        self.disk[process.index, clock] = self.mirrors[process.index].saved()
+        self.disk[process.index, clock] = self.mirrors[process.index].saved(clock)
 
     def loaded(self, process: Process, clock: int) -> None:
         self.mirrors[process.index].loaded(self.disk[process.index, clock], clock)
@@ -154,20 +162,24 @@ class Checker:
         self._went_back(process, effects)
 
     def _on_state(self, mirror: Mirror, state: m.State) -> None:
-        clock, master = self.pulls[mirror.index, state.worker, state.epoch, state.request]
-        held, generation = mirror.held, mirror.process.shard.generation
+        who, master = (mirror.index, state.worker, state.epoch), state.request > 0
+        follow = self.follows.get(who)
+        clock = self.pulls[*who, state.request] if master else follow.clock if follow is not None else -1
+        held, generation = mirror.held, mirror.process.shard.ledger.generation
         where = f"the state of shard {mirror.index} for clock {clock} of worker {state.worker}"
         coordinator = self.run.servers[0].coordinator
         assert coordinator is not None
         if coordinator.generation == generation and state.min_clock > coordinator.min_clock:
             raise Violation(f"{where} is ahead of the coordinator")
         bound = 0 if master else self.bound
-        if bound is not None and clock > state.settled + bound:
+        if follow is not None and not master and state.publication - follow.have > follow.credit and not state.whole:
+            raise Violation(f"{where} is publication {state.publication}, asked for were {follow}")
+        # Differences are followed from the first on, whatever the clock: a worker computes on them when it may.
+        if (master or state.whole) and bound is not None and clock > state.settled + bound:
             raise Violation(f"staleness: {where} is settled to {state.settled}, s = {bound}")
         if state.settled > state.min_clock or (self.quorum < 0 and state.settled < state.min_clock):
             raise Violation(f"{where} is settled to {state.settled}, of min_clock {state.min_clock}")
-        # With no bound a publication may be older than min_clock is. Of several differences the last completes the state.
-        complete = self.bound is not None and state.part == state.parts - 1
+        complete = self.bound is not None  # with none a publication may be older than min_clock is
         for own in range(max(state.settled - 3, 0), state.settled) if complete else ():
             push = (state.worker, state.epoch, own)
             shown = push in held.folded if master else held.shown.get(push, state.publication + 1) <= state.publication
@@ -178,9 +190,9 @@ class Checker:
                 raise Violation(f"{where} is not the master copy")
             return
         number = (generation, mirror.index, state.publication)
-        if not state.delta and zlib.crc32(state.payload) != self.given.publications[number]:
+        if state.whole and zlib.crc32(state.payload) != self.given.publications[number]:
             raise Violation(f"{where} is not publication {number}")  # what deltas come to is seen where they arrive
-        if not self.mode.barrier and state.part == state.parts - 1:
+        if not self.mode.barrier:
             self._on_contains(mirror, state, where)
 
     def _on_contains(self, mirror: Mirror, state: m.State, where: str) -> None:
@@ -210,9 +222,9 @@ class Checker:
     def _went_back(self, process: Process, effects: Sequence[ServerEffect]) -> None:
         """A shard that goes back names the clocks that are lost."""
         shard = process.shard
-        now = (shard.generation, shard.min_clock)
+        now = (shard.ledger.generation, shard.min_clock)
         generation, was = self.reached.get(process.index, now)
-        if generation != shard.generation and was > shard.min_clock:
+        if generation != shard.ledger.generation and was > shard.min_clock:
             self._named("lost", effects, shard.min_clock, was)
         self.reached[process.index] = now
 
@@ -325,7 +337,7 @@ class Checker:
         """A worker that is done has lost nothing of what it pushed."""
         who = (worker.worker, worker.epoch)
         for mirror in self.mirrors.values():
-            if self.given.generation_of.get(who) == mirror.process.shard.generation:
+            if self.given.generation_of.get(who) == mirror.process.shard.ledger.generation:
                 lost = [p for p in self.given.pushes if p[:2] == who and p not in mirror.held.folded]
                 if lost:
                     raise Violation(f"{worker.name} leaves, and shard {mirror.index} lacks {lost}")
@@ -333,7 +345,7 @@ class Checker:
     def _arrived_everywhere(self, worker: int, clock: int) -> None:
         for index, mirror in self.mirrors.items():
             process = mirror.process
-            gone = not self.run.sim.alive(process.up) or process.shard.generation != self.generation
+            gone = not self.run.sim.alive(process.up) or process.shard.ledger.generation != self.generation
             if not gone and not mirror.has(worker, clock):
                 raise Violation(f"clock {clock} is complete, shard {index} lacks the update of worker {worker}")
 

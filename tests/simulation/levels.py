@@ -17,19 +17,22 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from narrows.compression import accumulate
+from narrows.compression.codecs import add
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
 from narrows.protocols.cluster.coordinator import Coordinator
 from narrows.protocols.effects import ServerEffect
-from narrows.ps.store import Store
-from narrows.ps.uplink import Uplink
+from narrows.protocols.member.member import Phase
+from narrows.ps.above import Pushing
+from narrows.ps.folding import Barrier
+from narrows.ps.planned import Planned
+from narrows.ps.store import Change, FirstWeights, Fold, Load, Outer, Publish, Rebase, Step, Terms, Update
 from simulation.mirrors import RATE, FloatArray, Violation
 
 if TYPE_CHECKING:
@@ -82,7 +85,8 @@ class Level:
         self.started: dict[Child, int] = {}  # the clock that each begins from
         self.given: dict[tuple[int, int, int, int], Values] = {}  # shard, worker, epoch, clock
         self.made: dict[tuple[int, Child], int] = {}  # shard, child: updates of it that were given
-        self.pulls: dict[tuple[int, int, int, int], tuple[int, bool]] = {}  # shard, worker, epoch, request
+        self.pulls: dict[tuple[int, int, int, int], int] = {}  # shard, worker, epoch, request -> clock
+        self.follows: dict[tuple[int, int, int], m.Follow] = {}  # shard, worker, epoch: the newest that has come
         self.sent = [Front() for _ in range(shards)]  # updates that a live child has sent
         self.taken = [Front() for _ in range(shards)]  # and those that the shard has acknowledged
         self.published: dict[tuple[int, int], int] = {}  # shard, number: checksum
@@ -109,8 +113,8 @@ class Level:
 
     def child_asks(self, shard: int, pull: m.Pull) -> None:
         child = (pull.worker, pull.epoch)
-        self.pulls[shard, *child, pull.request] = (pull.clock, pull.master)
-        if pull.master and self.node.parent is not None:
+        self.pulls[shard, *child, pull.request] = pull.clock
+        if self.node.parent is not None:
             self.done.add(child)
             for front in (*self.sent, *self.taken):
                 front.leave(child)
@@ -130,9 +134,16 @@ class Level:
         return None if self.node.settings.sync == "async" else self.node.settings.staleness
 
     def pushed(self, worker: Worker, clock: int, values: FloatArray, samples: int) -> None:
-        for shard, view in enumerate(worker.views):
-            mine = values[view.begin : view.end].astype(np.float64)
+        for shard, replica in enumerate(worker.replicas):
+            mine = values[replica.begin : replica.end].astype(np.float64)
             self.child_gave(shard, (worker.worker, worker.epoch), clock, mine)
+
+    def heard(self, process: Process, message: m.Message) -> None:
+        if isinstance(message, m.Follow):
+            who = (process.index, message.worker, message.epoch)
+            before = self.follows.get(who)
+            if before is None or (message.clock >= before.clock and message.have >= before.have):
+                self.follows[who] = message
 
     def pulled(self, shard: int, pull: m.Pull) -> None:
         self.child_asks(shard, pull)
@@ -169,10 +180,12 @@ class Level:
 
     def server_event(self, process: Process, effects: Sequence[ServerEffect], why: str) -> None:
         """After every event of a server, its effects carried out."""
-        index, shard = process.index, process.shard
+        index, planned = process.index, process.shard.planned
         mirror = self.mirrors.get(index)
-        if shard.store is not None and (mirror is None or mirror.store is not shard.store):
-            self.mirrors[index] = Mirror(self, process, shard.store)
+        if planned is not None and (mirror is None or mirror.store is not planned.store):
+            mirror = self.mirrors[index] = Mirror(self, process, planned)
+        if mirror is not None:
+            mirror.follow_above()
         sent = [effect.message for effect in effects if isinstance(effect, e.Send)]
         for message in sent:
             if isinstance(message, m.PushAck):
@@ -184,16 +197,18 @@ class Level:
                 self._on_state(index, message)
             elif isinstance(message, m.Pull) and self.node.parent is not None:
                 self.node.parent.checker.child_asks(index, message)
-        if shard.uplink is not None:
-            self._above(process, shard.uplink)
+        if planned is not None and isinstance(planned.above, Pushing):
+            self._above(process, planned.above)
 
     def _on_state(self, shard: int, state: m.State) -> None:
-        clock, master = self.pulls[shard, state.worker, state.epoch, state.request]
+        who, master = (shard, state.worker, state.epoch), state.request > 0
+        follow = self.follows.get(who)
+        clock = self.pulls[*who, state.request] if master else follow.clock if follow is not None else -1
         where = f"the state of {self.node.prefix}s{shard} for clock {clock} of child {state.worker}"
         if state.min_clock > self.min_clock:
             raise Violation(f"{where} is ahead of the coordinator")
         bound = 0 if master else self.bound
-        if bound is not None and clock > state.min_clock + bound:
+        if (master or state.whole) and bound is not None and clock > state.min_clock + bound:
             raise Violation(f"staleness: {where} is of min_clock {state.min_clock}, s = {bound}")
         if master:
             checksum, parent = zlib.crc32(state.payload), self.node.parent
@@ -209,19 +224,17 @@ class Level:
             raise Violation(f"update {ack.clock} of {child} is acknowledged by {mirror.name} and was never given")
         self.taken[shard].move(child, ack.clock + 1)
 
-    def _above(self, process: Process, uplink: Uplink) -> None:
+    def _above(self, process: Process, above: Pushing) -> None:
         """A cluster's server is a child of the level above."""
-        parent, mirror, place = self.node.parent, self.mirrors.get(process.index), uplink.place
+        parent, mirror, place, exchange = self.node.parent, self.mirrors[process.index], above.here, above.exchange
         assert parent is not None
-        if mirror is None or place is None or uplink.view is None or uplink.view.pulled is None:
-            return
-        above, child = parent.checker, (place.worker, place.epoch)
+        child = (place.worker, place.epoch)
         if mirror.place != child:
             mirror.place, mirror.publication = child, -1
-        if uplink.view.publication != mirror.publication:
-            mirror.publication = uplink.view.publication
-            checksum = zlib.crc32(uplink.view.pulled.tobytes())
-            above.child_holds(process.index, mirror.publication, checksum, process.port)
+        if exchange.publication != mirror.publication:
+            mirror.publication = exchange.publication
+            checksum = zlib.crc32(above.replica.pulled.tobytes())
+            parent.checker.child_holds(process.index, mirror.publication, checksum, process.port)
 
     # What the coordinator decides.
 
@@ -272,11 +285,12 @@ class Level:
                 raise Violation(f"{node.name}: min_clock is {coordinator.min_clock}, children are at {front.at}")
         for index, mirror in self.mirrors.items():
             mirror.whole()
-            inboxes = mirror.process.shard.inboxes
-            for inbox in inboxes.values():
+            folding = mirror.planned.folding
+            for inbox in mirror.planned.inbox.seats.values():
                 child = (inbox.worker, inbox.epoch)
                 taken = self.taken[index].at.get(child, inbox.clock)
-                held = sum(inbox.worker in by_worker for by_worker in mirror.process.shard.held.values())
+                waiting = folding.held.values() if isinstance(folding, Barrier) else ()
+                held = sum(inbox.worker in by_worker for by_worker in waiting)
                 folded = mirror.folded.get(child, self.started.get(child, inbox.clock))
                 if taken > inbox.clock or inbox.clock != folded + held:
                     raise Violation(
@@ -284,9 +298,9 @@ class Level:
                         f"{taken} acknowledged"
                     )
         for worker in node.workers.values():
-            here = worker.member.phase == "running" and worker.member.epoch == worker.epoch
+            here = worker.member.phase is Phase.RUNNING and worker.member.epoch == worker.epoch
             if here and worker.computing and node.tree.sim.alive(worker.name):
-                self.computes(worker, worker.clock, [view.min_clock for view in worker.views])
+                self.computes(worker, worker.clock, [x.min_clock for x in worker.exchanges])
         for (shard, who), (publication, checksum) in self.holds.items():
             if self.published[shard, publication] != checksum:
                 raise Violation(f"{who} holds another publication {publication} of {node.prefix}s{shard}")
@@ -295,64 +309,62 @@ class Level:
 class Mirror:
     """One shard: what is done to its store and its uplink, done over again from what the children gave."""
 
-    def __init__(self, level: Level, process: Process, store: Store) -> None:
-        self.level, self.process, self.store, self.index = level, process, store, process.index
-        self.name, self.mode = process.port, level.mode
+    def __init__(self, level: Level, process: Process, planned: Planned) -> None:
+        self.level, self.process, self.planned, self.store = level, process, planned, planned.store
+        self.index, self.name, self.mode = process.index, process.port, level.mode
+        store = self.store
         self.folded: dict[Child, int] = {}  # the clock of its next update to be folded
         self.x: Values = store.x.astype(np.float64)
         self.momentum = np.zeros(store.size)
         self.gathered = np.zeros(store.size)  # folded since the last push to the server above
         self.residual = np.zeros(store.size)  # kept back there
         self.batch: list[tuple[float, int]] = []  # weight and worker, since the last publication (barrier)
-        self.newest_mean: list[tuple[float, Sequence[m.Push]]] = []
-        self.uplink: Uplink | None = None
+        self.above: object = None
         self.place: Child = (-1, -1)
         self.publication = -1  # held of the shard above
-        for name in ("fold_update", "fold_outer", "fold_gradient", "rebase"):
-            self._before(store, name, getattr(self, f"_{name}"))
-        for name in ("mean", "publish", "first_weights", "restart"):
-            self._after(store, name, getattr(self, f"_{name}"))
-        self._follow_uplink()
+        self.plain, store.apply = store.apply, self._apply  # type: ignore[method-assign]
         if store.publication >= 0:
             self._show()
 
-    def _before(self, target: Any, name: str, ours: Callable[..., None]) -> None:
-        plain = getattr(target, name)
+    def follow_above(self) -> None:
+        above, parent = self.planned.above, self.level.node.parent
+        if above is self.above or not isinstance(above, Pushing):
+            return
+        assert parent is not None
+        self.above, push = above, above._push
+        parent.checker.child_started((above.here.worker, above.here.epoch), above.here.clock)
 
-        def call(*arguments: Any, **more: Any) -> Any:
-            ours(*arguments)
-            return plain(*arguments, **more)
+        def pushes(*arguments: Any, **more: Any) -> Any:
+            effects = push(*arguments, **more)
+            self._sent_up(above)
+            return effects
 
-        setattr(target, name, call)
-
-    def _after(self, target: Any, name: str, ours: Callable[..., None]) -> None:
-        plain = getattr(target, name)
-
-        def call(*arguments: Any, **more: Any) -> Any:
-            result = plain(*arguments, **more)
-            ours(*arguments)
-            return result
-
-        setattr(target, name, call)
-
-    def _follow_uplink(self) -> None:
-        uplink = self.process.shard.uplink
-        if uplink is not None and uplink is not self.uplink:
-            self.uplink = uplink
-            self._after(uplink, "_push", self._sent_up)
-            self._after(uplink, "adopt", self._adopted)
-            if uplink.place is not None:
-                self._adopted()
+        above._push = pushes  # type: ignore[method-assign]
 
     # What is done to the store.
 
-    def _first_weights(self, pieces: Sequence[m.FirstWeights]) -> None:
-        if self.folded:
-            raise Violation(f"{self.name} takes first weights after the first fold")
-
-    def _restart(self, *arguments: Any) -> None:
-        self.x = self.store.x.astype(np.float64)
-        self._show()
+    def _apply(self, change: Change) -> None:
+        match change:
+            case FirstWeights():
+                if self.folded:
+                    raise Violation(f"{self.name} takes first weights after the first fold")
+            case Fold(terms):
+                self._add(self._sum(terms))
+            case Outer(terms):
+                settings, mean = self.level.node.settings, self._sum(terms)
+                self.momentum = settings.outer_momentum * self.momentum + mean
+                self._add(settings.outer_lr * (mean + settings.outer_momentum * self.momentum))
+            case Step(terms, _, _, scale):
+                self._add(-RATE * scale * self._sum(terms))
+            case Rebase(before, base):
+                self.x = self.x - before + base
+        self.plain(change)
+        match change:
+            case FirstWeights() | Load():
+                self.x = self.store.x.astype(np.float64)
+                self._show()
+            case Publish():
+                self._publish()
 
     def _show(self) -> None:
         number = (self.index, self.store.publication)
@@ -360,37 +372,20 @@ class Mirror:
         if self.level.published.setdefault(number, checksum) != checksum:
             raise Violation(f"publication {number[1]} of {self.name} is there twice, and not the same")
 
-    def _fold_update(self, pieces: Sequence[m.Push], weight: float) -> None:
-        self._add(weight * self._once(pieces, weight))
-
-    def _mean(self, pushes: Sequence[tuple[float, Sequence[m.Push]]]) -> None:
-        self.newest_mean = list(pushes)
-
-    def _true_mean(self) -> Values:
+    def _sum(self, terms: Terms) -> Values:
         total = np.zeros(self.store.size)
-        for weight, pieces in self.newest_mean:
-            total += weight * self._once(pieces, weight)
-        self.newest_mean = []
+        for weight, update in terms:
+            total += weight * self._once(update, weight)
         return total
-
-    def _fold_outer(self, mean: FloatArray, *arguments: Any) -> None:
-        settings, true = self.level.node.settings, self._true_mean()
-        self.momentum = settings.outer_momentum * self.momentum + true
-        self._add(settings.outer_lr * (true + settings.outer_momentum * self.momentum))
-
-    def _fold_gradient(self, mean: FloatArray, hyper: bytes, absent: Sequence[int], scale: float) -> None:
-        self._add(-RATE * scale * self._true_mean())
-
-    def _rebase(self, before: FloatArray, base: FloatArray) -> None:
-        self.x = self.x - before + base
 
     def _add(self, values: Values) -> None:
         self.x += values
         self.gathered += values
 
-    def _once(self, pieces: Sequence[m.Push], weight: float) -> Values:
+    def _once(self, update: Update, weight: float) -> Values:
         """What the child gave whose push is folded: after the one before, and once only."""
-        push = pieces[0]
+        push = update[0]
+        assert isinstance(push, m.Push)
         child, where = (push.worker, push.epoch), f"update {push.clock} of {push.worker, push.epoch} on {self.name}"
         given = self.level.given.get((self.index, *child, push.clock))
         if given is None:
@@ -407,20 +402,19 @@ class Mirror:
             self.batch.append((weight, push.worker))
         return given
 
-    def _publish(self, *arguments: Any) -> None:
+    def _publish(self) -> None:
         self._show()
-        shard = self.process.shard
+        shard, above = self.process.shard, self.planned.above
         if self.mode.barrier:
             self._closed(shard.min_clock - 1)
-        uplink = shard.uplink
-        if uplink is None or uplink.view is None or self.mode.bound is None or shard._displaced():
+        if not isinstance(above, Pushing) or self.mode.bound is None or self.planned.above_is != shard.ledger.above:
             return
-        ledger, above = shard.ledger, uplink.view
-        assert ledger is not None
-        if ledger.above and (uplink.owes or not above.mode.allows(uplink.clock, above.min_clock)):
+        exchange = above.exchange
+        owes = above.inner >= exchange.mode.local_steps
+        if owes or not exchange.mode.allows(exchange.clock, exchange.min_clock):
             raise Violation(
-                f"staleness: {self.name} shows clock {shard.min_clock}, {uplink.inner} clocks after its update "
-                f"{uplink.clock - 1}, on a state of {above.min_clock} above"
+                f"staleness: {self.name} shows clock {shard.min_clock}, {above.inner} clocks after its update "
+                f"{exchange.clock - 1}, on a state of {exchange.min_clock} above"
             )
 
     def _closed(self, clock: int) -> None:
@@ -435,41 +429,32 @@ class Mirror:
 
     # What goes up.
 
-    def _adopted(self, *arguments: Any) -> None:
-        uplink, parent = self.uplink, self.level.node.parent
-        assert uplink is not None and uplink.place is not None and parent is not None
-        parent.checker.child_started((uplink.place.worker, uplink.place.epoch), uplink.place.clock)
-
-    def _sent_up(self, weights: FloatArray, *arguments: Any) -> None:
+    def _sent_up(self, above: Pushing) -> None:
         """Sent plus residual is what the children's updates came to since the last push."""
-        uplink, parent = self.uplink, self.level.node.parent
-        assert uplink is not None and uplink.view is not None and uplink.place is not None and parent is not None
-        clock, view = uplink.clock - 1, uplink.view
+        parent, exchange = self.level.node.parent, above.exchange
+        assert parent is not None
+        clock = exchange.clock - 1
         sent = np.zeros(self.store.size, np.float32)
-        for codec, begin, end, payload in view.own[clock]:
-            part = sent[begin - view.begin : end - view.begin]
-            if codec == m.CODED:
-                accumulate(payload, 1.0, part)
-            else:
-                part += np.frombuffer(payload, np.float32)
+        for piece in exchange.own[clock]:
+            add(piece, 1.0, sent, self.store.begin)
         owed = self.gathered + self.residual
         self.residual = np.zeros(self.store.size)
-        for begin, end, kept in view.residuals:
-            self.residual[begin - view.begin : end - view.begin] = kept
+        for begin, end, kept in above.replica.residuals:
+            self.residual[begin - self.store.begin : end - self.store.begin] = kept
         if not np.allclose(sent + self.residual, owed, CLOSE, CLOSE):
             raise Violation(
                 f"{self.name} sends {sent} up and keeps {self.residual}, its children's updates come to {owed}"
             )
         self.gathered = np.zeros(self.store.size)
-        child = (uplink.place.worker, uplink.place.epoch)
+        child = (above.here.worker, above.here.epoch)
         parent.checker.child_gave(self.index, child, clock, sent.astype(np.float64))
         self.level.node.pushed_up(self.index)
 
     def whole(self) -> None:
-        store, uplink = self.store, self.uplink
+        store, start = self.store, self.planned.above.kept.start
         if store.publication >= 0 and not np.allclose(store.x, self.x, CLOSE, CLOSE):
             raise Violation(f"{self.name} holds {store.x}, the log gives {self.x}")
-        if uplink is not None and uplink.start is not None:
-            moved = store.x - uplink.start
+        if start is not None:
+            moved = store.x - start
             if not np.allclose(moved, self.gathered, CLOSE, CLOSE):
                 raise Violation(f"{self.name} has moved by {moved} since its last push, the log gives {self.gathered}")

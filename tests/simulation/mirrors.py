@@ -7,17 +7,18 @@ the member sets, the sums in float32 and in the order given. It believes neither
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from narrows.protocols import messages as m
 from narrows.protocols.keys import split
-from narrows.ps.store import Store
+from narrows.ps.folding import Barrier
+from narrows.ps.store import Change, FirstWeights, Fold, Outer, Publish, Step, Store, Terms, Update
 
 if TYPE_CHECKING:
     from simulation.actors import Process
@@ -64,52 +65,69 @@ class Mirror:
         self.held = Held(np.zeros(store.size, np.float32), np.zeros(store.size, np.float32))
         self.samples: dict[int, int] = {}
         self.batch: list[tuple[float, PushId]] = []  # folded since the last publication (barrier)
-        self.terms: list[tuple[float, PushId]] = []  # of the newest Store.mean
-        self.log: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
-        for name in ("first_weights", "fold_update", "mean", "fold_outer", "fold_gradient", "publish"):
-            setattr(store, name, self._heard(name, getattr(self, f"_{name}"), getattr(store, name)))
+        self.log: list[tuple[Change, int]] = []  # and the checksum of what is published after it
+        self.plain, store.apply = store.apply, self._apply  # type: ignore[method-assign]
 
-    def _heard(self, name: str, ours: Callable[..., None], plain: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
-            result = plain(*arguments)
-            self.log.append((ours, (zlib.crc32(self.store.p.tobytes()),) if name == "publish" else arguments))
-            return result
-
-        return call
+    def _apply(self, change: Change) -> None:
+        self.plain(change)
+        self.log.append((change, zlib.crc32(self.store.p.tobytes()) if isinstance(change, Publish) else 0))
 
     def follow(self) -> None:
         """Do over again what was done to the store since the last event."""
-        for ours, arguments in self.log:
-            ours(*arguments)
+        for change, checksum in self.log:
+            self._change(change, checksum)
         self.log.clear()
+
+    def _change(self, change: Change, checksum: int) -> None:
+        match change:
+            case FirstWeights(pieces):
+                self._first_weights(pieces)
+            case Fold(terms):
+                for weight, push in self._pushes(terms):
+                    self.held.x += np.float32(weight) * self._mine(self.given.pushes[push][0])
+            case Outer(terms, keys):
+                self._outer(self._pushes(terms), keys)
+            case Step(terms, _, _, scale):
+                at_once = None if self.mode.barrier else scale
+                self.held.x -= np.float32(RATE * scale) * self._true_mean(self._pushes(terms, at_once))
+            case Publish():
+                self._publish(checksum)
 
     def compare(self, why: str) -> None:
         if self.store.publication >= 0 and self.store.x.tobytes() != self.held.x.tobytes():
             raise Violation(f"shard {self.index} holds {self.store.x} after {why}, the log gives {self.held.x}")
 
-    def saved(self) -> Held:
+    def saved(self, clock: int) -> Held:
+        self._is_of(clock)
         return deepcopy(self.held)
+
+    def _is_of(self, clock: int) -> None:
+        if self.mode.barrier and self.held.closed != clock:
+            raise Violation(f"checkpoint {clock} is of clock {self.held.closed}")
 
     def loaded(self, saved: Held, clock: int) -> None:
         self.held = deepcopy(saved)
-        if self.mode.barrier and self.held.closed != clock:
-            raise Violation(f"checkpoint {clock} is of clock {self.held.closed}")
+        self._is_of(clock)
         self.given.publications[self._publication()] = zlib.crc32(self.store.p.tobytes())
 
     def has(self, worker: int, clock: int) -> bool:
-        """Whether update `clock` of the worker is whole on the shard: folded, held, or in a mean that awaits the norm."""
-        shard = self.process.shard
-        if worker in shard.held.get(clock, {}):
+        """Whether update `clock` of the worker is whole on the shard: folded, held, or in a set that awaits the norm."""
+        if any(push[0] == worker and push[2] == clock for push in self.held.folded):
             return True
-        waits = self.terms if clock in shard.means else []
-        return any(push[0] == worker and push[2] == clock for push in (*self.held.folded, *(push for _, push in waits)))
+        folding = self.process.shard.planned.folding if self.process.shard.planned is not None else None
+        if not isinstance(folding, Barrier):
+            return False
+        waiting = [update[0] for terms in folding.closing.values() for _, update in terms]
+        return worker in folding.held.get(clock, {}) or any(
+            (push.worker, push.clock) == (worker, clock) for push in waiting if isinstance(push, m.Push)
+        )
 
     def _publication(self) -> tuple[int, int, int]:
-        return (self.process.shard.generation, self.index, self.held.publication)
+        return (self.process.shard.ledger.generation, self.index, self.held.publication)
 
     # What is done to a store; one method for each of its own.
 
-    def _first_weights(self, pieces: Sequence[m.FirstWeights]) -> None:
+    def _first_weights(self, pieces: Update) -> None:
         if self.held.folded:
             raise Violation(f"shard {self.index} takes first weights after the first fold")
         ordered = sorted(pieces, key=lambda piece: piece.begin)
@@ -117,32 +135,27 @@ class Mirror:
         self.held.publication = -1
         self._publish(zlib.crc32(self.held.x.tobytes()))
 
-    def _fold_update(self, pieces: Sequence[m.Push], weight: float) -> None:
-        push = self._once(pieces)
-        self.held.x += np.float32(weight) * self._mine(self.given.pushes[push][0])
+    def _pushes(self, terms: Terms, at_once: float | None = None) -> list[tuple[float, PushId]]:
+        """Whose pushes are folded, and at which weight; `at_once`: that, where the mean is of one."""
+        pushes = [(weight, self._once(update)) for weight, update in terms]
         if self.mode.barrier:
-            self.batch.append((weight, push))
+            self.batch += pushes
         else:
-            self._at_once(push, weight)
+            self._at_once(pushes[0][1], pushes[0][0] if at_once is None else at_once)
+        return pushes
 
-    def _mean(self, pushes: Sequence[tuple[float, Sequence[m.Push]]]) -> None:
-        self.terms = [(weight, self._once(pieces)) for weight, pieces in pushes]
-
-    def _fold_outer(self, mean: FloatArray, keys: tuple[int, int]) -> None:
+    def _outer(self, pushes: list[tuple[float, PushId]], keys: tuple[int, int]) -> None:
         held, settings = self.held, self.case.settings
-        mean = self._true_mean(self.terms[0][0])
+        mean = self._true_mean(pushes)
         rate, momentum = np.float32(settings.outer_lr), np.float32(settings.outer_momentum)
         # Of the keys whose turn this clock is, and of no others.
-        clock, begin, size = self.terms[0][1][2], self.store.begin, self.store.size
+        clock, begin, size = pushes[0][1][2], self.store.begin, self.store.size
         low, high = (begin + size * (clock % settings.fragments + i) // settings.fragments for i in (0, 1))
         if keys != (low, high):
             raise Violation(f"clock {clock} is folded at keys {keys} of shard {self.index}, not at {(low, high)}")
         at = slice(low - begin, high - begin)
         held.momentum[at] = momentum * held.momentum[at] + mean[at]
         held.x[at] += rate * (mean[at] + momentum * held.momentum[at])
-
-    def _fold_gradient(self, mean: FloatArray, hyper: bytes, absent: Sequence[int], scale: float) -> None:
-        self.held.x -= np.float32(RATE * scale) * self._true_mean(scale)
 
     def _publish(self, checksum: int) -> None:
         held = self.held
@@ -157,22 +170,23 @@ class Mirror:
 
     # What must be so.
 
-    def _once(self, pieces: Sequence[m.Push]) -> PushId:
+    def _once(self, pieces: Update) -> PushId:
         """Whose push is folded: one that was given, once only, and of this generation."""
-        push = (pieces[0].worker, pieces[0].epoch, pieces[0].clock)
+        first = pieces[0]
+        assert isinstance(first, m.Push)
+        push = (first.worker, first.epoch, first.clock)
         where = f"{push} on shard {self.index}"
         if push not in self.given.pushes:
             raise Violation(f"{where} was never pushed")
         if push in self.held.folded:
             raise Violation(f"{where} is folded twice")
-        if self.given.generation_of.get(push[:2]) != self.process.shard.generation:
+        if self.given.generation_of.get(push[:2]) != self.process.shard.ledger.generation:
             raise Violation(f"{where} is folded, and of another generation")
         return push
 
     def _at_once(self, push: PushId, weight: float) -> None:
         """Folded at once: over the last known samples of the live members; where unknown, as this one's."""
         ledger, held = self.process.shard.ledger, self.held
-        assert ledger is not None
         live = dict(row[:2] for row in ledger.members)
         if live.get(push[0]) != push[1]:
             raise Violation(f"{push} is folded on shard {self.index}, and its worker is no member")
@@ -187,7 +201,7 @@ class Mirror:
         held, clock, pushes = self.held, self.held.closed, self.given.pushes
         where = f"clock {clock} on shard {self.index}"
         updates = tuple((worker, update) for _, (worker, _, update) in self.batch)
-        right = self.given.sets.get((self.process.shard.generation, clock))
+        right = self.given.sets.get((self.process.shard.ledger.generation, clock))
         if updates != right or (self.case.settings.quorum < 0 and any(update != clock for _, update in updates)):
             raise Violation(f"{where} is closed over {self.batch}, not the updates of {right}")
         total = sum(pushes[push][1] for _, push in self.batch)
@@ -197,13 +211,9 @@ class Mirror:
             held.folded[push], held.shown[push] = weight, held.publication
         self.batch, held.closed = [], clock + 1
 
-    def _true_mean(self, weight: float) -> FloatArray:
-        """What Store.mean must have given, clipped where the plan says so: by the norm over all shards."""
-        if self.mode.barrier:
-            self.batch += self.terms
-        else:
-            self._at_once(self.terms[0][1], weight)
-        whole = sum_of([(w, self.given.pushes[push][0]) for w, push in self.terms])
+    def _true_mean(self, pushes: list[tuple[float, PushId]]) -> FloatArray:
+        """What the store must have folded, clipped where the plan says so: by the norm over all shards."""
+        whole = sum_of([(w, self.given.pushes[push][0]) for w, push in pushes])
         clip = self.case.max_grad_norm
         if clip:
             parts = [whole[begin:end] for begin, end in split(len(whole), self.case.settings.shards)]

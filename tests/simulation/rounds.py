@@ -31,6 +31,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from narrows.compression import parse
+from narrows.compression.codecs import CODED, RAW
 from narrows.protocols import messages as m
 from narrows.protocols.effects import NS
 from narrows.protocols.gossip.topology import edges
@@ -122,7 +123,7 @@ def exchanges(case: Case) -> Iterator[Sent]:
     met: Counter[tuple[int, int]] = Counter()
     lossless = case.spec == "dense"
     payload = bytes(4 * COUNT if lossless else len(parse(case.spec).contraction().encode(np.ones(COUNT, np.float32))))
-    codec = m.RAW_FLOAT32 if lossless else m.CODED
+    codec = RAW if lossless else CODED
     for number in range(case.rounds):
         for a, b, weight in edges(case.topology, number, case.workers):
             at = met[a, b]

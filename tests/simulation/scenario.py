@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 
 from narrows.protocols import messages as m
 from narrows.protocols.effects import NS
-from narrows.protocols.modes import Settings
+from narrows.protocols.settings import Settings
 from simulation.campaigns import Case, Run
 from simulation.network import MS, Faults
 

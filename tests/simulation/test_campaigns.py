@@ -6,18 +6,30 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from narrows.compression.codecs import RAW
+from narrows.protocols import messages
 from narrows.protocols import messages as m
 from narrows.protocols.cluster.coordinator import Coordinator
 from narrows.protocols.cluster.coordinator import Member as Seat
-from narrows.protocols.effects import NS, GiveWeights, ServerEffect
+from narrows.protocols.effects import NS, GiveWeights, Log, Send, ServerEffect
 from narrows.protocols.member.member import Member
-from narrows.protocols.modes import Mode, Settings
+from narrows.protocols.member.session import Session
+from narrows.protocols.modes import Mode
+from narrows.protocols.plan import Plan, TensorSpec
+from narrows.protocols.settings import Settings
+from narrows.ps.folding import AtOnce
+from narrows.ps.inbox import Inbox
+from narrows.ps.inbox import Seat as ShardSeat
+from narrows.ps.planned import Planned
 from narrows.ps.process import checkpoints
-from narrows.ps.shard import Inbox, Shard
+from narrows.ps.publications import Publications
+from narrows.ps.shard import Shard
+from narrows.ps.store import Change, Mean, Terms
 from simulation.actors import CLOCKS, Disk, Kit
 from simulation.campaigns import MODES, Case, Fault, Run, case_of
 from simulation.mirrors import Violation
@@ -106,10 +118,10 @@ def test_a_death_delays_the_rest_by_at_most_a_lease() -> None:
 class ForgetsPush(Shard):
     """A dedupe entry dropped: now and then the last push of a worker counts as new when it comes again."""
 
-    def _push(self, inbox: Inbox, push: m.Push, now_ns: int) -> list[ServerEffect]:
-        if push.clock == inbox.clock - 1 and push.clock % 5 == 4:
-            inbox.clock = push.clock
-        return super()._push(inbox, push, now_ns)
+    def _push(self, planned: Planned, seat: ShardSeat, push: m.Push, now_ns: int) -> list[ServerEffect]:
+        if push.clock == seat.clock - 1 and push.clock % 5 == 4:
+            seat.clock = push.clock
+        return super()._push(planned, seat, push, now_ns)
 
 
 class OneEarly(Coordinator):
@@ -134,21 +146,21 @@ class AnyEpoch(Shard):
     """An epoch unchecked: what a worker of an earlier life sent counts for the one that has its number now."""
 
     def handle(self, peer: bytes, message: m.Message, now_ns: int) -> list[ServerEffect]:
-        inbox = self.inboxes.get(getattr(message, "worker", -1))
-        if inbox is not None and isinstance(message, (m.Push, m.Pull, m.FirstWeights)):
-            message = replace(message, epoch=inbox.epoch)
+        seat = self.inbox.seats.get(getattr(message, "worker", -1))
+        if seat is not None and isinstance(message, (m.Push, m.Follow, m.Pull, m.FirstWeights)):
+            message = replace(message, epoch=seat.epoch)
         return super().handle(peer, message, now_ns)
 
 
 class CountsTheDead(Shard):
-    """A dead worker's weight kept: its inbox stays, and its samples with it."""
+    """A dead worker's weight kept: its seat stays, and its samples with it."""
 
-    def _members(self, ledger: m.Ledger, now_ns: int) -> list[ServerEffect]:
-        before = dict(self.inboxes)
-        effects = super()._members(ledger, now_ns)
-        for worker, inbox in before.items():
-            self.inboxes.setdefault(worker, inbox)
-        return effects
+    def _members(self) -> list[Log]:
+        before = dict(self.inbox.seats)
+        logs = super()._members()
+        for worker, seat in before.items():
+            self.inbox.seats.setdefault(worker, seat)
+        return logs
 
 
 class Drops(Coordinator):
@@ -179,14 +191,51 @@ class Patient(Coordinator):
         return effects
 
 
-class LeavesBehind(Shard):
-    """A pull answered as soon as the run has come so far, though an update of the puller is in no set yet."""
+def leaves_behind(shown: Publications, seat: ShardSeat, number: int) -> int:
+    """A state counts as settled as far as the run has come, though an update of the child is in no set yet."""
+    return shown.made[number].min_clock
 
-    def _answer(self, inbox: Inbox, now_ns: int) -> list[ServerEffect]:
-        settled, inbox.settled = inbox.settled, self.min_clock
-        effects = super()._answer(inbox, now_ns)
-        inbox.settled = settled
-        return effects
+
+def out_of_turn(session: Session) -> tuple[m.State, ...]:
+    """A difference is taken whatever is here."""
+    for parts in session.coming.values():
+        if len(parts) == next(iter(parts.values())).parts:
+            return tuple(parts[part] for part in sorted(parts))
+    return ()
+
+
+def at_will(shown: Publications, seat: ShardSeat, now_ns: int) -> list[Send]:
+    """All that is kept is sent, whatever the child takes."""
+    child = shown.child(seat)
+    before, child.follow = (
+        child.follow,
+        replace(child.follow, credit=1 + child.follow.credit if child.follow.credit else 0),
+    )
+    effects = serve(shown, seat, now_ns)
+    child.follow = before
+    return effects
+
+
+def half_here(inbox: Inbox, seat: ShardSeat) -> Any:
+    """An update counts as whole with its last part."""
+    pieces = seat.partial.get(seat.clock, {})
+    if pieces and max(pieces) + 1 == next(iter(pieces.values())).parts > len(pieces) and seat.clock % 3 == 2:
+        del seat.partial[seat.clock]
+        return [pieces[part] for part in sorted(pieces)]
+    return next_whole(inbox, seat)
+
+
+def alike(folding: AtOnce, update: Any, weight: float) -> Change:
+    """Every update weighs the same."""
+    return change_of(folding, update, 1 / len(folding.inbox.seats))
+
+
+def once_summed(mean: Mean, terms: Terms) -> Any:
+    """A mean that was taken early counts, whoever is in the set."""
+    return mean.total if mean.taken and mean.total is not None else mean_of(mean, terms)
+
+
+serve, next_whole, change_of, mean_of = Publications.serve, Inbox.next, AtOnce._change, Mean.of
 
 
 def with_quorum(seed: int) -> Case:
@@ -198,26 +247,51 @@ def one_too_far(mode: Mode, clock: int, min_clock: int) -> bool:
     return mode.bound is None or clock <= min_clock + mode.bound + 1
 
 
-PLANTED = {
+Patch = tuple[Any, Any, Any]  # class, module or table; name; what is put there
+sparse = lambda seed: with_states("topk:0.5", seed)  # noqa: E731
+in_parts = lambda seed: with_barrier(seed)  # noqa: E731
+PLANTED: dict[str, tuple[Kit | list[Patch], Callable[[int], Case], str]] = {
     "a dedupe entry dropped": (Kit(shard=ForgetsPush), case_of, "is folded twice"),
-    "the bound off by one": (Kit(), case_of, "staleness"),
+    "the bound off by one": ([(Mode, "allows", one_too_far)], case_of, "staleness"),
     "a barrier closed one early": (Kit(coordinator=OneEarly), case_of, "is closed over|is complete"),
     "an epoch unchecked": (Kit(shard=AnyEpoch), lambda seed: case_of(seed, restart=True), "folded|blames|ended"),
     "a late update dropped": (Kit(coordinator=Drops), with_quorum, "is closed over .* have pushed"),
     "a grace cut short": (Kit(coordinator=Impatient), with_quorum, "is closed over"),
     "a grace without end": (Kit(coordinator=Patient), with_quorum, "after its quorum"),
-    "a late worker sent on without its update": (Kit(shard=LeavesBehind), with_quorum, "own writes|is settled to"),
+    "a late worker sent on without its update": (
+        [(Publications, "_settled", leaves_behind)], with_quorum, "own writes|is settled to"
+    ),
     "a dead worker's weight kept": (Kit(shard=CountsTheDead), case_of, "weight of"),
-}
+    "a difference taken out of turn": ([(Session, "_next", out_of_turn)], sparse, "is another one in"),
+    "more sent than a child takes": (
+        [(Publications, "serve", at_will), (messages, "CREDIT_MAX", 2)], sparse, "asked for were"
+    ),
+    "an update taken in part": ([(Inbox, "next", half_here)], in_parts, "the log gives|publishes|blames"),
+    "samples that count for nothing": ([(AtOnce, "_change", alike)], case_of, "weight of|the log gives"),
+    "a mean of others than the set": ([(Mean, "of", once_summed)], in_parts, "the log gives|publishes"),
+}  # fmt: skip
+
+
+def with_states(spec: str, seed: int) -> Case:
+    """With states coded so."""
+    case = case_of(seed + seed // 8)
+    settings = replace(case.settings, compress_down=spec if case.settings.sync != "bsp" else "dense").validated()
+    return replace(case, settings=settings)
+
+
+def with_barrier(seed: int) -> Case:
+    """Of a mode with a barrier, in which a shard restarts."""
+    found = (case_of(other, restart=True) for other in range(99 * seed, 99 * seed + 99))
+    return next(case for case in found if case.settings.mode().barrier)
 
 
 @pytest.mark.parametrize("bug", PLANTED)
 def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    kit, case, complaint = PLANTED[bug]
-    if bug == "the bound off by one":
-        monkeypatch.setattr(Mode, "allows", one_too_far)
+    planted, case, complaint = PLANTED[bug]
+    for where, name, what in planted if isinstance(planted, list) else ():
+        monkeypatch.setitem(where, name, what) if isinstance(where, dict) else monkeypatch.setattr(where, name, what)
     with pytest.raises(Violation, match=complaint):
-        _until_found(kit, case, complaint)
+        _until_found(planted if isinstance(planted, Kit) else Kit(), case, complaint)
 
 
 def _until_found(kit: Kit, case: Callable[[int], Case], complaint: str) -> None:
@@ -230,19 +304,17 @@ def _until_found(kit: Kit, case: Callable[[int], Case], complaint: str) -> None:
 
 
 def test_a_late_need_for_weights_moves_no_member_that_has_a_state() -> None:
-    # 1. the member asks from publication 0   2. an old NeedWeights: give weights, and ask again from 0
-    # 3. the answer to the first   4. the answer to the second: the delta of publication 1 for the second time (seed 455)
+    # 1. the member follows   2. an old NeedWeights: give weights   3. the state   4. the same NeedWeights again (seed 455)
     member = Member("w", "here")
     member.join(0)
-    member.declare(b"plan", 0)
+    member.declare(Plan((TensorSpec("w", (4,), "float32"),), "", ((0,),)).packed(), 0)
     member.receive(0, m.Welcome("w", 3, 0, 1, 7, 2000, Settings().validated().packed(), (1,)), 0)
     member.receive(0, m.Ready(3, 8, 0, ((0, 4),), b""), 0)
-    member.pull(0, 0, False, 0)
+    member.say(0, [m.Follow(3, 8, 0, -1, 1)], 0)
     assert member.receive(0, m.NeedWeights(3, 8), 0) == [GiveWeights(0)]
-    member.pull(0, 0, False, 0)
-    first = m.State(3, 8, 2, 0, 1, 0, 4, False, 0, 0, 0, (), 0, 0, m.RAW_FLOAT32, bytes(16))
+    first = m.State(3, 8, 0, 0, 1, 0, 4, True, False, 0, 0, 0, (), 0, RAW, bytes(16))
     assert member.receive(0, first, 0)
-    member.pull(0, 2, False, 0)
+    member.say(0, [m.Follow(3, 8, 2, -1, 1)], 0)
     assert member.receive(0, m.NeedWeights(3, 8), 0) == []
 
 

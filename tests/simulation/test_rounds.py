@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from narrows.compression.codecs import RAW
 from narrows.protocols import messages as m
 from narrows.protocols.effects import NS
 from narrows.protocols.gossip.mixing import Mixing
@@ -46,7 +47,7 @@ def test_a_round_on_like_links(name: str, partners: int, bound: int, step_ns: in
     case = replace(drawn(0, name, "dense", bound, 40, 8), roads=(road,) * 8, step_ns=(step_ns,) * 8)
     run = Rounds(case)
     run.run()
-    offer = m.Offer(0, 1, 1, 0, 0, 0, 1, 0, COUNT, 0.5, True, m.RAW_FLOAT32, bytes(4 * COUNT))
+    offer = m.Offer(0, 1, 1, 0, 0, 0, 1, 0, COUNT, 0.5, True, RAW, bytes(4 * COUNT))
     u = partners * size_of(offer) / road.bytes_per_second + road.delay_ns / NS
     v = u + size_of(m.OfferAck(0, 1, 0)) / road.bytes_per_second
     step, rounds = step_ns / NS, case.rounds
@@ -101,7 +102,7 @@ def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_model_that_moves_beside_its_mixes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the full count: no event tells of it."""
-    monkeypatch.setattr("gossiping.WHOLE_EVERY", 50)
+    monkeypatch.setattr("simulation.gossips.WHOLE_EVERY", 50)
     run = Rounds(drawn(3, "ring", "dense", 0, ROUNDS, 8))
 
     def moves() -> None:

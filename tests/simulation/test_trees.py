@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +14,13 @@ from narrows.protocols import messages as m
 from narrows.protocols.cluster.coordinator import Coordinator
 from narrows.protocols.effects import NS, ServerEffect
 from narrows.protocols.modes import Mode
-from narrows.ps.shard import Inbox, Shard
-from narrows.ps.store import Store
-from narrows.ps.uplink import Uplink
+from narrows.ps.above import Pushing
+from narrows.ps.folding import Barrier
+from narrows.ps.inbox import Seat
+from narrows.ps.planned import STAGES, Planned, Stage
+from narrows.ps.publications import Child, Publications
+from narrows.ps.shard import Shard
+from narrows.ps.store import Change, Rebase
 from simulation import trees as simulation_tree
 from simulation.actors import Kit
 from simulation.forms import Forms, cluster_periods_s, explained, measured_s, worker_periods_s
@@ -138,45 +142,50 @@ def test_a_medium_tree() -> None:
 class FoldsTwice(Shard):
     """A cluster's server that takes a repeated push for a new one."""
 
-    def _push(self, inbox: Inbox, push: m.Push, now_ns: int) -> list[ServerEffect]:
-        if self.uplink is not None and push.clock == inbox.clock - 1 and push.clock % 5 == 4:
-            inbox.clock = push.clock
-        return super()._push(inbox, push, now_ns)
+    def _push(self, planned: Planned, seat: Seat, push: m.Push, now_ns: int) -> list[ServerEffect]:
+        if self.means.child and push.clock == seat.clock - 1 and push.clock % 5 == 4:
+            seat.clock = push.clock
+        return super()._push(planned, seat, push, now_ns)
 
 
-class AnswersEarly(Shard):
-    """A pull for the next clock is answered with what there is."""
-
-    def _answer(self, inbox: Inbox, now_ns: int) -> list[ServerEffect]:
-        pull, asked_ns = inbox.pulls[0]
-        if not pull.master and pull.clock == self.min_clock + self.mode.window:
-            inbox.pulls[0] = (replace(pull, clock=self.min_clock), asked_ns)
-        return super()._answer(inbox, now_ns)
+def answers_early(shown: Publications, seat: Seat, child: Child) -> list[Any]:
+    """A state for the next clock is what there is."""
+    number = shown.store.publication
+    return [] if child.sent or number <= child.follow.have else [(number, None, None)]
 
 
-class ShowsEarly(Shard):
+def shows_early(planned: Planned, ledger: m.Ledger, now_ns: int) -> Any:
     """A cluster that shows its workers a clock before the server above has answered for it."""
-
-    def _upward(self, uplink: Uplink, *arguments: Any) -> tuple[list[ServerEffect], bool]:
-        effects, done = super()._upward(uplink, *arguments)
-        return effects, done or uplink.ready
+    effects, done = rebase(planned, ledger, now_ns)
+    return effects, done or planned.above.ready
 
 
-class KeepsUpdates(Shard):
+def keeps_updates(planned: Planned, changes: list[Change]) -> None:
     """What was folded is lost on the way up: the base is set over it."""
+    apply(planned, changes)
+    for change in changes:
+        if isinstance(change, Rebase):
+            np.copyto(planned.store._own_x(), change.base)
 
-    def _rebase(self, uplink: Uplink, store: Store, base: Any) -> None:
-        super()._rebase(uplink, store, base)
-        if base is not None:
-            np.copyto(store._own_x(), base)
 
-
-class OtherSet(Shard):
+def other_set(folding: Barrier, clock: int, pairs: Iterable[m.Pair], clip: Any) -> Any:
     """The second shard folds a clock without the last of its set."""
+    pairs = list(pairs)
+    fewer = folding.inbox.index == 1 and len(pairs) > 1 and clock % 4 == 3
+    return close(folding, clock, pairs[:-1] if fewer else pairs, clip)
 
-    def _close(self, clock: int, updates: list[m.Pair], norms: dict[int, float]) -> tuple[bool, list[ServerEffect]]:
-        fewer = self.index == 1 and self.uplink is not None and len(updates) > 1 and clock % 4 == 3
-        return super()._close(clock, updates[:-1] if fewer else updates, norms)
+
+def pushes_twice(above: Pushing, *arguments: Any, **more: Any) -> Any:
+    """What was pushed goes up once more with the next push."""
+    start = above.start
+    effects = push_up(above, *arguments, **more)
+    if above.exchange.clock % 3 == 2:
+        above.kept = replace(above.kept, start=start)
+    return effects
+
+
+rebase, apply, close = Planned._rebase, Planned.apply, Barrier.close
+push_up = Pushing._push
 
 
 class ForgetsSlowest(Coordinator):
@@ -196,19 +205,27 @@ class ForgetsSlowest(Coordinator):
         self.deciding = False
 
 
-PLANTED = {
+Patch = tuple[Any, Any, Any]  # class or table, name, what is put there
+PLANTED: dict[str, tuple[Kit | Patch, str, str, str]] = {
     "a cluster folds twice": (Kit(shard=FoldsTwice), "bsp", "ssp", "folded twice"),
-    "a pull is answered too early": (Kit(shard=AnswersEarly), "ssp", "ssp", "staleness: the state of"),
-    "the root's bound is not kept": (Kit(shard=ShowsEarly), "bsp", "bsp", "staleness: c[0-9].s[01] shows"),
-    "updates are lost on the way up": (Kit(shard=KeepsUpdates), "ssp", "ssp", "come to|the log gives"),
-    "a shard closes over another set": (Kit(shard=OtherSet), "ssp", "bsp", "the coordinator over"),
+    "a state is sent too early": ((Publications, "_whole", answers_early), "ssp", "ssp", "staleness: the state of"),
+    "the root's bound is not kept": (
+        *((STAGES, Stage.REBASE, shows_early), "bsp", "bsp", "staleness: c[0-9].s[01] shows"),
+    ),
+    "updates are lost on the way up": ((Planned, "apply", keeps_updates), "ssp", "ssp", "come to|the log gives"),
+    "updates go up twice": ((Pushing, "_push", pushes_twice), "ssp", "ssp", "come to|the log gives"),
+    "a shard closes over another set": ((Barrier, "close", other_set), "ssp", "bsp", "the coordinator over"),
     "the slowest is forgotten": (Kit(coordinator=ForgetsSlowest), "ssp", "ssp", "min_clock goes from"),
 }
 
 
 @pytest.mark.parametrize("bug", PLANTED)
-def test_a_planted_bug_is_found(bug: str) -> None:
-    kit, above, below, complaint = PLANTED[bug]
+def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    planted, above, below, complaint = PLANTED[bug]
+    if isinstance(planted, tuple):
+        where, name, what = planted
+        monkeypatch.setitem(where, name, what) if isinstance(where, dict) else monkeypatch.setattr(where, name, what)
+    kit = planted if isinstance(planted, Kit) else Kit()
     with pytest.raises(Violation, match=complaint):
         _until_found(lambda seed: Tree(case_of(above, below, seed), kit), complaint)
 
@@ -240,9 +257,9 @@ def test_the_full_count_finds_what_no_event_tells(monkeypatch: pytest.MonkeyPatc
         return tree
 
     def weights(tree: Tree) -> None:
-        store = tree.clusters[1].servers[0].shard.store
-        assert store is not None
-        store.x[0] += 1
+        planned = tree.clusters[1].servers[0].shard.planned
+        assert planned is not None
+        planned.store.x[0] += 1
 
     def clock(tree: Tree) -> None:
         front = tree.clusters[2].checker.taken[0]

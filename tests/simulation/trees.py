@@ -12,11 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from narrows.compression.codecs import RAW
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
 from narrows.protocols.effects import NS
 from narrows.protocols.errors import NarrowsError
-from narrows.protocols.modes import MODES, Settings
+from narrows.protocols.modes import MODES
+from narrows.protocols.settings import Settings
 from narrows.protocols.wire import decode, encode
 from simulation.actors import KEYS, Disk, Kit, Process, Worker
 from simulation.levels import Level
@@ -287,7 +289,7 @@ class Tree:
         if not isinstance(message, (m.Push, m.State, m.FirstWeights)):
             return 0
         size = len(message.payload)
-        return size * self.byte_stands_for if message.codec == m.RAW_FLOAT32 else size
+        return size * self.byte_stands_for if message.codec == RAW else size
 
     def home(self, index: int) -> Node:
         """The cluster of a worker."""

@@ -38,6 +38,7 @@ from kit.processes import (
 from kit.scripts import distance, flat
 from safetensors.torch import load_file
 
+from narrows.compression.codecs import RAW
 from narrows.protocols import messages as m
 from narrows.protocols.errors import ServerLostError
 from narrows.protocols.wire import HEADER_BYTES_MAX, decode, encode
@@ -285,7 +286,7 @@ def forged(worker: Worker) -> dict[str, list[bytes]]:
     member = worker.session.link.member
     size = worker.engine.flat.size
     payload = np.full(size, 1e9, np.float32).tobytes()
-    push = m.Push(member.worker, member.epoch, worker.clock, 0, 1, 0, size, 1, b"", m.RAW_FLOAT32, payload)
+    push = m.Push(member.worker, member.epoch, worker.clock, 0, 1, 0, size, 1, b"", RAW, payload)
     header, body = (bytes(frame) for frame in encode(push))
     return {
         "junk": [b"junk"],

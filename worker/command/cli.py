@@ -30,8 +30,9 @@ from narrows.protocols.errors import (
     UnreachableError,
     UsageError,
 )
-from narrows.protocols.modes import MODES, Settings
+from narrows.protocols.modes import MODES
 from narrows.protocols.runtime.flags import ALLOCATOR, COMMAND, given, parse_address, run, run_flags
+from narrows.protocols.settings import Settings
 from narrows.protocols.wire import pack
 from narrows.worker.command.console import Console
 from narrows.worker.command.recording import Recording

@@ -1,0 +1,108 @@
+"""Pieces of a model as they travel: values of keys [begin, end), coded by one of CODECS. What is done with a piece of any
+codec is here and nowhere else, on arrays of the host; arrays on a device get the same methods.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from narrows.compression import payload as coded
+from narrows.compression.buffers import FloatArray
+from narrows.compression.errors import NonFinitePayloadError, PayloadError
+
+Payload = bytes | bytearray | memoryview
+
+RAW = 0  # little-endian float32, one for each key: what `dense` sends, so that nothing is copied
+CODED = 1  # a payload that describes itself (payload.py)
+
+
+class PieceLike(Protocol):
+    """What is needed of a piece; messages that carry values are pieces too."""
+
+    @property
+    def codec(self) -> int: ...
+    @property
+    def begin(self) -> int: ...
+    @property
+    def end(self) -> int: ...
+    @property
+    def payload(self) -> Payload: ...
+
+
+class Piece(NamedTuple):
+    """Values of keys [begin, end); `payload` is one of `codec`."""
+
+    codec: int
+    begin: int
+    end: int
+    payload: Payload
+
+
+class Codec(NamedTuple):
+    """check(payload, count, finite): PayloadError unless it is one of `count` values. add(payload, weight, out): out +=
+    weight * values. put: out = weight * values."""
+
+    check: Callable[[Payload, int, bool], None]
+    add: Callable[[Payload, float, FloatArray], None]
+    put: Callable[[Payload, float, FloatArray], None]
+
+
+def _check_raw(payload: Payload, count: int, finite: bool) -> None:
+    if len(payload) != 4 * count:
+        raise PayloadError(f"{count} raw values are {4 * count} bytes, not {len(payload)}")
+    if finite and not np.isfinite(np.frombuffer(payload, np.float32)).all():
+        raise NonFinitePayloadError("it holds NaN or infinity")
+
+
+def _put_raw(payload: Payload, weight: float, out: FloatArray) -> None:
+    values = np.frombuffer(payload, np.float32)
+    if weight == 1.0:
+        np.copyto(out, values)
+    else:
+        np.multiply(values, np.float32(weight), out=out)
+
+
+def _check_coded(payload: Payload, count: int, finite: bool) -> None:
+    coded.check(payload, count, finite=finite)
+
+
+def _put_coded(payload: Payload, weight: float, out: FloatArray) -> None:
+    out.fill(0.0)
+    coded.accumulate(payload, weight, out)
+
+
+CODECS: dict[int, Codec] = {
+    RAW: Codec(_check_raw, coded.add_raw, _put_raw),
+    CODED: Codec(_check_coded, coded.accumulate, _put_coded),
+}
+
+
+def raw_pieces(values: FloatArray, origin: int, cuts: Iterable[tuple[int, int]]) -> list[Piece]:
+    """The keys of each cut as they lie in `values`, float32, whose first is key `origin`: no copy."""
+    raw = values.view(np.uint8).data
+    return [Piece(RAW, begin, end, raw[4 * (begin - origin) : 4 * (end - origin)]) for begin, end in cuts]
+
+
+def coded_piece(payload: Payload, begin: int, end: int) -> Piece:
+    """What a compressor made of keys [begin, end)."""
+    return Piece(CODED, begin, end, payload)
+
+
+def check(piece: PieceLike, *, finite: bool = False) -> None:
+    """Raise PayloadError, one sentence, unless the payload is one of exactly the piece's keys; `finite`:
+    NonFinitePayloadError where it holds NaN or infinity."""
+    codec = CODECS.get(piece.codec)
+    if codec is None:
+        raise PayloadError(f"unknown codec {piece.codec}")
+    codec.check(piece.payload, piece.end - piece.begin, finite)
+
+
+def add(piece: PieceLike, weight: float, out: FloatArray, origin: int) -> None:
+    """out += weight * values, at the keys of the piece; out[0] is key `origin`. One pass, straight from the bytes."""
+    CODECS[piece.codec].add(piece.payload, weight, out[piece.begin - origin : piece.end - origin])
+
+
+def put(piece: PieceLike, weight: float, out: FloatArray, origin: int) -> None:
+    """out = weight * values, at the keys of the piece."""
+    CODECS[piece.codec].put(piece.payload, weight, out[piece.begin - origin : piece.end - origin])

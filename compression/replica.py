@@ -1,0 +1,82 @@
+"""The arrays of a child of a server on the host: what it pulled of keys [begin, end), and what it still owes of them."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from narrows.compression.buffers import FloatArray
+from narrows.compression.codecs import Piece, PieceLike, add, check, coded_piece, put, raw_pieces
+from narrows.compression.feedback import ErrorFeedback
+
+Keys = tuple[int, int]  # [begin, end)
+
+
+class HostReplica:
+    """pulled, float32[end - begin]; `feedbacks`: keys and error feedback of each fragment, whose turn is every so many clocks.
+
+    cut: how raw values are cut into pieces. Payloads of what is raw are the arrays that were given, not copies.
+    """
+
+    def __init__(
+        self,
+        begin: int,
+        end: int,
+        feedbacks: Sequence[tuple[Keys, ErrorFeedback]],
+        cut: Callable[[int, int], Iterable[Keys]],
+        pulled: FloatArray | None = None,
+    ) -> None:
+        self.begin, self.end, self.feedbacks, self.cut = begin, end, list(feedbacks), cut
+        self.pulled = np.zeros(end - begin, np.float32) if pulled is None else pulled
+
+    @property
+    def residuals(self) -> list[tuple[int, int, FloatArray]]:
+        """Begin, end and values of each residual that there is."""
+        return [(*keys, kept.residual) for keys, kept in self.feedbacks if kept.residual is not None]
+
+    def turn(self, clock: int) -> tuple[Keys, ErrorFeedback]:
+        """Keys [begin, end) of the fragment that update `clock` carries, and its feedback."""
+        return self.feedbacks[clock % len(self.feedbacks)]
+
+    def absorb(self, pieces: Sequence[PieceLike], add: bool) -> None:
+        """Change `pulled`: pieces are added, or are values of their keys. PayloadError changes nothing."""
+        self._write(pieces, add, self.pulled)
+
+    def _write(self, pieces: Sequence[PieceLike], adds: bool, out: FloatArray) -> FloatArray:
+        for piece in pieces:
+            check(piece)
+        for piece in pieces:
+            (add if adds else put)(piece, 1.0, out, self.begin)
+        return out
+
+    def early(self, piece: PieceLike) -> None:
+        """It waits for the others."""
+
+    def encode(self, update: FloatArray, clock: int, dense: bool = False) -> list[Piece]:
+        """Pieces of update + residual of the fragment whose turn `clock` is; NonFiniteError changes nothing."""
+        (begin, end), feedback = self.turn(clock)
+        if dense or feedback.compressor.spec == "dense":
+            if feedback.residual is not None:
+                update = update + feedback.residual
+            feedback.load_state_dict({})
+            return raw_pieces(update, begin, self.cut(begin, end))
+        feedback.memory.step = clock  # alike on all workers, whenever they joined
+        return [coded_piece(feedback.encode(update), begin, end)]
+
+    def give_back(self, pieces: Iterable[PieceLike], clock: int) -> None:
+        """These, encoded for `clock`, were not sent."""
+        for piece in pieces:
+            self.turn(clock)[1].restore(piece.payload)
+
+    def base(self, stand_ins: Iterable[tuple[float, PieceLike]], begin: int, end: int, out: FloatArray) -> None:
+        """out, float32[end - begin] = pulled + residual + weight * piece, where they are of keys [begin, end)."""
+        np.copyto(out, self.pulled[begin - self.begin : end - self.begin])
+        for low, high, residual in self.residuals:
+            if begin <= low and high <= end:
+                out[low - begin : high - begin] += residual
+        for weight, piece in stand_ins:
+            if begin <= piece.begin and piece.end <= end:
+                add(piece, weight, out, begin)
+
+    def master(self, pieces: Sequence[PieceLike]) -> FloatArray:
+        """The values of these pieces, which are all keys, float32[end - begin]."""
+        return self._write(pieces, False, np.empty(self.end - self.begin, np.float32))

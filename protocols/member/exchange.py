@@ -1,0 +1,169 @@
+"""What a child, a worker or the server of a cluster, has under way with one shard above it, and what it may do next. Pure.
+
+Rules
+- One clock is one update. A child computes with clock c on a state that is settled to c - s: all is in that is said of it,
+  and with a quorum, which goes on without who is late, its own. At most `window` updates are in flight.
+- Differences are followed from the beginning, and come as they are made. Whole states are asked for one by one: right after a
+  push, so that with s >= 1 the link's time lies under what is computed next, and where the one that came does not do.
+- replica = pulled + residual + sum over own clocks of stand_in * update (replica.py), made in `base` and nowhere else.
+- What comes from the server is looked at whole before any of it is taken over.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Generic
+
+from narrows.protocols import effects as e
+from narrows.protocols import messages as m
+from narrows.protocols.effects import MemberEffect
+from narrows.protocols.errors import RemoteProtocolError
+from narrows.protocols.keys import Keys, covers, fragment
+from narrows.protocols.member.replica import A, Piece, Replica, stand_in
+from narrows.protocols.modes import Mode, Rule
+
+Says = list[m.Message]  # for the session toward the shard
+
+
+class Exchange(Generic[A]):
+    """Toward shard `shard`. `whole`: it publishes whole states, not differences. Methods return what is to be said."""
+
+    def __init__(self, shard: int, mode: Mode, replica: Replica[A], whole: bool) -> None:
+        self.shard, self.mode, self.replica, self.whole = shard, mode, replica, whole
+        self.worker, self.epoch = -1, 0
+        self.clock = 0  # of the next update
+        self.publication = self.min_clock = self.settled = -1  # of the pulled state
+        self.contains: dict[int, float] = {}  # own clocks in it that are not settled, and the weight each was folded at
+        self.in_flight: set[int] = set()
+        self.own: OrderedDict[int, Sequence[Piece]] = OrderedDict()  # updates as sent that may stand in
+        self.asked = False  # for a whole state, which has not come
+        self.coding = ""  # what published states are to be coded with, where that is ours to say
+        self.shared: A | None = None  # the master copy, once it has come
+
+    def begin(self, worker: int, epoch: int, clock: int) -> Says:
+        """A place in the run, or another one: what was in flight is given up, the residual is not."""
+        self.worker, self.epoch, self.clock = worker, epoch, clock
+        self.publication = self.min_clock = self.settled = -1
+        self.contains, self.asked, self.shared = {}, False, None
+        self.in_flight.clear()
+        self.own.clear()
+        return self._follow(clock)
+
+    @property
+    def may_compute(self) -> bool:
+        """With the present clock, on the state that is here."""
+        return self.settled >= 0 and self.mode.allows(self.clock, self.settled)
+
+    @property
+    def may_push(self) -> bool:
+        return len(self.in_flight) < self.mode.window
+
+    def turn(self, clock: int) -> Keys:
+        """The keys that update `clock` carries."""
+        replica, mode = self.replica, self.mode
+        return fragment(replica.begin, replica.end, mode.fragments, mode.fragment(clock))
+
+    # Asking.
+
+    def _follow(self, clock: int) -> Says:
+        self.asked = True
+        credit = 1 if self.whole else m.CREDIT_MAX
+        return [m.Follow(self.worker, self.epoch, clock, self.publication, credit, self.coding)]
+
+    def need(self, settled: int) -> Says:
+        """Ask for a state that is settled to so much, where none is under way and the one here does not do."""
+        if not self.whole or self.asked or not 0 <= self.settled < settled:
+            return []
+        return self._follow(settled + (self.mode.bound or 0))
+
+    def ask_shared(self, flushed: bool) -> Says:
+        """Ask for the master copy; `flushed`: once all that live workers pushed before this clock is in it."""
+        self.shared = None
+        return [m.Pull(self.worker, self.epoch, 0, self.clock if flushed else 0)]
+
+    # Own updates.
+
+    def give(self, pieces: Sequence[Piece]) -> Says:
+        """The run has no weights yet, and these are the first. Others may still be missing: what is followed comes then."""
+        count = len(pieces)
+        return [
+            m.FirstWeights(self.worker, self.epoch, i, count, piece.begin, piece.end, piece.codec, piece.payload)
+            for i, piece in enumerate(pieces)
+        ]
+
+    def part(self, index: int, count: int, piece: Piece, samples: int, hyper: bytes = b"") -> m.Push:
+        """Part `index` of `count` of the update of the present clock."""
+        self.in_flight.add(self.clock)
+        where = (index, count, piece.begin, piece.end, samples, b"" if index else hyper)
+        return m.Push(self.worker, self.epoch, self.clock, *where, piece.codec, piece.payload)
+
+    def push(self, pieces: Sequence[Piece], samples: int, coding: str = "", hyper: bytes = b"") -> Says:
+        """The whole update of the present clock, as the replica encoded it; and what follows from it."""
+        parts = [self.part(index, len(pieces), piece, samples, hyper) for index, piece in enumerate(pieces)]
+        if self.mode.rule is not Rule.OPTIMIZER:
+            self.own[self.clock] = pieces
+        return [*parts, *self.pushed(coding)]
+
+    def pushed(self, coding: str = "") -> Says:
+        """All parts of the update of this clock are on their way."""
+        self.clock += 1
+        changed, self.coding = coding != self.coding, coding
+        if changed or (self.whole and not self.asked):
+            return self._follow(self.clock + self.mode.ahead(self.clock, self.settled))
+        return []
+
+    # What comes.
+
+    def take(self, event: MemberEffect) -> Says:
+        """What the session toward the shard has seen. Raises RemoteProtocolError; then nothing has changed."""
+        if isinstance(event, e.PushSettled):
+            self.in_flight.discard(event.clock)
+        elif isinstance(event, (e.StatePart, e.MasterArrived, e.StateArrived)):
+            try:
+                return self._take(event)
+            except ValueError as error:
+                raise RemoteProtocolError(f"the server sent a payload that is none: {error}") from None
+        return []
+
+    def _take(self, event: e.StatePart | e.MasterArrived | e.StateArrived) -> Says:
+        if isinstance(event, e.StatePart):
+            self.replica.early(event.state)
+            return []
+        self._check(event.parts)
+        if isinstance(event, e.MasterArrived):
+            self.shared = self.replica.master(event.parts)
+            return []
+        last = event.parts[-1]
+        self.replica.absorb(event.parts, last.add)
+        self.publication, self.min_clock, self.settled = last.publication, last.min_clock, last.settled
+        self.contains, self.asked = dict(last.contains), False
+        return [] if self.may_compute else self.need(self.clock - (self.mode.bound or 0))
+
+    def _check(self, parts: tuple[m.State, ...]) -> None:
+        """Raise RemoteProtocolError unless `parts` are of one kind and hold the keys that such a state has, each once."""
+        first, pieces = parts[0], [(part.begin, part.end) for part in parts]
+        if any((part.whole, part.add) != (first.whole, first.add) for part in parts) or (first.whole and first.add):
+            raise RemoteProtocolError("the server sent a state that is half a difference")
+        ranges = [(self.replica.begin, self.replica.end)]
+        if not first.whole:
+            ranges += [self.turn(clock) for clock in range(self.mode.fragments)]
+        if not any(covers(pieces, *keys) for keys in ranges):
+            raise RemoteProtocolError(f"the server sent a state that does not cover {ranges[0]} exactly once")
+
+    # The replica.
+
+    def base(self, begin: int, end: int, out: A) -> None:
+        """The replica of keys [begin, end), which are whole fragments, into `out`; own updates that no longer stand in are
+        forgotten."""
+        self.replica.base(self._stand_ins(), begin, end, out)
+        unbound = self.mode.bound is None
+        oldest = max(self.settled, self.clock - self.mode.window) if unbound else self.settled
+        for clock in [c for c in self.own if c < oldest and c not in self.in_flight]:
+            del self.own[clock]
+
+    def _stand_ins(self) -> Iterator[tuple[float, Piece]]:
+        for clock, pieces in self.own.items():
+            weight = stand_in(self.mode, clock, self.clock, self.settled, self.contains.get(clock))
+            if weight:
+                yield from ((weight, piece) for piece in pieces)

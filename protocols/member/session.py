@@ -1,0 +1,215 @@
+"""One member's conversation with one shard: pushes that are not settled, and the publications that it follows. No I/O.
+
+Rules
+- A push is repeated under the same id until it is answered. HELD stops the repeats; FOLDED, or a state that is settled beyond
+  it, settles it. At most `window` are in flight: a push beyond that is a LocalProtocolError.
+- Publications are numbered. A difference is taken once the one before it is here, a whole state if it is newer; what comes
+  early is kept, what comes twice is dropped. So nothing that arrives is given up, however late it is.
+- Follow says what is here. It is said again where nothing comes for a while; the shard knows what to send again, and when.
+- Silence settles nothing, and neither does a refusal: a push in flight when the member must join again may have been folded,
+  and its ack lost. It is given up, never given back, or it could be folded a second time.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from narrows.protocols import effects as e
+from narrows.protocols import messages as m
+from narrows.protocols.effects import MemberEffect, Send
+from narrows.protocols.errors import LocalProtocolError
+from narrows.protocols.member.meter import LinkMeter
+from narrows.protocols.modes import Mode
+from narrows.protocols.timing import PATIENCE_MAX, Patience, Timing
+from narrows.protocols.wire import FRAME_BYTES
+
+PULLS_MAX = 64  # requests of one pull whose answers are still taken: those of the first hours
+Parts = dict[int, m.State]  # of one state, by part
+
+
+@dataclass(slots=True)
+class PushRecord:
+    """One update on its way to the shard."""
+
+    messages: list[m.Push]
+    began_ns: int  # when its first part was sent
+    sent_ns: int
+    held: bool = False
+    repeated: bool = False  # so an ack may be of an earlier copy, and tells nothing of the link
+
+    @property
+    def bytes(self) -> int:
+        return sum(len(message.payload) for message in self.messages)
+
+
+class Session:
+    """Of a member that has its place in the run. What it is to say is handed to it as messages; see `Exchange`."""
+
+    def __init__(self, shard: int, worker: int, epoch: int, mode: Mode, timing: Timing, meter: LinkMeter) -> None:
+        self.shard, self.worker, self.epoch, self.mode = shard, worker, epoch, mode
+        self.timing, self.meter = timing, meter
+        self.patience = Patience(timing)
+        self.pushes: OrderedDict[int, PushRecord] = OrderedDict()
+        self.follow: m.Follow | None = None  # as it was said last
+        self.waits = False  # for the next publication
+        self.have = -1  # the newest publication that is here, and all before it
+        self.coming: dict[
+            tuple[bool, int], Parts
+        ] = {}  # states that are not all here or come early: (whole, publication)
+        self.requests = 0
+        self.pull: m.Pull | None = None  # under way, as it was said last
+        self.pulled: dict[int, Parts] = {}  # of its answer, by the requests that it had
+        self.pull_ns = 0  # when it was last asked for, or a part of it came
+        self.heard_ns = 0  # the same, of the next publication
+
+    @property
+    def at_rest(self) -> bool:
+        """The shard has all that was pushed."""
+        return all(record.held for record in self.pushes.values())
+
+    # Commands.
+
+    def say(self, messages: Sequence[m.Message], now_ns: int) -> list[MemberEffect]:
+        """Send these, and see to it that they are answered."""
+        return [Send(self.shard, self._prepared(message, now_ns)) for message in messages]
+
+    def _prepared(self, message: m.Message, now_ns: int) -> m.Message:
+        prepare = PREPARE.get(type(message))
+        return prepare(self, message, now_ns) if prepare is not None else message
+
+    def _push(self, push: m.Push, now_ns: int) -> m.Message:
+        record = self.pushes.get(push.clock)
+        if record is None:
+            if len(self.pushes) >= self.mode.window:
+                text = f"{len(self.pushes)} pushes in flight to shard {self.shard}: no more may be sent"
+                raise LocalProtocolError(text)
+            record = self.pushes[push.clock] = PushRecord([], now_ns, now_ns)
+        record.messages.append(push)
+        record.sent_ns = now_ns
+        return push
+
+    def _follow(self, follow: m.Follow, now_ns: int) -> m.Message:
+        self.follow, self.waits, self.heard_ns = replace(follow, have=self.have), True, now_ns
+        return self.follow
+
+    def _pull(self, pull: m.Pull, now_ns: int) -> m.Message:
+        self.requests += 1
+        if pull is not self.pull:
+            self.pulled.clear()
+        self.pull, self.pull_ns = replace(pull, request=self.requests), now_ns
+        self.pulled[self.requests] = {}
+        while len(self.pulled) > PULLS_MAX:
+            del self.pulled[min(self.pulled)]
+        return self.pull
+
+    # Messages.
+
+    def receive(self, message: m.Message, now_ns: int) -> list[MemberEffect]:
+        """The effects of an answer of the shard; none for one of an earlier epoch."""
+        if not isinstance(message, (m.NeedWeights, m.PushAck, m.State)) or message.epoch != self.epoch:
+            return []
+        if isinstance(message, m.PushAck):
+            return self._acked(message, now_ns)
+        if isinstance(message, m.State):
+            return self._state(message, now_ns)
+        # A late one may come to a member that has had a state since.
+        return [e.GiveWeights(self.shard)] if self.waits and self.have < 0 else []
+
+    def _acked(self, ack: m.PushAck, now_ns: int) -> list[MemberEffect]:
+        effects: list[MemberEffect] = [e.BuffersWanted()] if ack.want_buffers else []
+        self.meter.down.passed(ack.sent_ns, now_ns)
+        record = self.pushes.get(ack.clock)
+        if record is None:
+            return effects
+        if record.repeated and not record.held:
+            self.patience.answered(record.began_ns, record.bytes, now_ns)
+        elif not record.held:
+            self.meter.up.passed(record.began_ns, ack.received_ns, record.bytes)
+        if ack.status == m.PushStatus.FOLDED:
+            del self.pushes[ack.clock]
+            return [*effects, e.PushSettled(self.shard, ack.clock, ack.weight)]
+        record.held = True
+        return effects
+
+    def _state(self, state: m.State, now_ns: int) -> list[MemberEffect]:
+        if not 0 <= state.part < state.parts <= m.PARTS_MAX:
+            return []
+        if state.request:
+            return self._of_the_master(state, now_ns)
+        if not self.have < state.publication <= self.have + (1 << 62 if state.whole else m.CREDIT_MAX):
+            return []
+        self.heard_ns = now_ns
+        self.meter.down.passed(state.sent_ns, now_ns, len(state.payload))
+        newest = max((number for whole, number in self.coming if whole), default=-1)
+        if state.whole and state.publication < newest:
+            return []
+        if state.whole and state.publication > newest:
+            self.coming.pop((True, newest), None)
+        parts = self.coming.setdefault((state.whole, state.publication), {})
+        parts[state.part] = state
+        early: list[MemberEffect] = [e.StatePart(self.shard, state)] if state.whole else []
+        return [*early, *self._taken(now_ns)]
+
+    def _taken(self, now_ns: int) -> list[MemberEffect]:
+        """All that is here whole and in its turn."""
+        effects: list[MemberEffect] = []
+        while parts := self._next():
+            state = parts[-1]
+            self.have = state.publication
+            self.coming = {key: value for key, value in self.coming.items() if key[1] > self.have}
+            for clock in [clock for clock in self.pushes if clock < state.settled]:
+                del self.pushes[clock]
+                effects.append(e.PushSettled(self.shard, clock, 0.0))
+            effects.append(e.StateArrived(self.shard, parts))
+        if effects and self.follow is not None:
+            # Whole states are asked for one by one; differences come as they are made, and are acknowledged.
+            self.waits = self.follow.credit > 1
+            if self.waits:
+                effects += self.say([self.follow], now_ns)
+        return effects
+
+    def _next(self) -> tuple[m.State, ...]:
+        for (whole, number), parts in self.coming.items():
+            if len(parts) == next(iter(parts.values())).parts and (whole or number == self.have + 1):
+                return tuple(parts[part] for part in sorted(parts))
+        return ()
+
+    def _of_the_master(self, state: m.State, now_ns: int) -> list[MemberEffect]:
+        parts = self.pulled.get(state.request)
+        if parts is None or self.pull is None:
+            return []
+        self.meter.down.passed(state.sent_ns, now_ns, len(state.payload))
+        self.pull_ns = now_ns
+        parts[state.part] = state
+        if len(parts) < state.parts:
+            return []
+        pull, self.pull = self.pull, None
+        self.pulled.clear()
+        return [e.MasterArrived(self.shard, pull.clock, tuple(parts[part] for part in sorted(parts)))]
+
+    # Time.
+
+    def repeat(self, now_ns: int) -> list[MemberEffect]:
+        """What was not answered in time, once more."""
+        effects: list[MemberEffect] = []
+        for record in self.pushes.values():
+            if not record.held and self.patience.over(record.sent_ns, record.bytes, now_ns):
+                record.sent_ns, record.repeated = now_ns, True
+                effects += [Send(self.shard, message) for message in record.messages]
+        if self.follow is not None and self.waits and now_ns - self.heard_ns >= self.timing.request_retry_ns:
+            effects += self.say([self.follow], now_ns)
+        # Each copy of the answer is a model: from one to the next it is waited for longer.
+        wait_ns = min(len(self.pulled), PATIENCE_MAX) * self.timing.answer_ns(FRAME_BYTES)
+        if self.pull is not None and now_ns - self.pull_ns >= wait_ns:
+            effects += self.say([self.pull], now_ns)
+        return effects
+
+
+PREPARE: dict[type[m.Message], Callable[[Session, Any, int], m.Message]] = {
+    m.Push: Session._push,
+    m.Follow: Session._follow,
+    m.Pull: Session._pull,
+}

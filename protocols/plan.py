@@ -1,0 +1,166 @@
+"""What a worker declares of its model: tensors in registration order, its optimizer, and the module buffers beside them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from narrows.protocols.errors import IncompatibleError, RemoteProtocolError
+from narrows.protocols.wire import pack, unpack
+
+KEYS_MAX = 1 << 40  # parameters of one model
+NAME_MAX = 1024  # characters of a tensor's name
+
+# Bytes of one value of each dtype that a module's buffers may have, by torch's name.
+DTYPE_BYTES = {
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+    "uint16": 2,
+    "uint32": 4,
+    "uint64": 8,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "complex64": 8,
+}
+NamedArray = tuple[str, tuple[int, ...], bytes | memoryview]  # dtype, shape, raw little-endian values
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor of the model: its name, shape, and the dtype that the workers hold it in."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def size(self) -> int:
+        size = 1
+        for extent in self.shape:
+            size *= extent
+        return size
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a worker declares: its tensors in order, and its optimizer as plain values.
+
+    `groups[g]` are the tensor indices of parameter group g; each tensor is in one group. `optimizer` is the class name
+    in torch.optim, or "" where the server does not need one (pushed updates). `max_grad_norm` <= 0: none. `aliases` are
+    further names of shared tensors, each with its index: a whole checkpoint has them all.
+    """
+
+    tensors: tuple[TensorSpec, ...]
+    optimizer: str
+    groups: tuple[tuple[int, ...], ...]
+    max_grad_norm: float = 0.0
+    aliases: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def size(self) -> int:
+        return sum(tensor.size for tensor in self.tensors)
+
+    def offsets(self) -> list[int]:
+        """Begin of each tensor in the flat space, and the end of the last."""
+        offsets = [0]
+        for tensor in self.tensors:
+            offsets.append(offsets[-1] + tensor.size)
+        return offsets
+
+    def packed(self) -> bytes:
+        tensors = [[t.name, list(t.shape), t.dtype] for t in self.tensors]
+        groups = [list(group) for group in self.groups]
+        return pack([tensors, self.optimizer, groups, self.max_grad_norm, [list(alias) for alias in self.aliases]])
+
+    @staticmethod
+    def unpacked(packed: bytes) -> Plan:
+        """Raises RemoteProtocolError where `packed` is no plan."""
+        value: Any = unpack(packed)
+        try:
+            tensors, optimizer, groups, norm, aliases = value
+            plan = Plan(
+                tuple(TensorSpec(_text(n), tuple(_count(e) for e in s), _text(d)) for n, s, d in tensors),
+                _text(optimizer),
+                tuple(tuple(_count(i) for i in group) for group in groups),
+                float(norm),
+                tuple((_text(name), _count(i)) for name, i in aliases),
+            )
+        except (TypeError, ValueError):
+            raise RemoteProtocolError(
+                "a plan is a list of tensors, an optimizer, its groups, a norm and a list of aliases"
+            ) from None
+        if not 0 < plan.size <= KEYS_MAX or not 0 <= plan.max_grad_norm < float("inf"):
+            raise RemoteProtocolError(
+                f"a model has 1 to {KEYS_MAX} parameters and a finite norm, this plan has {plan.size} and "
+                f"{plan.max_grad_norm}"
+            )
+        names = [tensor.name for tensor in plan.tensors] + [name for name, _ in plan.aliases]
+        if len(set(names)) != len(names) or any(i >= len(plan.tensors) for _, i in plan.aliases):
+            raise RemoteProtocolError("two tensors of the plan have one name, or a name has no tensor")
+        if sorted(i for group in plan.groups for i in group) != list(range(len(plan.tensors))):
+            raise RemoteProtocolError("the parameter groups of the plan do not hold each of its tensors once")
+        return plan
+
+    def check_same(self, other: Plan) -> None:
+        """Raise IncompatibleError naming the first thing in which `other`, a joiner's plan, differs from this run's."""
+        for ours, theirs in zip(self.tensors, other.tensors, strict=False):
+            if ours != theirs:
+                raise IncompatibleError(
+                    f"the model differs from the run's: tensor {theirs.name!r} is {theirs.dtype}{list(theirs.shape)}, "
+                    f"the run has {ours.name!r} as {ours.dtype}{list(ours.shape)} there; "
+                    "start every worker with the same script and arguments"
+                )
+        if len(self.tensors) != len(other.tensors):
+            longer = self.tensors if len(self.tensors) > len(other.tensors) else other.tensors
+            extra = longer[min(len(self.tensors), len(other.tensors))]
+            raise IncompatibleError(
+                f"the model differs from the run's: it has {len(other.tensors)} tensors, the run has "
+                f"{len(self.tensors)}; the first that one of them lacks is {extra.name!r}"
+            )
+        for what, mine, yours in (
+            ("optimizer", self.optimizer or "none (--push update)", other.optimizer or "none (--push update)"),
+            ("parameter groups", self.groups, other.groups),
+            ("max_grad_norm", self.max_grad_norm, other.max_grad_norm),
+        ):
+            if mine != yours:
+                raise IncompatibleError(f"{what}: this worker has {yours}, the run has {mine}; use the run's")
+
+
+def pack_arrays(arrays: dict[str, NamedArray]) -> bytes:
+    """Named small arrays (module buffers) as bytes: name -> dtype, shape, raw little-endian values."""
+    return pack({name: [dtype, list(shape), raw] for name, (dtype, shape, raw) in arrays.items()})
+
+
+def unpack_arrays(packed: bytes) -> dict[str, NamedArray]:
+    """The inverse of `pack_arrays`; empty for no bytes. Raises RemoteProtocolError."""
+    value: Any = unpack(packed) if packed else {}
+    arrays: dict[str, NamedArray] = {}
+    try:
+        for name, (dtype, shape, raw) in value.items():
+            spec = TensorSpec(_text(name), tuple(_count(extent) for extent in shape), _text(dtype))
+            if type(raw) is not bytes or len(raw) != spec.size * DTYPE_BYTES[spec.dtype]:
+                raise ValueError
+            arrays[spec.name] = (spec.dtype, spec.shape, raw)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise RemoteProtocolError("module buffers are named arrays of the dtype, shape and bytes they state") from None
+    return arrays
+
+
+def _text(value: object) -> str:
+    if type(value) is not str or len(value) > NAME_MAX:
+        raise TypeError
+    return value
+
+
+def _count(value: object) -> int:
+    if type(value) is not int or value < 0:
+        raise TypeError
+    return value

@@ -1,0 +1,42 @@
+"""How long things may take: the limits of every wait of a session, and when what was sent is sent again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from narrows.protocols.effects import NS
+
+BYTES_PER_SECOND = 125_000  # of the slowest link: n bytes get n / this on top of every wait
+PATIENCE_MAX = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Limits of every wait, in ns."""
+
+    join_retry_ns: int = NS // 2
+    request_retry_ns: int = 5 * NS
+    bytes_per_second: int = BYTES_PER_SECOND
+    lost_ns: int = 30 * NS  # no sign of the server for so long: it is lost
+    connect_ns: int = 30 * NS  # no first answer for so long: it cannot be reached
+
+    def answer_ns(self, size: int) -> int:
+        """How long the answer to so many bytes may take."""
+        return self.request_retry_ns + size * NS // self.bytes_per_second
+
+
+@dataclass(slots=True)
+class Patience:
+    """When bytes that are not acknowledged are sent again. A link that is slower than the limit would carry nothing but
+    copies: where an answer to what was sent twice shows how long one takes there, the next ones are waited for as long."""
+
+    timing: Timing
+    factor: int = 1
+
+    def over(self, sent_ns: int, size: int, now_ns: int) -> bool:
+        return now_ns - sent_ns >= self.factor * self.timing.answer_ns(size)
+
+    def answered(self, sent_ns: int, size: int, now_ns: int) -> None:
+        """The answer to what was sent first at `sent_ns`, and once more since, is here."""
+        took = -(-(now_ns - sent_ns) // self.timing.answer_ns(size))
+        self.factor = min(max(self.factor, took), PATIENCE_MAX)

@@ -1,0 +1,175 @@
+"""How updates that are here whole get into the model of a shard: each as it comes, or all of a clock at a barrier. No I/O.
+
+Rules
+- Both return changes for the store, and know no array.
+- At once: an update is folded when it is accepted, with its samples over those of all live members.
+- At a barrier it is held until the ledger closes a clock over a set that names it, and folded in the order of worker ids,
+  with its samples over those of the set. What no set ever will, since its worker left, is dropped.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol
+
+from narrows.protocols import messages as m
+from narrows.protocols.errors import RemoteProtocolError
+from narrows.protocols.keys import Keys
+from narrows.protocols.modes import Mode, Rule
+from narrows.protocols.wire import unpack
+from narrows.ps.inbox import Inbox, Seat, Update
+from narrows.ps.store import Change, FirstWeights, Fold, Mean, Outer, Step, Terms
+
+Clip = Callable[[Terms, int], float | None]  # of the mean of a clock, once the norm over all shards is known
+
+
+def unpack_hyper(packed: bytes) -> tuple[bytes, tuple[int, ...]]:
+    """(packed groups, tensors without a gradient)."""
+    match unpack(packed):
+        case [bytes(groups), list(absent)] if all(type(tensor) is int for tensor in absent):
+            return groups, tuple(absent)
+    raise RemoteProtocolError("hyper-parameters are packed groups and a list of tensors without a gradient")
+
+
+class Folding(Protocol):
+    """What a shard does with updates."""
+
+    def accept(self, seat: Seat, update: Update, publication: int) -> list[Change]:
+        """Update `seat.clock` is here whole; the next publication is `publication`."""
+
+    def weight(self, seat: Seat, clock: int) -> float | None:
+        """Of update `clock`, which was accepted: None while it is held, 0 where it is not known any more."""
+
+    def contains(self, seat: Seat, clock: int, publication: int) -> m.Weights:
+        """Updates of this member from `clock` on that are in publication `publication`, each with its weight."""
+
+    def close(self, clock: int, pairs: Iterable[m.Pair], clip: Clip) -> list[Change] | None:
+        """The ledger closes a clock over these (worker, update); None: a norm is awaited."""
+
+    def drop(self, keep: Callable[[int, int], bool]) -> Iterator[tuple[int, int]]:
+        """Forget what is held and not to be kept; (worker, update) of each."""
+
+
+class AtOnce:
+    """Folds each update as it comes. `keys`: of the shard."""
+
+    def __init__(self, mode: Mode, inbox: Inbox, keys: Keys) -> None:
+        self.mode, self.inbox, self.keys = mode, inbox, keys
+        self.folded: dict[int, deque[tuple[int, float, int]]] = {}  # by worker: clock, weight, publication that has it
+
+    def accept(self, seat: Seat, update: Update, publication: int) -> list[Change]:
+        weight = seat.samples / self.inbox.samples(seat.samples)
+        # A few more than may be in flight: those that some child's state lacks.
+        kept = self.folded.setdefault(seat.worker, deque(maxlen=4 * self.mode.window))
+        kept.append((seat.clock, weight, publication))
+        return [self._change(update, weight)]
+
+    def _change(self, update: Update, weight: float) -> Change:
+        rule = self.mode.rule
+        if rule is Rule.ADD:
+            return Fold(((weight, update),))
+        if rule is Rule.OUTER:
+            return Outer(((weight, update),), self.keys)
+        if rule is Rule.MIX:
+            return FirstWeights(update)  # the last model, of one worker for all
+        hyper, absent = unpack_hyper(update[0].hyper)
+        return Step(((1.0, update),), hyper, absent, scale=weight)
+
+    def weight(self, seat: Seat, clock: int) -> float | None:
+        return next((weight for at, weight, _ in self.folded.get(seat.worker, ()) if at == clock), 0.0)
+
+    def contains(self, seat: Seat, clock: int, publication: int) -> m.Weights:
+        kept = self.folded.get(seat.worker, ())
+        return tuple((at, weight) for at, weight, number in kept if at >= clock and number <= publication)
+
+    def close(self, clock: int, pairs: Iterable[m.Pair], clip: Clip) -> list[Change] | None:
+        return []
+
+    def drop(self, keep: Callable[[int, int], bool]) -> Iterator[tuple[int, int]]:
+        for worker in self.folded.keys() - self.inbox.seats.keys():
+            del self.folded[worker]
+        return iter(())
+
+
+class Barrier:
+    """Folds the sets that the ledger names. `turn`: the keys whose turn a clock is. `mean`: where sums may be taken early."""
+
+    def __init__(self, mode: Mode, inbox: Inbox, turn: Callable[[int], Keys], mean: Mean) -> None:
+        self.mode, self.inbox, self.turn, self.mean = mode, inbox, turn, mean
+        self.held: dict[int, dict[int, Update]] = {}  # update -> worker
+        self.closing: dict[int, Terms] = {}  # clock -> its set, which waits for the norm
+        self.hyper_differs = False  # between workers of one set; said once
+        self.samples = 0  # of the newest set
+
+    def accept(self, seat: Seat, update: Update, publication: int) -> list[Change]:
+        self.held.setdefault(seat.clock, {})[seat.worker] = update
+        return []
+
+    def weight(self, seat: Seat, clock: int) -> float | None:
+        return 0.0 if clock < seat.settled else None
+
+    def contains(self, seat: Seat, clock: int, publication: int) -> m.Weights:
+        return ()
+
+    def early(self, part: int) -> None:
+        """Take the mean of one part as soon as all live members have sent it, while other parts are still on their way.
+
+        Most likely they are the set that the clock is closed over; the store looks whether they were, and else begins anew.
+        """
+        pieces: list[tuple[int, m.Push]] = []
+        for _, seat in sorted(self.inbox.seats.items()):
+            accepted = self.held.get(seat.taken, {}).get(seat.worker)
+            found = dict(enumerate(accepted)) if accepted else seat.partial.get(seat.taken, {})
+            if part not in found:
+                return
+            pieces.append((found[part].samples, found[part]))
+        total = sum(samples for samples, _ in pieces)
+        self.mean.early([(samples / total, piece) for samples, piece in pieces])
+
+    def _take(self, worker: int, update: int) -> Update:
+        by_worker = self.held[update]
+        taken = by_worker.pop(worker)
+        if not by_worker:
+            del self.held[update]
+        return taken
+
+    def close(self, clock: int, pairs: Iterable[m.Pair], clip: Clip) -> list[Change] | None:
+        if clock not in self.closing:
+            self.closing[clock] = self._terms(clock, list(pairs))
+        terms = self.closing[clock]
+        if not terms:
+            changes: list[Change] = []
+        elif self.mode.rule is Rule.ADD:
+            changes = [Fold(terms)]
+        elif self.mode.rule is Rule.OUTER:
+            changes = [Outer(terms, self.turn(clock))]
+        else:
+            shrink = clip(terms, clock)
+            if shrink is None:
+                return None
+            changes = [Step(terms, *self._hyper(terms), shrink=shrink)]
+        del self.closing[clock]
+        return changes
+
+    def _terms(self, clock: int, pairs: list[m.Pair]) -> Terms:
+        missing = [(worker, update) for worker, update in pairs if worker not in self.held.get(update, {})]
+        assert not missing, f"updates {missing} of the set of clock {clock} are not here"
+        updates = [self._take(worker, update) for worker, update in pairs]
+        for worker, update in pairs:
+            if worker in self.inbox.seats:
+                self.inbox.seats[worker].taken = update + 1
+        self.samples = sum(update[0].samples for update in updates)
+        return tuple((update[0].samples / self.samples, update) for update in updates)
+
+    def _hyper(self, terms: Terms) -> tuple[bytes, tuple[int, ...]]:
+        """Hyper-parameters of the longest-standing member, and the tensors that no one has a gradient of."""
+        values = [unpack_hyper(update[0].hyper) for _, update in terms]  # type: ignore[attr-defined]
+        self.hyper_differs |= any(hyper != values[0][0] for hyper, _ in values)
+        return values[0][0], tuple(sorted(set.intersection(*(set(absent) for _, absent in values))))
+
+    def drop(self, keep: Callable[[int, int], bool]) -> Iterator[tuple[int, int]]:
+        for update, by_worker in list(self.held.items()):
+            for worker in [worker for worker in by_worker if not keep(worker, update)]:
+                self._take(worker, update)
+                yield worker, update

@@ -1,0 +1,115 @@
+"""What the members of a cluster have pushed to one shard: whole updates out of parts, each once and in its turn. No I/O.
+
+Rules
+- A push is held until all its parts are here. Update c of a worker is accepted after update c - 1, exactly once.
+- What a message says is checked before anything changes.
+- Who is a member is the ledger's to say. What had come in part of one that left is discarded, named and counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from narrows.compression import PayloadError, codecs
+from narrows.compression.errors import NonFinitePayloadError
+from narrows.protocols import messages as m
+from narrows.protocols.effects import Log
+from narrows.protocols.errors import RemoteProtocolError
+from narrows.protocols.keys import Keys, covers
+from narrows.protocols.modes import Mode
+
+Update = list[m.Push]  # its parts in order
+
+
+@dataclass(slots=True)
+class Seat:
+    """One member on this shard. `clock`: updates of it accepted here."""
+
+    worker: int
+    epoch: int
+    clock: int
+    taken: int  # updates of it below are in x (barrier)
+    settled: int  # and below this in the published state, or min_clock is here, before which it was no member
+    peer: bytes = b""
+    samples: int = 0
+    news: int = 0  # the first report that tells of its last update
+    partial: dict[int, dict[int, m.Push]] = field(default_factory=dict)
+
+
+def check_part(message: m.Push | m.FirstWeights, keys: Keys, finite: bool) -> None:
+    """Raise RemoteProtocolError unless it is a part of values of these keys, `finite` ones where the downlink needs that."""
+    inside = keys[0] <= message.begin <= message.end <= keys[1]
+    if not inside or not 0 <= message.part < message.parts <= m.PARTS_MAX:
+        raise RemoteProtocolError(
+            f"part {message.part} of {message.parts}, keys [{message.begin}, {message.end}), is not within "
+            f"this shard's [{keys[0]}, {keys[1]})"
+        )
+    try:
+        codecs.check(message, finite=finite)
+    except NonFinitePayloadError:
+        raise RemoteProtocolError("the payload holds NaN or infinity, which --compress-down cannot code") from None
+    except PayloadError as error:
+        raise RemoteProtocolError(f"a payload that is none: {error}") from None
+
+
+class Inbox:
+    """Of shard `index`."""
+
+    def __init__(self, index: int, mode: Mode) -> None:
+        self.index, self.mode = index, mode
+        self.epoch = 0
+        self.seats: dict[int, Seat] = {}
+        self.discarded = 0
+
+    def members(self, ledger: m.Ledger, min_clock: int) -> list[Log]:
+        """Go by the ledger's members; say what is discarded of those that left."""
+        if ledger.epoch == self.epoch:
+            return []
+        self.epoch = ledger.epoch
+        live = {row[0] for row in ledger.members}
+        logs = []
+        for worker in self.seats.keys() - live:
+            for clock, pieces in self.seats.pop(worker).partial.items():
+                logs.append(self.discard(worker, clock, f"{len(pieces)} of its parts had come"))
+        for worker, epoch, *_, clock in ledger.members:
+            if worker not in self.seats:
+                self.seats[worker] = Seat(worker, epoch, clock, clock, min(clock, min_clock))
+        return logs
+
+    def discard(self, worker: int, clock: int, why: str) -> Log:
+        self.discarded += 1
+        return Log("discarded", {"worker": worker, "clock": clock, "shard": self.index, "why": why})
+
+    def settle(self, min_clock: int) -> None:
+        """The updates that are in x are in the published state too."""
+        for seat in self.seats.values():
+            seat.settled = min(seat.taken, min_clock)
+
+    def samples(self, newest: int) -> int:
+        """The sum of the last known samples of all; unknown ones count as `newest`."""
+        return sum(seat.samples or newest for seat in self.seats.values())
+
+    def add(self, seat: Seat, push: m.Push, keys: Keys) -> None:
+        """Take one part of an update that is not accepted yet, and carries these keys. Raises RemoteProtocolError; then nothing
+        has changed."""
+        if push.clock >= seat.clock + self.mode.window:
+            raise RemoteProtocolError(
+                f"update {push.clock} of worker {seat.worker}, whose clock is {seat.clock}: "
+                f"at most {self.mode.window} may be in flight"
+            )
+        if not 0 < push.samples <= m.CLOCK_MAX:
+            raise RemoteProtocolError(f"{push.samples} samples")
+        pieces = seat.partial.get(push.clock, {}) | {push.part: push}
+        whole = len(pieces) >= push.parts and not covers([(each.begin, each.end) for each in pieces.values()], *keys)
+        if whole or any(each.parts != push.parts for each in pieces.values()):
+            raise RemoteProtocolError("the parts of a push do not cover this shard's keys exactly once")
+        seat.partial[push.clock] = pieces
+
+    def next(self, seat: Seat) -> Update | None:
+        """The next update of this member, if all its parts are here."""
+        pieces = seat.partial.get(seat.clock)
+        if pieces is None or len(pieces) < next(iter(pieces.values())).parts:
+            return None
+        del seat.partial[seat.clock]
+        seat.samples = pieces[0].samples
+        return [pieces[part] for part in sorted(pieces)]

@@ -1,0 +1,274 @@
+"""A shard that knows its model: the store, what folds into it, what is shown of it, and the clock of the shard. No I/O.
+
+The clock of a shard goes through stages, and whatever comes goes on from the stage where it stands:
+
+    FOLD        what the ledger closed is folded, where there is a barrier; else it was when it came
+    SEND_UP     what the run above is owed leaves
+    REBASE      the weights stand on what has come from above
+    PUBLISH     min_clock advances, and the state of it is published
+    CHECKPOINT  it is written, where the ledger asks for it, before anything of the next clock is folded
+
+Rules
+- The ledger is obeyed, never second-guessed.
+- A place above is taken between two clocks, at the clock that it names, by all shards alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from narrows.compression import ladder
+from narrows.protocols import messages as m
+from narrows.protocols.effects import Checkpoint, Log, Send, ServerEffect
+from narrows.protocols.errors import LocalProtocolError
+from narrows.protocols.keys import Keys, fragment, split
+from narrows.protocols.member.member import Member
+from narrows.protocols.modes import Rule
+from narrows.protocols.plan import Plan
+from narrows.protocols.settings import Settings
+from narrows.protocols.timing import Timing
+from narrows.ps.above import Above, Place, Pushing, Root
+from narrows.ps.folding import AtOnce, Barrier, Folding
+from narrows.ps.inbox import Inbox, Seat, Update
+from narrows.ps.mixing import Mixing
+from narrows.ps.publications import Publications
+from narrows.ps.store import Change, FirstWeights, Load, ServerOptimizer, Store, Terms
+
+
+class Stage(Enum):
+    """Of the present clock: what is to be done next."""
+
+    FOLD = "fold"
+    SEND_UP = "send up"
+    REBASE = "rebase"
+    PUBLISH = "publish"
+    CHECKPOINT = "checkpoint"
+
+
+DIFFER = "learning rates or other hyper-parameters differ between workers; those of the longest-standing member hold"
+NEXT = dict(zip(Stage, [*list(Stage)[1:], Stage.FOLD], strict=True))
+ABOVE: dict[Rule, type[Pushing] | type[Mixing]] = {
+    Rule.MIX: Mixing
+}  # by the rule of the run above; of all others Pushing
+
+
+@dataclass(frozen=True)
+class Means:
+    """What a shard's runner gives it. `optimizer`: makes the server's, of a plan and its keys. `lent`: whether views of the
+    store may still be read. `child`: the cluster is a member of a run above; `member`: which one. Process 0 has it, and its
+    first session is that of this shard."""
+
+    optimizer: Callable[[Plan, int, int], ServerOptimizer] | None = None
+    lent: Callable[[], bool] = lambda: True
+    child: bool = False
+    member: Member | None = None
+    timing: Timing = field(default_factory=Timing)
+
+
+class Planned:
+    """Of shard `index` in one generation, which begins at `clock`. Raises LocalProtocolError where it cannot be had."""
+
+    def __init__(self, index: int, settings: Settings, plan: Plan, inbox: Inbox, clock: int, means: Means) -> None:
+        self.index, self.plan, self.inbox, self.means = index, plan, inbox, means
+        self.mode = mode = settings.mode()
+        begin, end = split(plan.size, settings.shards)[index]
+        down = ladder(settings.compress_down, sparse=mode.rule is not Rule.OPTIMIZER)
+        if mode.rule is Rule.OPTIMIZER and means.optimizer is None:
+            raise LocalProtocolError("this server has no optimizer for pushed gradients")
+        self.finite = not down.lossless  # what is pushed must be, or it could not be published
+        self.store = store = Store(
+            begin,
+            end,
+            barrier=mode.barrier,
+            codings=down.specs,
+            outer=(settings.outer_lr, settings.outer_momentum) if mode.rule is Rule.OUTER else None,
+            optimizer=means.optimizer(plan, begin, end) if means.optimizer and mode.rule is Rule.OPTIMIZER else None,
+            lent=means.lent,
+        )
+        self.folding: Folding = (
+            Barrier(mode, inbox, self.turn, store.mean) if mode.barrier else AtOnce(mode, inbox, store.whole)
+        )
+        self.publications = Publications(index, mode, store, inbox, self.folding, down.specs, means.timing)
+        self.publications.begin(clock)
+        self.above: Above = Root()
+        self.above_is = b""  # its place as the ledger has it, b"": none
+        self.stage = Stage.FOLD
+        self.min_clock = clock
+        self.norms: dict[int, float] = {}  # squared, of the means that await the norm over all shards
+        self.folds = 0  # since the last publication, where clocks publish nothing (async)
+        self.written = -1  # the clock of the newest checkpoint
+        self.writes = False  # a checkpoint, before the clocks after it may be folded: the next tick goes on
+        self.finishes = 0
+
+    def turn(self, clock: int) -> Keys:
+        """The keys whose turn this clock is."""
+        return fragment(*self.store.whole, self.mode.fragments, self.mode.fragment(clock))
+
+    def apply(self, changes: list[Change]) -> None:
+        """Change the store; where that begins anew, publications do too."""
+        for change in changes:
+            self.store.apply(change)
+            if isinstance(change, (FirstWeights, Load)):
+                self.publications.begin(self.min_clock)
+
+    # The stages. Each returns its effects, and whether the next one may follow.
+
+    def run(self, ledger: m.Ledger, now_ns: int) -> list[ServerEffect]:
+        """Go on from the present stage, as far as the ledger and the run above let it."""
+        effects: list[ServerEffect] = []
+        self.apply(self.above.first(self.store.x, self.store.publication + 1))
+        while self.stage is not Stage.FOLD or self.min_clock < ledger.min_clock:
+            more, done = STAGES[self.stage](self, ledger, now_ns)
+            effects += more
+            if not done:
+                break
+            self.stage = NEXT[self.stage]
+        if self.stage is Stage.FOLD:
+            effects += self._between(ledger, now_ns)[0]
+            self.apply(self.above.last())
+        asked = ledger.checkpoint == self.min_clock == ledger.min_clock and self.written != self.min_clock
+        if asked and self.stage is Stage.FOLD and self.store.publication >= 0:
+            effects.append(self._checkpoint())
+        return effects
+
+    def _between(self, ledger: m.Ledger, now_ns: int) -> tuple[list[ServerEffect], bool]:
+        """Between two clocks: take a place, and finish where all workers are done. False where that must wait."""
+        effects: list[ServerEffect] = [*self.seat(ledger, now_ns)]
+        if self.finishes == ledger.finishes or self.min_clock < ledger.finish_at or not self._placed(ledger):
+            return effects, True
+        more, done = self.above.finish(self.store.x, now_ns)
+        if done:
+            self.finishes = ledger.finishes
+        return [*effects, *more], done
+
+    def _fold(self, ledger: m.Ledger, now_ns: int) -> tuple[list[ServerEffect], bool]:
+        effects, done = self._between(ledger, now_ns)
+        if not done:
+            return effects, False
+        samples = self.inbox.samples(0)
+        if isinstance(self.folding, Barrier):
+            rows = {row[0]: row for row in ledger.sets}
+            if self.min_clock not in rows:
+                return effects, False
+            clip, differed = self._clip(dict(ledger.norms)), self.folding.hyper_differs
+            changes = self.folding.close(self.min_clock, pairs(rows[self.min_clock]), clip)
+            if changes is None:
+                return effects, False
+            self.apply(changes)
+            samples = self.folding.samples
+            if self.folding.hyper_differs and not differed:
+                effects.append(Log("hyper", {"clock": self.min_clock, "text": DIFFER}))
+        self.above.stepped(samples)
+        return effects, True
+
+    def _clip(self, norms: dict[int, float]) -> Callable[[Terms, int], float | None]:
+        """By how much the mean of a clock is shrunk to the plan's norm; None while the norm over all shards is not known."""
+
+        def clip(terms: Terms, clock: int) -> float | None:
+            if self.plan.max_grad_norm <= 0:
+                return 1.0
+            self.norms[clock] = self.store.norm(terms)
+            if clock not in norms:
+                return None
+            del self.norms[clock]
+            return self.plan.max_grad_norm / (norms[clock] + 1e-6)  # torch.nn.utils.clip_grad_norm_
+
+        return clip
+
+    def _send_up(self, ledger: m.Ledger, now_ns: int) -> tuple[list[ServerEffect], bool]:
+        asks, done = self.above.send_up(self.store.x, now_ns) if self._placed(ledger) else ([], True)
+        return [*asks], done
+
+    def _rebase(self, ledger: m.Ledger, now_ns: int) -> tuple[list[ServerEffect], bool]:
+        if not self._placed(ledger):
+            return [], True  # the run above has lost us, or we it
+        if not self.above.may_publish():
+            return [], False
+        self.apply(self.above.rebase())
+        return [], True
+
+    def _publish(self, ledger: m.Ledger, now_ns: int) -> tuple[list[ServerEffect], bool]:
+        self.min_clock += 1
+        self.inbox.settle(self.min_clock)
+        return [*(self.publish() if self.mode.bound is not None else [])], True
+
+    def publish(self) -> list[Log]:
+        self.folds = 0
+        keys = self.turn(self.min_clock - 1) if self.mode.fragments > 1 else None
+        return self.publications.make(keys, self.min_clock)
+
+    def _write(self, ledger: m.Ledger, now_ns: int) -> tuple[list[ServerEffect], bool]:
+        if self.writes:
+            return [], False
+        if ledger.checkpoint != self.min_clock or self.written == self.min_clock:
+            return [], True
+        self.writes = self.mode.barrier and self.min_clock < ledger.min_clock
+        return [self._checkpoint()], not self.writes
+
+    def has_written(self) -> None:
+        """The checkpoint is out of the way: the clocks after it may be folded."""
+        self.writes = False
+
+    def _checkpoint(self) -> Checkpoint:
+        self.written = self.min_clock
+        return Checkpoint(self.min_clock)
+
+    # The run above.
+
+    def _placed(self, ledger: m.Ledger) -> bool:
+        """Shard and ledger have the same place above."""
+        return bool(ledger.above) and self.above_is == ledger.above
+
+    def seat(self, ledger: m.Ledger, now_ns: int) -> list[ServerEffect]:
+        """Begin at the place that the ledger names, where the clocks before it are done."""
+        if not self.means.child or self.above_is == ledger.above:
+            return []
+        if not ledger.above:
+            self.above, self.above_is = Root(self.above.kept), b""
+            return []
+        place, kept = Place.unpacked(ledger.above), self.above.kept
+        if not self.inbox.seats.keys() & {worker for worker, *_ in ledger.members}:
+            self.min_clock, self.stage = place.at, Stage.FOLD  # the run above has gone on without us
+            self.publications.begin(place.at)
+            kept = replace(kept, renewed=True)
+        if self.stage is not Stage.FOLD or self.min_clock < place.at:
+            self.above.kept = kept
+            return []
+        self.finishes, self.above_is = 0, ledger.above
+        kind = ABOVE.get(place.settings.mode().rule, Pushing)
+        self.above = kind(self.index, place, self.store.whole, kept, self.means.member, self.means.timing)
+        return [*self.above.begin(now_ns)]
+
+    # Updates.
+
+    def accept(self, seat: Seat, update: Update) -> list[ServerEffect]:
+        """The next update of this member is here whole."""
+        changes = self.folding.accept(seat, update, self.store.publication + 1)
+        self.apply(changes)
+        if changes:
+            self.above.moved()
+        seat.clock += 1
+        if self.mode.bound is not None:
+            return []
+        self.folds += 1
+        return [*self.publish()] if self.folds >= len(self.inbox.seats) else []
+
+    def serve(self, seats: list[Seat], now_ns: int) -> list[Send]:
+        """Publications that these may be sent."""
+        return [send for seat in seats for send in self.publications.serve(seat, now_ns)]
+
+
+def pairs(row: m.Ints) -> list[m.Pair]:
+    """The (worker, update) of one row of a ledger's sets."""
+    return list(zip(row[1::2], row[2::2], strict=True))
+
+
+STAGES: dict[Stage, Callable[[Planned, m.Ledger, int], tuple[list[ServerEffect], bool]]] = {
+    Stage.FOLD: Planned._fold,
+    Stage.SEND_UP: Planned._send_up,
+    Stage.REBASE: Planned._rebase,
+    Stage.PUBLISH: Planned._publish,
+    Stage.CHECKPOINT: Planned._write,
+}

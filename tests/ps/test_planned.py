@@ -1,0 +1,83 @@
+"""The clock of a shard: its stages, in their order, and what each of them waits for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from simulation.actors import PLANS, PlainSGD
+
+from narrows.compression.codecs import raw_pieces
+from narrows.protocols import messages as m
+from narrows.protocols.effects import Checkpoint
+from narrows.protocols.plan import Plan
+from narrows.protocols.settings import Settings
+from narrows.protocols.wire import pack
+from narrows.ps.inbox import Inbox
+from narrows.ps.planned import NEXT, STAGES, Means, Planned, Stage
+from narrows.ps.shard import UNDECIDED
+from narrows.ps.store import FirstWeights
+
+HYPER = pack([pack([{"lr": 0.5}]), []])
+
+
+def planned_of(**flags: Any) -> Planned:
+    """One shard with the weights that the run begins with, and one member."""
+    settings = Settings(**flags).validated()
+    inbox = Inbox(0, settings.mode())
+    ledger = replace(UNDECIDED, epoch=5, members=((0, 5, 0, 0),), started=True)
+    inbox.members(ledger, 0)
+    means = Means(optimizer=lambda plan, begin, end: PlainSGD())
+    planned = Planned(0, settings, Plan.unpacked(PLANS[0.0]), inbox, 0, means)
+    planned.apply([FirstWeights(raw_pieces(np.zeros(7, np.float32), 0, [(0, 7)]))])
+    return planned
+
+
+def push(planned: Planned, clock: int) -> None:
+    seat = planned.inbox.seats[0]
+    begin, end = planned.turn(clock)
+    (piece,) = raw_pieces(np.ones(end - begin, np.float32), begin, [(begin, end)])
+    message = m.Push(0, 5, clock, 0, 1, begin, end, 1, HYPER, piece.codec, piece.payload)
+    planned.inbox.add(seat, message, (begin, end))
+    update = planned.inbox.next(seat)
+    assert update is not None
+    planned.accept(seat, update)
+
+
+def ledger_of(min_clock: int, **changes: Any) -> m.Ledger:
+    sets = tuple((clock, 0, clock) for clock in range(min_clock))
+    return replace(UNDECIDED, epoch=5, members=((0, 5, 0, 0),), started=True, min_clock=min_clock, sets=sets, **changes)
+
+
+def test_every_stage_has_its_turn() -> None:
+    assert set(STAGES) == set(Stage) == set(NEXT)
+    at, seen = Stage.FOLD, []
+    for _ in Stage:
+        seen.append(at)
+        at = NEXT[at]
+    assert seen == [*Stage] and at is Stage.FOLD
+
+
+def test_a_checkpoint_is_written_before_the_clock_after_it_is_folded() -> None:
+    planned = planned_of(sync="local", local_steps=2, fragments=2, merge_delay=1)
+    for clock in range(2):
+        push(planned, clock)
+    ledger = ledger_of(2, checkpoint=1)
+    assert planned.run(ledger, 0) == [Checkpoint(1)]
+    assert (planned.min_clock, planned.stage, planned.store.publication) == (1, Stage.CHECKPOINT, 1)
+    assert planned.run(ledger, 0) == [] and planned.min_clock == 1, "whatever comes meanwhile"
+    planned.has_written()
+    assert planned.run(ledger, 0) == []
+    assert (planned.min_clock, planned.stage, planned.store.publication) == (2, Stage.FOLD, 2)
+
+
+def test_a_clock_waits_for_the_norm_over_all_shards() -> None:
+    planned = planned_of(sync="bsp", shards=1)
+    planned.plan = Plan.unpacked(PLANS[1.5])
+    push(planned, 0)
+    assert planned.run(ledger_of(1), 0) == [] and planned.stage is Stage.FOLD
+    assert planned.norms == {0: 7.0}
+    planned.run(ledger_of(1, norms=((0, 3.0),)), 0)
+    assert planned.min_clock == 1 and not planned.norms
+    np.testing.assert_allclose(planned.store.x, -0.5 * 1.5 / 3.0, rtol=1e-5)

@@ -1,0 +1,152 @@
+"""Where a worker's arrays live: on the host. The parameters, what was pulled, and what updates are measured from.
+
+Whoever steps (engine.py and its modes) hands these arrays around and looks into none, so that arrays of a device can take
+their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from narrows.compression import ErrorFeedback
+from narrows.compression.codecs import Piece, PieceLike, check, raw_pieces
+from narrows.compression.replica import HostReplica
+from narrows.protocols.errors import UsageError
+from narrows.protocols.keys import Keys, parts
+from narrows.protocols.member.exchange import Exchange
+from narrows.worker.flat import FlatModel, FloatArray
+
+Feedbacks = Sequence[tuple[Keys, ErrorFeedback]]
+
+
+class InPlace(HostReplica):
+    """The parameters are the pulled state, and hold each part of it as it comes."""
+
+    def __init__(self, begin: int, end: int, feedbacks: Feedbacks, flat: FlatModel) -> None:
+        super().__init__(begin, end, feedbacks, parts, np.empty(0, np.float32))
+        self.flat = flat
+
+    def early(self, piece: PieceLike) -> None:
+        check(piece)
+        self.flat.write_keys(piece.begin, np.frombuffer(piece.payload, np.float32))
+
+    def absorb(self, pieces: Sequence[PieceLike], add: bool) -> None:
+        """All of them are here already."""
+
+
+class Arrays:
+    """Of all parameters of `flat`, float32[size]. `shared`: the pulled state is what is computed on, as where gradients are
+    pushed; `direct`: the parameters are it. `rounds`: updates of all keys whose bytes may still be on their way."""
+
+    def __init__(self, flat: FlatModel, shared: bool, direct: bool, rounds: int) -> None:
+        self.flat, self.direct = flat, direct
+        self.pulled = flat.zeros()
+        self.base = self.pulled if shared else flat.zeros()  # what is computed on
+        # What an update is measured from: the base as the parameters' dtype rounds it, or the rounding of a bf16 worker
+        # would be pushed into the fp32 master.
+        exact = shared or all(p.dtype == torch.float32 for p in flat.parameters)
+        self.start = self.base if exact else flat.zeros()
+        # Buffers of pushes: one is free again once its push is settled and no longer stands in.
+        self.ring = [flat.zeros() for _ in range(rounds)]
+
+    def replica(self, begin: int, end: int, feedbacks: Feedbacks) -> HostReplica:
+        """Of one shard's keys."""
+        if self.direct:
+            return InPlace(begin, end, feedbacks, self.flat)
+        return HostReplica(begin, end, feedbacks, parts, self.pulled[begin:end])
+
+    def first(self, begin: int, end: int) -> list[Piece]:
+        """The parameters of these keys as they are now, raw."""
+        values = np.empty(end - begin, np.float32)
+        self.flat.read_keys(begin, values)
+        return raw_pieces(values, begin, parts(begin, end))
+
+    # What is computed on.
+
+    def show(self, exchanges: Sequence[Exchange[FloatArray]]) -> None:
+        """Put the replica into the parameters."""
+        if self.direct:
+            return
+        if self.base is not self.pulled:
+            for exchange in exchanges:
+                begin, end = exchange.replica.begin, exchange.replica.end
+                exchange.base(begin, end, self.base[begin:end])
+        self.flat.write(self.base)
+        if self.start is not self.base:
+            self.flat.read(self.start)
+
+    def merge(self, exchange: Exchange[FloatArray], keys: Keys, alpha: float) -> None:
+        """local = alpha * local + (1 - alpha) * global at the keys of a fragment; updates are measured from the global values
+        (Streaming DiLoCo, 2501.18512, alg. 2)."""
+        begin, end = keys
+        base, ours = self.base[begin:end], np.empty(end - begin, np.float32)
+        exchange.base(begin, end, base)
+        if alpha:
+            self.flat.read_keys(begin, ours)
+            ours -= base
+            ours *= np.float32(alpha)
+        self.flat.write_keys(begin, base + ours if alpha else base)
+        if self.start is not self.base:
+            self.flat.read_keys(begin, self.start[begin:end])
+            if alpha:
+                self.start[begin:end] -= ours
+
+    # What is pushed.
+
+    def buffer(self, turn: int) -> FloatArray:
+        return self.ring[turn % len(self.ring)]
+
+    def moved(self, keys: Keys, turn: int) -> FloatArray:
+        """What the parameters of these keys have moved by."""
+        begin, end = keys
+        update = self.buffer(turn)[begin:end]
+        self.flat.read_keys(begin, update)
+        update -= self.start[begin:end]
+        return update
+
+    def gradient(self, keys: Keys, turn: int) -> list[Piece]:
+        """The gradients of these keys, raw: as they lie in p.grad where that stays as it is until they are folded."""
+        return [piece for cut in parts(*keys) for piece in raw_pieces(self.gradients(cut, turn), cut[0], [cut])]
+
+    def gradients(self, keys: Keys, turn: int) -> FloatArray:
+        begin, end = keys
+        lent = self.flat.lend_gradient(begin, end) if self.direct else None
+        if lent is None:
+            lent = self.buffer(turn)[begin:end]
+            self.flat.read_gradients(begin, lent)
+        return lent
+
+    def where_not_finite(self, begin: int, values: FloatArray) -> str:
+        """The first tensor that has such a value; values[0] is key `begin`."""
+        wrong = ~np.isfinite(values)
+        return repr(self.flat.name_of(begin + int(np.argmax(wrong)))) if wrong.any() else "the residual"
+
+    # The shared model, and what is kept back.
+
+    def joined(self, masters: Sequence[FloatArray]) -> FloatArray:
+        """The master copies of all shards as one model."""
+        return np.concatenate(masters)
+
+    def residual(self, replicas: Sequence[HostReplica]) -> FloatArray | None:
+        """A copy of what is still to be sent, or None where nothing ever is."""
+        kept = [residual for replica in replicas for residual in replica.residuals]
+        if not kept:
+            return None
+        whole = np.zeros(self.flat.size, np.float32)
+        for begin, end, values in kept:
+            whole[begin:end] = values
+        return whole
+
+    def load_residual(self, replicas: Sequence[HostReplica], whole: FloatArray) -> None:
+        """Take over a residual of any number of shards. Raises UsageError for one of another size."""
+        if whole.shape != (self.flat.size,) or whole.dtype != np.float32:
+            raise UsageError(
+                f"the residual in this state_dict is {whole.dtype}{list(whole.shape)}, this model needs "
+                f"float32[{self.flat.size}]"
+            )
+        for replica in replicas:
+            for (begin, end), feedback in replica.feedbacks:
+                feedback.load_state_dict({"residual": whole[begin:end]})

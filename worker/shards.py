@@ -1,0 +1,188 @@
+"""One worker's exchanges with all shards of its server: what it waits for, and what it says to them. The main thread owns it.
+
+Rules
+- One clock is one push to every shard; their exchanges go along together.
+- What the exchanges have to say goes to the I/O thread, in the order in which it was said.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from narrows.compression import ErrorFeedback, NonFiniteError
+from narrows.compression.replica import HostReplica
+from narrows.protocols import effects as e
+from narrows.protocols import messages as m
+from narrows.protocols.effects import MemberEffect
+from narrows.protocols.keys import fragment
+from narrows.protocols.member.exchange import Exchange
+from narrows.protocols.member.replica import Piece
+from narrows.protocols.modes import Mode
+from narrows.worker.arrays import Arrays
+from narrows.worker.flat import FloatArray
+from narrows.worker.runner import Link
+from narrows.worker.tuning import Tuning
+
+START_LIMIT_S = 600.0  # the other workers of a run come within this
+WAIT_LIMIT_S = 3600.0  # no barrier is waited for longer; a dead worker costs a lease, a dead server is found sooner
+Wait = Callable[[Callable[[], bool], float, str], None]  # done, at most so many seconds, for what
+
+
+class Shards:
+    """`wait`: handles events until something is done; raises NarrowsError where that takes too long."""
+
+    def __init__(self, link: Link, mode: Mode, arrays: Arrays, tuning: Tuning, wait: Wait) -> None:
+        self.link, self.mode, self.arrays, self.tuning, self.wait = link, mode, arrays, tuning, wait
+        self.whole = tuning.down_lossless and mode.fragments == 1
+        self.exchanges: list[Exchange[FloatArray]] = []
+        self.replicas: list[HostReplica] = []
+        self.worker, self.epoch = -1, 0
+        self.samples, self.samples_pending = 1, 0  # of a push, and of the next one alone
+        self.wait_s = 0.0  # in the newest step
+
+    @property
+    def clock(self) -> int:
+        return self.exchanges[0].clock if self.exchanges else 0
+
+    @property
+    def missed(self) -> int:
+        """Rounds that closed without an update of ours, at this place (--quorum)."""
+        return min((x.min_clock - x.settled for x in self.exchanges), default=0)
+
+    @property
+    def staleness(self) -> int:
+        return self.clock - min((x.settled for x in self.exchanges), default=0)
+
+    # Events.
+
+    def begin(self, event: e.Started, follow: bool = True) -> None:
+        """A place in the run, or another one: what was in flight is given up, the residuals are not. `follow`: what the server
+        publishes is wanted."""
+        if not event.again:
+            self.replicas = [
+                self.arrays.replica(begin, end, self._feedbacks(begin, end, event.worker << 16 | shard))
+                for shard, (begin, end) in enumerate(event.ranges)
+            ]
+            self.exchanges = [Exchange(i, self.mode, each, self.whole) for i, each in enumerate(self.replicas)]
+        self.worker, self.epoch, self.samples_pending = event.worker, event.epoch, 0
+        for shard, exchange in enumerate(self.exchanges):
+            begun = exchange.begin(event.worker, event.epoch, event.clock)
+            self.say(shard, begun if follow else [])
+
+    def _feedbacks(self, begin: int, end: int, seed: int) -> list[tuple[tuple[int, int], ErrorFeedback]]:
+        """One for each fragment. They may share a seed: the clocks that they encode at differ."""
+        count = self.mode.fragments
+        cuts = [fragment(begin, end, count, index) for index in range(count)]
+        return [(keys, ErrorFeedback(self.tuning.compressor, keys[1] - keys[0], seed=seed)) for keys in cuts]
+
+    def handle(self, event: MemberEffect) -> None:
+        match event:
+            case e.GiveWeights(shard):
+                replica = self.replicas[shard]
+                self.say(shard, self.exchanges[shard].give(self.arrays.first(replica.begin, replica.end)))
+            case e.StatePart(shard) | e.StateArrived(shard) | e.MasterArrived(shard) | e.PushSettled(shard):
+                self.say(shard, self.exchanges[shard].take(event))
+            case e.LinkSeen():
+                self.tuning.seen.append(event)
+
+    def say(self, shard: int, messages: Sequence[m.Message]) -> None:
+        if messages:
+            self.link.call(lambda member, now: member.say(shard, messages, now))
+
+    # Waiting.
+
+    def wait_ready(self, limit_s: float = WAIT_LIMIT_S) -> None:
+        """Until every shard's state may be computed on with the present clock."""
+        before = time.monotonic()
+        ready = lambda: bool(self.exchanges) and all(x.may_compute for x in self.exchanges)  # noqa: E731
+        self.wait(ready, limit_s, f"a state for clock {self.clock}")
+        self.wait_s = time.monotonic() - before
+
+    def wait_window(self) -> None:
+        """Until one more update may be in flight to every shard."""
+        self.wait(lambda: all(x.may_push for x in self.exchanges), WAIT_LIMIT_S, "updates in flight")
+
+    def need(self, settled: int) -> None:
+        """Ask every shard whose state lacks updates before this clock for its next one, as soon as there is one."""
+        for shard, exchange in enumerate(self.exchanges):
+            self.say(shard, exchange.need(settled))
+
+    def wait_settled(self, settled: int) -> None:
+        """Until every shard's state has all updates before this clock, or this worker had to join again."""
+        before, epoch = time.monotonic(), self.epoch
+
+        def done() -> bool:
+            self.need(settled)
+            return self.epoch != epoch or all(x.settled >= settled for x in self.exchanges)
+
+        self.wait(done, WAIT_LIMIT_S, f"the updates before clock {settled}")
+        self.wait_s += time.monotonic() - before
+
+    # Pushing.
+
+    def push(self, updates: Sequence[FloatArray], dense: bool = False, hyper: bytes = b"") -> None:
+        """Send the update of the present clock: of each shard, the keys whose turn it is. Raises NonFiniteError, with nothing
+        sent and nothing changed, for values that cannot be coded."""
+        began = time.monotonic()
+        encoded: list[Sequence[Piece]] = []
+        try:
+            for exchange, update in zip(self.exchanges, updates, strict=True):
+                encoded.append(exchange.replica.encode(update, self.clock, dense))  # all before the first leaves
+        except NonFiniteError:
+            for exchange, pieces in zip(self.exchanges, encoded, strict=False):
+                exchange.replica.give_back(pieces, self.clock)
+            raise
+        self.tuning.encode_s = time.monotonic() - began
+        samples, coding = self.samples_pending or self.samples, self._next_coding()
+        for shard, (exchange, pieces) in enumerate(zip(self.exchanges, encoded, strict=True)):
+            self.say(shard, exchange.push(pieces, samples, coding, hyper))
+        self._said()
+
+    def send_part(self, shard: int, index: int, count: int, piece: Piece, hyper: bytes = b"") -> None:
+        """One part of the update of the present clock; under overlap from autograd's threads."""
+        samples = self.samples_pending or self.samples
+        self.say(shard, [self.exchanges[shard].part(index, count, piece, samples, hyper)])
+
+    def pushed(self) -> None:
+        """All parts of the update of the present clock are on their way."""
+        coding = self._next_coding()
+        for shard, exchange in enumerate(self.exchanges):
+            self.say(shard, exchange.pushed(coding))
+        self._said()
+
+    def _next_coding(self) -> str:
+        """What published states are to be coded with after this clock; updates may be coded with another compressor too."""
+        if self.tuning.pushed(self.clock + 1):
+            for replica in self.replicas:
+                for _, feedback in replica.feedbacks:
+                    feedback.change(self.tuning.compressor)
+        return self.tuning.coding
+
+    def _said(self) -> None:
+        self.samples_pending = 0
+        if self.tuning.chooses:
+            self.link.call(lambda member, now: member.look_at_link())
+
+    # The shared model.
+
+    def master(self, flushed: bool, resume: Callable[[], object]) -> FloatArray:
+        """The server's own state, whole; `flushed`: once all that live workers pushed before this clock is in it. `resume`
+        is called where this worker had to join again meanwhile."""
+        while True:
+            epoch = self.epoch
+
+            def here(done: Callable[[Exchange[FloatArray]], bool], epoch: int = epoch) -> Callable[[], bool]:
+                return lambda: self.epoch != epoch or all(map(done, self.exchanges))
+
+            if not self.mode.barrier:
+                self.wait(here(lambda x: not x.in_flight), WAIT_LIMIT_S, "own updates")
+            else:
+                self.wait_settled(self.clock)
+            if self.epoch == epoch:
+                for shard, exchange in enumerate(self.exchanges):
+                    self.say(shard, exchange.ask_shared(flushed))
+                self.wait(here(lambda x: x.shared is not None), WAIT_LIMIT_S, "the shared model")
+            if self.epoch == epoch:
+                return self.arrays.joined([x.shared for x in self.exchanges if x.shared is not None])
+            resume()

@@ -1,0 +1,181 @@
+"""A worker that pushes updates of its own optimizer, and computes on what comes of them: every mode but those that push
+gradients, merge, or gossip. The main thread owns it.
+
+Rules
+- Right after a push it waits for what the next clock needs; with s >= 1 that has come under the steps before.
+- The replica is composed shard by shard (protocols/member/exchange.py), and then is what the parameters show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from narrows.compression import NonFiniteError
+from narrows.protocols import effects as e
+from narrows.protocols.effects import MemberEffect
+from narrows.protocols.errors import NarrowsError
+from narrows.worker.arrays import Arrays
+from narrows.worker.flat import FloatArray
+from narrows.worker.shards import WAIT_LIMIT_S, Shards
+
+if TYPE_CHECKING:
+    from narrows.worker.engine import Engine
+
+
+def clipped_step(
+    optimizer: torch.optim.Optimizer,
+    parameters: list[torch.nn.Parameter],
+    norm: float,
+    closure: Callable[[], Any] | None,
+) -> Any:
+    """`optimizer.step(closure)`; each gradient that it steps along is clipped to the L2 norm `norm`, 0: not at all."""
+    if closure is None:
+        if norm > 0:
+            torch.nn.utils.clip_grad_norm_(parameters, norm)
+        return optimizer.step()
+
+    def clipped() -> Any:
+        loss = closure()
+        if norm > 0:
+            torch.nn.utils.clip_grad_norm_(parameters, norm)
+        return loss
+
+    return optimizer.step(clipped)
+
+
+class Updates:
+    """See `Sync`. `arrays` and `shards` are what merging and pushed gradients have in common with it."""
+
+    def __init__(self, engine: Engine, arrays: Arrays) -> None:
+        self.engine, self.mode, self.arrays = engine, engine.mode, arrays
+        self.shards = Shards(engine.link, engine.mode, arrays, engine.tuning, engine.wait)
+        self.local_step = 0
+        self.moved = False  # a step was taken since all of the replica was composed
+        self.composed = 0  # the epoch of the life that the replica is of
+        self.missed = self.late = (
+            0  # rounds that closed without us, in this life; and those that nobody was told of yet
+        )
+
+    @property
+    def clock(self) -> int:
+        return self.shards.clock + self.missed
+
+    @property
+    def wait_s(self) -> float:
+        return self.shards.wait_s
+
+    @property
+    def staleness(self) -> int:
+        return self.shards.staleness
+
+    def weigh(self, samples: int) -> None:
+        self.shards.samples_pending += samples
+
+    def begin(self, event: e.Started) -> None:
+        self.shards.begin(event)
+
+    def handle(self, event: MemberEffect) -> None:
+        self.shards.handle(event)
+
+    def ready(self, limit_s: float = WAIT_LIMIT_S) -> None:
+        """Wait for what the present clock needs, and compose."""
+        self.shards.wait_ready(limit_s)
+        self.seen_missed()
+        self.compose()
+
+    def seen_missed(self) -> None:
+        """Count what closed without us up to the states that are here."""
+        missed = self.shards.missed
+        if self.composed == self.shards.epoch:
+            self.late += missed - self.missed
+        self.missed = missed
+
+    def compose(self) -> None:
+        """The replica, into the parameters."""
+        self.arrays.show(self.shards.exchanges)
+        self.composed, self.moved = self.shards.epoch, False
+
+    def resume(self) -> bool:
+        """Whether this worker had to join again since its replica was composed; then begin anew from the run's clock."""
+        if self.composed == self.shards.epoch:
+            return False
+        self.local_step = self.shards.samples_pending = 0
+        self.ready()
+        return True
+
+    # Steps.
+
+    def step(self, closure: Callable[[], Any] | None) -> Any:
+        pushes = self.local_step + 1 >= self.mode.local_steps
+        if pushes:
+            self.shards.wait_window()
+        if self.resume() and closure is None:
+            return None  # what p.grad holds was computed on a replica of the life before: it would break the bound
+        loss = self.inner_step(closure)
+        if pushes:
+            self.push()
+            self.ready()
+        return loss
+
+    def inner_step(self, closure: Callable[[], Any] | None) -> Any:
+        self.local_step += 1
+        self.moved = True
+        engine = self.engine
+        return clipped_step(engine.inner, engine.flat.parameters, engine.max_grad_norm, closure)
+
+    def push(self, dense: bool = False) -> None:
+        """What the keys whose turn it is have moved by."""
+        clock, turn = self.shards.clock, self.shards.clock // self.mode.fragments
+        keys = [exchange.turn(clock) for exchange in self.shards.exchanges]
+        updates = [self.arrays.moved(each, turn) for each in keys]
+        try:
+            self.shards.push(updates, dense)
+        except NonFiniteError as error:
+            cut = [self.arrays.where_not_finite(each[0], update) for each, update in zip(keys, updates, strict=True)]
+            raise not_finite(self.engine, "update", clock, cut, error) from None
+        self.local_step = 0
+
+    # The shared model and the end.
+
+    def shared(self) -> FloatArray:
+        return self.shards.master(flushed=False, resume=self.shards.wait_ready)
+
+    def flush(self) -> FloatArray:
+        """Send what is left, local steps and residual, and take the model that all end with."""
+        self.shards.wait_window()
+        self.resume()
+        if self.local_step or self.owes:
+            self.push(dense=True)
+            if self.mode.barrier:
+                self.shards.wait_ready()
+                self.seen_missed()
+        return self.shards.master(flushed=True, resume=self.shards.wait_ready)
+
+    @property
+    def owes(self) -> bool:
+        """Something is kept back."""
+        return any(values.any() for replica in self.shards.replicas for *_, values in replica.residuals)
+
+    @property
+    def final_clock(self) -> int:
+        return self.shards.clock
+
+    def residual(self) -> FloatArray | None:
+        return self.arrays.residual(self.shards.replicas)
+
+    def load_residual(self, whole: FloatArray) -> None:
+        self.arrays.load_residual(self.shards.replicas, whole)
+        if not self.local_step and not (self.mode.streams and self.moved):  # else it shows with the next merge
+            self.compose()
+
+
+def not_finite(engine: Engine, what: str, clock: int, tensors: list[str], error: NonFiniteError) -> NarrowsError:
+    """What to say of an update that cannot be coded; `tensors`: by shard, the first that has such a value."""
+    named = [tensor for tensor in tensors if tensor != "the residual"]
+    return NarrowsError(
+        f"the {what} of clock {clock} is not finite, first in {(named or tensors)[0]} ({error}): it was not sent; lower the "
+        f"learning rate or clip, --compress {engine.settings.compress} can only send finite values"
+    )
