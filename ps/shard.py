@@ -210,7 +210,7 @@ class Shard:
         if ledger.epoch == self.epoch:
             return effects
         self.epoch = ledger.epoch
-        now_members = {worker: (epoch, clock) for worker, epoch, _, clock in ledger.members}
+        now_members = {worker: (epoch, clock) for worker, epoch, clock in ledger.members}
         for worker in [w for w in self.inboxes if w not in now_members]:
             inbox = self.inboxes.pop(worker)
             for clock, pieces in inbox.partial.items():

@@ -694,7 +694,7 @@ class Coordinator:
             epoch=self.epoch,
             started=self.started,
             initialiser=self.initialiser,
-            members=tuple((w.worker, w.epoch, w.rank, w.start) for w in self.declared),
+            members=tuple((w.worker, w.epoch, w.start) for w in self.declared),
             min_clock=self.min_clock,
             sets=tuple((clock, *chain(*rows)) for clock, rows in self.sets.items() if clock >= published),
             departed=tuple(self.departed.items()),

@@ -97,7 +97,7 @@ def forged(message: Any, rng: random.Random) -> Iterator[m.Message]:
                         case _ if data:
                             data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
                     changes[field.name] = bytes(data)
-                case "Ints" | "Pairs" | "Quads" | "Weights" | "Sets":
+                case "Ints" | "Pairs" | "Triples" | "Quads" | "Weights" | "Sets":
                     changes[field.name] = rng.choice(((), value[1:], value + value[:1]))
         made += 1
         copied: m.Message = replace(message, **changes)
