@@ -89,7 +89,9 @@ INTRUDERS: tuple[tuple[object, frozenset[str]], ...] = (
     (((1, "2"),), frozenset()),
     (((1, -2),), frozenset()),
 )
-EMPTY_ROWS = frozenset({"Ints", "Pairs", "Triples", "Quads", "Weights", "Sets", "Texts"})  # () is right for each of these
+EMPTY_ROWS = frozenset(
+    {"Ints", "Pairs", "Triples", "Quads", "Weights", "Sets", "Texts"}
+)  # () is right for each of these
 
 
 def annotations_of(kind: type[m.Message]) -> dict[str, str]:

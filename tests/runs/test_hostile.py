@@ -110,8 +110,9 @@ def state_of(server: Server) -> tuple[Any, ...]:
     store = shard.store
     arrays = [] if store is None else [array.tobytes() for array in store.arrays().values()]
     seats = [(i.worker, i.clock, sorted(i.partial)) for i in shard.inboxes.values()]
-    who = [] if coordinator is None else [(w.worker, w.epoch, w.arrived) for w in coordinator.members.values()]
-    return arrays, seats, shard.min_clock, sorted(shard.held), who
+    who = [] if coordinator is None else [(s.worker, s.epoch, s.phase) for s in coordinator.seats.values()]
+    arrived = [] if coordinator is None else [list(p.arrived) for p in coordinator.rounds.progress.values()]
+    return arrays, seats, shard.min_clock, sorted(shard.held), who, arrived
 
 
 class Hostile(Cluster):

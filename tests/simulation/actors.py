@@ -15,11 +15,14 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
+import pytest
 
 from narrows.compression import accumulate
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
+from narrows.protocols.cluster import coordinator
 from narrows.protocols.cluster.coordinator import Coordinator
+from narrows.protocols.cluster.run import Decision
 from narrows.protocols.effects import NS, MemberEffect, ServerEffect
 from narrows.protocols.errors import NarrowsError
 from narrows.protocols.keys import Plan, TensorSpec, fragment, parts
@@ -97,6 +100,15 @@ class Kit:
     shard: type[Shard] = Shard
     coordinator: type[Coordinator] = Coordinator
     member: type[Member] = Member
+
+
+def planted(bug: Kit | type[Decision], monkeypatch: pytest.MonkeyPatch) -> Kit:
+    """The machines of a run with this bug: a kit, or a decision that every coordinator takes in the place of its base."""
+    if isinstance(bug, Kit):
+        return bug
+    assert bug.__base__ is not None
+    monkeypatch.setattr(coordinator, bug.__base__.__name__, bug)
+    return Kit()
 
 
 class Watch(Protocol):

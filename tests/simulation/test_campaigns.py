@@ -11,14 +11,16 @@ import numpy as np
 import pytest
 
 from narrows.protocols import messages as m
-from narrows.protocols.cluster.coordinator import Coordinator
-from narrows.protocols.cluster.coordinator import Member as Seat
+from narrows.protocols.cluster.generations import Generations
+from narrows.protocols.cluster.roster import Roster
+from narrows.protocols.cluster.rounds import Rounds
+from narrows.protocols.cluster.run import Decision, Seat
 from narrows.protocols.effects import NS, GiveWeights, ServerEffect
 from narrows.protocols.member.member import Member
 from narrows.protocols.modes import Mode, Settings
 from narrows.ps.process import checkpoints
 from narrows.ps.shard import Inbox, Shard
-from simulation.actors import CLOCKS, Disk, Kit
+from simulation.actors import CLOCKS, Disk, Kit, planted
 from simulation.campaigns import MODES, Case, Fault, Run, case_of
 from simulation.mirrors import Violation
 from simulation.network import Faults, Random
@@ -112,22 +114,13 @@ class ForgetsPush(Shard):
         return super()._push(inbox, push, now_ns)
 
 
-class OneEarly(Coordinator):
+class OneEarly(Rounds):
     """A barrier closed one early: the last worker is not waited for."""
 
-    deciding = False
-
-    @property
-    def declared(self) -> list[Seat]:
-        members = super().declared
-        late = [member for member in members if member.clock <= self.min_clock]
-        early = self.deciding and self.started and len(late) == 1 < len(members)
-        return [member for member in members if member not in late] if early else members
-
-    def _decide(self, now_ns: int) -> None:
-        self.deciding = True
-        super()._decide(now_ns)
-        self.deciding = False
+    def _going(self) -> list[Seat]:
+        members = super()._going()
+        late = [member for member in members if self.clock(member) <= self.min_clock]
+        return [member for member in members if member not in late] if len(late) == 1 < len(members) else members
 
 
 class AnyEpoch(Shard):
@@ -151,17 +144,17 @@ class CountsTheDead(Shard):
         return effects
 
 
-class Drops(Coordinator):
+class Drops(Rounds):
     """A late update dropped: the clock that closes without it counts as its own."""
 
     def _close(self, now_ns: int) -> None:
         super()._close(now_ns)
-        for member in self.declared:
-            if member.due <= self.min_clock:
-                member.taken += 1
+        for progress in self.progress.values():
+            if progress.due <= self.min_clock:
+                progress.taken += 1
 
 
-class Impatient(Coordinator):
+class Impatient(Rounds):
     """A clock closed with its quorum, whatever the grace."""
 
     def _grace_over(self, pushed: int, now_ns: int) -> bool:
@@ -169,14 +162,31 @@ class Impatient(Coordinator):
         return 0 < self.settings.quorum <= pushed
 
 
-class Patient(Coordinator):
+class Patient(Rounds):
     """A grace that no tick ends."""
 
-    def tick(self, now_ns: int) -> list[ServerEffect]:
-        before, self.quorum_ns = self.quorum_ns, now_ns
-        effects = super().tick(now_ns)
-        self.quorum_ns = before if self.quorum_ns == now_ns else self.quorum_ns
-        return effects
+    heard_ns = -1
+
+    def heard(self, report: m.Report, now_ns: int) -> None:
+        super().heard(report, now_ns)
+        self.heard_ns = now_ns
+
+    def _grace_over(self, pushed: int, now_ns: int) -> bool:
+        return super()._grace_over(pushed, now_ns) and now_ns == self.heard_ns
+
+
+class NewestOfAny(Generations):
+    """The run goes back to a checkpoint that one shard has, and not all."""
+
+    def _shared(self) -> int:
+        return max(set[int]().union(*(report.checkpoints for report in self.run.reports.values())), default=-1)
+
+
+class NoLease(Roster):
+    """A lease that does not end."""
+
+    def expired(self, now_ns: int) -> list[Seat]:
+        return []
 
 
 class LeavesBehind(Shard):
@@ -193,21 +203,27 @@ def with_quorum(seed: int) -> Case:
     return case_of(len(MODES) * seed + MODES.index({"sync": "local", "quorum": -1}))
 
 
+def with_restart(seed: int) -> Case:
+    return case_of(seed, restart=True)
+
+
 def one_too_far(mode: Mode, clock: int, min_clock: int) -> bool:
     """The bound off by one, for shards and workers alike."""
     return mode.bound is None or clock <= min_clock + mode.bound + 1
 
 
-PLANTED = {
+PLANTED: dict[str, tuple[Kit | type[Decision], Callable[[int], Case], str]] = {
     "a dedupe entry dropped": (Kit(shard=ForgetsPush), case_of, "is folded twice"),
     "the bound off by one": (Kit(), case_of, "staleness"),
-    "a barrier closed one early": (Kit(coordinator=OneEarly), case_of, "is closed over|is complete"),
-    "an epoch unchecked": (Kit(shard=AnyEpoch), lambda seed: case_of(seed, restart=True), "folded|blames|ended"),
-    "a late update dropped": (Kit(coordinator=Drops), with_quorum, "is closed over .* have pushed"),
-    "a grace cut short": (Kit(coordinator=Impatient), with_quorum, "is closed over"),
-    "a grace without end": (Kit(coordinator=Patient), with_quorum, "after its quorum"),
+    "a barrier closed one early": (OneEarly, case_of, "is closed over|is complete"),
+    "an epoch unchecked": (Kit(shard=AnyEpoch), with_restart, "folded|blames|ended"),
+    "a late update dropped": (Drops, with_quorum, "is closed over .* have pushed"),
+    "a grace cut short": (Impatient, with_quorum, "is closed over"),
+    "a grace without end": (Patient, with_quorum, "after its quorum"),
     "a late worker sent on without its update": (Kit(shard=LeavesBehind), with_quorum, "own writes|is settled to"),
     "a dead worker's weight kept": (Kit(shard=CountsTheDead), case_of, "weight of"),
+    "a checkpoint that not all shards have": (NewestOfAny, with_restart, "has no checkpoint of it"),
+    "a lease without end": (NoLease, case_of, "progress|has not ended"),
 }
 
 
@@ -217,7 +233,7 @@ def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> No
     if bug == "the bound off by one":
         monkeypatch.setattr(Mode, "allows", one_too_far)
     with pytest.raises(Violation, match=complaint):
-        _until_found(kit, case, complaint)
+        _until_found(planted(kit, monkeypatch), case, complaint)
 
 
 def _until_found(kit: Kit, case: Callable[[int], Case], complaint: str) -> None:
