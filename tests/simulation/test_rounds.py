@@ -101,7 +101,7 @@ def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_model_that_moves_beside_its_mixes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the full count: no event tells of it."""
-    monkeypatch.setattr("gossiping.WHOLE_EVERY", 50)
+    monkeypatch.setattr("simulation.gossips.WHOLE_EVERY", 50)
     run = Rounds(drawn(3, "ring", "dense", 0, ROUNDS, 8))
 
     def moves() -> None:
