@@ -34,7 +34,7 @@ RUN_LIFE: dict[RunPhase, dict[str, RunPhase]] = {
     RunPhase.GATHERING: {"start": RunPhase.STARTED, "restart": RunPhase.GATHERING, "end": RunPhase.CALLED_OFF},
     RunPhase.STARTED: {"restart": RunPhase.GATHERING, "end": RunPhase.OVER},
     RunPhase.OVER: {"restart": RunPhase.CALLED_OFF, "end": RunPhase.OVER},
-    # It starts where the report that it waited for comes after the end.
+    # The report that a start waits for may come after the end.
     RunPhase.CALLED_OFF: {"start": RunPhase.OVER, "restart": RunPhase.CALLED_OFF, "end": RunPhase.CALLED_OFF},
 }
 SEAT_LIFE: dict[SeatPhase, dict[str, SeatPhase]] = {
