@@ -177,8 +177,7 @@ class Server:
             return self._end(m.RefuseCode.SERVER_LOST, "it is gone, and so is the last worker here", now_ns)
         if member.phase in ("declared", "running") and not someone and not coordinator.over:
             return [*sends(member.leave(-1, now_ns)), *coordinator.placed(b"", 0, now_ns)]
-        may_declare = coordinator.generations.may_declare and coordinator.above.undeclared
-        if member.phase == "over" and may_declare and not coordinator.over:
+        if member.phase == "over" and coordinator.generations.may_declare and not coordinator.over:
             return sends(member.rejoin(now_ns))
         return self._declare(now_ns)
 
@@ -335,13 +334,9 @@ class Server:
         member, coordinator = self.member, self.coordinator
         if report.trouble:
             return self._end(m.RefuseCode.INCOMPATIBLE, report.trouble, now_ns)
-        if (
-            member is None
-            or coordinator is None
-            or member.ended
-            or member.phase != "running"
-            or not coordinator.above.ended
-        ):
+        if member is None or coordinator is None or member.ended or member.phase != "running":
+            return []
+        if not coordinator.above.ended:
             return []
         member.ended = True
         return [member.beat(now_ns)]

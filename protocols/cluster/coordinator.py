@@ -65,7 +65,7 @@ class Coordinator:
         self.roster = Roster(run, rounds, above, meeting, keys_max)
         self.decisions: tuple[Decision, ...] = (self.generations, rounds, meeting, above, self.roster)
 
-    # What a runner or a machine beside it may read.
+    # For a runner, or a machine beside it.
 
     @property
     def declared(self) -> list[Seat]:
@@ -128,7 +128,7 @@ class Coordinator:
     def _declare(self, seat: Seat, declare: m.Declare, now_ns: int) -> list[ServerEffect]:
         if seat.epoch:
             return self.roster.readies(self.buffers, only=seat)
-        refuse = self.roster.undeclarable(seat, declare)
+        refuse = self.roster.refusal(seat, declare)
         if refuse is not None:
             return [Send(seat.peer, refuse), *self._remove(seat, "refused", now_ns)]
         if self.above.holds(seat, declare):
@@ -240,7 +240,7 @@ class Coordinator:
                 effects.append(self._ledger(shard, now_ns))
         return effects
 
-    # Decisions, and what is told of them.
+    # Decisions, and ledgers that tell of them.
 
     def _decide(self, now_ns: int) -> None:
         """Take all that can be taken."""

@@ -29,7 +29,7 @@ class Generations(Decision):
 
     @property
     def initialiser(self) -> int:
-        """Whose weights are the first: the longest-standing member's, while the run has none."""
+        """The worker that gives the first weights: the longest-standing member, while the run has none; else -1."""
         if self.run.started or self.run.restart_clock >= 0:
             return -1
         return self.weights if self.weights >= 0 else min((seat.worker for seat in self.run.declared), default=-1)

@@ -92,7 +92,7 @@ class Roster(Decision):
     def adopt(self, packed: bytes) -> None:
         self.plan, self.plan_packed = Plan.unpacked(packed), packed
 
-    def undeclarable(self, seat: Seat, declare: m.Declare) -> m.Refuse | None:
+    def refusal(self, seat: Seat, declare: m.Declare) -> m.Refuse | None:
         """Why this worker cannot be a member; where it can, its plan is that of the run."""
         if self.meeting.closed:
             return m.Refuse(RefuseCode.OVER, seat.worker, 0, ENDING)

@@ -190,7 +190,7 @@ class Rounds(Decision):
             for clock in [clock for clock in table if clock < done]:
                 del table[clock]
 
-    # What is told of them.
+    # For the broadcast.
 
     def tell(self) -> list[Log]:
         said, self.said = self.said, []

@@ -159,5 +159,5 @@ class Decision:
         """A generation has begun: forget what counted in the one before."""
 
     def fields(self, shard: int) -> dict[str, object]:
-        """What a ledger for this shard says of the matter."""
+        """Its part of a ledger for this shard."""
         return {}

@@ -1,4 +1,4 @@
-"""The decisions of the coordinator, each alone: what it decides of a run that a test has put together."""
+"""The decisions of the coordinator, each alone, on a run that a test has put together."""
 
 from __future__ import annotations
 
@@ -242,6 +242,12 @@ def foreign(source: str) -> Iterator[str]:
             and isinstance(node.value, ast.Attribute)
         ):
             yield ast.unparse(node)
+
+
+def test_decisions_share_out_the_fields_of_a_ledger() -> None:
+    decisions = coordinator.Coordinator(Settings().validated(), 1).decisions
+    named = [name for decision in decisions for name in decision.fields(0)]
+    assert sorted([*named, "version", "report_seen"]) == sorted(m.Ledger.__slots__)
 
 
 def test_no_decision_assigns_to_the_fields_of_another() -> None:

@@ -37,9 +37,9 @@ class ClosesEarly(Meeting):
 class LetsIn(Roster):
     """Who comes after the last step of all is a member."""
 
-    def undeclarable(self, seat: Seat, declare: m.Declare) -> m.Refuse | None:
+    def refusal(self, seat: Seat, declare: m.Declare) -> m.Refuse | None:
         self.meeting.closed, closed = False, self.meeting.closed
-        refuse = super().undeclarable(seat, declare)
+        refuse = super().refusal(seat, declare)
         self.meeting.closed = closed
         return refuse
 
