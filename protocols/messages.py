@@ -80,12 +80,14 @@ CHECKS: dict[str, Callable[[Any], bool]] = {
     "Buffer": lambda v: isinstance(v, (bytes, bytearray, memoryview)),
     "Ints": _is_ints,
     "Pairs": lambda v: _is_rows(v, 2, int),
+    "Triples": lambda v: _is_rows(v, 3, int),
     "Quads": lambda v: _is_rows(v, 4, int),
     "Weights": lambda v: _is_rows(v, 2, float),
     "Sets": lambda v: type(v) is tuple and len(v) <= LIST_MAX and all(map(_is_ints, v)),
     "Texts": lambda v: type(v) is tuple and len(v) <= LIST_MAX and all(map(CHECKS["str"], v)),
 }
 Texts = tuple[str, ...]
+Triples = tuple[tuple[int, int, int], ...]
 Quads = tuple[tuple[int, int, int, int], ...]
 Sets = tuple[Ints, ...]
 
@@ -336,7 +338,7 @@ class Ledger(Message):
     epoch: int
     started: bool
     initialiser: int  # the worker whose weights are the first, -1: nobody yet
-    members: Quads  # worker, epoch joined, rank, clock joined
+    members: Triples  # worker, epoch joined, clock joined
     min_clock: int
     sets: Sets  # of closed clocks that this shard may lack: clock, worker, its update, worker, its update, ...
     departed: Pairs  # worker, update: of those who left, for the next set

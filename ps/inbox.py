@@ -71,7 +71,7 @@ class Inbox:
         for worker in self.seats.keys() - live:
             for clock, pieces in self.seats.pop(worker).partial.items():
                 logs.append(self.discard(worker, clock, f"{len(pieces)} of its parts had come"))
-        for worker, epoch, *_, clock in ledger.members:
+        for worker, epoch, clock in ledger.members:
             if worker not in self.seats:
                 self.seats[worker] = Seat(worker, epoch, clock, clock, min(clock, min_clock))
         return logs

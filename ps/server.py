@@ -155,26 +155,26 @@ class Server:
     def _declare(self, now_ns: int) -> list[ServerEffect]:
         """Tell the server above of the model as soon as a worker has told us."""
         member, coordinator = self.member, self.coordinator
-        if member is None or coordinator is None or coordinator.plan is None or member.plan:
+        if member is None or coordinator is None or coordinator.roster.plan is None or member.plan:
             return []
-        if not coordinator.may_declare:
+        if not coordinator.generations.may_declare:
             return []
         # Only updates go up: what steps the weights is ours alone.
         ports = [coordinator.reports[shard].port for shard in range(coordinator.shards)]
         member.address = " ".join(f"tcp://{self.host}:{port}" for port in ports)
-        upward = replace(coordinator.plan, optimizer="", max_grad_norm=0.0)
+        upward = replace(coordinator.roster.plan, optimizer="", max_grad_norm=0.0)
         return asks(member.declare(upward.packed(), now_ns))
 
     def _with_the_workers(self, now_ns: int) -> list[ServerEffect]:
         """Leave while no worker is here, for the run above would wait for us; join again when there are enough."""
         member, coordinator = self.member, self.coordinator
         assert member is not None and coordinator is not None
-        someone = coordinator.declared or coordinator.undeclared
+        someone = coordinator.declared or coordinator.above.undeclared
         if member.phase is Phase.ALONE and not someone and not coordinator.over:
             return self._end(m.RefuseCode.SERVER_LOST, "it is gone, and so is the last worker here", now_ns)
         if member.phase in (Phase.DECLARED, Phase.RUNNING) and not someone and not coordinator.over:
             return [*asks(member.leave(-1, now_ns)), *coordinator.placed(b"", 0, now_ns)]
-        if member.phase is Phase.OVER and coordinator.may_declare and coordinator.undeclared and not coordinator.over:
+        if member.phase is Phase.OVER and coordinator.generations.may_declare and not coordinator.over:
             return asks(member.rejoin(now_ns))
         return self._declare(now_ns)
 
@@ -196,7 +196,7 @@ class Server:
             elif isinstance(event, e.ServerGone):
                 text = f"the server above, {self.parent}, is gone; the clusters go on among themselves"
                 effects.append(Log("above", {"text": text}))
-                effects += self._local(coordinator.introduced_above(coordinator.roster, True, now_ns), now_ns)
+                effects += self._local(coordinator.introduced_above(coordinator.above.roster, True, now_ns), now_ns)
             elif isinstance(event, e.Failed):
                 effects += self._local(self._end(event.code, event.text, now_ns), now_ns)
             elif isinstance(event, e.Left):
@@ -251,7 +251,7 @@ class Server:
         """Begin at round `number` (gossip), where nobody here is further at `clock`, that of the run above."""
         member, coordinator = self.member, self.coordinator
         assert member is not None and coordinator is not None and member.settings is not None
-        at = coordinator.begin(clock * member.settings.mode().local_steps, now_ns)
+        at = coordinator.rounds.begin(clock * member.settings.mode().local_steps, now_ns)
         where = (event.worker, event.epoch, event.clock, at)
         self.place = Place(member.settings, *where, member.ports, number)
         return self._local(coordinator.placed(self.place.packed(), event.epoch, now_ns), now_ns)
@@ -313,10 +313,10 @@ class Server:
         if self.leaves:
             return [Stop()]  # all was at rest, and other shards may have ended: they will not see a later ledger
         if coordinator.over:
-            return coordinator.cut_off(now_ns) if coordinator.above else []  # all our workers are done
+            return coordinator.cut_off(now_ns) if coordinator.above.place else []  # all our workers are done
         text = f"the server above, {self.parent}: {text}"[: m.TEXT_MAX]
         self.final = Stop(code, text)
-        return [*coordinator.refuse_all(code, text), *coordinator.cut_off(now_ns)]
+        return [*coordinator.roster.refuse_all(code, text), *coordinator.cut_off(now_ns)]
 
     def _local(self, effects: list[ServerEffect], now_ns: int) -> list[ServerEffect]:
         """The effects for the runner; what shard 0 and the coordinator send each other goes to `inner`."""
@@ -345,13 +345,9 @@ class Server:
         member, coordinator = self.member, self.coordinator
         if report.trouble:
             return self._end(m.RefuseCode.INCOMPATIBLE, report.trouble, now_ns)
-        if (
-            member is None
-            or coordinator is None
-            or member.ended
-            or member.phase is not Phase.RUNNING
-            or not coordinator.ended
-        ):
+        if member is None or coordinator is None or member.ended or member.phase is not Phase.RUNNING:
+            return []
+        if not coordinator.above.ended:
             return []
         member.ended = True
         return [member.beat(now_ns)]

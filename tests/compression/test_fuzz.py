@@ -215,7 +215,8 @@ def test_each_check_has_its_sentence() -> None:
 
 def test_under_bounds_checks(tmp_path: Path) -> None:
     """The same loop with every array access checked by Numba: reads too, which no guard can see."""
-    environment = dict(os.environ, NUMBA_BOUNDSCHECK="1", NUMBA_CACHE_DIR=str(tmp_path))
+    tests = str(Path(__file__).resolve().parent.parent)
+    environment = dict(os.environ, NUMBA_BOUNDSCHECK="1", NUMBA_CACHE_DIR=str(tmp_path), PYTHONPATH=tests)
     command = [sys.executable, __file__, "2000"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

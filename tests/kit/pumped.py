@@ -123,7 +123,7 @@ def expire(cluster: Cluster) -> None:
     assert coordinator is not None
     with parent.changed:
         now_ns = parent.now()
-        effects = coordinator._remove(coordinator.members[member.worker], "expired", now_ns)
+        effects = coordinator._remove(coordinator.seats[member.worker], "expired", now_ns)
         parent._apply(0, parent.servers[0]._local(effects, now_ns))
 
 

@@ -85,11 +85,11 @@ class Run:
         assert coordinator is not None
         with cluster.changed:
             later = cluster.now() + int(3 * cluster.settings.lease * NS)
-            for other in coordinator.members:
+            for other in coordinator.seats:
                 if other != expired:
                     coordinator.heard(other, later)
             cluster._apply(0, cluster.servers[0].tick(later))
-            assert expired not in coordinator.members
+            assert expired not in coordinator.seats
 
 
 @contextmanager

@@ -59,6 +59,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "Buffer": st.binary(max_size=20),
     "Ints": INTS,
     "Pairs": rows(INT, INT),
+    "Triples": rows(INT, INT, INT),
     "Quads": rows(INT, INT, INT, INT),
     "Weights": rows(INT, FLOAT),
     "Sets": st.lists(INTS, max_size=4).map(tuple),
@@ -83,12 +84,15 @@ INTRUDERS: tuple[tuple[object, frozenset[str]], ...] = (
     (((1,),), frozenset({"Sets"})),
     (((1, 2),), frozenset({"Pairs", "Sets"})),
     (((1, 0.5),), frozenset({"Weights"})),
+    (((1, 2, 3),), frozenset({"Triples", "Sets"})),
     (((1, 2, 3, 4),), frozenset({"Quads", "Sets"})),
     (((1, 2), (3,)), frozenset({"Sets"})),
     (((1, "2"),), frozenset()),
     (((1, -2),), frozenset()),
 )
-EMPTY_ROWS = frozenset({"Ints", "Pairs", "Quads", "Weights", "Sets", "Texts"})  # () is right for each of these
+EMPTY_ROWS = frozenset(
+    {"Ints", "Pairs", "Triples", "Quads", "Weights", "Sets", "Texts"}
+)  # () is right for each of these
 
 
 def annotations_of(kind: type[m.Message]) -> dict[str, str]:
@@ -108,6 +112,7 @@ PLAIN: dict[str, object] = {
     "Buffer": b"payload!",
     "Ints": (1, 300),
     "Pairs": ((1, 2), (3, 4)),
+    "Triples": ((1, 2, 3), (4, 5, 6)),
     "Quads": ((1, 2, 3, 4),),
     "Weights": ((1, 0.5),),
     "Sets": ((1, 2), (), (3,)),

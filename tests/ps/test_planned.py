@@ -26,7 +26,7 @@ def planned_of(**flags: Any) -> Planned:
     """One shard with the weights that the run begins with, and one member."""
     settings = Settings(**flags).validated()
     inbox = Inbox(0, settings.mode())
-    ledger = replace(UNDECIDED, epoch=5, members=((0, 5, 0, 0),), started=True)
+    ledger = replace(UNDECIDED, epoch=5, members=((0, 5, 0),), started=True)
     inbox.members(ledger, 0)
     means = Means(optimizer=lambda plan, begin, end: PlainSGD())
     planned = Planned(0, settings, Plan.unpacked(PLANS[0.0]), inbox, 0, means)
@@ -47,7 +47,7 @@ def push(planned: Planned, clock: int) -> None:
 
 def ledger_of(min_clock: int, **changes: Any) -> m.Ledger:
     sets = tuple((clock, 0, clock) for clock in range(min_clock))
-    return replace(UNDECIDED, epoch=5, members=((0, 5, 0, 0),), started=True, min_clock=min_clock, sets=sets, **changes)
+    return replace(UNDECIDED, epoch=5, members=((0, 5, 0),), started=True, min_clock=min_clock, sets=sets, **changes)
 
 
 def test_every_stage_has_its_turn() -> None:

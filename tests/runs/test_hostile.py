@@ -110,7 +110,7 @@ def forged(message: Any, rng: random.Random, count: int) -> Iterator[m.Message]:
                         case _ if data:
                             data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
                     changes[field.name] = bytes(data)
-                case "Ints" | "Pairs" | "Quads" | "Weights" | "Sets":
+                case "Ints" | "Pairs" | "Triples" | "Quads" | "Weights" | "Sets":
                     changes[field.name] = rng.choice(((), value[1:], value + value[:1]))
         made += 1
         copied: m.Message = replace(message, **changes)
@@ -128,13 +128,14 @@ def state_of(server: Server) -> tuple[Any, ...]:
         arrays = [array.tobytes() for array in planned.store.arrays().values()]
         model = (planned.plan, arrays, planned.stage, planned.finishes, sorted(held), children)
     seats = [(i.worker, i.clock, i.taken, sorted(i.partial)) for i in shard.inbox.seats.values()]
-    who = [] if coordinator is None else [(w.worker, w.epoch, w.arrived) for w in coordinator.members.values()]
+    who = [] if coordinator is None else [(s.worker, s.epoch, s.phase) for s in coordinator.seats.values()]
+    arrived = [] if coordinator is None else [list(p.arrived) for p in coordinator.rounds.progress.values()]
     above = shard.above
     mixes = []
     if isinstance(above, Mixing):
         weights = b"" if not above.driver.has_model else above.driver.mixing.model.tobytes()
         mixes = [above.driver.phase, above.driver.round, sorted(above.driver.exchanges.pairs), weights]
-    return model, seats, shard.min_clock, shard.trouble, who, mixes
+    return model, seats, shard.min_clock, shard.trouble, who, arrived, mixes
 
 
 class Tally:

@@ -28,7 +28,8 @@ import narrows.worker as narrows
 from narrows.compression.codecs import RAW
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
-from narrows.protocols.cluster.coordinator import GRACE_MAX_NS, GRACE_MIN_NS, Coordinator
+from narrows.protocols.cluster import run as cluster_run
+from narrows.protocols.cluster.rounds import GRACE_MAX_NS, GRACE_MIN_NS, Rounds
 from narrows.protocols.effects import NS, ServerEffect
 from narrows.protocols.keys import parts
 from narrows.protocols.settings import Settings
@@ -275,11 +276,11 @@ def test_a_quorum_of_all_waits_for_all_and_so_does_none() -> None:
 
 
 def test_the_adaptive_grace_is_a_quarter_of_a_round_within_limits() -> None:
-    def coordinator(**flags: Any) -> Coordinator:
-        return Coordinator(Settings(sync="local", workers=4, quorum=2, **flags).validated(), 1)
+    def rounds(**flags: Any) -> Rounds:
+        return Rounds(cluster_run.Run(Settings(sync="local", workers=4, quorum=2, **flags).validated(), 1, -1))
 
-    machine = coordinator(lease=20.0)
-    machine.reached_ns = {0: 0}
+    machine = rounds(lease=20.0)
+    machine.open(0)
     assert machine.grace_ns == GRACE_MIN_NS
     assert not machine._grace_over(1, 8 * NS) and machine.round_ns == 0, "there is no quorum"
     assert not machine._grace_over(2, 8 * NS)
@@ -290,11 +291,11 @@ def test_the_adaptive_grace_is_a_quarter_of_a_round_within_limits() -> None:
     assert machine.round_ns == 9 * NS, "smoothed by a quarter"
     machine.round_ns = 1000 * NS
     assert machine.grace_ns == 20 * NS, "a lease"
-    machine = coordinator(lease=1000.0)
+    machine = rounds(lease=1000.0)
     machine.round_ns = 1000 * NS
     assert machine.grace_ns == GRACE_MAX_NS
-    assert coordinator(grace=0.0).grace_ns == 0
-    assert coordinator(grace=2.5).grace_ns == 2.5 * NS
+    assert rounds(grace=0.0).grace_ns == 0
+    assert rounds(grace=2.5).grace_ns == 2.5 * NS
 
 
 def test_a_worker_that_dies_with_its_update_on_all_shards_is_in_the_next_round_and_else_in_none() -> None:
@@ -305,9 +306,9 @@ def test_a_worker_that_dies_with_its_update_on_all_shards_is_in_the_next_round_a
     assert coordinator is not None
     pushers[2].push()
     pushers[2].link.call(lambda member, now: member.leave(-1, now))
-    assert cluster.clock == 0 and coordinator.departed == {2: 0}
+    assert cluster.clock == 0 and coordinator.rounds.departed == {2: 0}
     pushers[0].push()
-    assert cluster.clock == 1 and not coordinator.departed, "the update of a worker that has left counts"
+    assert cluster.clock == 1 and not coordinator.rounds.departed, "the update of a worker that has left counts"
     assert not any(map(held_by, cluster.servers))
     # A second one, whose push reaches shard 0 alone.
     real = cluster.servers[1].handle
@@ -316,7 +317,7 @@ def test_a_worker_that_dies_with_its_update_on_all_shards_is_in_the_next_round_a
     cluster.servers[1].handle = real  # type: ignore[method-assign]
     assert held_by(cluster.servers[0])
     pushers[1].link.call(lambda member, now: member.leave(-1, now))
-    assert not coordinator.departed and not held_by(cluster.servers[0])
+    assert not coordinator.rounds.departed and not held_by(cluster.servers[0])
     assert [server.shard.inbox.discarded for server in cluster.servers] == [1, 0]
 
 
@@ -420,15 +421,16 @@ def test_a_cluster_may_be_late_above() -> None:
     coordinator = root.servers[0].coordinator
     assert coordinator is not None
     taken: dict[int, list[int]] = {0: [], 1: []}
-    close = coordinator._close
+    rounds = coordinator.rounds
+    close = rounds._close
 
     def closes(now_ns: int) -> None:
-        clock = coordinator.min_clock
+        clock = rounds.min_clock
         close(now_ns)
-        for worker, update in coordinator.sets[clock]:
+        for worker, update in rounds.sets[clock]:
             taken[worker].append(update)
 
-    coordinator._close = closes  # type: ignore[method-assign]
+    rounds._close = closes  # type: ignore[method-assign]
     first_done = threading.Event()
 
     with tree(root, *clusters) as started_:

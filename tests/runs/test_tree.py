@@ -13,10 +13,10 @@ from kit.processes import until
 from kit.scripts import Array, build, distance, flat, loss_of, mean_loss, train, tree
 from kit.trees import ABOVE, BELOW, STEPS, family, one_process, root_model, sgd
 
-from narrows.protocols.cluster.coordinator import Coordinator, Member
+from narrows.protocols.cluster.coordinator import Coordinator
 from narrows.protocols.effects import NS, Log
 from narrows.protocols.member.member import Phase
-from narrows.protocols.messages import TEXT_MAX
+from narrows.protocols.messages import TEXT_MAX, Hello
 from narrows.protocols.settings import Settings
 from narrows.worker import DistributedOptimizer, clock, world_size
 
@@ -132,9 +132,9 @@ def test_without_workers_a_cluster_leaves_and_comes_back() -> None:
             DistributedOptimizer(sgd(net), net)
 
         thread = started.aside(declare)
-        undeclared = below[1].servers[0].coordinator
-        assert undeclared is not None
-        until(lambda: undeclared.undeclared, "the worker to declare its model", 10.0)
+        late = below[1].servers[0].coordinator
+        assert late is not None
+        until(lambda: late.above.undeclared, "the worker to declare its model", 10.0)
         with root.changed:
             below[1]._apply(0, below[1].servers[0].tick(below[1].now()))
         thread.join(10.0)
@@ -192,7 +192,7 @@ def test_every_level_shows_the_whole_tree() -> None:
 def test_a_large_tree_is_shown_as_far_as_it_fits_a_message() -> None:
     coordinator = Coordinator(Settings(workers=400).validated(), 1)
     for worker in range(400):
-        member = Member(worker, f"{worker}", "host", worker, b"", 0, epoch=1, arrived=[0])
-        coordinator.members[worker] = member
+        seat = coordinator.run.sit(Hello(f"{worker}", "host"), b"", 0)
+        coordinator.roster.admit(seat, "", 0)
     lines = coordinator.tree().splitlines()
     assert len("\n".join(lines)) <= TEXT_MAX and lines[-1] == f"    and {401 - (len(lines) - 1)} lines more"

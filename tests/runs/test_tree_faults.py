@@ -100,7 +100,7 @@ def test_a_cluster_counts_above_once_it_can_train() -> None:
         with tree(root, late, first_rank=1) as others:
             one_of_two = Script(others, 0, lambda: steps(1, finish=False))
             coordinator = late.servers[0].coordinator
-            assert coordinator is not None and pump(others, [root, first, late], lambda: coordinator.undeclared)
+            assert coordinator is not None and pump(others, [root, first, late], lambda: coordinator.above.undeclared)
             before = clock_of(root)
             assert pump(run, [root, first, late], lambda: clock_of(root) > before + 10)
             two = Script(others, 1, lambda: steps(1, finish=False))

@@ -11,16 +11,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+import pytest
 
 from narrows.compression import ErrorFeedback, ladder, parse
 from narrows.compression.codecs import raw_pieces
 from narrows.compression.replica import HostReplica
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
+from narrows.protocols.cluster import coordinator
 from narrows.protocols.cluster.coordinator import Coordinator
+from narrows.protocols.cluster.run import Decision
 from narrows.protocols.effects import NS, MemberEffect, ServerEffect
 from narrows.protocols.errors import NarrowsError
 from narrows.protocols.keys import fragment, parts
@@ -102,6 +105,26 @@ class Kit:
     shard: type[Shard] = Shard
     coordinator: type[Coordinator] = Coordinator
     member: type[Member] = Member
+
+
+# Machines; a decision that every coordinator takes in the place of its base; or what is put into the place of something else:
+# class, module or table, name, and what comes there.
+Bug = Kit | type[Decision] | list[tuple[Any, Any, Any]]
+
+
+def planted(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> Kit:
+    """The machines of a run with this bug."""
+    if isinstance(bug, Kit):
+        return bug
+    if isinstance(bug, list):
+        for where, name, what in bug:
+            monkeypatch.setitem(where, name, what) if isinstance(where, dict) else monkeypatch.setattr(
+                where, name, what
+            )
+        return Kit()
+    assert bug.__base__ is not None
+    monkeypatch.setattr(coordinator, bug.__base__.__name__, bug)
+    return Kit()
 
 
 class Watch(Protocol):

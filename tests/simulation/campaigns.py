@@ -194,7 +194,7 @@ class Run:
     def _deserted(self) -> bool:
         """All had finished when shard 0, and the coordinator in it, was restarted: it waits for workers, as at any start."""
         coordinator = self.servers[0].coordinator if 0 in self.servers else None
-        restarted = coordinator is not None and coordinator.first_epoch > 1 << 20
+        restarted = coordinator is not None and coordinator.run.first_epoch > 1 << 20
         return restarted and all(worker.ended for worker in self.workers.values())
 
     # Faults that machines suffer.

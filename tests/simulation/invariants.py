@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING
 
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
-from narrows.protocols.cluster.coordinator import GRACE_MAX_NS, GRACE_MIN_NS, Coordinator
+from narrows.protocols.cluster.coordinator import Coordinator
+from narrows.protocols.cluster.rounds import GRACE_MAX_NS, GRACE_MIN_NS
 from narrows.protocols.effects import NS, ServerEffect
 from simulation.mirrors import FloatArray, Given, Held, Mirror, Violation
 
@@ -125,14 +126,14 @@ class Checker:
     def follow(self, process: Process) -> None:
         """Take down what the coordinator decided, and what was done to the store since."""
         planned, coordinator, given = process.shard.planned, process.coordinator, self.given
-        if coordinator is not None and (coordinator.first_epoch, coordinator.version) != self.version:
-            self.version = (coordinator.first_epoch, coordinator.version)
+        if coordinator is not None and (coordinator.run.first_epoch, coordinator.version) != self.version:
+            self.version = (coordinator.run.first_epoch, coordinator.version)
             for member in coordinator.declared:
-                given.generation_of.setdefault((member.worker, member.epoch), coordinator.generation)
+                given.generation_of.setdefault((member.worker, member.epoch), coordinator.run.generation)
                 for table in (self.next, self.due):
-                    table.setdefault((coordinator.generation, member.worker), member.start)
-            for clock, updates in coordinator.sets.items():
-                given.sets.setdefault((coordinator.generation, clock), updates)
+                    table.setdefault((coordinator.run.generation, member.worker), member.start)
+            for clock, updates in coordinator.rounds.sets.items():
+                given.sets.setdefault((coordinator.run.generation, clock), updates)
         if planned is not None:
             mirror = self.mirrors.get(process.index)
             if mirror is None or mirror.store is not planned.store:
@@ -169,7 +170,7 @@ class Checker:
         where = f"the state of shard {mirror.index} for clock {clock} of worker {state.worker}"
         coordinator = self.run.servers[0].coordinator
         assert coordinator is not None
-        if coordinator.generation == generation and state.min_clock > coordinator.min_clock:
+        if coordinator.run.generation == generation and state.min_clock > coordinator.min_clock:
             raise Violation(f"{where} is ahead of the coordinator")
         bound = 0 if master else self.bound
         if follow is not None and not master and state.publication - follow.have > follow.credit and not state.whole:
@@ -236,7 +237,7 @@ class Checker:
     # What the coordinator decides.
 
     def _decided(self, coordinator: Coordinator, effects: Sequence[ServerEffect]) -> None:
-        if coordinator.generation != self.generation:
+        if coordinator.run.generation != self.generation:
             self._on_generation(coordinator, effects)
         elif coordinator.min_clock != self.min_clock:
             self._on_min_clock(coordinator, effects)
@@ -248,8 +249,8 @@ class Checker:
 
     def _on_generation(self, coordinator: Coordinator, effects: Sequence[ServerEffect]) -> None:
         """The first, or a shard was restarted: back to a checkpoint that all shards have."""
-        run, clock, was = self.run, coordinator.restart_clock, self.min_clock
-        same_life, self.generation = self.generation >= 0, coordinator.generation
+        run, clock, was = self.run, coordinator.run.restart_clock, self.min_clock
+        same_life, self.generation = self.generation >= 0, coordinator.run.generation
         self.quorum_ns = self.closable_ns = -1
         self._moved("a generation")
         if not run.sim.struck["shard restarted"]:
@@ -270,7 +271,7 @@ class Checker:
             workers = [member.worker for member in coordinator.declared if member.start <= clock]
             updates = [(worker, clock) for worker in workers]
             if self.mode.barrier:
-                updates = list(self.given.sets.get((coordinator.generation, clock), ()))
+                updates = list(self.given.sets.get((coordinator.run.generation, clock), ()))
                 self._on_set(coordinator, clock, updates)
             for worker, update in updates:
                 self._arrived_everywhere(worker, update)
@@ -289,7 +290,7 @@ class Checker:
         return {
             member.worker
             for member in coordinator.declared
-            if min(member.arrived) > self.next[coordinator.generation, member.worker]
+            if coordinator.rounds.clock(member) > self.next[coordinator.run.generation, member.worker]
         }
 
     def _on_set(self, coordinator: Coordinator, clock: int, updates: Sequence[tuple[int, int]]) -> None:
@@ -299,12 +300,12 @@ class Checker:
         if not (live if self.quorum < 0 else pushed) <= inside:
             raise Violation(f"clock {clock} is closed over {updates}, and {live} are live, {pushed} have pushed")
         waited = self.run.sim.now_ns - self.quorum_ns if self.quorum_ns >= 0 else 0
-        if not live <= inside and (len(inside) < self.quorum or waited < coordinator.grace_ns):
+        if not live <= inside and (len(inside) < self.quorum or waited < coordinator.rounds.grace_ns):
             raise Violation(f"clock {clock} is closed over {updates} after {waited / NS:.3f} s, and {live} are live")
         for worker, update in updates:
-            if update != self.next[coordinator.generation, worker]:
+            if update != self.next[coordinator.run.generation, worker]:
                 raise Violation(f"clock {clock} has update {update} of worker {worker} before the one that it lacks")
-            who = (coordinator.generation, worker)
+            who = (coordinator.run.generation, worker)
             age, self.next[who], self.due[who] = clock - self.due[who], update + 1, clock + 1
             if age and worker in live:
                 self.late.append((worker, clock, age))
@@ -314,7 +315,7 @@ class Checker:
         """No clock is open for longer than the grace after its quorum, but for the ticks that look at the time."""
         settings, now_ns = self.run.case.settings, self.run.sim.now_ns
         published = all(report.min_clock >= coordinator.min_clock for report in coordinator.reports.values())
-        if len(self._open(coordinator)) + len(coordinator.departed) < self.quorum or coordinator.over:
+        if len(self._open(coordinator)) + len(coordinator.rounds.departed) < self.quorum or coordinator.over:
             self.quorum_ns = self.closable_ns = -1
             return
         self.quorum_ns = self.quorum_ns if self.quorum_ns >= 0 else now_ns
@@ -322,7 +323,7 @@ class Checker:
             self.closable_ns = -1
         elif self.closable_ns < 0:
             self.closable_ns = now_ns
-        grace_ns, lease_ns = coordinator.grace_ns, int(settings.lease * NS)
+        grace_ns, lease_ns = coordinator.rounds.grace_ns, int(settings.lease * NS)
         right = grace_ns == int(settings.grace * NS) if settings.grace >= 0 else GRACE_MIN_NS <= grace_ns <= lease_ns
         if not right or grace_ns > GRACE_MAX_NS:
             raise Violation(f"the grace is {grace_ns / NS} s, asked for were {settings.grace}")

@@ -239,8 +239,8 @@ class Level:
     # What the coordinator decides.
 
     def _decided(self, coordinator: Coordinator) -> None:
-        if coordinator.epoch != self.epoch:
-            self.epoch = coordinator.epoch
+        if coordinator.run.epoch != self.epoch:
+            self.epoch = coordinator.run.epoch
             self._members(coordinator)
         if coordinator.min_clock == self.min_clock:
             return
@@ -420,7 +420,7 @@ class Mirror:
     def _closed(self, clock: int) -> None:
         coordinator = self.level.node.servers[0].coordinator
         workers, weights = [worker for _, worker in self.batch], [weight for weight, _ in self.batch]
-        right = coordinator.sets.get(clock) if coordinator is not None else None
+        right = coordinator.rounds.sets.get(clock) if coordinator is not None else None
         if right is None or workers != [worker for worker, _ in right]:
             raise Violation(f"{self.name} closes clock {clock} over {workers}, the coordinator over {right}")
         if weights and abs(sum(weights) - 1) > 1e-9:

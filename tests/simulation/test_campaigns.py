@@ -14,8 +14,10 @@ import pytest
 from narrows.compression.codecs import RAW
 from narrows.protocols import messages
 from narrows.protocols import messages as m
-from narrows.protocols.cluster.coordinator import Coordinator
-from narrows.protocols.cluster.coordinator import Member as Seat
+from narrows.protocols.cluster.generations import Generations
+from narrows.protocols.cluster.roster import Roster
+from narrows.protocols.cluster.rounds import Rounds
+from narrows.protocols.cluster.run import Seat
 from narrows.protocols.effects import NS, GiveWeights, Log, Send, ServerEffect
 from narrows.protocols.member.member import Member
 from narrows.protocols.member.session import Session
@@ -30,7 +32,7 @@ from narrows.ps.process import checkpoints
 from narrows.ps.publications import Publications
 from narrows.ps.shard import Shard
 from narrows.ps.store import Change, Mean, Terms
-from simulation.actors import CLOCKS, Disk, Kit
+from simulation.actors import CLOCKS, Bug, Disk, Kit, planted
 from simulation.campaigns import MODES, Case, Fault, Run, case_of
 from simulation.mirrors import Violation
 from simulation.network import Faults, Random
@@ -124,22 +126,13 @@ class ForgetsPush(Shard):
         return super()._push(planned, seat, push, now_ns)
 
 
-class OneEarly(Coordinator):
+class OneEarly(Rounds):
     """A barrier closed one early: the last worker is not waited for."""
 
-    deciding = False
-
-    @property
-    def declared(self) -> list[Seat]:
-        members = super().declared
-        late = [member for member in members if member.clock <= self.min_clock]
-        early = self.deciding and self.started and len(late) == 1 < len(members)
-        return [member for member in members if member not in late] if early else members
-
-    def _decide(self, now_ns: int) -> None:
-        self.deciding = True
-        super()._decide(now_ns)
-        self.deciding = False
+    def _going(self) -> list[Seat]:
+        members = super()._going()
+        late = [member for member in members if self.clock(member) <= self.min_clock]
+        return [member for member in members if member not in late] if len(late) == 1 < len(members) else members
 
 
 class AnyEpoch(Shard):
@@ -163,17 +156,17 @@ class CountsTheDead(Shard):
         return logs
 
 
-class Drops(Coordinator):
+class Drops(Rounds):
     """A late update dropped: the clock that closes without it counts as its own."""
 
     def _close(self, now_ns: int) -> None:
         super()._close(now_ns)
-        for member in self.declared:
-            if member.due <= self.min_clock:
-                member.taken += 1
+        for progress in self.progress.values():
+            if progress.due <= self.min_clock:
+                progress.taken += 1
 
 
-class Impatient(Coordinator):
+class Impatient(Rounds):
     """A clock closed with its quorum, whatever the grace."""
 
     def _grace_over(self, pushed: int, now_ns: int) -> bool:
@@ -181,14 +174,31 @@ class Impatient(Coordinator):
         return 0 < self.settings.quorum <= pushed
 
 
-class Patient(Coordinator):
+class Patient(Rounds):
     """A grace that no tick ends."""
 
-    def tick(self, now_ns: int) -> list[ServerEffect]:
-        before, self.quorum_ns = self.quorum_ns, now_ns
-        effects = super().tick(now_ns)
-        self.quorum_ns = before if self.quorum_ns == now_ns else self.quorum_ns
-        return effects
+    heard_ns = -1
+
+    def heard(self, report: m.Report, now_ns: int) -> None:
+        super().heard(report, now_ns)
+        self.heard_ns = now_ns
+
+    def _grace_over(self, pushed: int, now_ns: int) -> bool:
+        return super()._grace_over(pushed, now_ns) and now_ns == self.heard_ns
+
+
+class NewestOfAny(Generations):
+    """The run goes back to a checkpoint that one shard has, and not all."""
+
+    def _shared(self) -> int:
+        return max(set[int]().union(*(report.checkpoints for report in self.run.reports.values())), default=-1)
+
+
+class NoLease(Roster):
+    """A lease that does not end."""
+
+    def expired(self, now_ns: int) -> list[Seat]:
+        return []
 
 
 def leaves_behind(shown: Publications, seat: ShardSeat, number: int) -> int:
@@ -242,26 +252,31 @@ def with_quorum(seed: int) -> Case:
     return case_of(len(MODES) * seed + MODES.index({"sync": "local", "quorum": -1}))
 
 
+def with_restart(seed: int) -> Case:
+    return case_of(seed, restart=True)
+
+
 def one_too_far(mode: Mode, clock: int, min_clock: int) -> bool:
     """The bound off by one, for shards and workers alike."""
     return mode.bound is None or clock <= min_clock + mode.bound + 1
 
 
-Patch = tuple[Any, Any, Any]  # class, module or table; name; what is put there
 sparse = lambda seed: with_states("topk:0.5", seed)  # noqa: E731
 in_parts = lambda seed: with_barrier(seed)  # noqa: E731
-PLANTED: dict[str, tuple[Kit | list[Patch], Callable[[int], Case], str]] = {
+PLANTED: dict[str, tuple[Bug, Callable[[int], Case], str]] = {
     "a dedupe entry dropped": (Kit(shard=ForgetsPush), case_of, "is folded twice"),
     "the bound off by one": ([(Mode, "allows", one_too_far)], case_of, "staleness"),
-    "a barrier closed one early": (Kit(coordinator=OneEarly), case_of, "is closed over|is complete"),
-    "an epoch unchecked": (Kit(shard=AnyEpoch), lambda seed: case_of(seed, restart=True), "folded|blames|ended"),
-    "a late update dropped": (Kit(coordinator=Drops), with_quorum, "is closed over .* have pushed"),
-    "a grace cut short": (Kit(coordinator=Impatient), with_quorum, "is closed over"),
-    "a grace without end": (Kit(coordinator=Patient), with_quorum, "after its quorum"),
+    "a barrier closed one early": (OneEarly, case_of, "is closed over|is complete"),
+    "an epoch unchecked": (Kit(shard=AnyEpoch), with_restart, "folded|blames|ended"),
+    "a late update dropped": (Drops, with_quorum, "is closed over .* have pushed"),
+    "a grace cut short": (Impatient, with_quorum, "is closed over"),
+    "a grace without end": (Patient, with_quorum, "after its quorum"),
     "a late worker sent on without its update": (
         [(Publications, "_settled", leaves_behind)], with_quorum, "own writes|is settled to"
     ),
     "a dead worker's weight kept": (Kit(shard=CountsTheDead), case_of, "weight of"),
+    "a checkpoint that not all shards have": (NewestOfAny, with_restart, "has no checkpoint of it"),
+    "a lease without end": (NoLease, case_of, "progress|has not ended"),
     "a difference taken out of turn": ([(Session, "_next", out_of_turn)], sparse, "is another one in"),
     "more sent than a child takes": (
         [(Publications, "serve", at_will), (messages, "CREDIT_MAX", 2)], sparse, "asked for were"
@@ -287,11 +302,10 @@ def with_barrier(seed: int) -> Case:
 
 @pytest.mark.parametrize("bug", PLANTED)
 def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    planted, case, complaint = PLANTED[bug]
-    for where, name, what in planted if isinstance(planted, list) else ():
-        monkeypatch.setitem(where, name, what) if isinstance(where, dict) else monkeypatch.setattr(where, name, what)
+    which, case, complaint = PLANTED[bug]
+    kit = planted(which, monkeypatch)
     with pytest.raises(Violation, match=complaint):
-        _until_found(planted if isinstance(planted, Kit) else Kit(), case, complaint)
+        _until_found(kit, case, complaint)
 
 
 def _until_found(kit: Kit, case: Callable[[int], Case], complaint: str) -> None:

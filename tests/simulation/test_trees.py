@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from narrows.protocols import messages as m
-from narrows.protocols.cluster.coordinator import Coordinator
+from narrows.protocols.cluster.above import Above
+from narrows.protocols.cluster.rounds import Rounds
+from narrows.protocols.cluster.run import Seat as ClusterSeat
 from narrows.protocols.effects import NS, ServerEffect
 from narrows.protocols.modes import Mode
 from narrows.ps.above import Pushing
@@ -22,7 +24,7 @@ from narrows.ps.publications import Child, Publications
 from narrows.ps.shard import Shard
 from narrows.ps.store import Change, Rebase
 from simulation import trees as simulation_tree
-from simulation.actors import Kit
+from simulation.actors import Bug, Kit, planted
 from simulation.forms import Forms, cluster_periods_s, explained, measured_s, worker_periods_s
 from simulation.mirrors import Violation
 from simulation.network import MS, Faults, Simulator, Wire
@@ -188,44 +190,41 @@ rebase, apply, close = Planned._rebase, Planned.apply, Barrier.close
 push_up = Pushing._push
 
 
-class ForgetsSlowest(Coordinator):
+class ForgetsSlowest(Rounds):
     """min_clock goes on without the last of its members."""
 
-    deciding = False
-
-    @property
-    def declared(self) -> list[Any]:
-        members = super().declared
-        late = [member for member in members if member.clock <= self.min_clock]
-        return [w for w in members if w not in late] if self.deciding and len(late) == 1 < len(members) else members
-
-    def _decide(self, now_ns: int) -> None:
-        self.deciding = self.started
-        super()._decide(now_ns)
-        self.deciding = False
+    def _going(self) -> list[ClusterSeat]:
+        members = super()._going()
+        late = [member for member in members if self.clock(member) <= self.min_clock]
+        return [member for member in members if member not in late] if len(late) == 1 < len(members) else members
 
 
-Patch = tuple[Any, Any, Any]  # class or table, name, what is put there
-PLANTED: dict[str, tuple[Kit | Patch, str, str, str]] = {
+class FinishesAgain(Above):
+    """A finish is counted again, though nobody has done more since."""
+
+    def decide(self, now_ns: int) -> bool:
+        self.finished = set()
+        return super().decide(now_ns)
+
+
+PLANTED: dict[str, tuple[Bug, str, str, str]] = {
     "a cluster folds twice": (Kit(shard=FoldsTwice), "bsp", "ssp", "folded twice"),
-    "a state is sent too early": ((Publications, "_whole", answers_early), "ssp", "ssp", "staleness: the state of"),
+    "a state is sent too early": ([(Publications, "_whole", answers_early)], "ssp", "ssp", "staleness: the state of"),
     "the root's bound is not kept": (
-        *((STAGES, Stage.REBASE, shows_early), "bsp", "bsp", "staleness: c[0-9].s[01] shows"),
+        *([(STAGES, Stage.REBASE, shows_early)], "bsp", "bsp", "staleness: c[0-9].s[01] shows"),
     ),
-    "updates are lost on the way up": ((Planned, "apply", keeps_updates), "ssp", "ssp", "come to|the log gives"),
-    "updates go up twice": ((Pushing, "_push", pushes_twice), "ssp", "ssp", "come to|the log gives"),
-    "a shard closes over another set": ((Barrier, "close", other_set), "ssp", "bsp", "the coordinator over"),
-    "the slowest is forgotten": (Kit(coordinator=ForgetsSlowest), "ssp", "ssp", "min_clock goes from"),
+    "updates are lost on the way up": ([(Planned, "apply", keeps_updates)], "ssp", "ssp", "come to|the log gives"),
+    "updates go up twice": ([(Pushing, "_push", pushes_twice)], "ssp", "ssp", "come to|the log gives"),
+    "a shard closes over another set": ([(Barrier, "close", other_set)], "ssp", "bsp", "the coordinator over"),
+    "the slowest is forgotten": (ForgetsSlowest, "ssp", "ssp", "min_clock goes from"),
+    "a finish is counted twice": (FinishesAgain, "async", "bsp", "nobody has more to push"),
 }
 
 
 @pytest.mark.parametrize("bug", PLANTED)
 def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    planted, above, below, complaint = PLANTED[bug]
-    if isinstance(planted, tuple):
-        where, name, what = planted
-        monkeypatch.setitem(where, name, what) if isinstance(where, dict) else monkeypatch.setattr(where, name, what)
-    kit = planted if isinstance(planted, Kit) else Kit()
+    which, above, below, complaint = PLANTED[bug]
+    kit = planted(which, monkeypatch)
     with pytest.raises(Violation, match=complaint):
         _until_found(lambda seed: Tree(case_of(above, below, seed), kit), complaint)
 

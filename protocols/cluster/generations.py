@@ -1,0 +1,140 @@
+"""When a run starts, which checkpoints it has, when it goes back to one, and when it ends.
+
+Rules
+- It starts once so many workers have declared and all shards have the weights that it begins with: those of the
+  longest-standing member, of a checkpoint, or of the run above.
+- A restarted shard begins a generation: every shard goes back to the newest checkpoint they share, all workers join again.
+- One checkpoint at a time: a shard keeps few, and the run can only go back to one that all shards have.
+- It ends when the last worker has left and one has finished. Every shard then writes a checkpoint of the clock reached.
+"""
+
+from __future__ import annotations
+
+from narrows.protocols import messages as m
+from narrows.protocols.cluster.above import Above
+from narrows.protocols.cluster.rounds import Rounds
+from narrows.protocols.cluster.run import Decision, Run, Seat
+from narrows.protocols.effects import NS, Log
+
+
+class Generations(Decision):
+    def __init__(self, run: Run, rounds: Rounds, above: Above) -> None:
+        self.run, self.rounds, self.above = run, rounds, above
+        self.needed = run.settings.workers
+        self.weights = -1  # the worker whose first weights are on all shards, to be handed up
+        self.checkpoint, self.checkpoint_ns = -1, -1  # the newest asked for, and when; no tick has come: -1
+        self.rejoin_ns = 0  # when members were last told to join again, 0: never
+        self.finished_once = False
+        self.over_version = 0  # of the first ledger that says so
+
+    @property
+    def initialiser(self) -> int:
+        """The worker that gives the first weights: the longest-standing member, while the run has none; else -1."""
+        if self.run.started or self.run.restart_clock >= 0:
+            return -1
+        return self.weights if self.weights >= 0 else min((seat.worker for seat in self.run.declared), default=-1)
+
+    @property
+    def may_declare(self) -> bool:
+        """There are workers enough to take part in the run above."""
+        return len(self.above.undeclared) >= (1 if self.run.started else self.needed)
+
+    def decide(self, now_ns: int) -> bool:
+        """Start, or choose the weights that are handed up."""
+        current, first = self.run.current, self.initialiser
+        if len(current) < self.run.shards:
+            return False
+        if not self.run.started and self._gathered(now_ns) and all(map(self._ready, current)):
+            self.run.move("start")
+            self.rounds.open(now_ns)
+        elif self.above.child and self.weights < 0 <= first and all(r.weights_from == first for r in current):
+            self.weights = first
+        else:
+            return False
+        return True
+
+    def _gathered(self, now_ns: int) -> bool:
+        declared = self.run.declared
+        return bool(declared) and (len(declared) >= self.needed or self._waited(now_ns))
+
+    def _waited(self, now_ns: int) -> bool:
+        """Who has to join again has had a lease for it."""
+        return self.rejoin_ns > 0 and now_ns - self.rejoin_ns > self.run.settings.lease * NS
+
+    def _ready(self, report: m.Report) -> bool:
+        """This shard has the weights that the run begins with."""
+        if self.above.child:
+            return self.above.shown(report)
+        return self.run.restart_clock >= 0 or report.weights_from == self.initialiser
+
+    def left(self, seat: Seat, how: str) -> None:
+        self.gone(seat.leaving, replaced=how == "refused")
+
+    def gone(self, done: bool, replaced: bool = False) -> None:
+        """A worker, with a seat or without, is not waited for at the start; if it is to be replaced, another is."""
+        self.finished_once |= done
+        if not self.run.started and not replaced:
+            self.needed = max(1, self.needed - 1)
+
+    # Checkpoints, and going back to one.
+
+    def go_back(self, shard: int, now_ns: int) -> Log:
+        """Begin a generation: this shard was restarted."""
+        reached, clock = self.rounds.min_clock, self._shared()
+        self.needed = max(1, len(self.run.declared))
+        self.finished_once |= any(seat.leaving for seat in self.run.declared)
+        self.rejoin_ns = now_ns
+        self.run.restart(clock)
+        return Log("restart", {"shard": shard, "from_clock": max(clock, 0), "to_clock": reached})
+
+    def _shared(self) -> int:
+        """The newest checkpoint that all shards have, -1: none."""
+        return max(set.intersection(*(set(r.checkpoints) for r in self.run.reports.values())), default=-1)
+
+    def anew(self) -> None:
+        self.checkpoint = -1
+
+    def wake(self, now_ns: int) -> None:
+        """Begin to count, with the first tick."""
+        if self.checkpoint_ns < 0:
+            self.checkpoint_ns = now_ns
+            self.rejoin_ns = now_ns if self.run.restart_clock >= 0 else self.rejoin_ns
+
+    def tick(self, now_ns: int, version: int) -> bool:
+        """End, or ask for a checkpoint, where it is time for that; `version`: of the ledger that will say so."""
+        if self.deserted and self._waited(now_ns) and not self.run.over:
+            self.end(version)  # all had finished when a shard was restarted: nobody comes back
+            return True
+        every, open_ = int(self.run.settings.checkpoint_every * NS), self.run.started and not self.run.over
+        written = all(self.checkpoint in (-1, *report.checkpoints) for report in self.run.reports.values())
+        if not (every and written and open_) or now_ns - self.checkpoint_ns < every:
+            return False
+        self.checkpoint, self.checkpoint_ns = self.rounds.min_clock + 1, now_ns
+        return True
+
+    # The end.
+
+    @property
+    def deserted(self) -> bool:
+        return self.finished_once and not self.run.seats
+
+    def end(self, version: int) -> None:
+        self.run.move("end")
+        self.checkpoint, self.over_version = self.rounds.min_clock, version
+
+    @property
+    def at_rest(self) -> bool:
+        """The run is over, and all shards have seen that and done what comes before it."""
+        resting = [r for r in self.run.reports.values() if r.at_rest and r.min_clock >= self.rounds.min_clock]
+        return self.run.over and sum(r.ledger_seen >= self.over_version for r in resting) == self.run.shards
+
+    def fields(self, shard: int) -> dict[str, object]:
+        return {
+            "generation": self.run.generation,
+            "restart_clock": self.run.restart_clock,
+            "started": self.run.started,
+            "initialiser": self.initialiser,
+            "checkpoint": self.checkpoint,
+            "over": self.run.over,
+            "weights": self.weights,
+        }

@@ -1,0 +1,200 @@
+"""The door of a run: who comes in, with which plan, and who has to go.
+
+Rules
+- A worker joins in two steps: Hello reserves a rank; Declare makes it a member in a new epoch, at the members' min_clock.
+- Ready is sent once every shard knows that epoch.
+- A plan is adopted after it was checked, or never.
+"""
+
+from __future__ import annotations
+
+from narrows.protocols import messages as m
+from narrows.protocols.cluster.above import Above
+from narrows.protocols.cluster.meeting import Meeting
+from narrows.protocols.cluster.rounds import Rounds
+from narrows.protocols.cluster.run import Decision, Run, Seat
+from narrows.protocols.effects import NS, Log, Send, ServerEffect
+from narrows.protocols.errors import IncompatibleError
+from narrows.protocols.keys import split
+from narrows.protocols.messages import RefuseCode
+from narrows.protocols.modes import ELEMENTWISE, Rule
+from narrows.protocols.plan import Plan
+from narrows.protocols.settings import contradiction
+from narrows.protocols.wire import unpack
+
+LEASE_STEPS = 3  # a lease is never under three measured steps
+WAITING_MAX = 1024  # joiners that wait for the shards to report
+
+ENDED = "the run has ended; start the server again"
+ENDING = "the run is about to end: all its workers have done their last step; start the server again"
+
+
+class Roster(Decision):
+    """`keys_max`: parameters of a model that the servers have memory for."""
+
+    def __init__(self, run: Run, rounds: Rounds, above: Above, meeting: Meeting, keys_max: int) -> None:
+        self.run, self.rounds, self.above, self.meeting, self.keys_max = run, rounds, above, meeting, keys_max
+        self.plan: Plan | None = None
+        self.plan_packed = b""
+        self.waiting: dict[str, tuple[bytes, m.Hello]] = {}
+        self.gone: dict[str, None] = {}  # tokens that left; bounded by WAITING_MAX
+
+    # Hello.
+
+    def hello(self, peer: bytes, hello: m.Hello, now_ns: int) -> list[ServerEffect]:
+        """Welcome a worker, as soon as all shards have reported and the run above knows this cluster."""
+        if hello.token in self.gone and not self.run.over:
+            return []
+        seat = self.run.named(hello.token)
+        code, text = self._unwelcome(hello, seat)
+        if not text and (not self.run.complete or self.above.rank < 0):
+            if len(self.waiting) < WAITING_MAX:
+                self.waiting[hello.token] = (peer, hello)
+            return []
+        if not text and seat is None and len(self.run.seats) >= m.WORKERS_MAX:
+            text = "the run is full"
+        if text:
+            return [Send(peer, m.Refuse(code, -1, 0, text))]
+        effects: list[ServerEffect] = []
+        if seat is None:
+            seat = self.run.sit(hello, peer, now_ns)
+            effects.append(self.event("joined", seat))
+        seat.peer, seat.seen_ns = peer, now_ns
+        return [*effects, Send(peer, self._welcome(seat))]
+
+    def _unwelcome(self, hello: m.Hello, seat: Seat | None) -> tuple[int, str]:
+        if self.run.over:
+            return RefuseCode.OVER, ENDED
+        if self.meeting.closed and seat is None:
+            return RefuseCode.OVER, ENDING
+        expect = unpack(hello.expect) if hello.expect else {}
+        conflict = contradiction(expect, self.run.settings) if isinstance(expect, dict) else "the flags are no map"
+        return RefuseCode.INCOMPATIBLE, conflict or ""
+
+    def _welcome(self, seat: Seat) -> m.Welcome:
+        settings, clusters = self.run.settings, self.above.clusters
+        return m.Welcome(
+            seat.token,
+            seat.worker,
+            self.above.rank + clusters * seat.rank,  # one to each cluster in turn: however many there are of us
+            clusters * settings.workers,
+            self.run.epoch,
+            int(settings.lease * 1000),
+            settings.packed(),
+            tuple(self.run.reports[shard].port for shard in range(self.run.shards)),
+        )
+
+    def greet(self, now_ns: int) -> list[ServerEffect]:
+        """Answer those who had to wait."""
+        waiting, self.waiting = self.waiting, {}
+        return [effect for peer, hello in waiting.values() for effect in self.hello(peer, hello, now_ns)]
+
+    # Declare.
+
+    def adopt(self, packed: bytes) -> None:
+        self.plan, self.plan_packed = Plan.unpacked(packed), packed
+
+    def refusal(self, seat: Seat, declare: m.Declare) -> m.Refuse | None:
+        """Why this worker cannot be a member; where it can, its plan is that of the run."""
+        if self.meeting.closed:
+            return m.Refuse(RefuseCode.OVER, seat.worker, 0, ENDING)
+        if conflict := self._unfit(Plan.unpacked(declare.plan)) or self.meeting.mismatch(declare.address):
+            return m.Refuse(RefuseCode.INCOMPATIBLE, seat.worker, 0, conflict)
+        if self.plan is None:
+            self.adopt(declare.plan)
+        return None
+
+    def _unfit(self, plan: Plan) -> str:
+        """Why this run cannot train a model of this plan; "" where it can."""
+        if self.plan is not None:
+            try:
+                self.plan.check_same(plan)
+            except IncompatibleError as error:
+                return str(error)
+        if self.run.mode.rule is Rule.OPTIMIZER and plan.optimizer not in ELEMENTWISE:
+            return f"the server cannot rebuild optimizer {plan.optimizer[:60]!r}: use --push update"
+        if plan.size > self.keys_max:
+            return f"the model has {plan.size} parameters, and the server's memory holds {self.keys_max} at most"
+        return ""
+
+    def admit(self, seat: Seat, address: str, now_ns: int) -> None:
+        """Make it a member. Under gossip no clock closes here: 1 says that the run has begun, its model is with the workers."""
+        seat.declare(self.run.changed(), self.rounds.min_clock + self.meeting.begun, address)
+        self.rounds.enter(seat, now_ns)
+
+    def readies(self, buffers: bytes, only: Seat | None = None) -> list[ServerEffect]:
+        """Ready for each member whose epoch every shard knows by now; for `only`, once more."""
+        if self.plan is None or not self.run.complete:
+            return []
+        reports = self.run.reports
+        if self.run.started and any(report.from_above != self.above.epoch for report in reports.values()):
+            return []  # what the shards have is older than our place
+        known = min(report.epoch if self.run.planned(shard) else 0 for shard, report in reports.items())
+        ranges = tuple(split(self.plan.size, self.run.shards))
+        effects: list[ServerEffect] = []
+        for seat in self.run.declared if only is None else [only]:
+            if seat.epoch <= known and (only is not None or not seat.ready_sent):
+                seat.ready_sent = True
+                ready = m.Ready(seat.worker, seat.epoch, seat.start, ranges, buffers)
+                effects += [Send(seat.peer, ready), *self.meeting.rosters([seat])]
+        return effects
+
+    # Those who are here, and those who go.
+
+    def seated(self, peer: bytes, message: m.Declare | m.Heartbeat | m.Buffers, now_ns: int) -> Seat | None:
+        """Who sent this, and lives. Worker numbers begin anew in each life of the coordinator."""
+        seat = self.run.seats.get(message.worker)
+        if seat is None or message.epoch < self.run.first_epoch:
+            return None
+        seat.peer, seat.seen_ns = peer, now_ns
+        if isinstance(message, m.Heartbeat):
+            seat.below = message.below
+        return seat
+
+    def heard(self, worker: int, now_ns: int) -> None:
+        if worker in self.run.seats:
+            self.run.seats[worker].seen_ns = now_ns
+
+    def unknown(self, worker: int, epoch: int) -> m.Refuse:
+        text = f"worker {worker} is no member of this run (its lease expired, or the server was restarted)"
+        return m.Refuse(RefuseCode.NOT_A_MEMBER, worker, epoch, text)
+
+    def refuse_all(self, code: int, text: str) -> list[ServerEffect]:
+        """Who is still there need not find out by silence."""
+        there = [seat for seat in self.run.seats.values() if not seat.leaving]
+        return [Send(seat.peer, m.Refuse(code, seat.worker, seat.epoch, text)) for seat in there]
+
+    def expired(self, now_ns: int) -> list[Seat]:
+        return [seat for seat in self.run.seats.values() if now_ns - seat.seen_ns > self._lease_ns(seat)]
+
+    def _lease_ns(self, seat: Seat) -> int:
+        return max(int(self.run.settings.lease * NS), LEASE_STEPS * self.rounds.step_ns(seat))
+
+    def done(self) -> list[Seat]:
+        """Those who leave and whose last update every shard has reported: a shard may know it earlier than we do."""
+        return [seat for seat in self.run.declared if seat.leaving and self.rounds.clock(seat) >= seat.last]
+
+    def left(self, seat: Seat, how: str) -> None:
+        del self.run.seats[seat.worker]
+        if seat.epoch:
+            self.run.changed()
+        if how != "expired":
+            self.forget(seat.token)
+
+    def forget(self, token: str) -> bool:
+        """Who has this token does not come any more. False: that was known."""
+        self.waiting.pop(token, None)
+        news = token not in self.gone
+        self.gone[token] = None
+        while len(self.gone) > WAITING_MAX:
+            self.gone.pop(next(iter(self.gone)))
+        return news
+
+    def event(self, how: str, seat: Seat) -> Log:
+        values: dict[str, object] = {"worker": seat.worker, "rank": seat.rank, "host": seat.host, "how": how}
+        return Log("member", values | {"clock": self.rounds.min_clock, "live": len(self.run.seats)})
+
+    def fields(self, shard: int) -> dict[str, object]:
+        members = tuple((seat.worker, seat.epoch, seat.start) for seat in self.run.declared)
+        plan = b"" if self.run.planned(shard) else self.plan_packed
+        return {"epoch": self.run.epoch, "members": members, "plan": plan}

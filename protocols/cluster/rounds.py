@@ -1,0 +1,204 @@
+"""When a clock closes, and over whose updates.
+
+Rules
+- min_clock advances when every member's update has arrived at every shard. Who waits for the last model is not waited for.
+- With a barrier the clock has a set: the oldest open update, on all shards and in no set yet, of each member and of those who
+  left since. So a worker that died between two shards is in the set of all of them or of none.
+- With a quorum it also advances when so many have an open update and the grace after them is over. Who comes later is in the
+  next set: its update counts there as any other, and its worker, which waits for that set, is not asked for one more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain
+
+from narrows.protocols import messages as m
+from narrows.protocols.cluster.run import Decision, Run, Seat
+from narrows.protocols.effects import NS, Log
+
+# Adaptive grace, as a share of what a round took of late until its quorum was there: room for workers that are meant to be
+# alike, and a quarter of their pace at most is what one that is truly slow can cost the others.
+GRACE_SHARE = 0.25
+GRACE_MIN_NS = NS // 20  # the round trip of a long link, and two ticks
+GRACE_MAX_NS = 60 * NS  # nor longer than a lease: who is silent for so long is dead
+ROUND_GAIN = 0.25  # weight of the newest round: a slow first one, with all its warming up, is forgotten in ten
+
+
+@dataclass(slots=True)
+class Progress:
+    """One member's. `arrived[i]`: its clock on shard i."""
+
+    arrived: list[int]
+    taken: int  # its updates below are in sets (barrier)
+    due: int  # the clock whose set its next update is for: one in a later set is late
+    moved_ns: int
+    step_ns: int = 0  # longest recent time between two of its updates
+
+
+class Rounds(Decision):
+    def __init__(self, run: Run) -> None:
+        self.run, self.mode, self.settings = run, run.mode, run.settings
+        self.min_clock = max(run.restart_clock, 0)
+        self.reached_ns: dict[int, int] = {}  # when min_clock came to each of the last s + 1 clocks
+        self.progress: dict[int, Progress] = {}  # of members
+        self.departed: dict[int, int] = {}  # worker that left -> its open update
+        self.sets: dict[int, tuple[tuple[int, int], ...]] = {}  # clock -> (worker, its update), by worker
+        self.quorum_ns = -1  # when the quorum of the present clock was there, -1: not yet
+        self.round_ns = 0  # smoothed: from the close of a clock to the quorum of the next
+        self.norms: dict[int, float] = {}
+        self.shard_norms: dict[int, dict[int, float]] = {}  # squared, of clocks for which some are awaited
+        self.said: list[Log] = []  # to be told with the ledger that has the set
+
+    # Members.
+
+    def enter(self, seat: Seat, now_ns: int) -> None:
+        self.progress[seat.worker] = Progress([seat.start] * self.run.shards, seat.start, seat.start, now_ns)
+
+    def left(self, seat: Seat, how: str) -> None:
+        if seat.epoch and self.mode.barrier and self._open(seat):
+            self.departed[seat.worker] = self.progress[seat.worker].taken
+        self.progress.pop(seat.worker, None)
+
+    def heard(self, report: m.Report, now_ns: int) -> None:
+        """A shard of the present generation says what has arrived there."""
+        for worker, clock in report.arrived:
+            progress = self.progress.get(worker)
+            if progress is None or clock <= progress.arrived[report.shard]:
+                continue
+            progress.arrived[report.shard] = clock
+            if report.shard == 0:
+                # Waiting for others is no step, or one death would lengthen the lease of all who waited for it.
+                began_ns = max(progress.moved_ns, self.reached_ns.get(clock - 1 - (self.mode.bound or 0), 0))
+                progress.step_ns = max(now_ns - began_ns, progress.step_ns // 2)
+                progress.moved_ns = now_ns
+        for clock, squares in report.norms:
+            if clock not in self.norms:
+                self.shard_norms.setdefault(clock, {})[report.shard] = squares
+
+    def clock(self, seat: Seat) -> int:
+        return min(self.progress[seat.worker].arrived)
+
+    def step_ns(self, seat: Seat) -> int:
+        return self.progress[seat.worker].step_ns if seat.epoch else 0
+
+    @property
+    def resting(self) -> dict[int, int]:
+        """Members, with their clocks, that wait for the last model, all that they pushed being in."""
+        waiting = [set(report.finishing) for report in self.run.reports.values()]
+        here = set.intersection(*waiting) & self.progress.keys() if waiting else ()
+        seats = [self.run.seats[worker] for worker in here]
+        return {seat.worker: self.clock(seat) for seat in seats if not self._open(seat)}
+
+    def _going(self) -> list[Seat]:
+        """Members that are waited for."""
+        resting = self.resting
+        return [seat for seat in self.run.declared if seat.worker not in resting] if resting else self.run.declared
+
+    def _open(self, seat: Seat) -> bool:
+        """An update of it is on all shards that no closed clock has."""
+        progress = self.progress[seat.worker]
+        return min(progress.arrived) > (progress.taken if self.mode.barrier else self.min_clock)
+
+    # Clocks.
+
+    def open(self, now_ns: int) -> None:
+        """The run begins with the present clock."""
+        self.reached_ns = {self.min_clock: now_ns}
+
+    def begin(self, clock: int, now_ns: int) -> int:
+        """The clock at which a new place above begins: `clock`, that of the run above, where nobody here is further."""
+        if not self.progress:
+            self.min_clock = max(self.min_clock, clock)
+            self.open(now_ns)
+        return self.min_clock
+
+    def anew(self) -> None:
+        self.min_clock, self.quorum_ns = max(self.run.restart_clock, 0), -1
+        for table in (self.progress, self.departed, self.sets, self.norms, self.shard_norms):
+            table.clear()
+
+    def decide(self, now_ns: int) -> bool:
+        """Close a clock, or complete a norm."""
+        if self._closable(now_ns):
+            if self.mode.barrier:
+                self._close(now_ns)
+            self.quorum_ns = -1
+            self.min_clock += 1
+            self.reached_ns[self.min_clock] = now_ns
+            self.reached_ns.pop(self.min_clock - (self.mode.bound or 0) - 1, None)
+            return True
+        for clock, squares in self.shard_norms.items():
+            if len(squares) == self.run.shards:
+                self.norms[clock] = sum(squares[shard] for shard in range(self.run.shards)) ** 0.5
+                del self.shard_norms[clock]
+                return True
+        if self.run.complete:
+            self._prune(min(report.min_clock for report in self.run.reports.values()))
+        return False
+
+    def _closable(self, now_ns: int) -> bool:
+        # After the end no clock closes: a shard that has reached the last one is gone, and would be waited for.
+        going = self._going() if self.run.started and not self.run.over else []
+        if not going:
+            return False
+        if not all(map(self._open, going)):
+            pushed = sum(map(self._open, going)) + len(self.departed) if self.settings.quorum > 0 else 0
+            if not self._grace_over(pushed, now_ns):
+                return False
+        # Late updates alone could close one clock after the other, with no one to see them.
+        return not self.mode.barrier or all(report.min_clock >= self.min_clock for report in self.run.current)
+
+    def _grace_over(self, pushed: int, now_ns: int) -> bool:
+        """Whether the present clock, with so many open updates, is to be closed without the rest."""
+        if not 0 < self.settings.quorum <= pushed:
+            return False
+        if self.quorum_ns < 0:
+            self.quorum_ns = now_ns
+            took = now_ns - self.reached_ns[self.min_clock]
+            self.round_ns += int(ROUND_GAIN * (took - self.round_ns)) if self.round_ns else took
+        return now_ns - self.quorum_ns >= self.grace_ns
+
+    @property
+    def grace_ns(self) -> int:
+        """How long a clock stays open once its quorum is there."""
+        if self.settings.grace >= 0:
+            return int(self.settings.grace * NS)
+        limit = min(GRACE_MAX_NS, int(self.settings.lease * NS))
+        return min(max(int(GRACE_SHARE * self.round_ns), GRACE_MIN_NS), limit)
+
+    def _close(self, now_ns: int) -> None:
+        """The set of the present clock: the oldest open update of each worker."""
+        clock, taken = self.min_clock, dict(self.departed)
+        for seat in filter(self._open, self.run.declared):
+            progress = self.progress[seat.worker]
+            taken[seat.worker] = progress.taken
+            age = clock - progress.due
+            if age:
+                which = {"worker": seat.worker, "rank": seat.rank, "clock": clock, "age": age}
+                late = f"the update of worker {seat.worker} for clock {progress.due} came late"
+                self.said.append(Log("late", which | {"text": f"{late} and is in clock {clock}, {age} after it"}))
+            progress.taken += 1
+            progress.due = clock + 1
+            progress.moved_ns = now_ns  # its next step begins with what this clock is folded to
+        self.sets[clock] = tuple(sorted(taken.items()))
+        self.departed.clear()
+
+    def _prune(self, done: int) -> None:
+        """Forget clocks that all shards have published."""
+        for table in (self.sets, self.norms):
+            for clock in [clock for clock in table if clock < done]:
+                del table[clock]
+
+    # For the broadcast.
+
+    def tell(self) -> list[Log]:
+        said, self.said = self.said, []
+        return said
+
+    def fields(self, shard: int) -> dict[str, object]:
+        report = self.run.reports.get(shard)
+        published = report.min_clock if report is not None else 0
+        sets = tuple((clock, *chain(*rows)) for clock, rows in self.sets.items() if clock >= published)
+        norms = tuple((clock, norm) for clock, norm in self.norms.items() if clock >= published)
+        return {"min_clock": self.min_clock, "sets": sets, "norms": norms, "departed": tuple(self.departed.items())}

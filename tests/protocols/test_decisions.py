@@ -1,0 +1,256 @@
+"""The decisions of the coordinator, each alone, on a run that a test has put together."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from narrows.protocols import messages as m
+from narrows.protocols.cluster import coordinator
+from narrows.protocols.cluster.above import Above
+from narrows.protocols.cluster.generations import Generations
+from narrows.protocols.cluster.meeting import Meeting
+from narrows.protocols.cluster.rounds import Rounds
+from narrows.protocols.cluster.run import RUN_LIFE, SEAT_LIFE, Run, RunPhase, Seat, SeatPhase
+from narrows.protocols.effects import NS
+from narrows.protocols.settings import Settings
+
+FILES = sorted(Path(coordinator.__file__).parent.glob("*.py"))
+
+
+def run_of(**flags: Any) -> Run:
+    return Run(Settings(**{"workers": 2, "shards": 2} | flags).validated(), 1, -1)
+
+
+def member(run: Run, rounds: Rounds | None = None) -> Seat:
+    seat = run.sit(m.Hello(f"{len(run.seats)}", "here"), b"", 0)
+    seat.declare(run.changed(), 0, "")
+    if rounds is not None:
+        rounds.enter(seat, 0)
+    return seat
+
+
+def report(run: Run, shard: int, **said: Any) -> m.Report:
+    """Take down what a shard says, as the coordinator does."""
+    before = run.reports.get(shard)
+    known: dict[str, Any] = dict.fromkeys(("port", "version", "ledger_seen", "epoch", "min_clock"), 0)
+    known |= {"incarnation": 1, "planned": True, "weights_from": 0} | dict.fromkeys(
+        ("arrived", "norms", "checkpoints"), ()
+    )
+    if before is not None:
+        known = {name: getattr(before, name) for name in m.Report.__slots__}
+    run.reports[shard] = m.Report(**known | said | {"shard": shard, "generation": run.generation})
+    return run.reports[shard]
+
+
+def push(rounds: Rounds, seat: Seat, clock: int, shards: int = 2, **said: Any) -> None:
+    for shard in range(shards):
+        rounds.heard(report(rounds.run, shard, arrived=((seat.worker, clock),), **said), 0)
+
+
+# Phases.
+
+
+@pytest.mark.parametrize(("phases", "life"), [(RunPhase, RUN_LIFE), (SeatPhase, SEAT_LIFE)])
+def test_every_phase_is_reached_from_the_first(phases: Any, life: dict[Any, dict[str, Any]]) -> None:
+    reached = {next(iter(phases))}
+    for _ in phases:
+        reached |= {to for phase in reached for to in life[phase].values()}
+    assert reached == set(phases) == set(life)
+
+
+def test_a_run_that_is_over_stays_so() -> None:
+    for phase in (RunPhase.OVER, RunPhase.CALLED_OFF):
+        assert set(RUN_LIFE[phase].values()) <= {RunPhase.OVER, RunPhase.CALLED_OFF}
+    assert "start" not in RUN_LIFE[RunPhase.STARTED] and "start" not in RUN_LIFE[RunPhase.OVER]
+
+
+# Rounds.
+
+
+def test_a_clock_closes_once_every_shard_has_the_update_of_every_member() -> None:
+    rounds = Rounds(run_of(sync="bsp"))
+    first, second = member(rounds.run, rounds), member(rounds.run, rounds)
+    rounds.run.move("start")
+    rounds.open(0)
+    push(rounds, first, 1)
+    push(rounds, second, 1, shards=1)
+    assert not rounds.decide(1) and rounds.min_clock == 0
+    push(rounds, second, 1)
+    assert rounds.decide(1) and not rounds.decide(1)
+    assert (rounds.min_clock, rounds.sets) == (1, {0: ((0, 0), (1, 0))})
+
+
+def test_the_update_of_who_left_is_in_the_next_set_if_all_shards_have_it() -> None:
+    for shards, inside in ((2, ((0, 0), (1, 0))), (1, ((0, 0),))):
+        rounds = Rounds(run_of(sync="bsp"))
+        first, second = member(rounds.run, rounds), member(rounds.run, rounds)
+        rounds.run.move("start")
+        rounds.open(0)
+        push(rounds, second, 1, shards=shards)
+        rounds.left(second, "expired")
+        del rounds.run.seats[second.worker]
+        push(rounds, first, 1)
+        assert rounds.decide(1) and rounds.sets[0] == inside
+
+
+def test_no_clock_closes_before_all_shards_have_published_the_one_before_nor_after_the_end() -> None:
+    rounds = Rounds(run_of(sync="bsp"))
+    seat = member(rounds.run, rounds)
+    rounds.run.move("start")
+    rounds.open(0)
+    push(rounds, seat, 2)
+    assert rounds.decide(1) and not rounds.decide(1)
+    report(rounds.run, 0, min_clock=1)
+    assert not rounds.decide(1)
+    report(rounds.run, 1, min_clock=1)
+    rounds.run.move("end")
+    assert not rounds.decide(1) and rounds.min_clock == 1
+
+
+def test_a_norm_is_that_of_all_shards() -> None:
+    rounds = Rounds(run_of(sync="bsp"))
+    rounds.heard(report(rounds.run, 0, norms=((0, 9.0),)), 0)
+    assert not rounds.decide(0)
+    rounds.heard(report(rounds.run, 1, norms=((0, 16.0),)), 0)
+    assert rounds.decide(0) and rounds.norms == {0: 5.0}
+
+
+# Generations.
+
+
+def generations(run: Run, child: bool = False) -> Generations:
+    rounds = Rounds(run)
+    return Generations(run, rounds, Above(run, rounds, child))
+
+
+def test_a_run_starts_with_workers_enough_and_the_first_weights_on_all_shards() -> None:
+    run = run_of()
+    decision = generations(run)
+    first, _ = member(run), report(run, 0)
+    report(run, 1, weights_from=-1)
+    assert not decision.decide(0), "a worker is missing"
+    member(run)
+    assert decision.initialiser == first.worker and not decision.decide(0), "so are weights"
+    report(run, 1, weights_from=0)
+    assert decision.decide(0) and run.started and decision.initialiser == -1
+
+
+def test_who_is_gone_before_the_start_is_not_waited_for_but_for_one_who_was_refused() -> None:
+    for how, needed in (("left", 1), ("expired", 1), ("refused", 2)):
+        decision = generations(run_of())
+        decision.left(member(decision.run), how)
+        assert decision.needed == needed
+
+
+def test_it_goes_back_to_the_newest_checkpoint_that_all_shards_have() -> None:
+    run = run_of()
+    decision = generations(run)
+    member(run)
+    for shard, checkpoints in enumerate(((2, 4), (2, 4, 6))):
+        report(run, shard, checkpoints=checkpoints)
+    decision.rounds.min_clock = 7
+    assert decision.go_back(1, NS).values == {"shard": 1, "from_clock": 4, "to_clock": 7}
+    assert (run.restart_clock, run.generation, decision.needed, run.seats) == (4, run.epoch, 1, {})
+
+
+def test_one_checkpoint_at_a_time() -> None:
+    run = run_of(checkpoint_every=1.0)
+    decision = generations(run)
+    run.move("start")
+    decision.wake(0)
+    report(run, 0), report(run, 1)
+    assert not decision.tick(NS - 1, 0) and decision.tick(NS, 0) and decision.checkpoint == 1
+    report(run, 0, checkpoints=(1,))
+    assert not decision.tick(5 * NS, 0), "shard 1 has yet to write it"
+    report(run, 1, checkpoints=(1,))
+    assert decision.tick(5 * NS, 0)
+
+
+# Above.
+
+
+def test_a_finish_is_of_all_and_one_after_the_other() -> None:
+    run = run_of()
+    rounds = Rounds(run)
+    above = Above(run, rounds, True)
+    above.take(b"place", 9)
+    member(run, rounds), member(run, rounds)
+    for finishing, finishes in (((0,), False), ((0, 1), True), ((0, 1), False)):
+        for shard in range(2):
+            report(run, shard, finishing=finishing, from_above=9)
+        assert above.decide(0) == finishes, finishing
+    rounds.progress[0].arrived = [1, 1]
+    rounds.min_clock = 1  # it has done more since, and all of that is in
+    assert not above.decide(0), "shards have not done the first"
+    for shard in range(2):
+        report(run, shard, finishes=1)
+    assert above.decide(0) and (above.finishes, above.finish_at) == (2, 1)
+
+
+def test_a_worker_waits_for_a_place_above() -> None:
+    run = run_of()
+    seat, declare = run.sit(m.Hello("0", "here"), b"", 0), m.Declare(0, 1, b"")
+    assert not Above(run, Rounds(run), False).holds(seat, declare), "a root has no place to wait for"
+    above = Above(run, Rounds(run), True)
+    assert above.holds(seat, declare) and seat.phase is SeatPhase.WAITING and not above.released()
+    above.take(b"place", 9)
+    assert above.released() == {0: declare} and not above.released() and not above.holds(seat, declare)
+
+
+# Meeting.
+
+
+def test_a_meeting_is_closed_once_all_have_done_their_last_step() -> None:
+    run = run_of(sync="gossip", shards=1)
+    meeting, first, second = Meeting(run), member(run), member(run)
+    assert meeting.epoch == 0
+    run.move("start")
+    assert meeting.epoch == run.epoch and meeting.end(first) and not meeting.end(first)
+    assert not meeting.decide(0)
+    second.finish(0, 0)
+    before = run.epoch
+    assert meeting.decide(0) and meeting.closed and meeting.epoch == before + 1 and not meeting.decide(0)
+
+
+def test_a_roster_goes_to_who_knows_what_to_do_with_it_once() -> None:
+    run = run_of(sync="gossip", shards=1)
+    meeting, first = Meeting(run), member(run)
+    member(run)
+    run.move("start")
+    first.ready_sent = True
+    (sent,) = meeting.introductions()
+    assert isinstance(sent.message, m.Roster) and (sent.message.worker, len(sent.message.members)) == (0, 2)
+    assert not meeting.introductions()
+    run.changed()
+    assert meeting.introductions()
+
+
+# Each owns its fields.
+
+
+def foreign(source: str) -> Iterator[str]:
+    """Assignments to a field of what is a field: `self.other.field = ...`."""
+    for node in ast.walk(ast.parse(source)):
+        if (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and isinstance(node.value, ast.Attribute)
+        ):
+            yield ast.unparse(node)
+
+
+def test_decisions_share_out_the_fields_of_a_ledger() -> None:
+    decisions = coordinator.Coordinator(Settings().validated(), 1).decisions
+    named = [name for decision in decisions for name in decision.fields(0)]
+    assert sorted([*named, "version", "report_seen"]) == sorted(m.Ledger.__slots__)
+
+
+def test_no_decision_assigns_to_the_fields_of_another() -> None:
+    assert [name for path in FILES for name in foreign(path.read_text("utf-8"))] == []
+    found = set(foreign("self.a, self.rounds.min_clock = 1, 2\nself.run.epoch += 1"))
+    assert found == {"self.rounds.min_clock", "self.run.epoch"}
