@@ -1,30 +1,26 @@
-"""One shard toward the server above: nothing there (Root), or the shard there that has the same keys, its parent (Pushing).
+"""What a shard has above it: here nothing; see pushing.py (the shard there that has the same keys) and mixing.py (the same
+shard of other clusters). Upward (upward.py) says when it is which.
 
 Rules
-- A cluster's server is a worker of the server above. Its inner step is one advance of its min_clock, its update what the
-  shard's weights moved by since the last push, and it reads its own writes: base = replica (protocols/member/exchange.py).
-- What comes from above is applied between two clocks: weights = base + what was folded since the last push.
-- A clock is published once its update has left and the next may be computed; what is folded meanwhile is kept.
-- All shards push at the same clocks of the cluster, counted from the one at which their place begins, and once more each time
+- A place is taken between two clocks. What comes from above is applied there too: weights = base + what was folded since.
+- A clock is published once what is owed for it has left and the next may be computed; what is folded meanwhile is kept.
+- All shards go up at the same clocks of the cluster, counted from the one at which their place begins, and once more each time
   that all workers are done: so their clocks above are the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
-
-from narrows.compression import ErrorFeedback, ladder, parse
-from narrows.compression.codecs import coded_piece, raw_pieces
+from narrows.compression import ErrorFeedback
+from narrows.compression.codecs import raw_pieces
 from narrows.compression.replica import HostReplica
-from narrows.protocols import effects as e
 from narrows.protocols import messages as m
 from narrows.protocols.effects import Log, MemberEffect, Send, ServerEffect, Tell
 from narrows.protocols.errors import RemoteProtocolError
-from narrows.protocols.keys import Keys, parts
+from narrows.protocols.keys import parts
 from narrows.protocols.member.exchange import Exchange
 from narrows.protocols.member.member import Member
 from narrows.protocols.member.meter import LinkMeter
@@ -35,7 +31,6 @@ from narrows.protocols.wire import pack, unpack
 from narrows.ps.store import Change, FloatArray, Load, Rebase
 
 Asks = list[ServerEffect]  # toward above: what is to be sent, told and logged
-NOTHING = parse("threshold:1")  # codes zeros in 16 bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,46 +72,73 @@ class Kept:
     renewed: bool = False
 
 
-class Above(Protocol):
-    """What a shard asks of whatever is above it. `x`: its weights, float32[size]."""
+class Above:
+    """Nothing above: for good, or of a cluster (`kept`) that has no place there at present. `x`: the weights, float32[size].
 
-    kept: Kept
+    kept: what outlives the place. wants_weights: the run above has no weights yet, and ours are to be the first. master: the
+    model that it ends with, once all that is here is in it. ready: the first state of this place is here.
+    """
 
-    @property
-    def place(self) -> Place | None: ...
-    @property
-    def ready(self) -> bool:
-        """The first state of this place is here."""
-
-    @property
-    def wants_weights(self) -> bool:
-        """The run above has no weights yet, and ours are to be the first."""
-
-    @property
-    def master(self) -> FloatArray | None:
-        """The model that the run above ends with, once all that is here is in it."""
+    def __init__(self, kept: Kept | None = None, place: Place | None = None) -> None:
+        self.kept, self.place = kept or Kept(), place
+        self.ready = self.wants_weights = False
+        self.master: FloatArray | None = None
 
     @property
     def trouble(self) -> str:
         """What ends this stream, and the cluster with it."""
+        return ""
+
+    @property
+    def clock(self) -> int:
+        """Updates pushed, counted from the first of the run above; -1: it has not begun here."""
+        return -1
+
+    @property
+    def at_rest(self) -> bool:
+        """The server above has all that was pushed."""
+        return True
+
+    @property
+    def ended(self) -> bool:
+        """The last round is done, and other clusters are only answered until all have done theirs (gossip)."""
+        return False
+
+    @property
+    def addresses(self) -> set[str]:
+        """Where other clusters are reached."""
+        return set()
+
+    # What comes.
 
     def begin(self, now_ns: int) -> Asks:
         """Its first words at this place."""
+        return []
 
     def receive(self, message: m.Message, now_ns: int) -> list[MemberEffect]:
         """What the session toward above sees in a message of the shard there."""
+        return []
 
-    def take(self, events: Iterable[MemberEffect], x: FloatArray, now_ns: int) -> Asks:
+    def take(self, events: Iterable[MemberEffect], now_ns: int) -> Asks:
         """What that session has seen. Raises RemoteProtocolError."""
+        return []
 
     def hear(self, message: m.Message, now_ns: int) -> Asks:
         """What another cluster says. Raises RemoteProtocolError for what none says to us."""
+        raise RemoteProtocolError(f"a shard takes no {type(message).__name__}: this cluster has no server above")
 
     def introduce(self, roster: bytes, alone: bool, now_ns: int) -> Asks:
         """Who the other clusters are; `alone`: no server above will say more."""
+        return []
 
     def give_weights(self, x: FloatArray, now_ns: int) -> Asks:
         """These are the first weights of the run above."""
+        return []
+
+    def tick(self, now_ns: int) -> Asks:
+        return []
+
+    # The stages of a clock.
 
     def stepped(self, samples: int) -> None:
         """A clock of the cluster is folded."""
@@ -126,143 +148,55 @@ class Above(Protocol):
 
     def send_up(self, x: FloatArray, now_ns: int) -> tuple[Asks, bool]:
         """Push what is owed; whether all of that has left."""
+        return [], True
 
     def may_publish(self) -> bool:
         """The next clock may be computed on what is here."""
+        return True
 
     def first(self, x: FloatArray, publication: int) -> list[Change]:
         """Once the first state of this place is here: who has nothing of ours yet is shown it at once, as `publication`."""
+        return []
 
     def rebase(self) -> list[Change]:
         """Between two clocks: let the weights stand on what has come."""
+        return []
 
     def last(self) -> list[Change]:
         """After the last clock: let them be the model that the run above ends with."""
+        return []
 
     def finish(self, x: FloatArray, now_ns: int) -> tuple[Asks, bool]:
         """All workers are done: push all that is left; false where that must wait."""
-
-    def tick(self, now_ns: int) -> Asks: ...
-
-    @property
-    def clock(self) -> int:
-        """Updates pushed, counted from the first of the run above; -1: it has not begun here."""
-
-    @property
-    def at_rest(self) -> bool:
-        """The server above has all that was pushed."""
-
-    @property
-    def ended(self) -> bool:
-        """The last round is done, and other clusters are only answered until all have done theirs (gossip)."""
-
-    @property
-    def addresses(self) -> set[str]:
-        """Where other clusters are reached."""
-
-
-class Root:
-    """Nothing above: for good, or of a cluster (`kept`) that has no place there at present."""
-
-    def __init__(self, kept: Kept | None = None, place: Place | None = None) -> None:
-        self.kept, self.place = kept or Kept(), place
-        self.ready = self.wants_weights = False
-        self.master: FloatArray | None = None
-
-    @property
-    def trouble(self) -> str:
-        return ""
-
-    @property
-    def clock(self) -> int:
-        return -1
-
-    @property
-    def at_rest(self) -> bool:
-        return True
-
-    @property
-    def ended(self) -> bool:
-        return False
-
-    def begin(self, now_ns: int) -> Asks:
-        return []
-
-    def receive(self, message: m.Message, now_ns: int) -> list[MemberEffect]:
-        return []
-
-    def take(self, events: Iterable[MemberEffect], x: FloatArray, now_ns: int) -> Asks:
-        return []
-
-    def hear(self, message: m.Message, now_ns: int) -> Asks:
-        raise RemoteProtocolError(f"a shard takes no {type(message).__name__}: this cluster has no server above")
-
-    def introduce(self, roster: bytes, alone: bool, now_ns: int) -> Asks:
-        return []
-
-    def give_weights(self, x: FloatArray, now_ns: int) -> Asks:
-        return []
-
-    def stepped(self, samples: int) -> None:
-        """There is nobody to push to."""
-
-    def moved(self) -> None:
-        """Nor to end with."""
-
-    def send_up(self, x: FloatArray, now_ns: int) -> tuple[Asks, bool]:
         return [], True
 
-    def may_publish(self) -> bool:
-        return True
 
-    def first(self, x: FloatArray, publication: int) -> list[Change]:
-        return []
+class Seated(Above):
+    """At a place above, toward the shard there with the same keys. `member`: in process 0, whose session is ours too, and which
+    says again what is not answered. `whole`: the shard there publishes whole states."""
 
-    def rebase(self) -> list[Change]:
-        return []
-
-    def last(self) -> list[Change]:
-        return []
-
-    def finish(self, x: FloatArray, now_ns: int) -> tuple[Asks, bool]:
-        return [], True
-
-    def tick(self, now_ns: int) -> Asks:
-        return []
-
-    @property
-    def addresses(self) -> set[str]:
-        return set()
-
-
-class Pushing(Root):
-    """A child of the shard above that has the same keys. `member`: in process 0, whose session is ours too."""
-
-    def __init__(self, index: int, place: Place, keys: Keys, kept: Kept, member: Member | None, timing: Timing) -> None:
+    def __init__(
+        self,
+        index: int,
+        place: Place,
+        kept: Kept,
+        member: Member | None,
+        timing: Timing,
+        replica: HostReplica,
+        whole: bool,
+    ) -> None:
         super().__init__(kept, place)
-        self.session, self.repeats = session_of(index, place, member, timing), member is None
-        self.index, self.keys, self.here = index, keys, place
-        settings, mode = place.settings, place.settings.mode()
-        # The link up is not measured yet: under `auto` the sparsest rung, which is what a worker begins with too.
-        up = parse(ladder(settings.compress)[-1].spec)
-        self.feedback = kept.feedback or ErrorFeedback(up, keys[1] - keys[0], seed=place.worker << 16 | index)
-        self.replica = HostReplica(*keys, [(keys, self.feedback)], parts)
-        self.exchange: Exchange[FloatArray] = Exchange(
-            index, mode, self.replica, whole=ladder(settings.compress_down).lossless
-        )
-        self.inner = self.samples = 0  # clocks of the cluster since the last push, and what they were computed on
+        self.index, self.here, self.own, self.mode = index, place, member is None, place.settings.mode()
+        ours = Session(index, place.worker, place.epoch, self.mode, timing, LinkMeter())
+        self.session = ours if member is None else member.sessions[0]
+        self.replica = replica
+        self.exchange: Exchange[FloatArray] = Exchange(index, self.mode, replica, whole)
+        self.inner = 0  # clocks of the cluster since something was pushed
         self.due = False  # something was pushed or has come since the base was made
-        self.finishing = False  # the model of the run above was asked for, now that all is pushed
-
-    def begin(self, now_ns: int) -> Asks:
-        place = self.here
-        return self._say(self.exchange.begin(place.worker, place.epoch, place.clock), now_ns)
+        self.finishing = False  # the last model is asked for, now that all is pushed
 
     def _say(self, messages: list[m.Message], now_ns: int) -> Asks:
         return asks(self.session.say(messages, now_ns))
-
-    def receive(self, message: m.Message, now_ns: int) -> list[MemberEffect]:
-        return self.session.receive(message, now_ns)
 
     @property
     def clock(self) -> int:
@@ -272,109 +206,34 @@ class Pushing(Root):
     def at_rest(self) -> bool:
         return self.session.at_rest
 
-    @property
-    def start(self) -> FloatArray:
-        assert self.kept.start is not None  # once the first state is here
-        return self.kept.start
-
-    def take(self, events: Iterable[MemberEffect], x: FloatArray, now_ns: int) -> Asks:
-        effects: Asks = []
-        for event in events:
-            effects += asks([event])
-            if isinstance(event, e.GiveWeights):
-                self.wants_weights = True
-            effects += self._say(self.exchange.take(event), now_ns)
-            self.due |= isinstance(event, e.StateArrived)
-            if isinstance(event, e.MasterArrived) and self.finishing and event.clock == self.exchange.clock:
-                self.master, self.finishing = self.exchange.shared, False
-        return effects
+    def receive(self, message: m.Message, now_ns: int) -> list[MemberEffect]:
+        return self.session.receive(message, now_ns)
 
     def give_weights(self, x: FloatArray, now_ns: int) -> Asks:
         self.wants_weights = False
-        return self._say(self.exchange.give(raw_pieces(x.copy(), self.keys[0], parts(*self.keys))), now_ns)
-
-    def stepped(self, samples: int) -> None:
-        self.inner += 1
-        self.samples += samples
-        self.moved()
+        begin, end = self.replica.begin, self.replica.end
+        return self._say(self.exchange.give(raw_pieces(x.copy(), begin, parts(begin, end))), now_ns)
 
     def moved(self) -> None:
         self.master, self.finishing = None, False
 
-    def send_up(self, x: FloatArray, now_ns: int) -> tuple[Asks, bool]:
-        if self.inner < self.exchange.mode.local_steps:
-            return [], True
-        if not self.ready or not self.exchange.may_push:
-            return [], False
-        return self._push(x, now_ns), True
-
-    def _push(self, x: FloatArray, now_ns: int, dense: bool = False) -> Asks:
-        update, feedback, clock = x - self.start, self.feedback, self.exchange.clock
-        if not update.any() and (feedback.residual is None or not feedback.residual.any()):
-            pieces = [coded_piece(NOTHING.encode(update), *self.keys)]
-        else:
-            try:
-                pieces = self.replica.encode(update, clock, dense)
-            except (
-                ValueError
-            ):  # not finite: sent as it is, and the server above names it, or whoever trains there sees it
-                pieces = self.replica.encode(update, clock, dense=True)
-        self.kept = replace(self.kept, start=x.copy(), feedback=feedback)
-        samples = min(max(1, self.samples), m.CLOCK_MAX)
-        self.inner = self.samples = 0
-        self.due = True
-        return self._say(self.exchange.push(pieces, samples), now_ns)
-
-    def may_publish(self) -> bool:
-        return self.ready and self.exchange.may_compute
-
-    def first(self, x: FloatArray, publication: int) -> list[Change]:
-        if self.ready or self.exchange.settled < 0:
-            return []
-        self.ready, before, renewed = True, self.kept.start, self.kept.renewed
-        if before is not None and not renewed:
-            return []
-        base = self._base()
-        self.kept = replace(self.kept, start=base, renewed=False)
-        weights = base if before is None else x - before + base
-        return [Load({"x": weights, "p": weights}, publication)]
-
-    def _base(self) -> FloatArray:
-        base = np.empty(self.keys[1] - self.keys[0], np.float32)
-        self.exchange.base(*self.keys, base)
-        self.due = False
-        return base
-
-    def rebase(self) -> list[Change]:
-        return self._on(self._base()) if self.due and self.exchange.may_compute else []
-
     def last(self) -> list[Change]:
-        return self._on(self.master) if self.master is not None and self.start is not self.master else []
+        return self._on(self.master) if self.master is not None and self.kept.start is not self.master else []
 
     def _on(self, base: FloatArray) -> list[Change]:
-        before, self.kept = self.start, replace(self.kept, start=base)
+        before, self.kept = self.kept.start, replace(self.kept, start=base)
+        assert before is not None  # ready
         return [Rebase(before, base)]
 
-    def finish(self, x: FloatArray, now_ns: int) -> tuple[Asks, bool]:
-        """Push all that is left, dense, and ask for the model of the run once all clusters have come as far.
-
-        Nothing too is an update: every cluster's last clock is one after its steps, or one would not wait for another.
-        """
-        if not self.may_publish() or not self.exchange.may_push:
-            return [], False
-        self.finishing, self.master = True, None
-        pushed = self._push(x, now_ns, dense=True)
-        return [*pushed, *self._say(self.exchange.ask_shared(flushed=True), now_ns)], True
-
-    def tick(self, now_ns: int) -> Asks:
-        return asks(self.session.repeat(now_ns)) if self.repeats else []
-
-
-def session_of(index: int, place: Place, member: Member | None, timing: Timing) -> Session:
-    """Toward the shard above: that of the member beside us, which says again what is not answered, or one of our own."""
-    if member is not None:
-        return member.sessions[0]
-    return Session(index, place.worker, place.epoch, place.settings.mode(), timing, LinkMeter())
+    def _begin_with(self, base: Callable[[], FloatArray], x: FloatArray, publication: int) -> list[Change]:
+        """The model of this place is here. Who has nothing of ours yet begins with it, and what was folded here meanwhile."""
+        self.ready, before = True, self.kept.start
+        if before is not None and not self.kept.renewed:
+            return []
+        start = base()
+        self.kept = replace(self.kept, start=start, renewed=False)
+        weights = start if before is None else x - before + start
+        return [Load({"x": weights, "p": weights}, publication)]
 
 
 def asks(effects: Iterable[MemberEffect | Log]) -> Asks:

@@ -10,31 +10,31 @@ The clock of a shard goes through stages, and whatever comes goes on from the st
 
 Rules
 - The ledger is obeyed, never second-guessed.
-- A place above is taken between two clocks, at the clock that it names, by all shards alike.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 
 from narrows.compression import ladder
 from narrows.protocols import messages as m
+from narrows.protocols.cluster.coordinator import Coordinator
 from narrows.protocols.effects import Checkpoint, Log, Send, ServerEffect
-from narrows.protocols.errors import LocalProtocolError
-from narrows.protocols.keys import Keys, fragment, split
+from narrows.protocols.errors import LocalProtocolError, RemoteProtocolError
+from narrows.protocols.keys import Keys, covers, fragment, split
 from narrows.protocols.member.member import Member
 from narrows.protocols.modes import Rule
 from narrows.protocols.plan import Plan
 from narrows.protocols.settings import Settings
 from narrows.protocols.timing import Timing
-from narrows.ps.above import Above, Place, Pushing, Root
+from narrows.ps.above import Above
 from narrows.ps.folding import AtOnce, Barrier, Folding
-from narrows.ps.inbox import Inbox, Seat, Update
-from narrows.ps.mixing import Mixing
+from narrows.ps.inbox import Inbox, Seat, Update, check_part
 from narrows.ps.publications import Publications
 from narrows.ps.store import Change, FirstWeights, Load, ServerOptimizer, Store, Terms
+from narrows.ps.upward import Upward
 
 
 class Stage(Enum):
@@ -49,21 +49,19 @@ class Stage(Enum):
 
 DIFFER = "learning rates or other hyper-parameters differ between workers; those of the longest-standing member hold"
 NEXT = dict(zip(Stage, [*list(Stage)[1:], Stage.FOLD], strict=True))
-ABOVE: dict[Rule, type[Pushing] | type[Mixing]] = {
-    Rule.MIX: Mixing
-}  # by the rule of the run above; of all others Pushing
 
 
 @dataclass(frozen=True)
 class Means:
     """What a shard's runner gives it. `optimizer`: makes the server's, of a plan and its keys. `lent`: whether views of the
-    store may still be read. `child`: the cluster is a member of a run above; `member`: which one. Process 0 has it, and its
-    first session is that of this shard."""
+    store may still be read. `child`: the cluster is a member of a run above. In process 0 `member` is that one, whose first
+    session is this shard's, and `coordinator` is the one beside this shard."""
 
     optimizer: Callable[[Plan, int, int], ServerOptimizer] | None = None
     lent: Callable[[], bool] = lambda: True
     child: bool = False
     member: Member | None = None
+    coordinator: Coordinator | None = None
     timing: Timing = field(default_factory=Timing)
 
 
@@ -92,15 +90,19 @@ class Planned:
         )
         self.publications = Publications(index, mode, store, inbox, self.folding, down.specs, means.timing)
         self.publications.begin(clock)
-        self.above: Above = Root()
-        self.above_is = b""  # its place as the ledger has it, b"": none
+        self.upward = Upward(index, store.whole, means.child, means.member, means.timing)
+        self.first: dict[int, m.FirstWeights] = {}  # parts of the first weights, by number
+        self.weights_from = -1  # whose are here whole
         self.stage = Stage.FOLD
         self.min_clock = clock
         self.norms: dict[int, float] = {}  # squared, of the means that await the norm over all shards
         self.folds = 0  # since the last publication, where clocks publish nothing (async)
         self.written = -1  # the clock of the newest checkpoint
         self.writes = False  # a checkpoint, before the clocks after it may be folded: the next tick goes on
-        self.finishes = 0
+
+    @property
+    def above(self) -> Above:
+        return self.upward.above
 
     def turn(self, clock: int) -> Keys:
         """The keys whose turn this clock is."""
@@ -135,13 +137,9 @@ class Planned:
 
     def _between(self, ledger: m.Ledger, now_ns: int) -> tuple[list[ServerEffect], bool]:
         """Between two clocks: take a place, and finish where all workers are done. False where that must wait."""
-        effects: list[ServerEffect] = [*self.seat(ledger, now_ns)]
-        if self.finishes == ledger.finishes or self.min_clock < ledger.finish_at or not self._placed(ledger):
-            return effects, True
-        more, done = self.above.finish(self.store.x, now_ns)
-        if done:
-            self.finishes = ledger.finishes
-        return [*effects, *more], done
+        seated = self.seat(ledger, now_ns)
+        finished, done = self.upward.finish(ledger, self.min_clock, self.store.x, now_ns)
+        return [*seated, *finished], done
 
     def _fold(self, ledger: m.Ledger, now_ns: int) -> tuple[list[ServerEffect], bool]:
         effects, done = self._between(ledger, now_ns)
@@ -178,11 +176,11 @@ class Planned:
         return clip
 
     def _send_up(self, ledger: m.Ledger, now_ns: int) -> tuple[list[ServerEffect], bool]:
-        asks, done = self.above.send_up(self.store.x, now_ns) if self._placed(ledger) else ([], True)
+        asks, done = self.above.send_up(self.store.x, now_ns) if self.upward.placed(ledger) else ([], True)
         return [*asks], done
 
     def _rebase(self, ledger: m.Ledger, now_ns: int) -> tuple[list[ServerEffect], bool]:
-        if not self._placed(ledger):
+        if not self.upward.placed(ledger):
             return [], True  # the run above has lost us, or we it
         if not self.above.may_publish():
             return [], False
@@ -217,31 +215,41 @@ class Planned:
 
     # The run above.
 
-    def _placed(self, ledger: m.Ledger) -> bool:
-        """Shard and ledger have the same place above."""
-        return bool(ledger.above) and self.above_is == ledger.above
-
     def seat(self, ledger: m.Ledger, now_ns: int) -> list[ServerEffect]:
         """Begin at the place that the ledger names, where the clocks before it are done."""
-        if not self.means.child or self.above_is == ledger.above:
+        place = self.upward.wanted(ledger)
+        if place is None:
             return []
-        if not ledger.above:
-            self.above, self.above_is = Root(self.above.kept), b""
-            return []
-        place, kept = Place.unpacked(ledger.above), self.above.kept
         if not self.inbox.seats.keys() & {worker for worker, *_ in ledger.members}:
             self.min_clock, self.stage = place.at, Stage.FOLD  # the run above has gone on without us
             self.publications.begin(place.at)
-            kept = replace(kept, renewed=True)
+            self.upward.renew()
         if self.stage is not Stage.FOLD or self.min_clock < place.at:
-            self.above.kept = kept
             return []
-        self.finishes, self.above_is = 0, ledger.above
-        kind = ABOVE.get(place.settings.mode().rule, Pushing)
-        self.above = kind(self.index, place, self.store.whole, kept, self.means.member, self.means.timing)
-        return [*self.above.begin(now_ns)]
+        return self.upward.take_place(place, ledger, now_ns)
 
-    # Updates.
+    def give_weights(self, ledger: m.Ledger, now_ns: int) -> list[ServerEffect]:
+        """Hand up the first weights, once all shards have those of one worker, or a checkpoint."""
+        decided = self.weights_from < 0 or ledger.weights == self.weights_from
+        if not self.above.wants_weights or self.store.publication < 0 or not decided:
+            return []
+        return self.above.give_weights(self.store.x, now_ns)
+
+    # Weights and updates.
+
+    def first_weights(self, message: m.FirstWeights) -> bool:
+        """One part of the first weights; whether they are whole now. Raises RemoteProtocolError; then nothing has changed."""
+        check_part(message, self.store.whole, self.finite)
+        ours = {part: piece for part, piece in self.first.items() if piece.worker == message.worker}
+        ours[message.part] = message
+        whole = len(ours) >= message.parts
+        if whole and not covers([(piece.begin, piece.end) for piece in ours.values()], *self.store.whole):
+            raise RemoteProtocolError("the first weights do not cover this shard's keys exactly once")
+        self.first = ours
+        if whole:
+            self.apply([FirstWeights(list(ours.values()))])
+            self.first, self.weights_from = {}, message.worker
+        return whole
 
     def accept(self, seat: Seat, update: Update) -> list[ServerEffect]:
         """The next update of this member is here whole."""

@@ -25,7 +25,8 @@ from narrows.protocols.settings import Settings
 from narrows.protocols.wire import LOCAL_HOSTS, encode
 from narrows.ps.above import Place, asks
 from narrows.ps.mixing import OF_PEERS
-from narrows.ps.shard import COORDINATOR, Shard
+from narrows.ps.reports import COORDINATOR
+from narrows.ps.shard import Shard
 
 FOR_COORDINATOR = (m.Hello, m.Declare, m.Heartbeat, m.Leave, m.Buffers, m.Report)
 OF_CLUSTERS = (m.Offer, m.OfferAck, m.Ended, m.Adopt, m.Ping)  # that gossip with this one
@@ -53,8 +54,6 @@ class Server:
         self.early: list[MemberEffect] = []  # of peers, before shard 0 has the newest place
         self.inner: deque[m.Message] = deque()  # between shard 0 and the coordinator, not handled yet
         self.final = Stop()  # what this process ends with
-        if coordinator is not None:
-            shard.wants_buffers = coordinator.wants_buffers
         self.tree_shown = False
         if member is not None and coordinator is not None:
             coordinator.tree_above = lambda: member.tree
@@ -62,7 +61,7 @@ class Server:
     def start(self, now_ns: int) -> list[ServerEffect]:
         """The first report of this shard, and where there is a server above, a Hello to it."""
         effects = self._seen(self.member.join(now_ns), now_ns) if self.member is not None else []
-        return [*effects, *self._local([Send(COORDINATOR, self.shard.report())], now_ns)]
+        return [*effects, *self._local([self.shard.report(now_ns)], now_ns)]
 
     def advance(self, now_ns: int) -> list[ServerEffect]:
         """Handle the oldest message of `inner`; return its effects."""
@@ -73,7 +72,7 @@ class Server:
             return [*done, *self._hand_on(now_ns)]
         effects = self.coordinator.handle(COORDINATOR, message, now_ns)
         if isinstance(message, m.Report):
-            self.shard.seen(message.version)
+            self.shard.reports.has_seen(message.version)
             effects += self._reported(message, now_ns)
         return self._local(effects, now_ns)
 
@@ -150,7 +149,7 @@ class Server:
         if self.coordinator is not None:
             return self._local(self._end(m.RefuseCode.INCOMPATIBLE, text, now_ns), now_ns)
         self.shard.trouble = text[: m.TEXT_MAX]
-        return self._local([Send(COORDINATOR, self.shard.report())], now_ns)
+        return self._local([self.shard.report(now_ns)], now_ns)
 
     def _declare(self, now_ns: int) -> list[ServerEffect]:
         """Tell the server above of the model as soon as a worker has told us."""

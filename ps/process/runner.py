@@ -35,8 +35,9 @@ from narrows.protocols.wire import HEADER_BYTES_MAX, LOCAL_HOSTS, PAYLOAD_BYTES_
 from narrows.ps import store
 from narrows.ps.planned import Means
 from narrows.ps.process import checkpoints
+from narrows.ps.reports import COORDINATOR
 from narrows.ps.server import OF_CLUSTERS, Server
-from narrows.ps.shard import COORDINATOR, Shard
+from narrows.ps.shard import Shard
 from narrows.ps.store import ServerOptimizer
 
 TICK_MS = 20  # longest time without a tick
@@ -161,6 +162,7 @@ class Runner:
             lent=self.lent,
             child=child,
             member=member,
+            coordinator=coordinator,
         )
         shard = Shard(process.index, process.settings, time.time_ns(), port, kept, means)
         host = reached(process.bind, process.parent) if member is not None else ""

@@ -21,8 +21,9 @@ from narrows.protocols.settings import Settings
 from narrows.protocols.wire import decode, encode
 from narrows.ps.optimizers import TorchOptimizer
 from narrows.ps.planned import Means
+from narrows.ps.reports import COORDINATOR
 from narrows.ps.server import Server
-from narrows.ps.shard import COORDINATOR, Shard
+from narrows.ps.shard import Shard
 from narrows.ps.store import Store
 
 warm_up()  # as ps-serve and ps-worker do: a kernel that is compiled in the middle of a run stops everybody
@@ -65,7 +66,7 @@ class Cluster:
         child = self.parent is not None
         coordinator = Coordinator(self.settings, 1 << 20, child=child) if index == 0 else None
         member = Member(self.name, "here", below=coordinator.tree) if child and coordinator is not None else None
-        means = Means(optimizer=TorchOptimizer, child=child, member=member)
+        means = Means(optimizer=TorchOptimizer, child=child, member=member, coordinator=coordinator)
         shard = Shard(index, self.settings, 1, 1 + index, (), means)
         return Server(shard, coordinator, member, "tcp://parent:1", self.name)
 

@@ -203,14 +203,14 @@ def test_what_is_lost_is_sent_again_and_what_is_only_late_is_not() -> None:
         link, server = cast(Link, started.sessions[0].link), started.cluster.servers[0]
         worker, epoch = link.member.worker, link.member.epoch
         link.deliver = lambda effects: None  # type: ignore[method-assign]  # nothing that it is sent arrives any more
-        planned = server.shard.planned
-        assert planned is not None
+        planned, service = server.shard.planned, server.shard.service
+        assert planned is not None and service is not None
         (seat,) = server.shard.inbox.seats.values()
         began = started.cluster.now()
         for _ in range(2):
             planned.min_clock += 1
             planned.publish()
-            server.shard._serve(seat, began)
+            service.serve(seat, server.shard.ledger, began)
         child = planned.publications.child(seat)
         assert [*child.sent] == [2, 3]
         asks = replace(child.follow, have=1)

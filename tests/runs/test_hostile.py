@@ -34,8 +34,8 @@ from narrows.protocols.wire import decode, encode, pack
 from narrows.ps.folding import Barrier
 from narrows.ps.inbox import check_part
 from narrows.ps.mixing import Mixing
+from narrows.ps.reports import COORDINATOR
 from narrows.ps.server import Server
-from narrows.ps.shard import COORDINATOR
 from narrows.ps.store import Fold, Load, Publish, Store
 from narrows.worker import DistributedOptimizer
 from narrows.worker.runner import Link
@@ -126,7 +126,7 @@ def state_of(server: Server) -> tuple[Any, ...]:
         held = planned.folding.held if isinstance(planned.folding, Barrier) else {}
         children = {worker: (c.follow, sorted(c.sent), c.pull) for worker, c in planned.publications.children.items()}
         arrays = [array.tobytes() for array in planned.store.arrays().values()]
-        model = (planned.plan, arrays, planned.stage, planned.finishes, sorted(held), children)
+        model = (planned.plan, arrays, planned.stage, planned.upward.finishes, sorted(held), children)
     seats = [(i.worker, i.clock, i.taken, sorted(i.partial)) for i in shard.inbox.seats.values()]
     who = [] if coordinator is None else [(s.worker, s.epoch, s.phase) for s in coordinator.seats.values()]
     arrived = [] if coordinator is None else [list(p.arrived) for p in coordinator.rounds.progress.values()]

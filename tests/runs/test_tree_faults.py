@@ -23,7 +23,7 @@ from narrows.protocols.effects import ServerEffect
 from narrows.protocols.member.member import Phase
 from narrows.protocols.modes import WINDOW
 from narrows.protocols.settings import Settings
-from narrows.ps.above import Pushing
+from narrows.ps.pushing import Pushing
 from narrows.ps.shard import Shard
 from narrows.worker import DistributedOptimizer, clock
 
@@ -65,7 +65,7 @@ def test_the_last_that_comes_from_above_may_be_an_ack(shard: int) -> None:
 
 
 def finishes(shard: Shard) -> int:
-    return shard.planned.finishes if shard.planned is not None else 0
+    return shard.planned.upward.finishes if shard.planned is not None else 0
 
 
 def test_a_last_update_that_only_some_shards_have_pushed_is_pushed_again_at_the_next_place() -> None:

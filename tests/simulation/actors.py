@@ -36,8 +36,9 @@ from narrows.protocols.timing import Timing
 from narrows.protocols.wire import pack, unpack
 from narrows.ps.planned import Means
 from narrows.ps.process.checkpoints import KEPT
+from narrows.ps.reports import COORDINATOR
 from narrows.ps.server import Server
-from narrows.ps.shard import COORDINATOR, Shard
+from narrows.ps.shard import Shard
 from narrows.ps.store import Load
 from simulation.mirrors import RATE, FloatArray, Violation
 from simulation.network import Simulator
@@ -194,6 +195,7 @@ class Process:
             optimizer=lambda plan, begin, end: PlainSGD(),
             child=bool(self.above),
             member=member,
+            coordinator=self.coordinator,
             timing=TIMING,
         )
         self.shard = run.kit.shard(index, settings, life + 1, 1 + index, disk.clocks(index), means)

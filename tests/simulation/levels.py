@@ -29,9 +29,9 @@ from narrows.protocols import messages as m
 from narrows.protocols.cluster.coordinator import Coordinator
 from narrows.protocols.effects import ServerEffect
 from narrows.protocols.member.member import Phase
-from narrows.ps.above import Pushing
 from narrows.ps.folding import Barrier
 from narrows.ps.planned import Planned
+from narrows.ps.pushing import Pushing
 from narrows.ps.store import Change, FirstWeights, Fold, Load, Outer, Publish, Rebase, Step, Terms, Update
 from simulation.mirrors import RATE, FloatArray, Violation
 
@@ -407,7 +407,7 @@ class Mirror:
         shard, above = self.process.shard, self.planned.above
         if self.mode.barrier:
             self._closed(shard.min_clock - 1)
-        if not isinstance(above, Pushing) or self.mode.bound is None or self.planned.above_is != shard.ledger.above:
+        if not isinstance(above, Pushing) or self.mode.bound is None or not self.planned.upward.placed(shard.ledger):
             return
         exchange = above.exchange
         owes = above.inner >= exchange.mode.local_steps

@@ -27,9 +27,9 @@ from narrows.protocols.settings import Settings
 from narrows.ps.folding import AtOnce
 from narrows.ps.inbox import Inbox
 from narrows.ps.inbox import Seat as ShardSeat
-from narrows.ps.planned import Planned
 from narrows.ps.process import checkpoints
 from narrows.ps.publications import Publications
+from narrows.ps.service import Service
 from narrows.ps.shard import Shard
 from narrows.ps.store import Change, Mean, Terms
 from simulation.actors import CLOCKS, Bug, Disk, Kit, planted
@@ -117,13 +117,11 @@ def test_a_death_delays_the_rest_by_at_most_a_lease() -> None:
 # Planted bugs: what each machine guards, taken out.
 
 
-class ForgetsPush(Shard):
+def forgets_push(service: Service, seat: ShardSeat, push: m.Push, ledger: m.Ledger, now_ns: int) -> Any:
     """A dedupe entry dropped: now and then the last push of a worker counts as new when it comes again."""
-
-    def _push(self, planned: Planned, seat: ShardSeat, push: m.Push, now_ns: int) -> list[ServerEffect]:
-        if push.clock == seat.clock - 1 and push.clock % 5 == 4:
-            seat.clock = push.clock
-        return super()._push(planned, seat, push, now_ns)
+    if push.clock == seat.clock - 1 and push.clock % 5 == 4:
+        seat.clock = push.clock
+    return push_of(service, seat, push, ledger, now_ns)
 
 
 class OneEarly(Rounds):
@@ -245,7 +243,8 @@ def once_summed(mean: Mean, terms: Terms) -> Any:
     return mean.total if mean.taken and mean.total is not None else mean_of(mean, terms)
 
 
-serve, next_whole, change_of, mean_of = Publications.serve, Inbox.next, AtOnce._change, Mean.of
+push_of, serve, next_whole = Service._push, Publications.serve, Inbox.next
+change_of, mean_of = AtOnce._change, Mean.of
 
 
 def with_quorum(seed: int) -> Case:
@@ -264,7 +263,7 @@ def one_too_far(mode: Mode, clock: int, min_clock: int) -> bool:
 sparse = lambda seed: with_states("topk:0.5", seed)  # noqa: E731
 in_parts = lambda seed: with_barrier(seed)  # noqa: E731
 PLANTED: dict[str, tuple[Bug, Callable[[int], Case], str]] = {
-    "a dedupe entry dropped": (Kit(shard=ForgetsPush), case_of, "is folded twice"),
+    "a dedupe entry dropped": ([(Service, "_push", forgets_push)], case_of, "is folded twice"),
     "the bound off by one": ([(Mode, "allows", one_too_far)], case_of, "staleness"),
     "a barrier closed one early": (OneEarly, case_of, "is closed over|is complete"),
     "an epoch unchecked": (Kit(shard=AnyEpoch), with_restart, "folded|blames|ended"),

@@ -14,17 +14,17 @@ from narrows.protocols import messages as m
 from narrows.protocols.cluster.above import Above
 from narrows.protocols.cluster.rounds import Rounds
 from narrows.protocols.cluster.run import Seat as ClusterSeat
-from narrows.protocols.effects import NS, ServerEffect
+from narrows.protocols.effects import NS
 from narrows.protocols.modes import Mode
-from narrows.ps.above import Pushing
 from narrows.ps.folding import Barrier
 from narrows.ps.inbox import Seat
 from narrows.ps.planned import STAGES, Planned, Stage
 from narrows.ps.publications import Child, Publications
-from narrows.ps.shard import Shard
+from narrows.ps.pushing import Pushing
+from narrows.ps.service import Service
 from narrows.ps.store import Change, Rebase
 from simulation import trees as simulation_tree
-from simulation.actors import Bug, Kit, planted
+from simulation.actors import Bug, planted
 from simulation.forms import Forms, cluster_periods_s, explained, measured_s, worker_periods_s
 from simulation.mirrors import Violation
 from simulation.network import MS, Faults, Simulator, Wire
@@ -141,13 +141,14 @@ def test_a_medium_tree() -> None:
 # Planted bugs: what each machine guards, taken out.
 
 
-class FoldsTwice(Shard):
-    """A cluster's server that takes a repeated push for a new one."""
+def folds_twice(service: Service, seat: Seat, push: m.Push, ledger: m.Ledger, now_ns: int) -> Any:
+    """A cluster's server takes a repeated push for a new one."""
+    if service.means.child and push.clock == seat.clock - 1 and push.clock % 5 == 4:
+        seat.clock = push.clock
+    return push_of(service, seat, push, ledger, now_ns)
 
-    def _push(self, planned: Planned, seat: Seat, push: m.Push, now_ns: int) -> list[ServerEffect]:
-        if self.means.child and push.clock == seat.clock - 1 and push.clock % 5 == 4:
-            seat.clock = push.clock
-        return super()._push(planned, seat, push, now_ns)
+
+push_of = Service._push
 
 
 def answers_early(shown: Publications, seat: Seat, child: Child) -> list[Any]:
@@ -208,7 +209,7 @@ class FinishesAgain(Above):
 
 
 PLANTED: dict[str, tuple[Bug, str, str, str]] = {
-    "a cluster folds twice": (Kit(shard=FoldsTwice), "bsp", "ssp", "folded twice"),
+    "a cluster folds twice": ([(Service, "_push", folds_twice)], "bsp", "ssp", "folded twice"),
     "a state is sent too early": ([(Publications, "_whole", answers_early)], "ssp", "ssp", "staleness: the state of"),
     "the root's bound is not kept": (
         *([(STAGES, Stage.REBASE, shows_early)], "bsp", "bsp", "staleness: c[0-9].s[01] shows"),

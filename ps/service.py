@@ -1,0 +1,95 @@
+"""What members say to a shard that knows its model, and what they are answered. No I/O.
+
+Rules
+- At once: an accepted push is folded and acked FOLDED. With a barrier it is acked HELD, and folded when the ledger closes
+  a clock over a set that names it; what no set ever will, since its worker left, is discarded, named and counted.
+- What a message says is checked before anything changes.
+"""
+
+from __future__ import annotations
+
+from narrows.protocols import messages as m
+from narrows.protocols.effects import Send, ServerEffect
+from narrows.protocols.modes import Rule
+from narrows.ps.folding import Barrier, unpack_hyper
+from narrows.ps.inbox import Seat, check_part
+from narrows.ps.planned import Planned
+
+OfWorkers = m.Push | m.Follow | m.Pull | m.FirstWeights
+
+
+class Service:
+    """Of one shard in one generation."""
+
+    def __init__(self, planned: Planned) -> None:
+        self.planned, self.means = planned, planned.means
+        self.inbox, self.store, self.publications = planned.inbox, planned.store, planned.publications
+
+    def handle(self, seat: Seat, message: OfWorkers, ledger: m.Ledger, now_ns: int) -> tuple[list[ServerEffect], bool]:
+        """The effects, and whether the coordinator must know. Raises RemoteProtocolError; then nothing has changed."""
+        if isinstance(message, m.Push):
+            return self._push(seat, message, ledger, now_ns)
+        if isinstance(message, m.FirstWeights):
+            return [], self._first_weights(seat, message, ledger)
+        if isinstance(message, m.Follow):
+            self.publications.follow(seat, message, now_ns)
+            return self.serve(seat, ledger, now_ns), False
+        self.publications.pull(seat, message)
+        # Who waits for the last model needs not be waited for.
+        return self.serve(seat, ledger, now_ns), self.finishing(seat)
+
+    def finishing(self, seat: Seat) -> bool:
+        """It is done, and waits for the model that all clusters end with."""
+        pull = self.publications.child(seat).pull if self.means.child else None
+        return pull is not None and 0 < pull.clock <= seat.clock
+
+    def _first_weights(self, seat: Seat, message: m.FirstWeights, ledger: m.Ledger) -> bool:
+        if ledger.started or ledger.initialiser != seat.worker or self.planned.weights_from == seat.worker:
+            return False
+        if self.means.child and not self.planned.above.wants_weights:
+            return False  # the run above has some by now
+        return self.planned.first_weights(message)
+
+    def _push(self, seat: Seat, push: m.Push, ledger: m.Ledger, now_ns: int) -> tuple[list[ServerEffect], bool]:
+        planned, began = self.planned, seat.clock
+        if push.clock < began:
+            return [self._ack(seat, push.clock, now_ns)], False
+        if not ledger.started:
+            return [], False
+        check_part(push, self.store.whole, planned.finite)
+        if push.part == 0 and self.store.optimizer is not None:
+            self.store.optimizer.check(unpack_hyper(push.hyper)[0])
+        self.inbox.add(seat, push, planned.turn(push.clock))
+        if isinstance(planned.folding, Barrier) and push.clock == seat.taken and planned.mode.rule is not Rule.ADD:
+            planned.folding.early(push.part)
+        effects: list[ServerEffect] = []
+        while update := self.inbox.next(seat):
+            clock, made = seat.clock, self.store.publication
+            logs = planned.accept(seat, update)
+            effects += [self._ack(seat, clock, now_ns), *logs]
+            for each in self.inbox.seats.values() if self.store.publication != made else ():
+                effects += self.serve(each, ledger, now_ns)
+        return effects, seat.clock != began
+
+    def _ack(self, seat: Seat, clock: int, now_ns: int) -> Send:
+        weight = self.planned.folding.weight(seat, clock)
+        status = m.PushStatus.HELD if weight is None else m.PushStatus.FOLDED
+        coordinator = self.means.coordinator
+        wants = coordinator is not None and coordinator.wants_buffers(seat.worker, now_ns)
+        return Send(seat.peer, m.PushAck(seat.worker, seat.epoch, clock, status, weight or 0.0, wants, now_ns, now_ns))
+
+    def serve(self, seat: Seat, ledger: m.Ledger, now_ns: int) -> list[ServerEffect]:
+        """What this member has asked for and may be sent."""
+        planned, store, child = self.planned, self.store, self.publications.child(seat)
+        if not ledger.started or store.publication < 0:
+            wanted = not self.means.child or planned.above.wants_weights
+            asks = (child.follow.credit or child.pull) and ledger.initialiser == seat.worker != planned.weights_from
+            return [Send(seat.peer, m.NeedWeights(seat.worker, seat.epoch))] if wanted and asks else []
+        effects: list[ServerEffect] = [*self.publications.serve(seat, now_ns)]
+        settled = seat.settled if planned.mode.barrier else planned.min_clock
+        if child.pull is None or child.pull.clock > settled:
+            return effects
+        array = planned.above.master if self.finishing(seat) else store.x if store.shared else store.x.copy()
+        if array is not None:
+            effects += self.publications.master(seat, array, planned.min_clock, now_ns)
+        return effects

@@ -1,0 +1,86 @@
+"""What one shard of one generation has above it, and when: it takes the place that the ledger names, and gives it up. No I/O.
+
+Rules
+- A place is taken between two clocks, at the clock that it names, by all shards alike.
+- What other clusters say before the place is taken is kept until then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from dataclasses import replace
+
+from narrows.protocols import messages as m
+from narrows.protocols.errors import RemoteProtocolError
+from narrows.protocols.gossip.peers import EARLY_MAX
+from narrows.protocols.keys import Keys
+from narrows.protocols.member.member import Member
+from narrows.protocols.modes import Rule
+from narrows.protocols.timing import Timing
+from narrows.ps.above import Above, Asks, Place
+from narrows.ps.mixing import Mixing
+from narrows.ps.pushing import Pushing
+from narrows.ps.store import FloatArray
+
+ABOVE: dict[Rule, type[Pushing | Mixing]] = {Rule.MIX: Mixing}  # by the rule of the run above; of all others Pushing
+
+
+class Upward:
+    """Of shard `index`, keys [begin, end). `child`: the cluster is a member of a run above; `member`: which (process 0)."""
+
+    def __init__(self, index: int, keys: Keys, child: bool, member: Member | None, timing: Timing) -> None:
+        self.index, self.keys, self.child, self.member, self.timing = index, keys, child, member, timing
+        self.above = Above()
+        self.taken = b""  # the place, as the ledger has it; b"": none
+        self.finishes = 0  # of those that the ledger counts, how many were done at this place
+        self.early: deque[m.Message] = deque(maxlen=EARLY_MAX)
+
+    def placed(self, ledger: m.Ledger) -> bool:
+        """Shard and ledger have the same place above."""
+        return bool(ledger.above) and self.taken == ledger.above
+
+    def wanted(self, ledger: m.Ledger) -> Place | None:
+        """The place that is still to be taken. One that the ledger has no more is given up."""
+        if not self.child or self.taken == ledger.above:
+            return None
+        if not ledger.above:
+            self.above, self.taken = Above(self.above.kept), b""
+            return None
+        return Place.unpacked(ledger.above)
+
+    def renew(self) -> None:
+        """Nobody here has a state of before."""
+        self.above.kept = replace(self.above.kept, renewed=True)
+
+    def take_place(self, place: Place, ledger: m.Ledger, now_ns: int) -> Asks:
+        kind = ABOVE.get(place.settings.mode().rule, Pushing)
+        self.finishes, self.taken = 0, ledger.above
+        self.above = kind(self.index, place, self.keys, self.above.kept, self.member, self.timing)
+        return self.above.begin(now_ns)
+
+    def introduce(self, ledger: m.Ledger, now_ns: int) -> Asks:
+        """Tell what is above who the other clusters are, and what they have said too early."""
+        if not self.placed(ledger):
+            return []
+        effects = self.above.introduce(ledger.roster, ledger.alone, now_ns)
+        while self.early:
+            with contextlib.suppress(RemoteProtocolError):
+                effects += self.above.hear(self.early.popleft(), now_ns)
+        return effects
+
+    def hear(self, message: m.Message, ledger: m.Ledger, now_ns: int) -> Asks:
+        """What another cluster says. Raises RemoteProtocolError for what none says to us."""
+        if self.child and not self.placed(ledger):
+            self.early.append(message)
+            return []
+        return self.above.hear(message, now_ns)
+
+    def finish(self, ledger: m.Ledger, min_clock: int, x: FloatArray, now_ns: int) -> tuple[Asks, bool]:
+        """Push all that is left, where all workers are done; false where that must wait."""
+        if self.finishes == ledger.finishes or min_clock < ledger.finish_at or not self.placed(ledger):
+            return [], True
+        asked, done = self.above.finish(x, now_ns)
+        if done:
+            self.finishes = ledger.finishes
+        return asked, done
