@@ -15,13 +15,14 @@ from dataclasses import replace
 
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
+from narrows.protocols.addresses import LOCAL_HOSTS
 from narrows.protocols.cluster.coordinator import Coordinator
 from narrows.protocols.effects import Log, MemberEffect, Send, ServerEffect, Stop, Tell
-from narrows.protocols.errors import RemoteProtocolError
+from narrows.protocols.errors import IncompatibleError, NarrowsError, RemoteProtocolError
 from narrows.protocols.gossip.peers import WHOLE
 from narrows.protocols.member.member import Member
 from narrows.protocols.modes import Rule, Settings
-from narrows.protocols.wire import LOCAL_HOSTS, encode
+from narrows.protocols.wire import encode
 from narrows.ps.shard import COORDINATOR, Shard, sends
 from narrows.ps.uplink import Place
 
@@ -58,6 +59,38 @@ class Server:
         if member is not None:
             shard.session = lambda place: member.sessions[0]
             shard.repeats = False
+
+    # What a runner asks.
+
+    @property
+    def ended(self) -> bool:
+        """The run is over, and what the coordinator is to hear of it is on its way. The coordinator itself ends by `Stop`."""
+        shard, ledger = self.shard, self.shard.ledger
+        over = self.coordinator is None and ledger is not None and ledger.over
+        return over and ledger is not None and shard.min_clock >= ledger.min_clock and shard.at_rest
+
+    @property
+    def above(self) -> str:
+        """Where the shard above is dialled, "" where there is none: over TCP also on this machine, so that its bytes are those
+        of a link."""
+        uplink, index = self.shard.uplink, self.shard.index
+        if not index or uplink is None or uplink.place is None:
+            return self.parent
+        return f"{self.parent.rpartition(':')[0]}:{uplink.place.ports[index]}"
+
+    @property
+    def clusters(self) -> set[str]:
+        """Where those are dialled that gossip with this one."""
+        return self.shard.uplink.addresses if self.shard.uplink is not None else set()
+
+    def refused(self, peer: bytes, error: NarrowsError) -> list[ServerEffect]:
+        """The effects of a message in which `error` was found; its sender is told where that is the sender's fault."""
+        log: list[ServerEffect] = [Log("refused", {"text": str(error)})]
+        if not isinstance(error, (RemoteProtocolError, IncompatibleError)):
+            return log
+        return [*log, Send(peer, m.Refuse(m.RefuseCode.INCOMPATIBLE, -1, 0, str(error)[: m.TEXT_MAX]))]
+
+    # Events.
 
     def start(self, now_ns: int) -> list[ServerEffect]:
         """The first report of this shard, and where there is a server above, a Hello to it."""

@@ -99,6 +99,8 @@ class Connected:
         if self.engine is not None:
             raise NarrowsError("a run has one DistributedOptimizer: pass all parameter groups to one optimizer")
         mixes = self.settings.mode().rule is Rule.MIX
+        if mixes:
+            self.link.listen()
         self.engine = (GossipEngine if mixes else Engine)(
             self.link, self.settings, model, inner, max_grad_norm, overlap
         )
@@ -148,7 +150,7 @@ class Connected:
             elif engine is None:
                 self.link.call(lambda member, now: member.leave(-1, now))
             self._flush()
-            _tell("bytes", up=self.link.bytes_up, down=self.link.bytes_down)
+            _tell("bytes", up=self.link.bytes_up, down=self.link.bytes_down, dropped=self.link.drops.counts)
         finally:
             self.link.close()
 

@@ -1,0 +1,314 @@
+"""What ps-serve does: it starts the shard processes of a cluster, shows what happens, and ends them.
+
+It owns the processes and the console; each process owns its shard. Exit codes: docs/architecture.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from narrows.protocols.addresses import ANY_HOSTS, parse_address
+from narrows.protocols.errors import NarrowsError, UsageError
+from narrows.protocols.modes import Rule, Settings
+from narrows.protocols.runtime.children import Child, Children
+from narrows.protocols.runtime.flags import ALLOCATOR, given
+
+START_S = 120.0  # a cold machine compiles kernels first
+END_S = 40.0  # a shard that does not end within this after the stop is killed
+CHECKPOINTS = "checkpoints"
+EMBEDDED = os.environ.get("NARROWS_EMBEDDED") == "1"  # in a ps-worker, which ends us by closing our stdin
+NAME = "ps-worker" if EMBEDDED else "ps-serve"
+
+SHOWN = {
+    "member": "worker {worker} (rank {rank}, {host}) {how} at clock {clock}; {live} live",
+    "discarded": "update {clock} of worker {worker} was discarded on shard {shard}: {why}",
+    "restart": "shard {shard} was restarted: clocks {from_clock} to {to_clock} are lost",
+    "checkpoint": "shard {shard}: checkpoint of clock {clock}",
+}  # any other event has its own text
+SHOWN_EMBEDDED = ("discarded", "restart", "lost", "refused", "hyper", "dropped")  # what a user of ps-worker must know
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def say(text: str, error: bool = False) -> None:
+    """One line for the console. That of an embedded server is ps-worker's, whose stdout is the script's."""
+    click.echo(f"{NAME}: {text}", err=error or EMBEDDED)
+
+
+def show(name: str, values: dict[str, Any]) -> None:
+    """An event of a shard on the console; of an embedded server only some."""
+    if not EMBEDDED or name in SHOWN_EMBEDDED or values.get("how") == "expired":
+        say(SHOWN[name].format(**values) if name in SHOWN else str(values.get("text", values)))
+
+
+class Cluster:
+    """The shard processes of one ps-serve."""
+
+    def __init__(self, settings: Settings, host: str, port: int, told: dict[str, Any]) -> None:
+        self.settings, self.host, self.port, self.told = settings, host, port, told
+        self.children = Children()
+        self.shards: list[Child] = []
+        self.ports: dict[int, int] = {}  # of those that are bound
+        self.done: set[int] = set()  # that said so
+        self.ended: set[int] = set()
+        self.errors: list[tuple[int, int, str]] = []  # shard, exit code, sentence
+        self.checkpoint = -1  # clock of the newest
+        self.signals: list[int] = []
+        self.asked: list[int] = []  # to show the tree
+
+    def listen(self) -> None:
+        """Hear what this process is told: signals, and the end of stdin where it is embedded."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda number, frame: self.signals.append(number))
+        signal.signal(signal.SIGUSR1, lambda number, frame: self.asked.append(number))
+
+        def until_stdin_ends() -> None:
+            while os.read(0, 4096):
+                pass
+            self.signals.append(signal.SIGTERM)
+
+        if EMBEDDED:
+            threading.Thread(target=until_stdin_ends, daemon=True).start()
+
+    def start(self) -> None:
+        """Start all shards; return once they can be dialled, or a signal has come. Shard 0 first: the others dial it."""
+        deadline = time.monotonic() + START_S
+        for indices in (range(1), range(1, self.settings.shards)):
+            for index in indices:
+                self._start(index)
+            while len(self.ports) < indices.stop and not self.signals:
+                self._take(min(0.1, deadline - time.monotonic()))
+                for _, code, text in self.errors:
+                    raise (UsageError if code == UsageError.exit_code else NarrowsError)(text)
+                if self.ended:
+                    raise NarrowsError(f"shard {min(self.ended)} ended while it started; its message is above")
+                if time.monotonic() > deadline:
+                    raise NarrowsError(f"a shard process did not start within {START_S:.0f} s")
+
+    def _start(self, index: int) -> None:
+        here = "127.0.0.1" if self.host in ANY_HOSTS else self.host
+        told = self.told | {
+            "index": index,
+            "settings": asdict(self.settings),
+            "bind": f"tcp://{self.host}:{self.port + index if self.port else 0}",
+            "coordinator": f"tcp://{here}:{self.ports[0]}" if index else "",
+        }
+        env = ALLOCATOR | os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
+        words = ["-m", "narrows.ps.process.main"]
+        self.shards.append(self.children.start(index, words, env, listens={1: "event"}, stdin=True))
+        self.shards[index].write(json.dumps(told))
+
+    def watch(self) -> int:
+        """Show events until every process has ended; one that ends before the others is an error."""
+        stopping, deadline = False, float("inf")
+        while len(self.ended) < self.settings.shards:
+            if self.signals and not stopping:
+                stopping, deadline = True, time.monotonic() + END_S
+                self.shards[0].close_stdin()  # it writes a checkpoint and ends the run; the others follow
+            if self.asked:
+                self.asked.clear()
+                self.shards[0].write("")
+            if time.monotonic() > deadline or len(self.signals) > 1:
+                say("a shard did not end in time and was killed")
+                return 1
+            known = len(self.errors)
+            self._take(0.1)
+            for index, _, text in self.errors[known:]:
+                say(f"shard {index}: {text}", error=True)
+            for index in self.ended - self.done:
+                if not self.errors:
+                    go_on = f"; --checkpoint-dir {self.told['checkpoint_dir']} --resume goes on from clock {self.checkpoint}"
+                    say(f"shard {index} died and the run ends{go_on if self.checkpoint >= 0 else ''}", error=True)
+                return self.code or 1
+            if self.ended:
+                deadline = min(deadline, time.monotonic() + END_S)
+        return self.code
+
+    @property
+    def code(self) -> int:
+        return self.errors[-1][1] if self.errors else 0
+
+    def _take(self, timeout_s: float) -> None:
+        """Handle the next event, if one comes in time."""
+        event = self.children.next(timeout_s)
+        if event is None:
+            return
+        index, kind, value = event
+        if kind == "exit":
+            self.ended.add(index)
+        elif kind == "err":
+            click.echo(value, err=True)
+        elif kind == "event":
+            TAKEN[value["event"]](self, index, value)
+
+    def _bound(self, index: int, event: dict[str, Any]) -> None:
+        self.ports[index] = event["port"]
+
+    def _done(self, index: int, event: dict[str, Any]) -> None:
+        self.done.add(index)
+
+    def _failed(self, index: int, event: dict[str, Any]) -> None:
+        self.errors.append((index, event["code"], event["text"]))
+
+    def _logged(self, index: int, event: dict[str, Any]) -> None:
+        if event["name"] == "checkpoint" and index == 0:
+            self.checkpoint = event["values"]["clock"]
+        show(event["name"], event["values"])
+
+    def merge(self) -> None:
+        """Write the whole model of the last checkpoint."""
+        from narrows.ps.process import checkpoints
+
+        clock, told = self.checkpoint, self.told["checkpoint_dir"]
+        if clock >= 0 and told:
+            path = checkpoints.merge(Path(told), self.settings.shards, clock, checkpoints.buffers(Path(told), clock))
+            at = "that the workers ended with" if self.settings.mode().rule is Rule.MIX else f"at clock {clock}"
+            say(f"the model {at} is in {path}")
+
+    def kill(self) -> None:
+        """End what is left."""
+        for shard in self.shards:
+            if shard.code is None:
+                shard.kill()
+            shard.wait()
+
+
+TAKEN: dict[str, Callable[[Cluster, int, dict[str, Any]], None]] = {
+    "bound": Cluster._bound,
+    "done": Cluster._done,
+    "error": Cluster._failed,
+    "log": Cluster._logged,
+}
+
+
+def checkpoint_folder(told: str, resume: bool) -> str:
+    """Make and return the folder of --checkpoint-dir; "" for none. UsageError for one that holds another run."""
+    if told == "none" or (not told and resume):
+        if resume:
+            raise UsageError("--resume: name the folder with --checkpoint-dir")
+        return ""
+    try:
+        if told:
+            folder = Path(told)
+            folder.mkdir(parents=True, exist_ok=True)
+            if not resume and any(folder.glob("*.safetensors")):
+                raise UsageError(
+                    f"--checkpoint-dir {told} holds the model of a run: go on with it by --resume, or name another folder"
+                )
+            return told
+        Path(CHECKPOINTS).mkdir(exist_ok=True)
+        now = time.strftime("%Y-%m-%d-%H%M%S")
+        for name in (now, *(f"{now}-{again}" for again in range(2, 100))):
+            with contextlib.suppress(FileExistsError):
+                Path(CHECKPOINTS, name).mkdir()
+                return f"{CHECKPOINTS}/{name}"
+        raise UsageError(f"--checkpoint-dir: {CHECKPOINTS}/{now} and all its like are taken, name another folder")
+    except OSError as error:
+        raise UsageError(
+            f"--checkpoint-dir {told or CHECKPOINTS}: {error.strerror}; name another folder, or none"
+        ) from None
+
+
+def checked(settings: Settings, bind: str, parent: str, insecure: bool, resume: bool) -> tuple[str, int]:
+    """(host, port) to bind. Raises UsageError where the flags do not go together."""
+    from narrows.compression import SpecError, ladder
+
+    for name in ("compress", "compress_down"):
+        try:
+            ladder(getattr(settings, name))
+        except SpecError as error:
+            raise UsageError(f"--{name.replace('_', '-')} {getattr(settings, name)}: {error}") from None
+    host, port = parse_address("--bind", bind, any_port=True)
+    mixes = settings.mode().rule is Rule.MIX
+    if not is_loopback(host) and not insecure:
+        raise UsageError(f"--bind {bind}: anyone who reaches it could join; keep to loopback or say --insecure")
+    if resume and mixes:
+        raise UsageError(
+            "--resume: under --sync gossip the model is with the workers, and a run begins with theirs; load model.safetensors "
+            "of --checkpoint-dir in the script"
+        )
+    if parent:
+        parse_address("--parent", parent)
+        if mixes:
+            raise UsageError(
+                "--parent: under --sync gossip no update goes through this server; choose another mode here"
+            )
+    if port + settings.shards - 1 >= 65536:
+        raise UsageError(
+            f"--bind {bind}: --shards {settings.shards} take the ports from there on, and 65535 is the last"
+        )
+    return host, port
+
+
+def serve(
+    bind: str,
+    parent: str,
+    parent_timeout: float,
+    insecure: bool,
+    checkpoint_dir: str,
+    resume: bool,
+    ready_file: str,
+    **flags: Any,
+) -> int:
+    settings = Settings(**given(flags)).validated()
+    host, port = checked(settings, bind, parent, insecure, resume)
+    folder = checkpoint_folder(checkpoint_dir, resume)
+    told = {
+        "first_epoch": time.time_ns() // 1_000_000 << 10,  # greater than in any earlier life of this run
+        "checkpoint_dir": folder,
+        "resume": resume,
+        "parent": parent,
+        "parent_timeout": parent_timeout,
+    }
+    cluster = Cluster(settings, host, port, told)
+    cluster.listen()
+    try:
+        cluster.start()
+        if not cluster.signals:
+            announce(cluster, ready_file)
+            if code := cluster.watch():
+                return code
+            cluster.merge()
+        return 128 + cluster.signals[0] if cluster.signals and not EMBEDDED else 0
+    finally:
+        cluster.kill()
+        if not checkpoint_dir and folder:
+            for empty in (folder, CHECKPOINTS):
+                with contextlib.suppress(OSError):
+                    os.rmdir(empty)
+
+
+def announce(cluster: Cluster, ready_file: str) -> None:
+    """Say that workers can join, and where."""
+    shown = socket.gethostname() if cluster.host in ANY_HOSTS else cluster.host
+    ports = [cluster.ports[index] for index in sorted(cluster.ports)]
+    address = f"tcp://{shown}:{ports[0]}"
+    if ready_file:
+        pids = [shard.pid for shard in cluster.shards]
+        temporary = Path(f"{ready_file}.{os.getpid()}.tmp")
+        temporary.write_text(json.dumps({"address": address, "ports": ports, "pid": os.getpid(), "shard_pids": pids}))
+        os.replace(temporary, ready_file)
+    if EMBEDDED:
+        print(json.dumps({"event": "ready", "address": address}), flush=True)
+    else:
+        noun = "shard" if cluster.settings.shards == 1 else "shards"
+        say(f"serves {cluster.settings.shards} {noun}, --sync {cluster.settings.sync}; on a worker machine:")
+        click.echo(f"    ps-worker --server {address} SCRIPT.py")
