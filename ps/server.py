@@ -63,11 +63,17 @@ class Server:
     # What a runner asks.
 
     @property
+    def over(self) -> bool:
+        """The run is over: who is gone is missed by nobody."""
+        ledger = self.shard.ledger
+        return self.coordinator.over if self.coordinator is not None else ledger is not None and ledger.over
+
+    @property
     def ended(self) -> bool:
         """The run is over, and what the coordinator is to hear of it is on its way. The coordinator itself ends by `Stop`."""
         shard, ledger = self.shard, self.shard.ledger
-        over = self.coordinator is None and ledger is not None and ledger.over
-        return over and ledger is not None and shard.min_clock >= ledger.min_clock and shard.at_rest
+        done = ledger is not None and shard.min_clock >= ledger.min_clock and shard.at_rest
+        return self.coordinator is None and self.over and done
 
     @property
     def above(self) -> str:

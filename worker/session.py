@@ -16,11 +16,13 @@ import threading
 import time
 import traceback
 import uuid
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn, TextIO
 
 import torch
 
+from narrows import compression
 from narrows.protocols.effects import NS, Joined, MemberEffect
 from narrows.protocols.errors import NarrowsError, UnreachableError
 from narrows.protocols.member.member import Timing
@@ -28,6 +30,12 @@ from narrows.protocols.modes import Rule, Settings
 from narrows.worker.engine import Engine
 from narrows.worker.gossip import GossipEngine
 from narrows.worker.runner import Link, tell_left
+
+
+def warm_up(say: Callable[[str], None]) -> None:
+    """What takes long and holds the interpreter, so that heartbeats would stop: before joining. `say` is told why it does."""
+    compression.warm_up(say)
+    torch.optim.SGD([torch.zeros(1)], lr=0.1)  # the first optimizer imports seconds of torch
 
 
 class Alone:
@@ -57,9 +65,7 @@ class Connected:
     """The session of a worker of a run."""
 
     def __init__(self, address: str) -> None:
-        from narrows.compression import warm_up
-
-        warm_up()  # before joining: compiling holds the interpreter, and heartbeats would stop
+        warm_up(lambda text: _tell("say", text=text))
         connect_s = float(os.environ.get("NARROWS_CONNECT_TIMEOUT", "30"))
         lost_s = float(os.environ.get("NARROWS_SERVER_TIMEOUT", "30"))
         # Not for processes that the script starts: they are not this worker.

@@ -28,7 +28,6 @@ from narrows.protocols.runtime.flags import ALLOCATOR, given
 
 START_S = 120.0  # a cold machine compiles kernels first
 END_S = 40.0  # a shard that does not end within this after the stop is killed
-CHECKPOINTS = "checkpoints"
 EMBEDDED = os.environ.get("NARROWS_EMBEDDED") == "1"  # in a ps-worker, which ends us by closing our stdin
 NAME = "ps-worker" if EMBEDDED else "ps-serve"
 
@@ -39,6 +38,16 @@ SHOWN = {
     "checkpoint": "shard {shard}: checkpoint of clock {clock}",
 }  # any other event has its own text
 SHOWN_EMBEDDED = ("discarded", "restart", "lost", "refused", "hyper", "dropped")  # what a user of ps-worker must know
+
+
+NEEDS = [("loading kernels ...", "narrows.compression:warm_up"), ("", "narrows.ps.process.runner")]
+OPTIMIZERS = [("importing torch ...", "narrows.ps.optimizers:warm_up")]  # where gradients are pushed
+
+
+def environment() -> dict[str, str]:
+    """Of a shard: one thread, and no module of the folder in which ps-serve was started."""
+    ones = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS", "PYTHONSAFEPATH"), "1")
+    return ALLOCATOR | os.environ | ones
 
 
 def is_loopback(host: str) -> bool:
@@ -53,6 +62,14 @@ def say(text: str, error: bool = False) -> None:
     click.echo(f"{NAME}: {text}", err=error or EMBEDDED)
 
 
+def doing(text: str) -> None:
+    """What is being done, of which the run has to wait."""
+    if EMBEDDED:
+        print(json.dumps({"event": "say", "text": text}), flush=True)
+    else:
+        say(text)
+
+
 def show(name: str, values: dict[str, Any]) -> None:
     """An event of a shard on the console; of an embedded server only some."""
     if not EMBEDDED or name in SHOWN_EMBEDDED or values.get("how") == "expired":
@@ -62,9 +79,12 @@ def show(name: str, values: dict[str, Any]) -> None:
 class Cluster:
     """The shard processes of one ps-serve."""
 
-    def __init__(self, settings: Settings, host: str, port: int, told: dict[str, Any]) -> None:
-        self.settings, self.host, self.port, self.told = settings, host, port, told
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.host, self.port = "", 0
+        self.told: dict[str, Any] = {}  # what every shard is told
         self.children = Children()
+        self.ready = False  # shards can be started
         self.shards: list[Child] = []
         self.ports: dict[int, int] = {}  # of those that are bound
         self.done: set[int] = set()  # that said so
@@ -88,20 +108,29 @@ class Cluster:
         if EMBEDDED:
             threading.Thread(target=until_stdin_ends, daemon=True).start()
 
+    def prepare(self) -> None:
+        """Begin to import what shards need."""
+        needs = NEEDS + OPTIMIZERS if self.settings.mode().rule is Rule.OPTIMIZER else NEEDS
+        self.children.prepare(environment(), needs)
+
     def start(self) -> None:
         """Start all shards; return once they can be dialled, or a signal has come. Shard 0 first: the others dial it."""
         deadline = time.monotonic() + START_S
+        self._until(lambda: self.ready, deadline)
         for indices in (range(1), range(1, self.settings.shards)):
-            for index in indices:
+            for index in indices if not self.signals else ():
                 self._start(index)
-            while len(self.ports) < indices.stop and not self.signals:
-                self._take(min(0.1, deadline - time.monotonic()))
-                for _, code, text in self.errors:
-                    raise (UsageError if code == UsageError.exit_code else NarrowsError)(text)
-                if self.ended:
-                    raise NarrowsError(f"shard {min(self.ended)} ended while it started; its message is above")
-                if time.monotonic() > deadline:
-                    raise NarrowsError(f"a shard process did not start within {START_S:.0f} s")
+            self._until(lambda: len(self.ports) == indices.stop, deadline)  # noqa: B023 - called at once
+
+    def _until(self, done: Callable[[], bool], deadline: float) -> None:
+        while not done() and not self.signals:
+            self._take(min(0.1, deadline - time.monotonic()))
+            for _, code, text in self.errors:
+                raise (UsageError if code == UsageError.exit_code else NarrowsError)(text)
+            if self.ended:
+                raise NarrowsError(f"shard {min(self.ended)} ended while it started; its message is above")
+            if time.monotonic() > deadline:
+                raise NarrowsError(f"a shard process did not start within {START_S:.0f} s")
 
     def _start(self, index: int) -> None:
         here = "127.0.0.1" if self.host in ANY_HOSTS else self.host
@@ -111,9 +140,10 @@ class Cluster:
             "bind": f"tcp://{self.host}:{self.port + index if self.port else 0}",
             "coordinator": f"tcp://{here}:{self.ports[0]}" if index else "",
         }
-        env = ALLOCATOR | os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
-        words = ["-m", "narrows.ps.process.main"]
-        self.shards.append(self.children.start(index, words, env, listens={1: "event"}, stdin=True))
+        words, name = ["-m", "narrows.ps.process.main"], f"ps-shard-{index}"
+        self.shards.append(
+            self.children.start(index, words, environment(), listens={1: "event"}, stdin=True, name=name)
+        )
         self.shards[index].write(json.dumps(told))
 
     def watch(self) -> int:
@@ -148,19 +178,26 @@ class Cluster:
 
     def _take(self, timeout_s: float) -> None:
         """Handle the next event, if one comes in time."""
-        event = self.children.next(timeout_s)
-        if event is None:
-            return
-        index, kind, value = event
-        if kind == "exit":
-            self.ended.add(index)
-        elif kind == "err":
-            click.echo(value, err=True)
-        elif kind == "event":
-            TAKEN[value["event"]](self, index, value)
+        if event := self.children.next(timeout_s):
+            index, kind, value = event
+            TAKEN[kind](self, index, value)
+
+    def _exited(self, index: int, code: int) -> None:
+        self.ended.add(index)
+
+    def _err(self, index: int, line: str) -> None:
+        click.echo(line, err=True)
+
+    def _prepared(self, index: int, event: dict[str, Any]) -> None:
+        self.ready = True
+        if event["why"]:
+            say(f"each shard starts in an interpreter of its own: {event['why']}")
 
     def _bound(self, index: int, event: dict[str, Any]) -> None:
         self.ports[index] = event["port"]
+
+    def _says(self, index: int, event: dict[str, Any]) -> None:
+        doing(event["text"])
 
     def _done(self, index: int, event: dict[str, Any]) -> None:
         self.done.add(index)
@@ -189,42 +226,19 @@ class Cluster:
             if shard.code is None:
                 shard.kill()
             shard.wait()
+        self.children.close()
 
 
-TAKEN: dict[str, Callable[[Cluster, int, dict[str, Any]], None]] = {
+TAKEN: dict[str, Callable[[Cluster, int, Any], None]] = {
+    "err": Cluster._err,
+    "exit": Cluster._exited,
+    "ready": Cluster._prepared,
+    "say": Cluster._says,
     "bound": Cluster._bound,
     "done": Cluster._done,
     "error": Cluster._failed,
     "log": Cluster._logged,
 }
-
-
-def checkpoint_folder(told: str, resume: bool) -> str:
-    """Make and return the folder of --checkpoint-dir; "" for none. UsageError for one that holds another run."""
-    if told == "none" or (not told and resume):
-        if resume:
-            raise UsageError("--resume: name the folder with --checkpoint-dir")
-        return ""
-    try:
-        if told:
-            folder = Path(told)
-            folder.mkdir(parents=True, exist_ok=True)
-            if not resume and any(folder.glob("*.safetensors")):
-                raise UsageError(
-                    f"--checkpoint-dir {told} holds the model of a run: go on with it by --resume, or name another folder"
-                )
-            return told
-        Path(CHECKPOINTS).mkdir(exist_ok=True)
-        now = time.strftime("%Y-%m-%d-%H%M%S")
-        for name in (now, *(f"{now}-{again}" for again in range(2, 100))):
-            with contextlib.suppress(FileExistsError):
-                Path(CHECKPOINTS, name).mkdir()
-                return f"{CHECKPOINTS}/{name}"
-        raise UsageError(f"--checkpoint-dir: {CHECKPOINTS}/{now} and all its like are taken, name another folder")
-    except OSError as error:
-        raise UsageError(
-            f"--checkpoint-dir {told or CHECKPOINTS}: {error.strerror}; name another folder, or none"
-        ) from None
 
 
 def checked(settings: Settings, bind: str, parent: str, insecure: bool, resume: bool) -> tuple[str, int]:
@@ -268,19 +282,22 @@ def serve(
     ready_file: str,
     **flags: Any,
 ) -> int:
-    settings = Settings(**given(flags)).validated()
-    host, port = checked(settings, bind, parent, insecure, resume)
-    folder = checkpoint_folder(checkpoint_dir, resume)
-    told = {
-        "first_epoch": time.time_ns() // 1_000_000 << 10,  # greater than in any earlier life of this run
-        "checkpoint_dir": folder,
-        "resume": resume,
-        "parent": parent,
-        "parent_timeout": parent_timeout,
-    }
-    cluster = Cluster(settings, host, port, told)
-    cluster.listen()
+    cluster = Cluster(Settings(**given(flags)).validated())
+    cluster.prepare()
+    from narrows.ps.process import checkpoints  # and NumPy, while others import
+
+    folder = ""
     try:
+        cluster.host, cluster.port = checked(cluster.settings, bind, parent, insecure, resume)
+        folder = checkpoints.make_folder(checkpoint_dir, resume)
+        cluster.told = {
+            "first_epoch": time.time_ns() // 1_000_000 << 10,  # greater than in any earlier life of this run
+            "checkpoint_dir": folder,
+            "resume": resume,
+            "parent": parent,
+            "parent_timeout": parent_timeout,
+        }
+        cluster.listen()
         cluster.start()
         if not cluster.signals:
             announce(cluster, ready_file)
@@ -291,7 +308,7 @@ def serve(
     finally:
         cluster.kill()
         if not checkpoint_dir and folder:
-            for empty in (folder, CHECKPOINTS):
+            for empty in (folder, checkpoints.DEFAULT):
                 with contextlib.suppress(OSError):
                     os.rmdir(empty)
 
@@ -307,7 +324,7 @@ def announce(cluster: Cluster, ready_file: str) -> None:
         temporary.write_text(json.dumps({"address": address, "ports": ports, "pid": os.getpid(), "shard_pids": pids}))
         os.replace(temporary, ready_file)
     if EMBEDDED:
-        print(json.dumps({"event": "ready", "address": address}), flush=True)
+        print(json.dumps({"event": "serves", "address": address}), flush=True)
     else:
         noun = "shard" if cluster.settings.shards == 1 else "shards"
         say(f"serves {cluster.settings.shards} {noun}, --sync {cluster.settings.sync}; on a worker machine:")

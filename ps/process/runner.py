@@ -110,7 +110,7 @@ class Runner:
     def __init__(self, process: Process, port: Port, number: int) -> None:
         self.process, self.port = process, port
         self.bytes_up = self.bytes_down = 0  # to and from the server above, and other clusters
-        self.drops = Drops(lambda text: emit("log", name="dropped", values={"shard": process.index, "text": text}))
+        self.drops = Drops(self._say_dropped)
         self.lending: list[Receipt] = []  # of views of the store
         self.told: set[str] = set()  # clusters that are dialled
         self.end = Stop()
@@ -121,6 +121,10 @@ class Runner:
     def _lent(self) -> bool:
         self.lending = [receipt for receipt in self.lending if receipt.lent]
         return bool(self.lending)
+
+    def _say_dropped(self, text: str) -> None:
+        if not self.server.over:
+            emit("log", name="dropped", values={"shard": self.process.index, "text": text})
 
     # Effects.
 

@@ -63,7 +63,7 @@ def group(command: Command, number: int) -> None:
 
 def shard(command: Command, number: int) -> None:
     for pid in descendants(command.pid):
-        if "narrows.ps.process.main" in Path(f"/proc/{pid}/cmdline").read_text():
+        if Path(f"/proc/{pid}/comm").read_text() == "ps-shard-0\n":
             os.kill(pid, number)
 
 
@@ -80,7 +80,7 @@ def test_nothing_is_left_of_a_ps_worker_that_is_ended(
     with started("ps-worker", str(script)) as command:
         until(lambda: command.out == "trains\n" or command.process.poll() is not None, str(command))
         pids = descendants(command.pid)
-        assert len(pids) >= 4, "a server, its shard, a worker, and what that started"
+        assert len(pids) >= 6, "a server, its shard, a worker, what that started, and who forked them"
         assert callable(whom)
         whom(command, number)
         assert command.wait(GONE_S) == code, command

@@ -7,7 +7,8 @@ from typing import Any
 import click
 
 from narrows.protocols.runtime.flags import COMMAND, run, run_flags
-from narrows.worker.command.launcher import Launcher, checked
+from narrows.worker.command.launcher import Launcher
+from narrows.worker.command.options import checked
 
 
 @click.command(context_settings=COMMAND | {"allow_interspersed_args": False})
@@ -19,6 +20,8 @@ from narrows.worker.command.launcher import Launcher, checked
 @click.option("--server-timeout", type=float, default=30.0, help="seconds of silence until a server is lost [30]")
 @click.option("--checkpoint-dir", default="", help="of the embedded server [none]")
 @click.option("--resume", is_flag=True, help="of the embedded server")
+@click.option("--fresh", is_flag=True, help="start each worker in an interpreter of its own; else all are forked from one that "
+              "has imported torch")  # fmt: skip
 @click.option("-m", "module", is_flag=True, help="run a module instead of a script: -m MODULE ARGS...")
 @run_flags
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT.py|MODULE ARGS...")

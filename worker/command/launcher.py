@@ -13,97 +13,34 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from narrows.protocols.addresses import parse_address
 from narrows.protocols.errors import (
     AuthenticationError,
     IncompatibleError,
     ServerLostError,
     UnreachableError,
-    UsageError,
 )
-from narrows.protocols.modes import MODES, Settings
 from narrows.protocols.runtime.children import Child, Children, signal_name
-from narrows.protocols.runtime.flags import ALLOCATOR, given
+from narrows.protocols.runtime.flags import ALLOCATOR
 from narrows.protocols.wire import pack
 from narrows.worker.command.console import Console
+from narrows.worker.command.options import RANKS, Options, above
 from narrows.worker.command.recording import Recording
 
 SERVER_START_S = 150.0
 CHILD_END_S = 15.0  # after Ctrl-C
 SERVER_END_S = 60.0
 TELL_S = 5.0
-RANKS = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1}
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
+NEEDS = [
+    ("importing torch ...", "torch"),
+    ("loading kernels ...", "narrows.worker.session:warm_up"),
+    ("", "narrows.worker.optimizer"),
+]
 SERVER = -1  # in place of a worker's index
 SWITCHED = "worker {} codes with {to}, not {from}, from clock {clock} on: {reason}"
 FATAL = (AuthenticationError.exit_code, IncompatibleError.exit_code)
-
-
-@dataclass(frozen=True)
-class Options:
-    """The flags of one ps-worker, checked. `words`: what follows `python`. `run`: those of the run that were given."""
-
-    server: str
-    nproc: int
-    device: str
-    record: str
-    connect_timeout: float
-    server_timeout: float
-    checkpoint_dir: str
-    resume: bool
-    words: list[str]
-    run: dict[str, Any]
-
-
-def checked(command: tuple[str, ...], module: bool, **flags: Any) -> Options:
-    """Raises UsageError, one sentence that names the flag."""
-    run = given(flags)
-    options = Options(
-        words=["-m", *command] if module else [*command],
-        run=run,
-        **{name: value for name, value in flags.items() if name in Options.__annotations__},
-    )
-    if options.nproc < 1:
-        raise UsageError(f"-n {options.nproc}: give at least 1")
-    for name in ("connect_timeout", "server_timeout"):
-        if not 0 < getattr(options, name) < 1e6:
-            flag = name.replace("_", "-")
-            raise UsageError(f"--{flag} {getattr(options, name):g}: give a positive number of seconds")
-    if options.device.split(":")[0] not in ("auto", "cpu", "cuda"):
-        raise UsageError(f"--device {options.device}: auto, cpu or cuda[:i]")
-    if not command:
-        raise UsageError("name the script to run: ps-worker [flags] SCRIPT.py ARGS...")
-    if not module and not Path(command[0]).is_file():
-        raise UsageError(f"{command[0]}: there is no such script")
-    for name, default in RANKS.items():
-        _above(name, default)
-    if options.server:
-        parse_address("--server", options.server)
-        if run.get("sync", "ssp") not in MODES:
-            Settings(sync=run["sync"]).validated()
-        if options.checkpoint_dir or options.resume:
-            name = "--resume" if options.resume else "--checkpoint-dir"
-            raise UsageError(f"{name} is for the embedded server: give it to the ps-serve at {options.server}")
-        return options
-    settings = Settings(**{"workers": options.nproc} | run).validated()
-    if settings.workers > options.nproc:
-        raise UsageError(
-            f"--workers {settings.workers}: the embedded server has the -n {options.nproc} of this command alone; for more "
-            "start ps-serve and name it with --server"
-        )
-    run["workers"] = settings.workers
-    return options
-
-
-def _above(name: str, default: int) -> int:
-    value = os.environ.get(name) or str(default)
-    if not value.isdigit():
-        raise UsageError(f"the variable {name} is {value!r}, which is no number: unset it")
-    return int(value)
 
 
 class Launcher:
@@ -118,6 +55,8 @@ class Launcher:
         self.tokens: list[str] = []
         self.codes: dict[int, int] = {}  # of children that have ended
         self.errors: dict[int, tuple[int, str]] = {}  # of ours, that ended a worker: exit code, sentence
+        self.joined: set[int] = set()  # workers
+        self.ready = options.fresh  # workers can be started
         self.broken = False  # the run cannot go on
         self.telling: list[threading.Thread] = []
         self.signals: list[int] = []
@@ -129,8 +68,9 @@ class Launcher:
             signal.signal(number, lambda number, frame: self.signals.append(number))
         parent_fd, our_fd = os.pipe()  # its end tells the workers that we ended, however that was
         try:
-            code = 0 if self.server else self._embed()
+            code = self._prepare()
             if not code and not self.signals:
+                self.console.doing(f"starting {self._workers} ...")
                 for index in range(self.options.nproc):
                     self._spawn(index, parent_fd)
                 code = self._watch()
@@ -142,52 +82,67 @@ class Launcher:
 
     # Starting.
 
-    def _embed(self) -> int:
-        """Start the embedded server; returns its exit code if it has already ended, with its message on the console."""
-        words = ["-m", "narrows.ps.command.cli", "--bind", "tcp://127.0.0.1:0"]
-        for name, value in self.options.run.items():
-            words += ["--" + name.replace("_", "-"), str(value)]
-        words += ["--checkpoint-dir", self.options.checkpoint_dir or "none", *["--resume"] * self.options.resume]
-        env = os.environ | {"NARROWS_EMBEDDED": "1"}
-        self.embedded = self.children.start(SERVER, words, env, listens={1: "event", 2: "err"}, stdin=True)
+    def _prepare(self) -> int:
+        """Have a server, and what workers need; returns the exit code of a server that has ended, with its message on the
+        console."""
+        if not self.ready:
+            self.children.prepare(self._environment(), NEEDS)
+        if not self.server:
+            self._embed()
         deadline = time.monotonic() + SERVER_START_S
-        while not self.server and not self.signals:
+        while not (self.server and self.ready) and not self.signals:
             self._take(0.1)
             if SERVER in self.codes:
                 return self.codes[SERVER] or 1
             if time.monotonic() > deadline:
-                raise UnreachableError(f"the embedded server did not start within {SERVER_START_S:.0f} s")
+                what = "the embedded server" if self.ready else "the process that forks workers"
+                raise UnreachableError(f"{what} did not start within {SERVER_START_S:.0f} s")
         return 0
 
-    def _environment(self, index: int) -> dict[str, str]:
-        options, threads = self.options, str(max(1, (os.cpu_count() or 1) // self.options.nproc))
+    def _embed(self) -> None:
+        self.console.doing("starting the server ...")
+        words = ["-m", "narrows.ps.command.cli", "--bind", "tcp://127.0.0.1:0"]
+        for name, value in self.options.run.items():
+            words += ["--" + name.replace("_", "-"), str(value)]
+        words += ["--checkpoint-dir", self.options.checkpoint_dir or "none", *["--resume"] * self.options.resume]
+        env = os.environ | {"NARROWS_EMBEDDED": "1", "PYTHONSAFEPATH": "1"}
+        self.embedded = self.children.start(SERVER, words, env, listens={1: "event", 2: "err"}, stdin=True)
+
+    @property
+    def _workers(self) -> str:
+        return f"{self.options.nproc} worker{'s' if self.options.nproc > 1 else ''}"
+
+    def _environment(self) -> dict[str, str]:
+        """What all workers share."""
+        threads = str(max(1, (os.cpu_count() or 1) // self.options.nproc))
+        return ALLOCATOR | dict.fromkeys(THREADS, threads) | os.environ | {"PYTHONUNBUFFERED": "1"}
+
+    def _own_environment(self, index: int) -> dict[str, str]:
+        options = self.options
         # A launcher above us (torchrun, Slurm, Ray) numbers its tasks, of which each is one ps-worker. Without one the
         # session sets what only the server knows.
-        rank, local_rank, world_size = (_above(name, default) for name, default in RANKS.items())
-        return (
-            ALLOCATOR
-            | dict.fromkeys(THREADS, threads)
-            | os.environ
-            | {
-                "RANK": str(rank * options.nproc + index),
-                "LOCAL_RANK": str(local_rank * options.nproc + index),
-                "WORLD_SIZE": str(world_size * options.nproc),
-                "NARROWS_SERVER": self.server,
-                "NARROWS_EXPECT": pack(options.run).hex() if options.run else "",
-                "NARROWS_CONNECT_TIMEOUT": str(options.connect_timeout),
-                "NARROWS_SERVER_TIMEOUT": str(options.server_timeout),
-                "NARROWS_DEVICE": options.device,
-                "NARROWS_SETS": " ".join(name for name in ("RANK", "WORLD_SIZE") if name not in os.environ),
-                "PYTHONUNBUFFERED": "1",
-            }
-        )
+        rank, local_rank, world_size = (above(name, default) for name, default in RANKS.items())
+        return self._environment() | {
+            "RANK": str(rank * options.nproc + index),
+            "LOCAL_RANK": str(local_rank * options.nproc + index),
+            "WORLD_SIZE": str(world_size * options.nproc),
+            "NARROWS_SERVER": self.server,
+            "NARROWS_TOKEN": self.tokens[index],
+            "NARROWS_EXPECT": pack(options.run).hex() if options.run else "",
+            "NARROWS_CONNECT_TIMEOUT": str(options.connect_timeout),
+            "NARROWS_SERVER_TIMEOUT": str(options.server_timeout),
+            "NARROWS_DEVICE": options.device,
+            "NARROWS_SETS": " ".join(name for name in ("RANK", "WORLD_SIZE") if name not in os.environ),
+        }
 
     def _spawn(self, index: int, parent_fd: int) -> None:
         self.tokens.append(uuid.uuid4().hex)
-        env = self._environment(index) | {"NARROWS_TOKEN": self.tokens[index]}
         listens: dict[int | str, str] = {1: "out", 2: "err", "NARROWS_RECORD_FD": "event"}
-        passed = {"NARROWS_PARENT_FD": parent_fd}
-        self.workers.append(self.children.start(index, self.options.words, env, listens=listens, passed=passed))
+        passed, name = {"NARROWS_PARENT_FD": parent_fd}, f"ps-worker-{index}"
+        child = self.children.start(
+            *(index, self.options.words, self._own_environment(index)), listens=listens, passed=passed, name=name
+        )
+        self.workers.append(child)
 
     # The run.
 
@@ -212,28 +167,45 @@ class Launcher:
 
     def _take(self, timeout_s: float) -> None:
         """Handle the next event, if one comes in time."""
-        event = self.children.next(timeout_s)
-        if event is not None:
+        if event := self.children.next(timeout_s):
             index, kind, value = event
-            TAKEN[kind](self, index, value)
+            take: Callable[[Launcher, int, Any], None] = TAKEN.get(kind, Launcher._recorded)
+            take(self, index, value)
 
     def _out(self, index: int, line: str) -> None:
         self.console.out(line)
 
     def _err(self, index: int, line: str) -> None:
-        self.console.err(line if index == SERVER or self.options.nproc == 1 else f"worker {index}: {line}")
+        self.console.err(f"worker {index}: {line}" if index >= 0 and self.options.nproc > 1 else line)
 
-    def _event(self, index: int, event: dict[str, Any]) -> None:
-        if index == SERVER:
-            self.server = event["address"]
-        elif event["event"] == "error":
-            self._failed(index, event["code"], event["text"])
-            # An embedded server's run cannot start without this worker.
-            self.broken |= self.embedded is not None and event["code"] in FATAL and not self.recording.steps
-        else:
-            if event["event"] == "compress":
-                self.console.say(SWITCHED.format(index, **event))
-            self.recording.take(index, event)
+    def _says(self, index: int, event: dict[str, Any]) -> None:
+        self.console.doing(event["text"])
+
+    def _prepared(self, index: int, event: dict[str, Any]) -> None:
+        self.ready = True
+        if event["why"]:
+            self.console.say(f"each worker starts in an interpreter of its own: {event['why']}")
+
+    def _serves(self, index: int, event: dict[str, Any]) -> None:
+        self.server = event["address"]
+
+    def _joined(self, index: int, event: dict[str, Any]) -> None:
+        self.joined.add(index)
+        if len(self.joined) in (1, self.options.nproc):
+            self.console.doing(f"{len(self.joined)} of {self._workers} joined ...")
+        self._recorded(index, event)
+
+    def _switched(self, index: int, event: dict[str, Any]) -> None:
+        self.console.say(SWITCHED.format(index, **event))
+        self._recorded(index, event)
+
+    def _recorded(self, index: int, event: dict[str, Any]) -> None:
+        self.recording.take(index, event)
+
+    def _error(self, index: int, event: dict[str, Any]) -> None:
+        self._failed(index, event["code"], event["text"])
+        # An embedded server's run cannot start without this worker.
+        self.broken |= self.embedded is not None and event["code"] in FATAL and not self.recording.steps
 
     def _failed(self, index: int, code: int, text: str) -> None:
         """A session ended with an error of ours; what all workers tell is said once."""
@@ -298,6 +270,7 @@ class Launcher:
             if self.embedded.code is None:
                 self.embedded.kill()  # its shards end with it
                 self.embedded.wait()
+        self.children.close()
         self.recording.close()
         self.console.close()
 
@@ -305,6 +278,11 @@ class Launcher:
 TAKEN: dict[str, Callable[[Launcher, int, Any], None]] = {
     "out": Launcher._out,
     "err": Launcher._err,
-    "event": Launcher._event,
     "exit": Launcher._exited,
-}
+    "say": Launcher._says,
+    "ready": Launcher._prepared,
+    "serves": Launcher._serves,
+    "hello": Launcher._joined,
+    "compress": Launcher._switched,
+    "error": Launcher._error,
+}  # any other is for the record
