@@ -60,7 +60,7 @@ class Server:
             shard.session = lambda place: member.sessions[0]
             shard.repeats = False
 
-    # What a runner asks.
+    # Asked by a runner.
 
     @property
     def over(self) -> bool:

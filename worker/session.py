@@ -33,7 +33,7 @@ from narrows.worker.runner import Link, tell_left
 
 
 def warm_up(say: Callable[[str], None]) -> None:
-    """What takes long and holds the interpreter, so that heartbeats would stop: before joining. `say` is told why it does."""
+    """Do before joining what holds the interpreter for seconds: heartbeats would stop. `say` is told of the longest."""
     compression.warm_up(say)
     torch.optim.SGD([torch.zeros(1)], lr=0.1)  # the first optimizer imports seconds of torch
 

@@ -81,9 +81,13 @@ class Children:
     def __init__(self) -> None:
         self.events: queue.Queue[Event] = queue.Queue(EVENTS_MAX)
         self.nursery: Child | None = None
-        self.forks = False  # the nursery is ready
+        self.why: str | None = None  # the nursery does not fork; "": it does; None: it has not said yet
         self.forked: dict[int, Child] = {}  # by it, that have not ended
         self.answers: queue.Queue[Child | str] = queue.Queue()  # of the nursery: a child, or why there is none
+
+    @property
+    def forks(self) -> bool:
+        return self.why == ""
 
     def prepare(self, env: Mapping[str, str], needs: Sequence[tuple[str, str]]) -> None:
         """Start a nursery in the environment that all children share; `needs` as in launch.py."""
@@ -182,8 +186,9 @@ class Children:
         return None
 
     def _ready(self, why: str) -> None:
-        self.forks = not why
-        self.events.put((NURSERY, "ready", {"why": why}))
+        if not self.why:  # it is said once
+            self.why = why
+            self.events.put((NURSERY, "ready", {"why": why}))
 
     def _hear_nursery(self) -> None:
         with self.port, contextlib.suppress(OSError):
@@ -236,7 +241,7 @@ class Children:
 
 
 def _event(index: int, text: str) -> Event:
-    """What stands in a line of events; a library may have written to it too."""
+    """The event that a line holds; a library may have written to the pipe too."""
     try:
         event = json.loads(text)
         return index, event["event"], event

@@ -104,30 +104,39 @@ class Nursery:
         self, fds: list[int], words: list[str], env: dict[str, str], name: str, handed: list[str]
     ) -> Callable[[], None] | None:
         """Start a child with `fds` as stdin, stdout, stderr, and those whose numbers the variables `handed` are to hold."""
-        why = unfit()
-        if why:
+        if why := unfit():
             self.tell("refused", why)
-        elif pid := os.fork():
+        else:
+            leads, led = os.pipe()
+            pid = os.fork()
+            if not pid:
+                os.setsid()
+                self.port.close()
+                for fd in (leads, led, *self.running):
+                    os.close(fd)
+                return self._begins(fds, words, env, name, handed)
+            os.close(led)
+            os.read(leads, 1)  # its end: the child leads its group, so that it can be ended
+            os.close(leads)
             watched = os.pidfd_open(pid)
             self.running[watched] = pid
             self.poll.register(watched, select.POLLIN)
             self.tell("pid", pid)
-        else:
-            os.setsid()
-            self.port.close()
-            for watched in self.running:
-                os.close(watched)
-            for number, fd in enumerate(fds[:3]):
-                os.dup2(fd, number)
-                os.close(fd)
-            for variable, fd in zip(handed, fds[3:], strict=True):
-                os.set_inheritable(fd, True)
-                env[variable] = str(fd)
-            interpreter.begin(name, env)
-            return partial(interpreter.run, words)
         for fd in fds:
             os.close(fd)
         return None
+
+    def _begins(
+        self, fds: list[int], words: list[str], env: dict[str, str], name: str, handed: list[str]
+    ) -> Callable[[], None]:
+        for number, fd in enumerate(fds[:3]):
+            os.dup2(fd, number)
+            os.close(fd)
+        for variable, fd in zip(handed, fds[3:], strict=True):
+            os.set_inheritable(fd, True)
+            env[variable] = str(fd)
+        interpreter.begin(name, env)
+        return partial(interpreter.run, words)
 
 
 def main() -> None:

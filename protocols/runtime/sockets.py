@@ -3,7 +3,7 @@
 Rules
 - One thread owns a `Sockets`; any other may only `wake` it.
 - A peer is the address that we dialled (str), or the routing id of one who dialled us (bytes).
-- Nothing waits for a peer. What finds no room, or nobody, is dropped, and the receipt says why.
+- Nothing waits for a peer. A message that finds no room, or nobody, is dropped, and its receipt says why.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Socket = zmq.Socket[bytes]
 
 @dataclass(slots=True)
 class Receipt:
-    """What became of a message. `dropped`: why it was not sent, "" where it was."""
+    """The fate of a message. `dropped`: why it was not sent, "" where it was."""
 
     dropped: str = ""
     _tracker: zmq.MessageTracker | None = None
@@ -63,20 +63,20 @@ NOBODY = Receipt("nobody is connected under its name")
 
 
 class Port(Protocol):
-    """What a runner sends and receives by."""
+    """A runner sends and receives by this."""
 
     def send(self, to: Peer, frames: Sequence[Buffer], *, control: bool = False) -> Receipt:
         """Send without waiting. Frames are not copied: they must not change while the receipt says that they are lent.
         `control`: by a connection of its own, so that large messages to the same peer do not hold it up."""
 
     def receive(self, limit_ms: int) -> Iterable[tuple[Peer, list[Buffer]]]:
-        """What has come, after at most `limit_ms`. Each message leaves its queue when it is asked for, and not before."""
+        """Return the messages that came, after at most `limit_ms`. Each leaves its queue when it is asked for, not before."""
 
     def hang_up(self, address: str) -> None:
         """Let go of what was dialled there."""
 
     def close(self) -> None:
-        """Let go of all; what was sent last has LINGER_MS to leave."""
+        """Let go of all; the last messages have LINGER_MS to leave."""
 
 
 class Drops:

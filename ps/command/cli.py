@@ -1,4 +1,4 @@
-"""ps-serve: its flags. What it does is in serve.py."""
+"""ps-serve: its flags. The work is done in serve.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ps-serve does: it starts the shard processes of a cluster, shows what happens, and ends them.
+"""ps-serve at work: it starts the shard processes of a cluster, shows what happens, and ends them.
 
 It owns the processes and the console; each process owns its shard. Exit codes: docs/architecture.md.
 """
@@ -45,7 +45,7 @@ OPTIMIZERS = [("importing torch ...", "narrows.ps.optimizers:warm_up")]  # where
 
 
 def environment() -> dict[str, str]:
-    """Of a shard: one thread, and no module of the folder in which ps-serve was started."""
+    """Each shard has one thread, and no module of the folder in which ps-serve was started."""
     ones = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS", "PYTHONSAFEPATH"), "1")
     return ALLOCATOR | os.environ | ones
 
@@ -63,7 +63,7 @@ def say(text: str, error: bool = False) -> None:
 
 
 def doing(text: str) -> None:
-    """What is being done, of which the run has to wait."""
+    """Say what the run has to wait for."""
     if EMBEDDED:
         print(json.dumps({"event": "say", "text": text}), flush=True)
     else:

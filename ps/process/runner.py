@@ -145,7 +145,7 @@ class Runner:
             self._put(self.process.coordinator if effect.peer == COORDINATOR else effect.peer, effect.message)
 
     def _tell(self, effect: Tell) -> None:
-        """To another cluster. An address that is none: its owner will count as silent."""
+        """Send to another cluster. If the address is none, its owner will count as silent."""
         if effect.address not in self.told and is_address(effect.address):
             for gone in self.told - self.server.clusters:
                 self.told.remove(gone)

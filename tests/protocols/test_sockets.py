@@ -234,7 +234,7 @@ def test_a_server_says_what_it_drops_once_and_how_much_at_the_end(capfd: pytest.
 
 
 def test_only_views_of_the_store_are_lent(server: Sockets) -> None:
-    """What nobody can change need not be watched until it has left."""
+    """Bytes that nobody can change need not be watched until they have left."""
 
     def state(payload: m.Buffer) -> m.State:
         return m.State(0, 0, 1, 0, 1, 0, 1, True, 0, 0, 0, (), 0, 0, m.CODED, payload)

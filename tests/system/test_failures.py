@@ -88,6 +88,22 @@ def test_nothing_is_left_of_a_ps_worker_that_is_ended(
         assert said in command.err and "Traceback" not in command.err
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize("name", ["ps-worker", "ps-serve"])
+def test_nothing_is_left_of_a_command_that_is_ended_while_it_starts(
+    name: str, number: int, code: int, script: Path
+) -> None:
+    words = [str(script)] if name == "ps-worker" else ["--checkpoint-dir", "none", "--bind", "tcp://127.0.0.1:0"]
+    with started(name, *words) as command:
+        until(lambda: "loading kernels ..." in command.err + command.out, str(command))
+        pids = descendants(command.pid)
+        assert pids and not command.out.count("\n") > 1
+        os.kill(command.pid, number)
+        assert command.wait(GONE_S) == code, command
+        until(lambda: not any(map(alive, pids)), "all processes to be gone", GONE_S)
+        assert "Traceback" not in command.err
+
+
 # A server that goes.
 
 

@@ -1,7 +1,7 @@
 """A forked child is what `python WORDS` is: the same script says the same, ends the same and finds the same around it.
 
 `plain` is what the interpreter does; `Starter` forks from a nursery that has imported next to nothing, so a child takes
-milliseconds. What ps-worker and ps-serve import is tried at the end.
+milliseconds. The imports of ps-worker and ps-serve are tried at the end.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Starter:
         return self.children.start(0, words, ENV | env, listens={1: "out", 2: "err"}, name="named by us")
 
     def said(self) -> Said:
-        """What the child that was started last says, to its end."""
+        """All that the child says that was started last, to its end."""
         lines: dict[str, list[str]] = {"out": [], "err": []}
         while (event := self.next())[1] != "exit":
             if event[0] == NURSERY:
@@ -159,7 +159,7 @@ def test_a_script_that_is_interrupted(here: Path, forks: Starter) -> None:
         assert (f'File "{path}", line ' in err) == (number == signal.SIGINT) and "launch.py" not in err
 
 
-# What it finds.
+# Around it.
 
 FACTS = """
 import gc, json, locale, os, pickle, signal, sys, threading
@@ -277,7 +277,7 @@ def test_a_script_may_start_processes_of_its_own(here: Path, forks: Starter) -> 
     assert forks.run(str(path)) == (0, "[2, 4]\n[2, 4]\n[2, 4]\n3\n\n5", "")
 
 
-# What only a fresh interpreter does.
+# Left to a fresh interpreter.
 
 
 @pytest.mark.parametrize(("names", "words"), [

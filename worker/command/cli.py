@@ -1,4 +1,4 @@
-"""ps-worker: its flags. What it does is in launcher.py."""
+"""ps-worker: its flags. The work is done in launcher.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ps-worker does: it launches N copies of a script against a server, its own embedded one when none is named.
+"""ps-worker at work: it launches N copies of a script against a server, its own embedded one when none is named.
 
 It owns the child processes. Exit codes: docs/architecture.md. Rules
 - Nothing outlives us, however we end: the embedded server ends with its stdin, a worker with NARROWS_PARENT_FD.
@@ -113,7 +113,7 @@ class Launcher:
         return f"{self.options.nproc} worker{'s' if self.options.nproc > 1 else ''}"
 
     def _environment(self) -> dict[str, str]:
-        """What all workers share."""
+        """All workers share this."""
         threads = str(max(1, (os.cpu_count() or 1) // self.options.nproc))
         return ALLOCATOR | dict.fromkeys(THREADS, threads) | os.environ | {"PYTHONUNBUFFERED": "1"}
 
