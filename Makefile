@@ -42,6 +42,7 @@ build/mypy/narrows:
 
 $(INSTALLED): pyproject.toml constraints.txt | .venv/bin/pip
 	.venv/bin/python -m pip install -c constraints.txt -e '.[bench,cuda,dev]'
+	.venv/bin/python -P -m narrows.compression
 	touch $@
 
 bench-peers: .venv-torchft/installed .venv-hivemind/installed

@@ -9,12 +9,15 @@ Payloads describe themselves (payload.py has the byte layout) and come from anyo
 raise PayloadError for bytes that are none, before anything is written. A compressor never sends anything.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 
 from narrows.compression.auto import Ladder, ladder
 from narrows.compression.compressor import Compressor
 from narrows.compression.errors import NonFiniteError, PayloadError, SpecError
 from narrows.compression.feedback import ErrorFeedback
+from narrows.compression.kernels.jit import compilations
 from narrows.compression.momentum import MomentumCorrection
 from narrows.compression.payload import accumulate, add_raw, check, decode, indices
 from narrows.compression.reducers import Memory
@@ -47,19 +50,20 @@ WARM_UP_SPECS = (
 )  # fmt: skip
 
 
-def warm_up() -> None:
+def warm_up(say: Callable[[str], None] = lambda text: None) -> None:
     """Compiles every kernel, or loads it from the cache on disk; call it before joining, whatever the SPEC.
 
-    A first compilation takes some twenty seconds in all, in which a heartbeat thread gets no turn; from the cache it is a
-    fraction of one.
+    A first compilation takes some twenty seconds in all, in which a heartbeat thread gets no turn: `say` is told of it. From
+    the cache it is a fraction of one.
     """
     values = np.linspace(-1.0, 1.0, 1 << 16, dtype=np.float32)
     clustered = np.where(np.arange(values.size) // 64 % 32 == 0, values, np.float32(0.0))
     regular = np.where(np.arange(values.size) % 64 == 0, values, np.float32(0.0))
-    for update in (values, clustered, regular):
-        for spec in WARM_UP_SPECS:
-            feedback = ErrorFeedback(parse(spec), values.size)
-            payload = feedback.encode(update)
-            decode(payload, np.empty_like(values))
-            accumulate(payload, 0.5, np.zeros_like(values))
-    add_raw(values.data, 0.5, np.zeros_like(values))
+    with compilations(say):
+        for update in (values, clustered, regular):
+            for spec in WARM_UP_SPECS:
+                feedback = ErrorFeedback(parse(spec), values.size)
+                payload = feedback.encode(update)
+                decode(payload, np.empty_like(values))
+                accumulate(payload, 0.5, np.zeros_like(values))
+        add_raw(values.data, 0.5, np.zeros_like(values))

@@ -26,17 +26,6 @@ PAYLOAD_BYTES_MAX = 1 << 30  # one compressed push of a shard is one frame; dens
 FRAME_BYTES = 2 << 20  # dense parts: on loopback ZeroMQ moves 1-2 MiB frames 3-4 times faster than 64 MiB ones
 FRAME_VALUES = FRAME_BYTES // 4
 
-LOCAL_HOSTS = ("127.0.0.1", "localhost")  # not all of loopback: a test proxy listens on another address of it
-
-
-def local_endpoint(port: int) -> str:
-    """The Unix socket (Linux, abstract name) of the server that listens on this TCP port of the same machine.
-
-    It moves a model a quarter faster than TCP over loopback. Its name lives in the network namespace, as the port does.
-    """
-    return f"ipc://@narrows-{port}"
-
-
 _FIELDS = {
     kind: tuple(f.name for f in fields(kind) if f.name != "payload")  # type: ignore[arg-type]
     for kind in KIND_OF

@@ -7,7 +7,7 @@ does to it what it would do to the whole tensor. Pieces without a gradient this 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from narrows.ps.store import FloatArray
 IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 
-def warm_up() -> None:
+def warm_up(say: Callable[[str], None] = lambda text: None) -> None:
     """Import what torch imports when the first optimizer is made: seconds in which no heartbeat would leave."""
     torch.optim.SGD([torch.zeros(1)], lr=0.1)
 

@@ -15,14 +15,15 @@ from dataclasses import replace
 
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
+from narrows.protocols.addresses import LOCAL_HOSTS
 from narrows.protocols.cluster.coordinator import Coordinator
 from narrows.protocols.effects import Log, MemberEffect, Send, ServerEffect, Stop, Tell
-from narrows.protocols.errors import RemoteProtocolError
+from narrows.protocols.errors import IncompatibleError, NarrowsError, RemoteProtocolError
 from narrows.protocols.gossip.peers import WHOLE
 from narrows.protocols.member.member import Member, Phase
 from narrows.protocols.modes import Rule
 from narrows.protocols.settings import Settings
-from narrows.protocols.wire import LOCAL_HOSTS, encode
+from narrows.protocols.wire import encode
 from narrows.ps.above import Place, asks
 from narrows.ps.mixing import OF_PEERS
 from narrows.ps.reports import COORDINATOR
@@ -57,6 +58,42 @@ class Server:
         self.tree_shown = False
         if member is not None and coordinator is not None:
             coordinator.tree_above = lambda: member.tree
+
+    # Asked by a runner.
+
+    @property
+    def over(self) -> bool:
+        """The run is over: who is gone is missed by nobody."""
+        return self.coordinator.over if self.coordinator is not None else self.shard.ledger.over
+
+    @property
+    def ended(self) -> bool:
+        """The run is over, and what the coordinator is to hear of it is on its way. The coordinator itself ends by `Stop`."""
+        reported = self.shard.min_clock >= self.shard.ledger.min_clock and self.shard.at_rest
+        return self.coordinator is None and self.over and reported
+
+    @property
+    def above(self) -> str:
+        """Where the shard above is dialled, "" where there is none: over TCP also on this machine, so that its bytes are those
+        of a link."""
+        place, index = self.shard.above.place, self.shard.index
+        if not index or place is None:
+            return self.parent
+        return f"{self.parent.rpartition(':')[0]}:{place.ports[index]}"
+
+    @property
+    def clusters(self) -> set[str]:
+        """Where those are dialled that gossip with this one."""
+        return self.shard.above.addresses
+
+    def refused(self, peer: bytes, error: NarrowsError) -> list[ServerEffect]:
+        """The effects of a message in which `error` was found; its sender is told where that is the sender's fault."""
+        log: list[ServerEffect] = [Log("refused", {"text": str(error)})]
+        if not isinstance(error, (RemoteProtocolError, IncompatibleError)):
+            return log
+        return [*log, Send(peer, m.Refuse(m.RefuseCode.INCOMPATIBLE, -1, 0, str(error)[: m.TEXT_MAX]))]
+
+    # Events.
 
     def start(self, now_ns: int) -> list[ServerEffect]:
         """The first report of this shard, and where there is a server above, a Hello to it."""

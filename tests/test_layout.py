@@ -20,7 +20,7 @@ ARROWS = {
 
 # module -> files and folders that may import it; a rule for the packages, not for tests and bench.
 OWNERS = {
-    "zmq": ("ps/process/runner.py", "worker/runner.py"),
+    "zmq": ("protocols/runtime/sockets.py",),
     "torch": ("ps/optimizers.py", "worker/"),
     "pickle": (),  # no pickle on the wire or on disk
     "cloudpickle": (),
@@ -121,11 +121,12 @@ FORBIDDEN = [
     ("tests/test_spec.py", "import compression", "'compression' is no top-level module"),
     ("tests/test_tasks.py", "from bench.tasks import digits", "'bench' is not installed"),
     ("bench/transport.py", "import narrows", "'narrows' is a namespace"),
-    ("ps/shard.py", "import zmq", "zmq may be imported only in ps/process/runner.py, worker/runner.py"),
+    ("ps/process/runner.py", "import zmq", "zmq may be imported only in protocols/runtime/sockets.py"),
+    ("ps/shard.py", "import zmq", "zmq may be imported only in protocols/runtime/sockets.py"),
     (
         "worker/io.py",
         "from zmq.error import Again",
-        "zmq may be imported only in ps/process/runner.py, worker/runner.py",
+        "zmq may be imported only in protocols/runtime/sockets.py",
     ),
     ("ps/store.py", "import torch.optim", "torch may be imported only in ps/optimizers.py, worker/"),
     ("compression/spec.py", "import torch", "torch may be imported only in ps/optimizers.py, worker/"),
@@ -151,12 +152,13 @@ ALLOWED = [
     ("compression/kernels/cpu.py", "import numba\nfrom ..buffers import FloatArray"),
     (
         "ps/process/runner.py",
-        "import time\nimport zmq\nfrom narrows import protocols\nfrom narrows.compression import parse",
+        "import time\nfrom narrows import protocols\nfrom narrows.compression import parse",
     ),
     ("ps/optimizers.py", "import torch"),
     ("protocols/runtime/flags.py", "import os, socket\nfrom narrows.protocols.modes import MODES"),
     ("worker/command/cli.py", "from narrows.protocols.runtime.flags import run"),
-    ("worker/runner.py", "import torch, zmq"),
+    ("protocols/runtime/sockets.py", "import socket\nimport zmq\nimport zmq.utils.garbage"),
+    ("worker/runner.py", "import torch, threading\nfrom narrows.protocols.runtime.sockets import Sockets"),
     ("bench/transport.py", "import torch, zmq, narrows.ps.command.cli\nfrom narrows.worker import rank"),
     ("tests/test_spec.py", "import random\nimport reference\nfrom narrows.compression import parse"),
 ]

@@ -16,17 +16,26 @@ import threading
 import time
 import traceback
 import uuid
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn, TextIO
 
 import torch
 
+from narrows import compression
 from narrows.protocols.effects import NS, Joined, MemberEffect
 from narrows.protocols.errors import NarrowsError, UnreachableError
+from narrows.protocols.modes import Rule
 from narrows.protocols.settings import Settings
 from narrows.protocols.timing import Timing
 from narrows.worker.engine import Engine
 from narrows.worker.runner import Link, tell_left
+
+
+def warm_up(say: Callable[[str], None]) -> None:
+    """Do before joining what holds the interpreter for seconds: heartbeats would stop. `say` is told of the longest."""
+    compression.warm_up(say)
+    torch.optim.SGD([torch.zeros(1)], lr=0.1)  # the first optimizer imports seconds of torch
 
 
 class Alone:
@@ -56,9 +65,7 @@ class Connected:
     """The session of a worker of a run."""
 
     def __init__(self, address: str) -> None:
-        from narrows.compression import warm_up
-
-        warm_up()  # before joining: compiling holds the interpreter, and heartbeats would stop
+        warm_up(lambda text: _tell("say", text=text))
         connect_s = float(os.environ.get("NARROWS_CONNECT_TIMEOUT", "30"))
         lost_s = float(os.environ.get("NARROWS_SERVER_TIMEOUT", "30"))
         # Not for processes that the script starts: they are not this worker.
@@ -98,6 +105,8 @@ class Connected:
     ) -> Engine:
         if self.engine is not None:
             raise NarrowsError("a run has one DistributedOptimizer: pass all parameter groups to one optimizer")
+        if self.settings.mode().rule is Rule.MIX:
+            self.link.listen()
         self.engine = Engine(self.link, self.settings, model, inner, max_grad_norm, overlap)
         _tell("model", parameters=self.engine.flat.size, clock=self.engine.sync.clock)
         return self.engine
@@ -146,7 +155,7 @@ class Connected:
             elif engine is None:
                 self.link.call(lambda member, now: member.leave(-1, now))
             self._flush()
-            _tell("bytes", up=self.link.bytes_up, down=self.link.bytes_down)
+            _tell("bytes", up=self.link.bytes_up, down=self.link.bytes_down, dropped=self.link.drops.counts)
         finally:
             self.link.close()
 

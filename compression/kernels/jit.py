@@ -1,11 +1,14 @@
 """How kernels are compiled: nogil, cached on disk, no parallel=True, and IEEE float32 exactly as NumPy does it."""
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar, cast
 
 import numba
 import numpy as np
 from llvmlite import ir
+from numba.core.event import Listener, install_listener
 from numba.extending import intrinsic
 
 P = ParamSpec("P")
@@ -21,6 +24,34 @@ def kernel(function: Callable[P, R]) -> Callable[P, R]:
     """
     compiled = numba.njit(nogil=True, cache=True, fastmath=False, error_model="numpy")(function)
     return cast(Callable[P, R], compiled)
+
+
+class Compilations(Listener):
+    """Says when a kernel is compiled because the cache does not have it, and at the end how long all of them took."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.say = say
+        self.began_s = 0.0
+
+    def on_start(self, event: Any) -> None:
+        if not self.began_s:
+            self.began_s = time.monotonic()
+            self.say("compiling kernels, once per installation ...")
+
+    def on_end(self, event: Any) -> None:
+        """One is compiled."""
+
+    def over(self) -> None:
+        if self.began_s:
+            self.say(f"compiled kernels, once per installation: {time.monotonic() - self.began_s:.0f} s")
+
+
+@contextmanager
+def compilations(say: Callable[[str], None]) -> Iterator[None]:
+    listener = Compilations(say)
+    with install_listener("numba:compile", listener):
+        yield
+    listener.over()
 
 
 def _trailing_zeros(_context: Any, _word: Any) -> Any:

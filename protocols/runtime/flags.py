@@ -60,16 +60,6 @@ RUN_FLAGS: tuple[tuple[str, Any, str, str], ...] = (
 )
 
 
-def parse_address(flag: str, address: str, any_port: bool = False) -> tuple[str, int]:
-    """(host, port) of tcp://host:port; `any_port`: 0 is one too. Raises UsageError, one sentence that names the flag."""
-    host, colon, port = address.removeprefix("tcp://").rpartition(":")
-    fits = port.isdigit() and (0 if any_port else 1) <= int(port) < 65536
-    if not address.startswith("tcp://") or not colon or not host or not fits:
-        example = "for example tcp://127.0.0.1:5555" if any_port else "as ps-serve printed it"
-        raise UsageError(f"{flag} {address}: write it as tcp://HOST:PORT, {example}")
-    return host, int(port)
-
-
 def run_flags(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add every run flag to a click command; one that was not given arrives as None."""
     for name, kind, default, text in reversed(RUN_FLAGS):

@@ -13,8 +13,10 @@ import json
 import os
 import re
 import struct
+import time
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +24,11 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
-from narrows.protocols.errors import IncompatibleError
+from narrows.protocols.errors import IncompatibleError, UsageError
 from narrows.protocols.plan import DTYPE_BYTES, NamedArray, Plan, unpack_arrays
 
 KEPT = 2
+DEFAULT = "checkpoints"  # a run's folder is made in it where none is named
 _NAME = re.compile(r"shard-(\d+)\.clock-(\d+)\.safetensors")
 _BYTES = "bytes."  # facts that are bytes are arrays of this name: a header is no place for megabytes
 _CODES = {
@@ -94,6 +97,34 @@ def newest(folder: Path, shards: int) -> int:
                 f"{shards}: resume with theirs"
             )
     return max(set(have[0]).intersection(*have[1:]), default=-1)
+
+
+def make_folder(told: str, resume: bool) -> str:
+    """Make and return the folder of --checkpoint-dir; "" for none. UsageError for one that holds another run."""
+    if told == "none" or (not told and resume):
+        if resume:
+            raise UsageError("--resume: name the folder with --checkpoint-dir")
+        return ""
+    try:
+        if told:
+            folder = Path(told)
+            folder.mkdir(parents=True, exist_ok=True)
+            if not resume and any(folder.glob("*.safetensors")):
+                raise UsageError(
+                    f"--checkpoint-dir {told} holds the model of a run: go on with it by --resume, or name another folder"
+                )
+            return told
+        Path(DEFAULT).mkdir(exist_ok=True)
+        now = time.strftime("%Y-%m-%d-%H%M%S")
+        for name in (now, *(f"{now}-{again}" for again in range(2, 100))):
+            with suppress(FileExistsError):
+                Path(DEFAULT, name).mkdir()
+                return f"{DEFAULT}/{name}"
+        raise UsageError(f"--checkpoint-dir: {DEFAULT}/{now} and all its like are taken, name another folder")
+    except OSError as error:
+        raise UsageError(
+            f"--checkpoint-dir {told or DEFAULT}: {error.strerror}; name another folder, or none"
+        ) from None
 
 
 def path_of(folder: Path, shard: int, clock: int) -> Path:

@@ -1,4 +1,4 @@
-"""One server process, started by ps-serve: `python -m narrows.ps.process`, told what it is by one line of JSON on stdin.
+"""One server process, started by ps-serve: `python -m narrows.ps.process.main`, told what it is by a line of JSON on stdin.
 
 It prints one JSON object a line. The end of stdin means: checkpoint and stop; so no process outlives its parent.
 """
@@ -20,7 +20,7 @@ def main() -> int:
     from narrows.ps.process import runner
 
     settings = Settings(**told.pop("settings"))
-    warm_up()
+    warm_up(lambda text: runner.emit("say", text=text))
     try:
         runner.run(runner.Process(settings=settings, **told), lambda port: runner.emit("bound", port=port))
     except NarrowsError as error:

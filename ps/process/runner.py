@@ -1,8 +1,7 @@
-"""Runs one server process over ZeroMQ: the only file of ps/ that knows sockets, clocks and files together.
+"""Runs the machine of one server process: messages, ticks and stdin go in, effects are carried out. It has no rule of its own.
 
-A ROUTER takes workers (and, in process 0, the other shards, and other clusters that gossip); process i > 0 also dials process
-0 with a DEALER, and each the clusters that it gossips with. One thread owns everything. It has no rule of its own: messages and
-ticks go into the machine, effects are carried out.
+Workers (and, with process 0, the other shards, and other clusters that gossip) dial this process. Process i > 0 dials process
+0, and each the shard above, where there is one, and the clusters that it gossips with. One thread owns everything.
 """
 
 from __future__ import annotations
@@ -14,24 +13,23 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
-
-import zmq
+from typing import Any
 
 from narrows.protocols import messages as m
+from narrows.protocols.addresses import is_address
 from narrows.protocols.cluster.coordinator import Coordinator
 from narrows.protocols.effects import NS, Checkpoint, Load, Log, Send, ServerEffect, Stop, Tell
-from narrows.protocols.errors import BY_EXIT_CODE, NarrowsError, RemoteProtocolError, UsageError
+from narrows.protocols.errors import BY_EXIT_CODE, NarrowsError
 from narrows.protocols.member.member import Member
 from narrows.protocols.modes import Rule
 from narrows.protocols.plan import Plan
-from narrows.protocols.runtime.flags import parse_address
+from narrows.protocols.runtime.sockets import Drops, Peer, Port, Receipt, Sockets, reached
 from narrows.protocols.settings import Settings
 from narrows.protocols.timing import Timing
-from narrows.protocols.wire import HEADER_BYTES_MAX, LOCAL_HOSTS, PAYLOAD_BYTES_MAX, decode, encode, local_endpoint
+from narrows.protocols.wire import decode, encode
 from narrows.ps import store
 from narrows.ps.planned import Means
 from narrows.ps.process import checkpoints
@@ -41,12 +39,7 @@ from narrows.ps.shard import Shard
 from narrows.ps.store import ServerOptimizer
 
 TICK_MS = 20  # longest time without a tick
-QUEUE_MESSAGES_MAX = 4 * m.PARTS_MAX  # one state of the largest shard, four times: beyond it a slow peer loses messages
-ZERO_COPY_BYTES = 1 << 16  # below it pyzmq copies anyway
-LINGER_MS = 2000  # what was sent last may take so long to leave
 STOP_S = 20.0  # shards that do not come to rest within this are ended as they are
-RECONNECT_MS_MAX = 2000
-BURST = 64  # messages handled between two looks at the clock
 
 
 @dataclass(frozen=True)
@@ -63,50 +56,16 @@ class Process:
     parent: str = ""  # address of process 0 of the server above, where there is one
     parent_timeout: float = 30.0
 
+    @property
+    def folder(self) -> Path | None:
+        return Path(self.checkpoint_dir) if self.checkpoint_dir else None
+
 
 def _optimizers() -> Callable[[Plan, int, int], ServerOptimizer]:
     from narrows.ps.optimizers import TorchOptimizer, warm_up  # seconds of imports that adding updates can do without
 
     warm_up()
     return TorchOptimizer
-
-
-class Lent:
-    """Trackers of the frames that ZeroMQ may still read."""
-
-    def __init__(self) -> None:
-        self.trackers: list[zmq.MessageTracker] = []
-
-    def __call__(self) -> bool:
-        self.trackers = [tracker for tracker in self.trackers if not tracker.done]
-        return bool(self.trackers)
-
-
-def bind(router: zmq.Socket[bytes], address: str) -> int:
-    """Bind and return the port. Raises UsageError naming the address."""
-    try:
-        router.bind(address.removesuffix(":0") + ":*" if address.endswith(":0") else address)
-    except zmq.ZMQError as error:
-        raise UsageError(f"cannot listen on {address}: {error.strerror}; is another ps-serve running there?") from None
-    host, port = router.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("tcp://").rsplit(":", 1)
-    if sys.platform == "linux" and host in ("0.0.0.0", *LOCAL_HOSTS):
-        router.bind(local_endpoint(int(port)))
-    return int(port)
-
-
-def reached(bound: str, parent: str) -> str:
-    """The host by which other clusters reach what is bound to `bound`: that itself, or the address that leads to `parent`."""
-    host = bound.removeprefix("tcp://").rpartition(":")[0]
-    if host not in ("0.0.0.0", "*", "[::]"):
-        return host
-    above = parse_address("--parent", parent)
-    with contextlib.suppress(OSError):
-        family, kind, protocol, _, target = socket.getaddrinfo(*above, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(target)  # UDP: nothing is sent
-            found = str(probe.getsockname()[0])
-        return f"[{found}]" if ":" in found else found
-    return socket.gethostname()
 
 
 def keys_that_fit() -> int:
@@ -120,60 +79,58 @@ def emit(event: str, **values: Any) -> None:
         os.write(sys.stdout.fileno(), json.dumps({"event": event, **values}).encode() + b"\n")
 
 
-def limit(socket: zmq.Socket[bytes]) -> None:
-    socket.setsockopt(zmq.LINGER, LINGER_MS)
-    socket.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES_MAX)
-    socket.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES_MAX)
-    socket.setsockopt(zmq.MAXMSGSIZE, max(PAYLOAD_BYTES_MAX, HEADER_BYTES_MAX))
+def machine(process: Process, port: int, lent: Callable[[], bool]) -> Server:
+    """The machine of a process that listens on `port`, with the newest checkpoint of the run where it resumes one."""
+    folder, settings, child = process.folder, process.settings, bool(process.parent)
+    restart = -1
+    coordinator = member = None
+    if not process.index:
+        if folder is not None and process.resume:
+            restart = checkpoints.newest(folder, settings.shards)
+        coordinator = Coordinator(settings, process.first_epoch, restart, child, keys_that_fit())
+        if restart >= 0 and folder is not None:
+            _, facts = checkpoints.read(folder, 0, restart, only=())
+            coordinator.adopt_plan(facts["plan"])
+            coordinator.buffers = facts["buffers"]
+        if child:
+            lost_ns = int(process.parent_timeout * NS)
+            timing = Timing(lost_ns=lost_ns, connect_ns=lost_ns)
+            member = Member(uuid.uuid4().hex, f"{socket.gethostname()}:{port}", timing=timing, below=coordinator.tree)
+    means = Means(
+        optimizer=_optimizers() if settings.mode().rule is Rule.OPTIMIZER else None,
+        lent=lent,
+        child=child,
+        member=member,
+        coordinator=coordinator,
+    )
+    kept = checkpoints.clocks(folder, process.index) if folder is not None and process.resume else ()
+    shard = Shard(process.index, settings, time.time_ns(), port, kept, means)
+    return Server(shard, coordinator, member, process.parent, reached(process.bind, process.parent) if member else "")
 
 
 class Runner:
-    """Carries out the effects of one `Server`."""
+    """Carries out the effects of one `Server`, which listens on `number`."""
 
-    def __init__(
-        self, process: Process, router: zmq.Socket[bytes], upward: zmq.Socket[bytes] | None, port: int
-    ) -> None:
-        self.process, self.router, self.upward = process, router, upward
-        # Toward the shard above, dialled with the first message to it; of process 0 one more for `CONTROL`.
-        self.above: dict[bool, zmq.Socket[bytes]] = {}
-        self.peers: dict[str, zmq.Socket[bytes]] = {}  # toward other clusters, by address
-        self.bytes_up = self.bytes_down = 0  # over these links
-        self.poller = zmq.Poller()
+    def __init__(self, process: Process, port: Port, number: int) -> None:
+        self.process, self.port = process, port
+        self.bytes_up = self.bytes_down = 0  # to and from the server above, and other clusters
+        self.drops = Drops(self._say_dropped)
+        self.lending: list[Receipt] = []  # of views of the store
+        self.told: set[str] = set()  # clusters that are dialled
         self.end = Stop()
-        child = bool(process.parent)
-        self.folder = Path(process.checkpoint_dir) if process.checkpoint_dir else None
-        self.lent = Lent()
-        kept = checkpoints.clocks(self.folder, process.index) if self.folder and process.resume else ()
-        coordinator = member = None
-        if process.index == 0:
-            restart = self._restart_clock() if process.resume else -1
-            coordinator = Coordinator(process.settings, process.first_epoch, restart, child, keys_that_fit())
-            if child:
-                lost_ns = int(process.parent_timeout * NS)
-                timing = Timing(lost_ns=lost_ns, connect_ns=lost_ns)
-                host = f"{socket.gethostname()}:{port}"
-                member = Member(uuid.uuid4().hex, host, timing=timing, below=coordinator.tree)
-            if restart >= 0 and self.folder is not None:
-                _, facts = checkpoints.read(self.folder, 0, restart, only=())
-                coordinator.adopt_plan(facts["plan"])
-                coordinator.buffers = facts["buffers"]
-        means = Means(
-            optimizer=_optimizers() if process.settings.mode().rule is Rule.OPTIMIZER else None,
-            lent=self.lent,
-            child=child,
-            member=member,
-            coordinator=coordinator,
-        )
-        shard = Shard(process.index, process.settings, time.time_ns(), port, kept, means)
-        host = reached(process.bind, process.parent) if member is not None else ""
-        self.server = Server(shard, coordinator, member, process.parent, host)
-        self.stopping = False
-        self.stop_by = float("inf")
         self.running = True
+        self.stop_by = float("inf")
+        self.server = machine(process, number, self._lent)
 
-    def _restart_clock(self) -> int:
-        assert self.folder is not None
-        return checkpoints.newest(self.folder, self.process.settings.shards)
+    def _lent(self) -> bool:
+        self.lending = [receipt for receipt in self.lending if receipt.lent]
+        return bool(self.lending)
+
+    def _say_dropped(self, text: str) -> None:
+        if not self.server.over:
+            emit("log", name="dropped", values={"shard": self.process.index, "text": text})
+
+    # Effects.
 
     def apply(self, effects: Iterable[ServerEffect]) -> None:
         """Carry out what the machine asks for, and what follows from that inside it."""
@@ -183,90 +140,44 @@ class Runner:
 
     def _carry_out(self, effects: Iterable[ServerEffect]) -> None:
         for effect in effects:
-            if isinstance(effect, Send):
-                self._send(effect)
-            elif isinstance(effect, Tell):
-                self._tell(effect)
-            elif isinstance(effect, Log):
-                emit("log", name=effect.event, values=effect.values)
-            elif isinstance(effect, Checkpoint):
-                self._checkpoint(effect.clock)
-            elif isinstance(effect, Load):
-                self._load(effect.clock)
-            elif isinstance(effect, Stop):
-                self.running, self.end = False, effect
+            CARRY_OUT[type(effect)](self, effect)
 
     def _send(self, effect: Send) -> None:
-        message = effect.message
+        if isinstance(effect.peer, int):
+            self._up(self.server.above, effect.message)
+        else:
+            self._put(self.process.coordinator if effect.peer == COORDINATOR else effect.peer, effect.message)
+
+    def _tell(self, effect: Tell) -> None:
+        """Send to another cluster. If the address is none, its owner will count as silent."""
+        if effect.address not in self.told and is_address(effect.address):
+            for gone in self.told - self.server.clusters:
+                self.told.remove(gone)
+                self.port.hang_up(gone)
+            self.told.add(effect.address)
+        if effect.address in self.told:
+            self._up(effect.address, effect.message)
+
+    def _up(self, address: str, message: m.Message) -> None:
+        self.bytes_up += self._put(address, message)
+
+    def _put(self, to: Peer, message: m.Message) -> int:
+        """Send `message`; return its bytes."""
         if isinstance(message, m.TIMED):
             message = replace(message, sent_ns=time.monotonic_ns())
         frames = encode(message)
-        if isinstance(effect.peer, int):
-            target, head = self._dialled(isinstance(message, m.CONTROL)), [frames[0]]
-            self.bytes_up += sum(map(len, frames))
-        elif effect.peer == COORDINATOR:
-            assert self.upward is not None
-            target, head = self.upward, [frames[0]]
-        else:
-            target, head = self.router, [effect.peer, frames[0]]
-        self._put(target, head, frames)
+        receipt = self.port.send(to, frames, control=isinstance(message, m.CONTROL))
+        if receipt.lent and not isinstance(frames[-1], bytes):  # bytes never change
+            self.lending.append(receipt)
+        self.drops.note(type(message).__name__, receipt)
+        return sum(map(len, frames))
 
-    def _tell(self, effect: Tell) -> None:
-        if effect.address not in self.peers:
-            for address in self.peers.keys() - self.server.shard.above.addresses:
-                self.peers.pop(address).close()
-            with contextlib.suppress(UsageError):  # an address that is none: its owner will count as silent
-                parse_address("a cluster's address", effect.address)
-                self.peers[effect.address] = self._dealer(effect.address)
-        if effect.address in self.peers:
-            frames = encode(effect.message)
-            self.bytes_up += sum(map(len, frames))
-            self._put(self.peers[effect.address], [frames[0]], frames)
+    def _log(self, effect: Log) -> None:
+        emit("log", name=effect.event, values=effect.values)
 
-    def _dealer(self, address: str) -> zmq.Socket[bytes]:
-        dealer = cast("zmq.Socket[bytes]", self.router.context.socket(zmq.DEALER))
-        limit(dealer)
-        dealer.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS_MAX)
-        dealer.connect(address)
-        return dealer
-
-    def _put(self, target: zmq.Socket[bytes], head: Sequence[m.Buffer], frames: Sequence[m.Buffer]) -> None:
-        try:
-            if len(frames) == 2 and len(frames[1]) >= ZERO_COPY_BYTES:
-                target.send_multipart(head, zmq.SNDMORE | zmq.NOBLOCK)
-                tracker = target.send(frames[1], zmq.NOBLOCK, copy=False, track=True)
-                assert tracker is not None
-                self.lent.trackers.append(tracker)
-            else:
-                target.send_multipart([*head, *frames[1:]], zmq.NOBLOCK)
-        except zmq.Again:
-            pass  # its queue is full; it will ask again
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:  # gone: its lease will tell
-                raise
-
-    def _dialled(self, control: bool) -> zmq.Socket[bytes]:
-        """A socket toward the shard above: over TCP, also on this machine, so that bytes are those of a link."""
-        if control not in self.above:
-            host, port = parse_address("--parent", self.process.parent)
-            place = self.server.shard.above.place
-            if self.process.index and place is not None:
-                port = place.ports[self.process.index]
-            self.above[control] = self._dealer(f"tcp://{host}:{port}")
-            self.poller.register(self.above[control], zmq.POLLIN)
-        return self.above[control]
-
-    def _receive_above(self, frames: list[zmq.Frame], now_ns: int) -> None:
-        self.bytes_down += sum(len(frame.buffer) for frame in frames)
-        try:
-            effects = self.server.handle_above(decode([frame.buffer for frame in frames]), now_ns)
-        except NarrowsError as error:
-            effects = self.server.fail_above(str(error), now_ns)
-        self.apply(effects)
-
-    def _checkpoint(self, clock: int) -> None:
-        shard, planned = self.server.shard, self.server.shard.planned
-        if self.folder is None or planned is None or planned.store.publication < 0:
+    def _checkpoint(self, effect: Checkpoint) -> None:
+        shard, folder, planned = self.server.shard, self.process.folder, self.server.shard.planned
+        if folder is None or planned is None or planned.store.publication < 0:
             return
         coordinator = self.server.coordinator
         facts = {
@@ -275,108 +186,108 @@ class Runner:
             "plan": planned.plan.packed(),
             "buffers": coordinator.buffers if coordinator is not None else b"",
         }
-        kept = checkpoints.write(self.folder, shard.index, clock, planned.store.arrays(), facts)
-        shard.wrote_checkpoint(clock, kept)
-        emit("log", name="checkpoint", values={"shard": shard.index, "clock": clock})
+        kept = checkpoints.write(folder, shard.index, effect.clock, planned.store.arrays(), facts)
+        shard.wrote_checkpoint(effect.clock, kept)
+        emit("log", name="checkpoint", values={"shard": shard.index, "clock": effect.clock})
 
-    def _load(self, clock: int) -> None:
-        planned = self.server.shard.planned
-        assert self.folder is not None
-        checkpoints.drop_after(self.folder, self.process.index, clock)
+    def _load(self, effect: Load) -> None:
+        planned, folder, clock = self.server.shard.planned, self.process.folder, effect.clock
+        assert folder is not None
+        checkpoints.drop_after(folder, self.process.index, clock)
         if clock < 0:
             return
         assert planned is not None
-        arrays, facts = checkpoints.read(self.folder, self.process.index, clock)
-        if arrays["x"].size != planned.store.size:
-            raise NarrowsError(
-                f"the checkpoint of clock {clock} has {arrays['x'].size} keys here, not {planned.store.size}"
-            )
+        arrays, facts = checkpoints.read(folder, self.process.index, clock)
+        keys, held = planned.store.size, arrays["x"].size
+        if held != keys:
+            raise NarrowsError(f"the checkpoint of clock {clock} has {held} keys here, not {keys}")
         planned.apply([store.Load(arrays, int(facts["publication"]))])
 
-    def receive(self, frames: list[zmq.Frame], now_ns: int, from_coordinator: bool) -> None:
-        peer = COORDINATOR if from_coordinator else frames[0].bytes
+    def _stop(self, effect: Stop) -> None:
+        self.running, self.end = False, effect
+
+    # Events.
+
+    def receive(self, peer: Peer, frames: list[m.Buffer]) -> None:
+        now_ns = time.monotonic_ns()
+        if isinstance(peer, bytes):
+            self._receive_below(peer, frames, now_ns)
+        elif peer == self.process.coordinator:
+            self.apply(self.server.handle(COORDINATOR, decode(frames), now_ns))
+        elif peer == self.server.above:
+            self.bytes_down += sum(map(len, frames))
+            try:
+                effects = self.server.handle_above(decode(frames), now_ns)
+            except NarrowsError as error:
+                effects = self.server.fail_above(str(error), now_ns)
+            self.apply(effects)
+
+    def _receive_below(self, peer: bytes, frames: list[m.Buffer], now_ns: int) -> None:
         try:
-            message = decode([frame.buffer for frame in (frames if from_coordinator else frames[1:])])
+            message = decode(frames)
             if isinstance(message, OF_CLUSTERS):
-                self.bytes_down += sum(len(frame.buffer) for frame in frames[1:])
+                self.bytes_down += sum(map(len, frames))
             effects = self.server.handle(peer, message, now_ns)
         except NarrowsError as error:
-            if from_coordinator:
-                raise
-            emit("log", name="refused", values={"text": str(error)})
-            if isinstance(error, RemoteProtocolError) or error.exit_code == m.RefuseCode.INCOMPATIBLE:
-                self._send(Send(peer, m.Refuse(m.RefuseCode.INCOMPATIBLE, -1, 0, str(error)[: m.TEXT_MAX])))
-            return
+            effects = self.server.refused(peer, error)
         self.apply(effects)
 
     def stop(self) -> None:
         """Ctrl-C or the end of the parent."""
-        self.stopping, self.stop_by = True, time.monotonic() + STOP_S
+        self.stop_by = time.monotonic() + STOP_S
         self.apply(self.server.stop(time.monotonic_ns()))
 
-    def loop(self) -> None:
-        poller = self.poller
-        poller.register(self.router, zmq.POLLIN)
-        if self.upward is not None:
-            poller.register(self.upward, zmq.POLLIN)
-        poller.register(sys.stdin.fileno(), zmq.POLLIN)
+    def loop(self, sockets: Sockets) -> None:
+        """Until the run is over. A line on stdin: show the tree; its end: stop."""
+        stdin = sys.stdin.fileno()
+
+        def hear_parent() -> None:
+            if os.read(stdin, 4096):
+                self.apply(self.server.show_tree())
+            else:
+                sockets.unwatch(stdin)
+                self.stop()
+
+        sockets.watch(stdin, hear_parent)
         self.apply(self.server.start(time.monotonic_ns()))
         ticked = time.monotonic_ns()
-        while self.running:
-            ready = dict(poller.poll(TICK_MS))
-            if sys.stdin.fileno() in ready and not self.stopping:
-                if os.read(sys.stdin.fileno(), 4096):  # a line: show the tree
-                    self.apply(self.server.show_tree())
-                else:
-                    poller.unregister(sys.stdin.fileno())
-                    self.stop()
-            for source in (self.router, self.upward, *self.above.values()):
-                for _ in range(BURST if source is not None and source in ready else 0):
-                    assert source is not None
-                    try:
-                        frames = source.recv_multipart(zmq.NOBLOCK, copy=False)
-                    except zmq.Again:
-                        break
-                    if source in self.above.values():
-                        self._receive_above(frames, time.monotonic_ns())
-                    else:
-                        self.receive(frames, time.monotonic_ns(), from_coordinator=source is self.upward)
+        while self.running and not self.server.ended and time.monotonic() < self.stop_by:
+            for peer, frames in sockets.receive(TICK_MS):
+                self.receive(peer, frames)
             now_ns = time.monotonic_ns()
             if now_ns - ticked >= TICK_MS * NS // 1000:
                 ticked = now_ns
                 self.apply(self.server.tick(now_ns))
-            ledger = self.server.shard.ledger
-            if self.server.coordinator is None and ledger.over:
-                shard = self.server.shard
-                self.running = shard.min_clock < ledger.min_clock or not shard.at_rest  # its last report is on its way
-            if time.monotonic() > self.stop_by:
-                break
+
+    def totals(self) -> None:
+        """Tell the parent that this process is done, and what moved and was dropped."""
+        dropped = dict(self.drops.counts)
+        if self.process.parent:
+            there = f"{self.process.parent} and its clusters" if self.told else self.process.parent
+            moved = f"pushed {self.bytes_up / 1e6:.2f} MB to {there} and pulled {self.bytes_down / 1e6:.2f} MB"
+            values = {"bytes_up": self.bytes_up, "bytes_down": self.bytes_down, "dropped": dropped}
+            text = f"shard {self.process.index} {moved}"
+            emit("log", name="above", values={"shard": self.process.index, **values, "text": text})
+        emit("done", dropped=dropped)
+
+
+CARRY_OUT: dict[type, Callable[[Runner, Any], None]] = {
+    Send: Runner._send,
+    Tell: Runner._tell,
+    Log: Runner._log,
+    Checkpoint: Runner._checkpoint,
+    Load: Runner._load,
+    Stop: Runner._stop,
+}
 
 
 def run(process: Process, ready: Callable[[int], None]) -> None:
     """Serve until the run is over or stdin ends. `ready` is called with the port once it is bound."""
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
-        limit(router)
-        router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        port = bind(router, process.bind)
-        upward = runner = None
-        if process.coordinator:
-            upward = context.socket(zmq.DEALER)
-            limit(upward)
-            upward.connect(process.coordinator)
-        try:
-            runner = Runner(process, router, upward, port)
-            ready(port)
-            runner.loop()
-        finally:
-            for dialled in (upward, *((*runner.above.values(), *runner.peers.values()) if runner is not None else ())):
-                if dialled is not None:
-                    dialled.close()
+    with contextlib.closing(Sockets()) as sockets:
+        number = sockets.listen(process.bind)
+        runner = Runner(process, sockets, number)
+        ready(number)
+        runner.loop(sockets)
     if runner.end.code:
         raise BY_EXIT_CODE.get(runner.end.code, NarrowsError)(runner.end.text)
-    if process.parent:
-        there = f"{process.parent} and its clusters" if runner.peers else process.parent
-        moved = f"pushed {runner.bytes_up / 1e6:.2f} MB to {there} and pulled {runner.bytes_down / 1e6:.2f} MB"
-        values = {"shard": process.index, "bytes_up": runner.bytes_up, "bytes_down": runner.bytes_down}
-        emit("log", name="above", values=values | {"text": f"shard {process.index} {moved}"})
-    emit("done")
+    runner.totals()

@@ -17,6 +17,7 @@ from narrows.protocols.cluster.coordinator import Coordinator
 from narrows.protocols.effects import NS, Checkpoint, Failed, Joined, MemberEffect, Send, ServerEffect, Stop, Tell
 from narrows.protocols.member.member import Member
 from narrows.protocols.messages import TIMED, Buffer, Message, Push, State
+from narrows.protocols.runtime.sockets import Drops
 from narrows.protocols.settings import Settings
 from narrows.protocols.wire import decode, encode
 from narrows.ps.optimizers import TorchOptimizer
@@ -162,11 +163,15 @@ class Link:
         self.events: deque[MemberEffect] = deque()
         self.error = ""
         self.bytes_up = self.bytes_down = 0
+        self.drops = Drops(print)
         self.rate = float("inf")  # bytes a second, each way
         self.call(lambda member, now: member.join(now))
         joined = self.take(1.0)
         assert isinstance(joined, Joined)
         self.joined = joined
+
+    def listen(self) -> None:
+        """Peers reach it from the start."""
 
     def call(self, command: Callable[[Member, int], list[MemberEffect]]) -> None:
         with self.cluster.changed:

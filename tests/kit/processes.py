@@ -129,6 +129,11 @@ def finished(*words: str, env: dict[str, str] | None = None, cwd: Path | None = 
         return code, command.out, command.err
 
 
+def sentences(said: str) -> list[str]:
+    """The lines of a command's stderr but those that say what it is doing."""
+    return [line for line in said.splitlines() if not (line.startswith("ps-worker: ") and line.endswith(" ..."))]
+
+
 def descendants(pid: int) -> list[int]:
     """All that a process has started, and they in turn."""
     children: dict[int, list[int]] = {}

@@ -25,11 +25,15 @@ from torch import nn
 
 from narrows.protocols.effects import NS, Send, ServerEffect
 from narrows.protocols.errors import IncompatibleError
+from narrows.protocols.messages import Buffer
 from narrows.protocols.plan import Plan, TensorSpec
+from narrows.protocols.runtime.sockets import Peer, Receipt
 from narrows.protocols.settings import Settings
+from narrows.protocols.wire import decode
 from narrows.ps.process import checkpoints
 from narrows.ps.process.checkpoints import KEPT, buffers, clocks, merge, newest, path_of, read, write
 from narrows.ps.process.runner import Process, Runner
+from narrows.ps.reports import COORDINATOR
 from narrows.ps.server import Server
 from narrows.worker import DistributedOptimizer, clock
 
@@ -227,16 +231,27 @@ def test_a_merge_wants_every_shard_of_the_clock(tmp_path: Path) -> None:
 
 # Runs. The runner of each server process carries out what concerns the disk.
 
+COORDINATORS = "tcp://coordinator:1"  # address
 
-class DiskRunner(Runner):
-    """The runner of a server process without its sockets: what it would send goes to the cluster."""
 
-    def __init__(self, process: Process, cluster: OnDisk) -> None:
-        self.cluster = cluster
-        super().__init__(process, cast(Any, None), None, 1 + process.index)
+class Carried:
+    """The port of a server process in an in-process cluster: what is sent goes to the cluster. Nothing is received by it."""
 
-    def _send(self, effect: Send) -> None:
-        self.cluster.carry(self.process.index, effect)
+    def __init__(self, cluster: OnDisk, index: int) -> None:
+        self.cluster, self.index = cluster, index
+
+    def send(self, to: Peer, frames: Sequence[Buffer], *, control: bool = False) -> Receipt:
+        peer = COORDINATOR if to == COORDINATORS else to
+        assert isinstance(peer, bytes)
+        self.cluster.carry(self.index, Send(peer, decode(frames)))
+        return Receipt()
+
+    def receive(self, limit_ms: int) -> list[tuple[Peer, list[Buffer]]]:
+        return []
+
+    def hang_up(self, address: str) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class OnDisk(in_process.Cluster):
@@ -247,7 +262,7 @@ class OnDisk(in_process.Cluster):
     def __init__(self, settings: Settings, folder: Path, resume: bool = False) -> None:
         OnDisk.lives += 1
         self.folder, self.resume = folder, resume
-        self.runners: list[DiskRunner] = []
+        self.runners: list[Runner] = []
         super().__init__(settings)
         with self.changed:
             self.ahead_ns = 0
@@ -258,12 +273,12 @@ class OnDisk(in_process.Cluster):
             index=index,
             settings=self.settings,
             bind="",
-            coordinator="",
+            coordinator=COORDINATORS if index else "",
             first_epoch=OnDisk.lives << 20,
             checkpoint_dir=str(self.folder),
             resume=self.resume,
         )
-        self.runners.append(DiskRunner(process, self))
+        self.runners.append(Runner(process, Carried(self, index), 1 + index))
         return self.runners[-1].server
 
     def carry(self, index: int, effect: Send) -> None:

@@ -21,7 +21,7 @@ import click
 import pytest
 import torch
 import zmq
-from kit.processes import BIN, LIMIT_S, ROOT, SCRIPT, Worker, environment, finished, serving, started, until
+from kit.processes import BIN, LIMIT_S, ROOT, SCRIPT, Worker, environment, finished, sentences, serving, started, until
 from safetensors.torch import load_file
 
 from narrows.protocols import messages as m
@@ -37,8 +37,9 @@ CLOSED = "tcp://127.0.0.1:1"
 
 def sentence(said: str, name: str) -> str:
     """The one line that a command says about an error."""
-    assert said.startswith(f"{name}: ") and said.count("\n") == 1 and said.endswith("\n"), said
-    return said.removeprefix(f"{name}: ").strip()
+    (line,) = sentences(said)
+    assert line.startswith(f"{name}: ") and said.endswith("\n"), said
+    return line.removeprefix(f"{name}: ")
 
 
 @pytest.fixture
@@ -263,7 +264,7 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tup
 def test_a_server_that_cannot_be_joined(name: str, refusals: dict[str, tuple[int, str, float]]) -> None:
     code, why = REFUSALS[name]
     got, said, _ = refusals[name]
-    first, last = said.splitlines()
+    first, last = sentences(said)
     assert got == code and why in sentence(first + "\n", "ps-worker"), said
     assert last.startswith("0 of 1 workers done")
 
@@ -313,7 +314,8 @@ def test_the_record_is_what_the_design_says(tmp_path: Path) -> None:
                 *(["accuracy"] if event["clock"] == 20 else []),
             }
             assert 0 <= event["staleness"] <= 1 and event["wait_seconds"] >= 0
-    assert done.keys() == {*("steps", "bytes_up", "bytes_down", "raw_bytes_up", "raw_bytes_down", "exit_codes", "last")}
+    told = ("steps", "bytes_up", "bytes_down", "raw_bytes_up", "raw_bytes_down", "dropped", "exit_codes", "last")
+    assert done.keys() == {*told} and done["dropped"] == {}
     assert done["steps"] == 40 and done["exit_codes"] == [0, 0] and done["raw_bytes_up"] == 40 * 10 * 4
     assert done["bytes_up"] >= sum(event.get("push_bytes", 0) for event in between) > 0
     assert done["last"]["accuracy"] == 0.5 and done["last"]["loss"] > 0
@@ -343,6 +345,7 @@ def test_progress_is_one_live_line_on_a_terminal(script: Callable[[str], str]) -
         process.wait()
         os.close(ours)
     assert re.search(rb"\] clock \d+ .*loss \d.*\r(\x1b\[1A)?\x1b\[2K", said, re.S), said  # shown, and taken back
+    assert b"importing torch ..." in said.partition(b"] clock ")[0]  # from the start
     lines = re.sub(rb"\x1b\[[0-9?;]*[a-zA-Z]", b"", said).replace(b"\r", b"\n").decode().split("\n")
     assert [line for line in lines if line.startswith("step ")] == [f"step {step}" for step in range(30)]
     assert any(line.startswith("1 of 1 workers done") for line in lines)

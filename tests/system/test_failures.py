@@ -64,7 +64,7 @@ def group(command: Command, number: int) -> None:
 
 def shard(command: Command, number: int) -> None:
     for pid in descendants(command.pid):
-        if "narrows.ps.process.main" in Path(f"/proc/{pid}/cmdline").read_text():
+        if Path(f"/proc/{pid}/comm").read_text() == "ps-shard-0\n":
             os.kill(pid, number)
 
 
@@ -81,12 +81,28 @@ def test_nothing_is_left_of_a_ps_worker_that_is_ended(
     with started("ps-worker", str(script)) as command:
         until(lambda: command.out == "trains\n" or command.process.poll() is not None, str(command))
         pids = descendants(command.pid)
-        assert len(pids) >= 4, "a server, its shard, a worker, and what that started"
+        assert len(pids) >= 6, "a server, its shard, a worker, what that started, and who forked them"
         assert callable(whom)
         whom(command, number)
         assert command.wait(GONE_S) == code, command
         until(lambda: not any(map(alive, pids)), "all processes to be gone", GONE_S)
         assert said in command.err and "Traceback" not in command.err
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize("name", ["ps-worker", "ps-serve"])
+def test_nothing_is_left_of_a_command_that_is_ended_while_it_starts(
+    name: str, number: int, code: int, script: Path
+) -> None:
+    words = [str(script)] if name == "ps-worker" else ["--checkpoint-dir", "none", "--bind", "tcp://127.0.0.1:0"]
+    with started(name, *words) as command:
+        until(lambda: "loading kernels ..." in command.err + command.out, str(command))
+        pids = descendants(command.pid)
+        assert pids and not command.out.count("\n") > 1
+        os.kill(command.pid, number)
+        assert command.wait(GONE_S) == code, command
+        until(lambda: not any(map(alive, pids)), "all processes to be gone", GONE_S)
+        assert "Traceback" not in command.err
 
 
 # A server that goes.

@@ -19,6 +19,7 @@ class Console:
     def __init__(self) -> None:
         self.live: Any = None
         self.due = 0.0
+        self.done: set[str] = set()
         if sys.stderr.isatty():
             from rich.console import Console as Terminal
             from rich.live import Live
@@ -39,6 +40,17 @@ class Console:
 
     def say(self, sentence: str) -> None:
         self.err(f"ps-worker: {sentence}")
+
+    def doing(self, text: str) -> None:
+        """Show what is being done (...) that the run has to wait for, or what was; once."""
+        if text in self.done:
+            return
+        self.done.add(text)
+        if self.live is None or not text.endswith("..."):
+            self.say(text)
+        else:
+            self.due = 0.0
+            self.progress(text)
 
     def progress(self, line: str) -> None:
         """Show how far the run is, unless that was just shown."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
@@ -31,6 +32,7 @@ class Recording:
         self.last: dict[int, dict[str, float]] = {}
         self.up: dict[int, int] = {}
         self.down: dict[int, int] = {}
+        self.dropped: Counter[str] = Counter()  # messages for which there was no room, by name
 
     def close(self) -> None:
         if self.file is not None:
@@ -54,6 +56,7 @@ class Recording:
             self._joined(worker, event["parameters"], event["clock"])
         elif kind == "bytes":
             self.up[worker], self.down[worker] = event["up"], event["down"]
+            self.dropped.update(event["dropped"])
         elif kind in ("compress", "late"):
             self.note(kind, worker=worker, **event)
         elif kind in ("step", "last"):
@@ -104,6 +107,7 @@ class Recording:
             bytes_down=down,
             raw_bytes_up=raw,
             raw_bytes_down=raw,
+            dropped=self.dropped,
             exit_codes=codes,
             last=self.averages(),
         )

@@ -1,0 +1,35 @@
+"""Addresses as they are written: tcp://HOST:PORT, and the Unix socket beside it on the same machine."""
+
+from __future__ import annotations
+
+from narrows.protocols.errors import UsageError
+
+LOCAL_HOSTS = ("127.0.0.1", "localhost")  # not all of loopback: a test proxy listens on another address of it
+ANY_HOSTS = ("0.0.0.0", "*", "[::]")  # what binds to every address of a machine
+
+
+def parse_address(flag: str, address: str, any_port: bool = False) -> tuple[str, int]:
+    """(host, port) of tcp://host:port; `any_port`: 0 is one too. Raises UsageError, one sentence that names the flag."""
+    host, colon, port = address.removeprefix("tcp://").rpartition(":")
+    fits = port.isdigit() and (0 if any_port else 1) <= int(port) < 65536
+    if not address.startswith("tcp://") or not colon or not host or not fits:
+        example = "for example tcp://127.0.0.1:5555" if any_port else "as ps-serve printed it"
+        raise UsageError(f"{flag} {address}: write it as tcp://HOST:PORT, {example}")
+    return host, int(port)
+
+
+def is_address(address: str) -> bool:
+    """Whether an address that a peer told is one."""
+    try:
+        parse_address("", address)
+    except UsageError:
+        return False
+    return True
+
+
+def local_endpoint(port: int) -> str:
+    """The Unix socket (Linux, abstract name) of the server that listens on this TCP port of the same machine.
+
+    It moves a model a quarter faster than TCP over loopback. Its name lives in the network namespace, as the port does.
+    """
+    return f"ipc://@narrows-{port}"

@@ -1,0 +1,256 @@
+"""The child processes of a command, and what they say, in one bounded queue.
+
+Rules
+- A child leads a process group: Ctrl-C reaches it through us, once, and what it started can be ended with it.
+- An event is (index of the child, kind, value). A line of a pipe of kind "event" is a JSON object: its "event" is the kind, and
+  it the value. A line of any other pipe is the value, with the kind of the pipe.
+- "exit" is the last event of a child, with its code: it comes once its pipes are read.
+- Children are forked by a nursery (launch.py) from its event "ready" on. Before that, and where that says why there is no fork,
+  each is an interpreter of its own. The nursery's "say" is what it does meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from narrows.protocols.runtime import launch
+
+EVENTS_MAX = 100_000  # lines that wait to be shown: then their writers wait
+PIPES_END_S = 2.0  # a process that a child left behind may keep its pipes open for ever
+FORK_S = 30.0  # a fork takes milliseconds, and on a machine that swaps longer
+NURSERY = -9  # in place of a child's index
+GONE = "the process that forks them has ended"
+
+Event = tuple[int, str, Any]
+
+
+class Child:
+    """One process, the leader of its group."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.stdin = -1  # where its stdin is ours
+        self.code: int | None = None  # once it has ended; negative: by this signal
+        self._over = threading.Event()
+
+    def ended(self, code: int) -> None:
+        self.code = code
+        self._over.set()
+
+    def wait(self, timeout_s: float | None = None) -> int | None:
+        """Its exit code, or None after `timeout_s`."""
+        self._over.wait(timeout_s)
+        return self.code
+
+    def signal(self, number: int) -> None:
+        if self.code is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """It and whatever it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def write(self, line: str) -> None:
+        """Give it a line, if it is still there."""
+        with contextlib.suppress(BrokenPipeError):
+            if self.stdin >= 0:
+                os.write(self.stdin, line.encode() + b"\n")
+
+    def close_stdin(self) -> None:
+        if self.stdin >= 0:
+            os.close(self.stdin)
+            self.stdin = -1
+
+
+class Children:
+    """Starts children, and hears them."""
+
+    def __init__(self) -> None:
+        self.events: queue.Queue[Event] = queue.Queue(EVENTS_MAX)
+        self.nursery: Child | None = None
+        self.why: str | None = None  # the nursery does not fork; "": it does; None: it has not said yet
+        self.forked: dict[int, Child] = {}  # by it, that have not ended
+        self.answers: queue.Queue[Child | str] = queue.Queue()  # of the nursery: a child, or why there is none
+
+    @property
+    def forks(self) -> bool:
+        return self.why == ""
+
+    def prepare(self, env: Mapping[str, str], needs: Sequence[tuple[str, str]]) -> None:
+        """Start a nursery in the environment that all children share; `needs` as in launch.py."""
+        if not launch.POSSIBLE:
+            self._ready("they can be forked on Linux only")
+            return
+        self.port, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.port.send(json.dumps([*needs]).encode())
+        # OpenBLAS makes its threads when it is loaded: a child asks for more.
+        env = {**env, "OPENBLAS_NUM_THREADS": "1"}
+        passed = {launch.SOCKET: theirs.fileno()}
+        self.nursery = self.start(NURSERY, launch.WORDS, env, listens={1: "err", 2: "err"}, passed=passed)
+        theirs.close()
+        threading.Thread(target=self._hear_nursery, daemon=True).start()
+
+    def close(self) -> None:
+        """End the nursery."""
+        if self.nursery is not None:
+            self.nursery.kill()
+            self.nursery.wait()
+
+    def start(
+        self,
+        index: int,
+        words: Sequence[str],
+        env: Mapping[str, str],
+        *,
+        listens: Mapping[int | str, str],
+        stdin: bool = False,
+        passed: Mapping[str, int] | None = None,
+        name: str = "",
+    ) -> Child:
+        """Start python with these words.
+
+        listens: the kind of what comes on a descriptor (1, 2), or on one whose number is in a variable. stdin: it gets a pipe.
+        passed: descriptors of ours, by the variable that names them to the child. name: as `top` shows it, where it is forked.
+        """
+        standard, handed = [os.open(os.devnull, os.O_RDWR), 1, 2], dict(passed or {})
+        pipes: list[tuple[str, int]] = []
+        theirs = standard[:1]  # ends that are the child's alone
+        for where, kind in listens.items():
+            ours, end = os.pipe()
+            pipes.append((kind, ours))
+            theirs.append(end)
+            if isinstance(where, int):
+                standard[where] = end
+            else:
+                handed[where] = end
+        to_child = -1
+        if stdin:
+            standard[0], to_child = os.pipe()
+            theirs.append(standard[0])
+        forked = self._fork(words, env, name, standard, handed) if self.forks else None
+        child, wait = forked or self._spawn(words, env, standard, handed)
+        for fd in theirs:
+            os.close(fd)
+        child.stdin = to_child
+        readers = [threading.Thread(target=self._read, args=(index, *pipe), daemon=True) for pipe in pipes]
+        for reader in readers:
+            reader.start()
+        threading.Thread(target=self._wait, args=(index, child, wait, readers), daemon=True).start()
+        return child
+
+    def _spawn(
+        self, words: Sequence[str], env: Mapping[str, str], standard: Sequence[int], handed: Mapping[str, int]
+    ) -> tuple[Child, Callable[[], int | None]]:
+        process = subprocess.Popen(
+            [sys.executable, *words],
+            env={**env, **{name: str(fd) for name, fd in handed.items()}},
+            stdin=standard[0],
+            stdout=standard[1],
+            stderr=standard[2],
+            pass_fds=tuple(handed.values()),
+            start_new_session=True,
+        )
+        return Child(process.pid), process.wait
+
+    def _fork(
+        self,
+        words: Sequence[str],
+        env: Mapping[str, str],
+        name: str,
+        standard: Sequence[int],
+        handed: Mapping[str, int],
+    ) -> tuple[Child, Callable[[], int | None]] | None:
+        """A child of the nursery, or None where it does not fork."""
+        request = {"words": [*words], "env": dict(env), "name": name, "handed": [*handed]}
+        try:
+            socket.send_fds(self.port, [json.dumps(request).encode()], [*standard, *handed.values()])
+            answer = self.answers.get(timeout=FORK_S)
+        except (OSError, queue.Empty) as error:
+            answer = str(error) or f"no answer came within {FORK_S:.0f} s"
+        if isinstance(answer, Child):
+            return answer, answer.wait
+        self._ready(answer)
+        return None
+
+    def _ready(self, why: str) -> None:
+        if not self.why:  # it is said once
+            self.why = why
+            self.events.put((NURSERY, "ready", {"why": why}))
+
+    def _hear_nursery(self) -> None:
+        with self.port, contextlib.suppress(OSError):
+            while raw := self.port.recv(launch.MESSAGE_BYTES_MAX):
+                kind, *values = json.loads(raw)
+                if kind == "pid":
+                    self.forked[values[0]] = child = Child(values[0])
+                    if not self.forks:
+                        child.kill()  # it came too late: another one was started in its place
+                    self.answers.put(child)
+                elif kind == "ended":
+                    self.forked.pop(values[0]).ended(values[1])
+                elif kind == "refused":
+                    self.answers.put(values[0])
+                elif kind == "ready":
+                    self._ready(values[0])
+                else:
+                    self.events.put((NURSERY, kind, {"text": values[0]}))
+        self._ready(GONE)
+        self.answers.put(GONE)
+        for child in self.forked.values():
+            child.kill()
+            child.ended(-signal.SIGKILL)
+
+    def next(self, timeout_s: float) -> Event | None:
+        """The next event, or None after `timeout_s`."""
+        try:
+            return self.events.get(timeout=max(0.0, timeout_s))
+        except queue.Empty:
+            return None
+
+    def _read(self, index: int, kind: str, fd: int) -> None:
+        with open(fd, "rb") as stream:
+            for line in stream:
+                text = line.decode(errors="replace").rstrip("\n")
+                if kind != "event":
+                    self.events.put((index, kind, text))
+                elif line.endswith(b"\n"):  # else the last line of one that was killed while it wrote it
+                    self.events.put(_event(index, text))
+
+    def _wait(
+        self, index: int, child: Child, wait: Callable[[], int | None], readers: Sequence[threading.Thread]
+    ) -> None:
+        child.ended(wait() or 0)
+        deadline = time.monotonic() + PIPES_END_S
+        for reader in readers:
+            reader.join(max(0.0, deadline - time.monotonic()))
+        if index != NURSERY:
+            self.events.put((index, "exit", child.code))
+
+
+def _event(index: int, text: str) -> Event:
+    """The event that a line holds; a library may have written to the pipe too."""
+    try:
+        event = json.loads(text)
+        return index, event["event"], event
+    except (ValueError, TypeError, KeyError):
+        return index, "err", text
+
+
+def signal_name(number: int) -> str:
+    try:
+        return f"signal {number} ({signal.Signals(number).name})"
+    except ValueError:
+        return f"signal {number}"

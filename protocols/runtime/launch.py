@@ -1,0 +1,149 @@
+"""The nursery: a process that imports what children of a command need, once, and forks each of them.
+
+Rules
+- It forks while it has one thread and no device, and else says why not: then each child is an interpreter of its own.
+- What is imported, and called, is named by the command. None of it may start a pool of threads or open a device.
+- It ends with the socket to its command. Its children end by their own pipes.
+- To its command it says JSON lists: ["say", text], ["ready", why not], ["pid", number], ["refused", why], ["ended", pid, code].
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import select
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from narrows.protocols.runtime import interpreter
+
+# It leaves no name in __main__, which becomes that of a script, and no folder that a script has not on its path.
+WORDS = [
+    "-c",
+    "__import__('sys').flags.safe_path or __import__('sys').path.pop(0);"
+    "__import__('narrows.protocols.runtime.launch', fromlist=['main']).main()",
+]
+SOCKET = "NARROWS_NURSERY_FD"
+MESSAGE_BYTES_MAX = 1 << 17  # of a request, most of it the environment; the kernel's buffer holds one of them
+DESCRIPTORS_MAX = 16
+POSSIBLE = sys.platform == "linux" and hasattr(os, "pidfd_open")
+DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
+
+
+def unfit() -> str:
+    """Why this process must not be forked, "" where it may be."""
+    threads = len(os.listdir("/proc/self/task"))
+    if threads > 1:
+        return f"{threads} threads are alive after the imports"
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            path = os.readlink(f"/proc/self/fd/{fd}")
+            if path.startswith(DEVICES):
+                return f"an import has opened {path}"
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError as error:
+        return f"the kernel has no pidfd ({error.strerror})"
+    return ""
+
+
+class Nursery:
+    """One command's nursery, at the other end of `port`."""
+
+    def __init__(self, port: socket.socket) -> None:
+        self.port = port
+        self.poll = select.poll()
+        self.running: dict[int, int] = {}  # children that have not ended, by their pidfd
+
+    def tell(self, kind: str, *values: Any) -> None:
+        self.port.send(json.dumps([kind, *values]).encode())
+
+    def prepare(self, needs: Sequence[tuple[str, str]]) -> None:
+        """`needs`: what is said, and "module" to be imported, or "module:function" to be called; it may say more."""
+        say = partial(self.tell, "say")
+        gc.disable()  # nothing that is imported is garbage, and it is looked at again and again
+        for text, name in needs:
+            if text:
+                say(text)
+            module, _, function = name.partition(":")
+            imported = importlib.import_module(module)
+            if function:
+                getattr(imported, function)(say)
+        gc.enable()
+        gc.freeze()  # so that no child copies these pages by looking for garbage on them
+        self.tell("ready", unfit())
+
+    def serve(self) -> Callable[[], None]:
+        """Fork on request. Returns in a child only, with what it is to do."""
+        self.poll.register(self.port, select.POLLIN)
+        while True:
+            for fd, _ in self.poll.poll():
+                if fd in self.running:
+                    self._reap(fd)
+                    continue
+                raw, fds, _, _ = socket.recv_fds(self.port, MESSAGE_BYTES_MAX, DESCRIPTORS_MAX, socket.MSG_CMSG_CLOEXEC)
+                if not raw:
+                    os._exit(0)  # the command has ended
+                if begins := self._fork(fds, **json.loads(raw)):
+                    return begins
+
+    def _reap(self, fd: int) -> None:
+        pid = self.running.pop(fd)
+        self.poll.unregister(fd)
+        os.close(fd)
+        _, status = os.waitpid(pid, 0)
+        self.tell("ended", pid, os.waitstatus_to_exitcode(status))
+
+    def _fork(
+        self, fds: list[int], words: list[str], env: dict[str, str], name: str, handed: list[str]
+    ) -> Callable[[], None] | None:
+        """Start a child with `fds` as stdin, stdout, stderr, and those whose numbers the variables `handed` are to hold."""
+        if why := unfit():
+            self.tell("refused", why)
+        else:
+            leads, led = os.pipe()
+            pid = os.fork()
+            if not pid:
+                os.setsid()
+                self.port.close()
+                for fd in (leads, led, *self.running):
+                    os.close(fd)
+                return self._begins(fds, words, env, name, handed)
+            os.close(led)
+            os.read(leads, 1)  # its end: the child leads its group, so that it can be ended
+            os.close(leads)
+            watched = os.pidfd_open(pid)
+            self.running[watched] = pid
+            self.poll.register(watched, select.POLLIN)
+            self.tell("pid", pid)
+        for fd in fds:
+            os.close(fd)
+        return None
+
+    def _begins(
+        self, fds: list[int], words: list[str], env: dict[str, str], name: str, handed: list[str]
+    ) -> Callable[[], None]:
+        for number, fd in enumerate(fds[:3]):
+            os.dup2(fd, number)
+            os.close(fd)
+        for variable, fd in zip(handed, fds[3:], strict=True):
+            os.set_inheritable(fd, True)
+            env[variable] = str(fd)
+        interpreter.begin(name, env)
+        return partial(interpreter.run, words)
+
+
+def main() -> None:
+    nursery = Nursery(socket.socket(fileno=int(os.environ.pop(SOCKET))))
+    try:
+        nursery.prepare(json.loads(nursery.port.recv(MESSAGE_BYTES_MAX)))
+        begins = nursery.serve()
+    except BrokenPipeError:
+        os._exit(0)  # the command has ended
+    begins()

@@ -1,0 +1,229 @@
+"""The door to the network, and the only file that imports zmq. It carries frames and knows no message.
+
+Rules
+- One thread owns a `Sockets`; any other may only `wake` it.
+- A peer is the address that we dialled (str), or the routing id of one who dialled us (bytes).
+- Nothing waits for a peer. A message that finds no room, or nobody, is dropped, and its receipt says why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import zmq
+import zmq.utils.garbage  # its own exit handler, needed for zero-copy sends, must be registered before our last push at exit
+
+from narrows.protocols.addresses import ANY_HOSTS, LOCAL_HOSTS, local_endpoint, parse_address
+from narrows.protocols.errors import UsageError
+from narrows.protocols.messages import PARTS_MAX, Buffer
+from narrows.protocols.wire import HEADER_BYTES_MAX, PAYLOAD_BYTES_MAX
+
+QUEUE_MESSAGES_MAX = 4 * PARTS_MAX  # one state of the largest shard, four times: beyond it a slow peer loses messages
+LINGER_MS = 2000  # what was sent last may take so long to leave
+BURST = 64  # messages of one socket in a row: then the others, the commands and the clock have their turn
+ZERO_COPY_BYTES = 1 << 16  # below it pyzmq copies anyway
+RECONNECT_MS_MAX = 2000  # a peer that comes back is found within this
+MESSAGE_BYTES_MAX = max(PAYLOAD_BYTES_MAX, HEADER_BYTES_MAX)  # of one frame: longer ones end their connection
+PROBE_S = 1.0  # a Unix socket of this machine answers at once, or not at all
+OPTIONS = {
+    zmq.LINGER: LINGER_MS,
+    zmq.SNDHWM: QUEUE_MESSAGES_MAX,
+    zmq.RCVHWM: QUEUE_MESSAGES_MAX,
+    zmq.MAXMSGSIZE: MESSAGE_BYTES_MAX,
+    zmq.RECONNECT_IVL_MAX: RECONNECT_MS_MAX,
+}
+ROUTER = ("", False)  # in place of an address that we dialled
+
+Peer = str | bytes
+Socket = zmq.Socket[bytes]
+
+
+@dataclass(slots=True)
+class Receipt:
+    """The fate of a message. `dropped`: why it was not sent, "" where it was."""
+
+    dropped: str = ""
+    _tracker: zmq.MessageTracker | None = None
+
+    @property
+    def lent(self) -> bool:
+        """The frames may still be read: a buffer among them must not change."""
+        return self._tracker is not None and not self._tracker.done
+
+
+SENT = Receipt()  # the frames were copied
+FULL = Receipt("its queue is full")
+NOBODY = Receipt("nobody is connected under its name")
+
+
+class Port(Protocol):
+    """A runner sends and receives by this."""
+
+    def send(self, to: Peer, frames: Sequence[Buffer], *, control: bool = False) -> Receipt:
+        """Send without waiting. Frames are not copied: they must not change while the receipt says that they are lent.
+        `control`: by a connection of its own, so that large messages to the same peer do not hold it up."""
+
+    def receive(self, limit_ms: int) -> Iterable[tuple[Peer, list[Buffer]]]:
+        """Return the messages that came, after at most `limit_ms`. Each leaves its queue when it is asked for, not before."""
+
+    def hang_up(self, address: str) -> None:
+        """Let go of what was dialled there."""
+
+    def close(self) -> None:
+        """Let go of all; the last messages have LINGER_MS to leave."""
+
+
+class Drops:
+    """Messages that were dropped, by name. `tell` gets a sentence about the first of each name."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self.counts: Counter[str] = Counter()
+        self.tell = tell
+
+    def note(self, name: str, receipt: Receipt) -> None:
+        if receipt.dropped:
+            if name not in self.counts:
+                self.tell(f"a message to a peer was dropped ({name}): {receipt.dropped}; more of them are only counted")
+            self.counts[name] += 1
+
+
+class Sockets:
+    """A `Port` over ZeroMQ: a ROUTER for those who dial us, and a DEALER for each address that we dial."""
+
+    def __init__(self, io_threads: int = 1) -> None:
+        self._context = zmq.Context(io_threads=io_threads)
+        self._poller = zmq.Poller()
+        self._opened: dict[tuple[str, bool], Socket] = {}  # by the address dialled and `control`; ROUTER: the router
+        self._watched: dict[int, Callable[[], object]] = {}
+        self._awake, self._waker = socket.socketpair()
+        self._awake.setblocking(False)
+        self._waker.setblocking(False)
+        self.watch(self._awake.fileno(), lambda: self._awake.recv(4096))
+
+    def _open(self, key: tuple[str, bool], kind: int) -> Socket:
+        made = self._opened[key] = self._context.socket(kind)
+        for option, value in OPTIONS.items():
+            made.setsockopt(option, value)
+        self._poller.register(made, zmq.POLLIN)
+        return made
+
+    def listen(self, address: str) -> int:
+        """Let others dial tcp://host:port, where port 0 takes any, and the Unix socket beside it; return the port.
+
+        Raises UsageError naming the address.
+        """
+        router = self._open(ROUTER, zmq.ROUTER)
+        router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        try:
+            router.bind(address.removesuffix(":0") + ":*" if address.endswith(":0") else address)
+        except zmq.ZMQError as error:
+            why = f"{error.strerror}; is another ps-serve running there?"
+            raise UsageError(f"cannot listen on {address}: {why}") from None
+        host, port = router.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("tcp://").rsplit(":", 1)
+        if sys.platform == "linux" and host in ("0.0.0.0", *LOCAL_HOSTS):
+            router.bind(local_endpoint(int(port)))
+        return int(port)
+
+    def _dial(self, key: tuple[str, bool]) -> Socket:
+        """A DEALER of its own for each address: several connects on one socket would take turns."""
+        dealer = self._open(key, zmq.DEALER)
+        dealer.connect(key[0])
+        return dealer
+
+    def hang_up(self, address: str) -> None:
+        for key in [key for key in self._opened if key[0] == address]:
+            dealer = self._opened.pop(key)
+            self._poller.unregister(dealer)
+            dealer.close()
+
+    def send(self, to: Peer, frames: Sequence[Buffer], *, control: bool = False) -> Receipt:
+        key, head = ((to, control), frames[:1]) if isinstance(to, str) else (ROUTER, [to, frames[0]])
+        target = self._opened.get(key) or self._dial(key)
+        try:
+            if len(frames) == 2 and len(frames[1]) >= ZERO_COPY_BYTES:
+                target.send_multipart(head, zmq.SNDMORE | zmq.NOBLOCK)
+                return Receipt("", target.send(frames[1], zmq.NOBLOCK, copy=False, track=True))
+            target.send_multipart([*head, *frames[1:]], zmq.NOBLOCK)
+        except zmq.Again:
+            return FULL
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return NOBODY
+        return SENT
+
+    def receive(self, limit_ms: int) -> Iterator[tuple[Peer, list[Buffer]]]:
+        ready = dict(self._poller.poll(limit_ms))
+        for fd, called in [*self._watched.items()]:
+            if fd in ready:
+                called()
+        for key, source in [*self._opened.items()]:
+            for _ in range(BURST if source in ready else 0):
+                if source.closed:  # hung up meanwhile
+                    break
+                try:
+                    frames = source.recv_multipart(zmq.NOBLOCK, copy=False)
+                except zmq.Again:
+                    break
+                peer = frames.pop(0).bytes if key == ROUTER else key[0]
+                yield peer, [frame.buffer for frame in frames]
+
+    def watch(self, fd: int, called: Callable[[], object]) -> None:
+        """Have `called` run by `receive` while this file descriptor has something to be read."""
+        self._watched[fd] = called
+        self._poller.register(fd, zmq.POLLIN)
+
+    def unwatch(self, fd: int) -> None:
+        del self._watched[fd]
+        self._poller.unregister(fd)
+
+    def wake(self) -> None:
+        """End the wait of `receive`; any thread. Where it is awake already, or closed, that is no reason to wait."""
+        with contextlib.suppress(OSError):
+            self._waker.send(b"\0")
+
+    def close(self) -> None:
+        for opened in self._opened.values():
+            opened.close()
+        self._awake.close()
+        self._waker.close()
+        self._context.term()
+
+
+# Which address of a machine leads where.
+
+
+def endpoint(host: str, port: int) -> str:
+    """Where to dial: the Unix socket of a server on this machine, where there is one, else TCP."""
+    if sys.platform == "linux" and host in LOCAL_HOSTS:
+        local = local_endpoint(port)
+        with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(OSError):
+            probe.settimeout(PROBE_S)
+            probe.connect("\0" + local.removeprefix("ipc://@"))
+            return local
+    return f"tcp://{host}:{port}"
+
+
+def own_host(host: str, port: int) -> str:
+    """The address of this machine that leads to `host`: where peers on the same network reach it."""
+    family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(target)  # UDP: nothing is sent
+        found = str(probe.getsockname()[0])
+    return f"[{found}]" if ":" in found else found
+
+
+def reached(bound: str, parent: str) -> str:
+    """The host by which other clusters reach what is bound to `bound`: that itself, or the address that leads to `parent`."""
+    host = bound.removeprefix("tcp://").rpartition(":")[0]
+    if host not in ANY_HOSTS:
+        return host
+    with contextlib.suppress(OSError):
+        return own_host(*parse_address("--parent", parent))
+    return socket.gethostname()

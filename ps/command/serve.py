@@ -1,0 +1,332 @@
+"""ps-serve at work: it starts the shard processes of a cluster, shows what happens, and ends them.
+
+It owns the processes and the console; each process owns its shard. Exit codes: docs/architecture.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from narrows.protocols.addresses import ANY_HOSTS, parse_address
+from narrows.protocols.errors import NarrowsError, UsageError
+from narrows.protocols.modes import Rule
+from narrows.protocols.runtime.children import Child, Children
+from narrows.protocols.runtime.flags import ALLOCATOR, given
+from narrows.protocols.settings import Settings
+
+START_S = 120.0  # a cold machine compiles kernels first
+END_S = 40.0  # a shard that does not end within this after the stop is killed
+EMBEDDED = os.environ.get("NARROWS_EMBEDDED") == "1"  # in a ps-worker, which ends us by closing our stdin
+NAME = "ps-worker" if EMBEDDED else "ps-serve"
+
+SHOWN = {
+    "member": "worker {worker} (rank {rank}, {host}) {how} at clock {clock}; {live} live",
+    "discarded": "update {clock} of worker {worker} was discarded on shard {shard}: {why}",
+    "restart": "shard {shard} was restarted: clocks {from_clock} to {to_clock} are lost",
+    "checkpoint": "shard {shard}: checkpoint of clock {clock}",
+}  # any other event has its own text
+SHOWN_EMBEDDED = ("discarded", "restart", "lost", "refused", "hyper", "dropped")  # what a user of ps-worker must know
+
+
+NEEDS = [("loading kernels ...", "narrows.compression:warm_up"), ("", "narrows.ps.process.runner")]
+OPTIMIZERS = [("importing torch ...", "narrows.ps.optimizers:warm_up")]  # where gradients are pushed
+
+
+def environment() -> dict[str, str]:
+    """Each shard has one thread, and no module of the folder in which ps-serve was started."""
+    ones = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS", "PYTHONSAFEPATH"), "1")
+    return ALLOCATOR | os.environ | ones
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def say(text: str, error: bool = False) -> None:
+    """One line for the console. That of an embedded server is ps-worker's, whose stdout is the script's."""
+    click.echo(f"{NAME}: {text}", err=error or EMBEDDED)
+
+
+def doing(text: str) -> None:
+    """Say what the run has to wait for."""
+    if EMBEDDED:
+        print(json.dumps({"event": "say", "text": text}), flush=True)
+    else:
+        say(text)
+
+
+def show(name: str, values: dict[str, Any]) -> None:
+    """An event of a shard on the console; of an embedded server only some."""
+    if not EMBEDDED or name in SHOWN_EMBEDDED or values.get("how") == "expired":
+        say(SHOWN[name].format(**values) if name in SHOWN else str(values.get("text", values)))
+
+
+class Cluster:
+    """The shard processes of one ps-serve."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.host, self.port = "", 0
+        self.told: dict[str, Any] = {}  # what every shard is told
+        self.children = Children()
+        self.ready = False  # shards can be started
+        self.shards: list[Child] = []
+        self.ports: dict[int, int] = {}  # of those that are bound
+        self.done: set[int] = set()  # that said so
+        self.ended: set[int] = set()
+        self.errors: list[tuple[int, int, str]] = []  # shard, exit code, sentence
+        self.checkpoint = -1  # clock of the newest
+        self.signals: list[int] = []
+        self.asked: list[int] = []  # to show the tree
+
+    def listen(self) -> None:
+        """Hear what this process is told: signals, and the end of stdin where it is embedded."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda number, frame: self.signals.append(number))
+        signal.signal(signal.SIGUSR1, lambda number, frame: self.asked.append(number))
+
+        def until_stdin_ends() -> None:
+            while os.read(0, 4096):
+                pass
+            self.signals.append(signal.SIGTERM)
+
+        if EMBEDDED:
+            threading.Thread(target=until_stdin_ends, daemon=True).start()
+
+    def prepare(self) -> None:
+        """Begin to import what shards need."""
+        needs = NEEDS + OPTIMIZERS if self.settings.mode().rule is Rule.OPTIMIZER else NEEDS
+        self.children.prepare(environment(), needs)
+
+    def start(self) -> None:
+        """Start all shards; return once they can be dialled, or a signal has come. Shard 0 first: the others dial it."""
+        deadline = time.monotonic() + START_S
+        self._until(lambda: self.ready, deadline)
+        for indices in (range(1), range(1, self.settings.shards)):
+            for index in indices if not self.signals else ():
+                self._start(index)
+            self._until(lambda: len(self.ports) == indices.stop, deadline)  # noqa: B023 - called at once
+
+    def _until(self, done: Callable[[], bool], deadline: float) -> None:
+        while not done() and not self.signals:
+            self._take(min(0.1, deadline - time.monotonic()))
+            for _, code, text in self.errors:
+                raise (UsageError if code == UsageError.exit_code else NarrowsError)(text)
+            if self.ended:
+                raise NarrowsError(f"shard {min(self.ended)} ended while it started; its message is above")
+            if time.monotonic() > deadline:
+                raise NarrowsError(f"a shard process did not start within {START_S:.0f} s")
+
+    def _start(self, index: int) -> None:
+        here = "127.0.0.1" if self.host in ANY_HOSTS else self.host
+        told = self.told | {
+            "index": index,
+            "settings": asdict(self.settings),
+            "bind": f"tcp://{self.host}:{self.port + index if self.port else 0}",
+            "coordinator": f"tcp://{here}:{self.ports[0]}" if index else "",
+        }
+        words, name = ["-m", "narrows.ps.process.main"], f"ps-shard-{index}"
+        self.shards.append(
+            self.children.start(index, words, environment(), listens={1: "event"}, stdin=True, name=name)
+        )
+        self.shards[index].write(json.dumps(told))
+
+    def watch(self) -> int:
+        """Show events until every process has ended; one that ends before the others is an error."""
+        stopping, deadline = False, float("inf")
+        while len(self.ended) < self.settings.shards:
+            if self.signals and not stopping:
+                stopping, deadline = True, time.monotonic() + END_S
+                self.shards[0].close_stdin()  # it writes a checkpoint and ends the run; the others follow
+            if self.asked:
+                self.asked.clear()
+                self.shards[0].write("")
+            if time.monotonic() > deadline or len(self.signals) > 1:
+                say("a shard did not end in time and was killed")
+                return 1
+            known = len(self.errors)
+            self._take(0.1)
+            for index, _, text in self.errors[known:]:
+                say(f"shard {index}: {text}", error=True)
+            for index in self.ended - self.done:
+                if not self.errors:
+                    go_on = f"; --checkpoint-dir {self.told['checkpoint_dir']} --resume goes on from clock {self.checkpoint}"
+                    say(f"shard {index} died and the run ends{go_on if self.checkpoint >= 0 else ''}", error=True)
+                return self.code or 1
+            if self.ended:
+                deadline = min(deadline, time.monotonic() + END_S)
+        return self.code
+
+    @property
+    def code(self) -> int:
+        return self.errors[-1][1] if self.errors else 0
+
+    def _take(self, timeout_s: float) -> None:
+        """Handle the next event, if one comes in time."""
+        if event := self.children.next(timeout_s):
+            index, kind, value = event
+            TAKEN[kind](self, index, value)
+
+    def _exited(self, index: int, code: int) -> None:
+        self.ended.add(index)
+
+    def _err(self, index: int, line: str) -> None:
+        click.echo(line, err=True)
+
+    def _prepared(self, index: int, event: dict[str, Any]) -> None:
+        self.ready = True
+        if event["why"]:
+            say(f"each shard starts in an interpreter of its own: {event['why']}")
+
+    def _bound(self, index: int, event: dict[str, Any]) -> None:
+        self.ports[index] = event["port"]
+
+    def _says(self, index: int, event: dict[str, Any]) -> None:
+        doing(event["text"])
+
+    def _done(self, index: int, event: dict[str, Any]) -> None:
+        self.done.add(index)
+
+    def _failed(self, index: int, event: dict[str, Any]) -> None:
+        self.errors.append((index, event["code"], event["text"]))
+
+    def _logged(self, index: int, event: dict[str, Any]) -> None:
+        if event["name"] == "checkpoint" and index == 0:
+            self.checkpoint = event["values"]["clock"]
+        show(event["name"], event["values"])
+
+    def merge(self) -> None:
+        """Write the whole model of the last checkpoint."""
+        from narrows.ps.process import checkpoints
+
+        clock, told = self.checkpoint, self.told["checkpoint_dir"]
+        if clock >= 0 and told:
+            path = checkpoints.merge(Path(told), self.settings.shards, clock, checkpoints.buffers(Path(told), clock))
+            at = "that the workers ended with" if self.settings.mode().rule is Rule.MIX else f"at clock {clock}"
+            say(f"the model {at} is in {path}")
+
+    def kill(self) -> None:
+        """End what is left."""
+        for shard in self.shards:
+            if shard.code is None:
+                shard.kill()
+            shard.wait()
+        self.children.close()
+
+
+TAKEN: dict[str, Callable[[Cluster, int, Any], None]] = {
+    "err": Cluster._err,
+    "exit": Cluster._exited,
+    "ready": Cluster._prepared,
+    "say": Cluster._says,
+    "bound": Cluster._bound,
+    "done": Cluster._done,
+    "error": Cluster._failed,
+    "log": Cluster._logged,
+}
+
+
+def checked(settings: Settings, bind: str, parent: str, insecure: bool, resume: bool) -> tuple[str, int]:
+    """(host, port) to bind. Raises UsageError where the flags do not go together."""
+    from narrows.compression import SpecError, ladder
+
+    for name in ("compress", "compress_down"):
+        try:
+            ladder(getattr(settings, name))
+        except SpecError as error:
+            raise UsageError(f"--{name.replace('_', '-')} {getattr(settings, name)}: {error}") from None
+    host, port = parse_address("--bind", bind, any_port=True)
+    mixes = settings.mode().rule is Rule.MIX
+    if not is_loopback(host) and not insecure:
+        raise UsageError(f"--bind {bind}: anyone who reaches it could join; keep to loopback or say --insecure")
+    if resume and mixes:
+        raise UsageError(
+            "--resume: under --sync gossip the model is with the workers, and a run begins with theirs; load model.safetensors "
+            "of --checkpoint-dir in the script"
+        )
+    if parent:
+        parse_address("--parent", parent)
+        if mixes:
+            raise UsageError(
+                "--parent: under --sync gossip no update goes through this server; choose another mode here"
+            )
+    if port + settings.shards - 1 >= 65536:
+        raise UsageError(
+            f"--bind {bind}: --shards {settings.shards} take the ports from there on, and 65535 is the last"
+        )
+    return host, port
+
+
+def serve(
+    bind: str,
+    parent: str,
+    parent_timeout: float,
+    insecure: bool,
+    checkpoint_dir: str,
+    resume: bool,
+    ready_file: str,
+    **flags: Any,
+) -> int:
+    cluster = Cluster(Settings(**given(flags)).validated())
+    cluster.prepare()
+    from narrows.ps.process import checkpoints  # and NumPy, while others import
+
+    folder = ""
+    try:
+        cluster.host, cluster.port = checked(cluster.settings, bind, parent, insecure, resume)
+        folder = checkpoints.make_folder(checkpoint_dir, resume)
+        cluster.told = {
+            "first_epoch": time.time_ns() // 1_000_000 << 10,  # greater than in any earlier life of this run
+            "checkpoint_dir": folder,
+            "resume": resume,
+            "parent": parent,
+            "parent_timeout": parent_timeout,
+        }
+        cluster.listen()
+        cluster.start()
+        if not cluster.signals:
+            announce(cluster, ready_file)
+            if code := cluster.watch():
+                return code
+            cluster.merge()
+        return 128 + cluster.signals[0] if cluster.signals and not EMBEDDED else 0
+    finally:
+        cluster.kill()
+        if not checkpoint_dir and folder:
+            for empty in (folder, checkpoints.DEFAULT):
+                with contextlib.suppress(OSError):
+                    os.rmdir(empty)
+
+
+def announce(cluster: Cluster, ready_file: str) -> None:
+    """Say that workers can join, and where."""
+    shown = socket.gethostname() if cluster.host in ANY_HOSTS else cluster.host
+    ports = [cluster.ports[index] for index in sorted(cluster.ports)]
+    address = f"tcp://{shown}:{ports[0]}"
+    if ready_file:
+        pids = [shard.pid for shard in cluster.shards]
+        temporary = Path(f"{ready_file}.{os.getpid()}.tmp")
+        temporary.write_text(json.dumps({"address": address, "ports": ports, "pid": os.getpid(), "shard_pids": pids}))
+        os.replace(temporary, ready_file)
+    if EMBEDDED:
+        print(json.dumps({"event": "serves", "address": address}), flush=True)
+    else:
+        noun = "shard" if cluster.settings.shards == 1 else "shards"
+        say(f"serves {cluster.settings.shards} {noun}, --sync {cluster.settings.sync}; on a worker machine:")
+        click.echo(f"    ps-worker --server {address} SCRIPT.py")

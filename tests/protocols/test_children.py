@@ -1,0 +1,125 @@
+"""Child processes, forked and not: what they say, in order, and that nothing of them is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kit.processes import GONE_S, alive, environment, until
+
+from narrows.protocols.runtime.children import NURSERY, PIPES_END_S, Child, Children, Event, signal_name
+
+ENV = environment()
+Start = Callable[..., tuple[Children, Child]]
+
+
+@pytest.fixture(scope="module", params=["fresh", "forked"])
+def children(request: pytest.FixtureRequest) -> Iterator[Children]:
+    made = Children()
+    if request.param == "forked":
+        made.prepare(ENV, [])
+        assert made.next(GONE_S) == (NURSERY, "ready", {"why": ""})
+    yield made
+    assert made.forks == (request.param == "forked")
+    made.close()
+
+
+@pytest.fixture
+def start(children: Children, tmp_path: Path) -> Start:
+    def started(script: str, **more: Any) -> tuple[Children, Child]:
+        path = tmp_path / "script.py"
+        path.write_text(script)
+        listens = {1: "out", 2: "err", "TOLD": "event"}
+        return children, children.start(7, [str(path)], ENV, **{"listens": listens} | more)
+
+    return started
+
+
+def everything(children: Children) -> list[Event]:
+    """The events of one child, to its end."""
+    events: list[Event] = []
+    while not events or events[-1][1] != "exit":
+        event = children.next(GONE_S)
+        assert event is not None, events
+        events.append(event)
+    return events
+
+
+def test_what_a_child_says_comes_as_events_and_its_end_is_the_last(start: Start) -> None:
+    children, child = start(
+        "import os, sys\n"
+        "print('said')\nprint('warned', file=sys.stderr)\n"
+        "told = os.fdopen(int(os.environ['TOLD']), 'w')\n"
+        'told.write(\'{"event": "one"}\\nno json\\n{"cut":\')\n'
+        "told.close()\n"
+        "sys.exit(3)"
+    )
+    *events, last = everything(children)
+    assert last == (7, "exit", 3) and child.code == 3 and child.wait() == 3
+    assert {(kind, str(value)) for _, kind, value in events} == {
+        ("out", "said"), ("err", "warned"), ("one", "{'event': 'one'}"), ("err", "no json"),
+    }  # fmt: skip
+
+
+def test_a_child_has_its_stdin_and_what_it_is_passed(start: Start) -> None:
+    ours, theirs = os.pipe()
+    script = (
+        "import os, sys\nos.write(int(os.environ['FD']), sys.stdin.readline().encode() + sys.stdin.read().encode())"
+    )
+    children, child = start(script, stdin=True, passed={"FD": theirs})
+    child.write("a line")
+    child.close_stdin()
+    child.close_stdin()
+    assert everything(children) == [(7, "exit", 0)] and os.read(ours, 99) == b"a line\n"
+    child.write("to nobody")
+    for fd in (ours, theirs):
+        os.close(fd)
+
+
+def test_a_child_that_is_gone_is_written_to_in_vain(start: Start) -> None:
+    children, child = start("pass", stdin=True)
+    everything(children)
+    child.write("too late")
+    child.signal(signal.SIGTERM)
+    child.kill()
+    child.close_stdin()
+
+
+def test_a_child_leads_a_group_that_is_ended_with_it(start: Start) -> None:
+    children, child = start(
+        "import subprocess, time\nprint(subprocess.Popen(['sleep', '600'], stdout=2).pid, flush=True)\ntime.sleep(600)"
+    )
+    event = children.next(GONE_S)
+    assert event is not None and os.getpgid(child.pid) == child.pid == os.getsid(child.pid)
+    grandchild = int(event[2])
+    assert alive(grandchild)
+    child.kill()
+    assert everything(children)[-1] == (7, "exit", -signal.SIGKILL)
+    until(lambda: not alive(grandchild), "what it started to be gone", GONE_S)
+
+
+def test_who_keeps_the_pipes_of_a_child_holds_up_its_end_for_a_while_only(start: Start) -> None:
+    began = time.monotonic()
+    children, child = start("import subprocess\nsubprocess.Popen(['sleep', '600'])")
+    try:
+        assert everything(children) == [(7, "exit", 0)]
+        assert PIPES_END_S <= time.monotonic() - began < PIPES_END_S + GONE_S
+    finally:
+        child.kill()
+
+
+def test_nothing_comes_where_nothing_is_said() -> None:
+    children = Children()
+    assert children.next(0.01) is None and children.next(-1.0) is None
+    assert Child(os.getpid()).wait(0.01) is None
+    children.close()
+
+
+@pytest.mark.parametrize(("number", "name"), [(9, "signal 9 (SIGKILL)"), (99, "signal 99")])
+def test_signals_have_names(number: int, name: str) -> None:
+    assert signal_name(number) == name

@@ -1,0 +1,247 @@
+"""The door to the network: frames go and come, nothing waits, and what is dropped is counted."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+from kit.processes import until
+
+from narrows.protocols import messages as m
+from narrows.protocols.addresses import is_address, parse_address
+from narrows.protocols.effects import MemberEffect, Send
+from narrows.protocols.errors import UsageError
+from narrows.protocols.runtime.sockets import (
+    BURST,
+    FULL,
+    NOBODY,
+    QUEUE_MESSAGES_MAX,
+    SENT,
+    ZERO_COPY_BYTES,
+    Drops,
+    Peer,
+    Sockets,
+    endpoint,
+    own_host,
+    reached,
+)
+from narrows.protocols.settings import Settings
+from narrows.ps.process.runner import Process, Runner
+from narrows.worker.runner import Link
+
+LONG_MS = 10_000
+CLOSED = "tcp://127.0.0.1:1"
+Heard = list[tuple[Peer, list[bytes]]]
+
+
+@pytest.fixture
+def server() -> Iterator[Sockets]:
+    with closing(Sockets()) as made:
+        yield made
+
+
+@pytest.fixture
+def child() -> Iterator[Sockets]:
+    with closing(Sockets()) as made:
+        yield made
+
+
+def hear(port: Sockets, count: int) -> Heard:
+    """The next `count` messages."""
+    heard: Heard = []
+    deadline = time.monotonic() + LONG_MS / 1000
+    while len(heard) < count:
+        assert time.monotonic() < deadline, heard
+        heard += [(peer, [bytes(frame) for frame in frames]) for peer, frames in port.receive(100)]
+    return heard
+
+
+def test_frames_go_there_and_back(server: Sockets, child: Sockets) -> None:
+    address = f"tcp://127.0.0.1:{server.listen('tcp://127.0.0.1:0')}"
+    messages: list[list[bytes]] = [[b"head"], [b"head", b""], [b"head", b"x" * ZERO_COPY_BYTES], [b"", b"x"]]
+    for frames in messages:
+        assert not child.send(address, frames).dropped
+    heard = hear(server, len(messages))
+    assert [frames for _, frames in heard] == messages
+    ((peer, _), *_) = heard
+    for frames in messages:
+        assert not server.send(peer, frames).dropped
+    assert hear(child, len(messages)) == [(address, frames) for frames in messages]
+
+
+def test_control_has_a_connection_of_its_own(server: Sockets, child: Sockets) -> None:
+    address = f"tcp://127.0.0.1:{server.listen('tcp://127.0.0.1:0')}"
+    for control in (False, True, False):
+        child.send(address, [b"x"], control=control)
+    peers = {peer for peer, _ in hear(server, 3)}
+    assert len(peers) == 2
+    for peer in peers:
+        server.send(peer, [b"y"])
+    assert hear(child, 2) == [(address, [b"y"])] * 2
+    child.hang_up(address)
+    until(lambda: all(server.send(peer, [b"z"]) is NOBODY for peer in peers), "both to be gone")
+
+
+def test_a_receipt_says_how_long_frames_are_lent(server: Sockets, child: Sockets) -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        port = taken.getsockname()[1]
+    large = memoryview(bytearray(ZERO_COPY_BYTES))
+    receipt = child.send(f"tcp://127.0.0.1:{port}", [b"head", large])  # nobody listens there yet
+    assert receipt.lent and not child.send(CLOSED, [b"head", large[:-1]]).lent
+    server.listen(f"tcp://127.0.0.1:{port}")
+    hear(server, 1)
+    until(lambda: not receipt.lent, "the frames to be given back")
+
+
+def test_what_finds_no_room_is_dropped_and_counted(child: Sockets) -> None:
+    told: list[str] = []
+    drops = Drops(told.append)
+    for _ in range(QUEUE_MESSAGES_MAX):
+        drops.note("Push", child.send(CLOSED, [b"x"]))
+    assert not told and not drops.counts
+    for _ in range(3):
+        drops.note("Push", child.send(CLOSED, [b"x"]))
+    drops.note("Pull", child.send(CLOSED, [b"head", bytes(ZERO_COPY_BYTES)]))
+    assert child.send(CLOSED, [b"x"]) is FULL and child.send(CLOSED, [b"x"], control=True) is SENT
+    assert drops.counts == {"Push": 3, "Pull": 1}
+    assert [(text.count("(Push)"), text.count("(Pull)"), text.count(FULL.dropped)) for text in told] == [
+        (1, 0, 1),
+        (0, 1, 1),
+    ]
+
+
+def test_what_is_for_nobody_is_dropped(server: Sockets) -> None:
+    server.listen("tcp://127.0.0.1:0")
+    assert server.send(b"stranger", [b"x"]) is NOBODY
+    assert server.send(b"stranger", [b"x", bytes(ZERO_COPY_BYTES)]) is NOBODY
+
+
+def test_no_peer_has_more_than_its_turn(server: Sockets, child: Sockets) -> None:
+    address = f"tcp://127.0.0.1:{server.listen('tcp://127.0.0.1:0')}"
+    for _ in range(BURST + 5):
+        child.send(address, [b"x"])
+    ((peer, _), *rest) = hear(server, BURST + 5)
+    assert len(rest) == BURST + 4
+    for _ in range(BURST + 5):
+        server.send(peer, [b"y"])
+        server.send(peer, [b"y"])
+    until(lambda: len(list(child.receive(100))) == BURST, "one turn")
+
+
+def test_who_stops_listening_loses_nothing(server: Sockets, child: Sockets) -> None:
+    address = f"tcp://127.0.0.1:{server.listen('tcp://127.0.0.1:0')}"
+    for number in range(3):
+        child.send(address, [b"%d" % number])
+    heard = [next(iter(server.receive(LONG_MS)))[1] for _ in range(3)]
+    assert [bytes(frames[0]) for frames in heard] == [b"0", b"1", b"2"]
+
+
+def test_another_thread_may_end_the_wait() -> None:
+    with closing(Sockets()) as waits:
+        for _ in range(100_000):  # more than any buffer holds
+            waits.wake()
+        began = time.monotonic()
+        thread = threading.Timer(0.1, waits.wake)
+        while time.monotonic() < began + 0.05:
+            list(waits.receive(0))
+        thread.start()
+        assert list(waits.receive(LONG_MS)) == [] and time.monotonic() < began + LONG_MS / 2000
+        thread.join()
+    waits.wake()
+
+
+def test_a_watched_descriptor_is_heard_until_it_is_not(server: Sockets) -> None:
+    ours, theirs = socket.socketpair()
+    heard: list[bytes] = []
+    with ours, theirs:
+        server.watch(ours.fileno(), lambda: heard.append(ours.recv(9)))
+        theirs.send(b"a")
+        list(server.receive(LONG_MS))
+        server.unwatch(ours.fileno())
+        theirs.send(b"b")
+        list(server.receive(10))
+    assert heard == [b"a"]
+
+
+def test_a_port_in_use_is_named(server: Sockets, child: Sockets) -> None:
+    address = f"tcp://127.0.0.1:{server.listen('tcp://127.0.0.1:0')}"
+    with pytest.raises(UsageError, match=f"cannot listen on {address}: .*; is another ps-serve running there"):
+        child.listen(address)
+
+
+# Addresses.
+
+
+def test_a_server_of_this_machine_is_dialled_by_its_unix_socket(server: Sockets, child: Sockets) -> None:
+    port = server.listen("tcp://127.0.0.1:0")
+    address = endpoint("127.0.0.1", port)
+    assert address.startswith("ipc://") and endpoint("127.0.0.2", port) == f"tcp://127.0.0.2:{port}"
+    child.send(address, [b"x"])
+    hear(server, 1)
+    assert endpoint("localhost", 1) == "tcp://localhost:1"  # nobody is there
+
+
+@pytest.mark.parametrize(("bound", "host"), [
+    ("tcp://10.0.0.7:0", "10.0.0.7"),
+    ("tcp://*:5555", "127.0.0.1"),
+    ("tcp://0.0.0.0:5555", "127.0.0.1"),
+])  # fmt: skip
+def test_the_host_by_which_others_reach_this_machine(bound: str, host: str) -> None:
+    assert reached(bound, "tcp://127.0.0.1:1") == host
+    assert own_host("127.0.0.1", 1) == "127.0.0.1"
+    assert reached("tcp://*:1", "tcp://no.such.host.invalid:1") == socket.gethostname()
+
+
+@pytest.mark.parametrize(
+    "address", ["", "here", "tcp://here", "tcp://here:0", "tcp://here:x", "ipc://@here:1", "tcp://:1"]
+)
+def test_what_is_no_address(address: str) -> None:
+    assert not is_address(address) and is_address("tcp://here:1")
+    with pytest.raises(UsageError, match="write it as tcp://HOST:PORT"):
+        parse_address("--server", address)
+
+
+# Runners, with a real queue that is full.
+
+
+def test_a_worker_says_what_it_drops_once(capfd: pytest.CaptureFixture[str]) -> None:
+    link = Link(CLOSED, "token", "here", b"")
+    some: list[MemberEffect] = [Send(0, m.LeaveAck("x"))] * (QUEUE_MESSAGES_MAX + 7)
+    link.call(lambda member, now: some)
+    until(lambda: link.drops.counts, "a message to be dropped")
+    link.close()
+    assert link.drops.counts == {"LeaveAck": 7}
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1 and said.startswith("ps-worker: a message to a peer was dropped (LeaveAck)")
+
+
+def test_a_server_says_what_it_drops_once_and_how_much_at_the_end(capfd: pytest.CaptureFixture[str]) -> None:
+    process = Process(0, Settings().validated(), "tcp://127.0.0.1:0", "", 1, "", False, parent=CLOSED)
+    with closing(Sockets()) as sockets:
+        runner = Runner(process, sockets, sockets.listen(process.bind))
+        runner.apply([Send(b"a stranger", m.LeaveAck("x"))] * 2)
+        runner.apply([Send(0, m.LeaveAck("x"))] * (QUEUE_MESSAGES_MAX + 3))
+        runner.totals()
+    first, above, done = (json.loads(line) for line in capfd.readouterr().out.splitlines())
+    assert first["name"] == "dropped" and "(LeaveAck)" in first["values"]["text"] and first["values"]["shard"] == 0
+    assert above["name"] == "above" and above["values"]["dropped"] == {"LeaveAck": 5}
+    assert done == {"event": "done", "dropped": {"LeaveAck": 5}}
+
+
+def test_only_views_of_the_store_are_lent(server: Sockets) -> None:
+    """Bytes that nobody can change need not be watched until they have left."""
+
+    def state(payload: m.Buffer) -> m.State:
+        return m.State(0, 0, 1, 0, 1, 0, 1, True, True, 0, 0, 0, (), 0, 0, payload)
+
+    process = Process(0, Settings().validated(), "tcp://127.0.0.1:0", "", 1, "", False, parent=CLOSED)
+    runner = Runner(process, server, server.listen(process.bind))
+    runner.apply([Send(0, state(bytes(ZERO_COPY_BYTES)))])
+    assert not runner._lent()
+    runner.apply([Send(0, state(memoryview(bytearray(ZERO_COPY_BYTES))))])
+    assert runner._lent()

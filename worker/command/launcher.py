@@ -1,0 +1,288 @@
+"""ps-worker at work: it launches N copies of a script against a server, its own embedded one when none is named.
+
+It owns the child processes. Exit codes: docs/architecture.md. Rules
+- Nothing outlives us, however we end: the embedded server ends with its stdin, a worker with NARROWS_PARENT_FD.
+- A child that ended well may leave behind what it likes.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from narrows.protocols.errors import (
+    AuthenticationError,
+    IncompatibleError,
+    ServerLostError,
+    UnreachableError,
+)
+from narrows.protocols.runtime.children import Child, Children, signal_name
+from narrows.protocols.runtime.flags import ALLOCATOR
+from narrows.protocols.wire import pack
+from narrows.worker.command.console import Console
+from narrows.worker.command.options import RANKS, Options, above
+from narrows.worker.command.recording import Recording
+
+SERVER_START_S = 150.0
+CHILD_END_S = 15.0  # after Ctrl-C
+SERVER_END_S = 60.0
+TELL_S = 5.0
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
+NEEDS = [
+    ("importing torch ...", "torch"),
+    ("loading kernels ...", "narrows.worker.session:warm_up"),
+    ("", "narrows.worker.optimizer"),
+]
+SERVER = -1  # in place of a worker's index
+SWITCHED = "worker {} codes with {to}, not {from}, from clock {clock} on: {reason}"
+FATAL = (AuthenticationError.exit_code, IncompatibleError.exit_code)
+
+
+class Launcher:
+    """One ps-worker: its children, and what they tell."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.server = options.server  # its address, once it is known
+        self.children = Children()
+        self.embedded: Child | None = None
+        self.workers: list[Child] = []
+        self.tokens: list[str] = []
+        self.codes: dict[int, int] = {}  # of children that have ended
+        self.errors: dict[int, tuple[int, str]] = {}  # of ours, that ended a worker: exit code, sentence
+        self.joined: set[int] = set()  # workers
+        self.ready = options.fresh  # workers can be started
+        self.broken = False  # the run cannot go on
+        self.telling: list[threading.Thread] = []
+        self.signals: list[int] = []
+        self.recording = Recording(options.record)
+        self.console = Console()
+
+    def run(self) -> int:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda number, frame: self.signals.append(number))
+        parent_fd, our_fd = os.pipe()  # its end tells the workers that we ended, however that was
+        try:
+            code = self._prepare()
+            if not code and not self.signals:
+                self.console.doing(f"starting {self._workers} ...")
+                for index in range(self.options.nproc):
+                    self._spawn(index, parent_fd)
+                code = self._watch()
+            return 128 + self.signals[0] if self.signals else code
+        finally:
+            self._end()
+            os.close(parent_fd)
+            os.close(our_fd)
+
+    # Starting.
+
+    def _prepare(self) -> int:
+        """Have a server, and what workers need; returns the exit code of a server that has ended, with its message on the
+        console."""
+        if not self.ready:
+            self.children.prepare(self._environment(), NEEDS)
+        if not self.server:
+            self._embed()
+        deadline = time.monotonic() + SERVER_START_S
+        while not (self.server and self.ready) and not self.signals:
+            self._take(0.1)
+            if SERVER in self.codes:
+                return self.codes[SERVER] or 1
+            if time.monotonic() > deadline:
+                what = "the embedded server" if self.ready else "the process that forks workers"
+                raise UnreachableError(f"{what} did not start within {SERVER_START_S:.0f} s")
+        return 0
+
+    def _embed(self) -> None:
+        self.console.doing("starting the server ...")
+        words = ["-m", "narrows.ps.command.cli", "--bind", "tcp://127.0.0.1:0"]
+        for name, value in self.options.run.items():
+            words += ["--" + name.replace("_", "-"), str(value)]
+        words += ["--checkpoint-dir", self.options.checkpoint_dir or "none", *["--resume"] * self.options.resume]
+        env = os.environ | {"NARROWS_EMBEDDED": "1", "PYTHONSAFEPATH": "1"}
+        self.embedded = self.children.start(SERVER, words, env, listens={1: "event", 2: "err"}, stdin=True)
+
+    @property
+    def _workers(self) -> str:
+        return f"{self.options.nproc} worker{'s' if self.options.nproc > 1 else ''}"
+
+    def _environment(self) -> dict[str, str]:
+        """All workers share this."""
+        threads = str(max(1, (os.cpu_count() or 1) // self.options.nproc))
+        return ALLOCATOR | dict.fromkeys(THREADS, threads) | os.environ | {"PYTHONUNBUFFERED": "1"}
+
+    def _own_environment(self, index: int) -> dict[str, str]:
+        options = self.options
+        # A launcher above us (torchrun, Slurm, Ray) numbers its tasks, of which each is one ps-worker. Without one the
+        # session sets what only the server knows.
+        rank, local_rank, world_size = (above(name, default) for name, default in RANKS.items())
+        return self._environment() | {
+            "RANK": str(rank * options.nproc + index),
+            "LOCAL_RANK": str(local_rank * options.nproc + index),
+            "WORLD_SIZE": str(world_size * options.nproc),
+            "NARROWS_SERVER": self.server,
+            "NARROWS_TOKEN": self.tokens[index],
+            "NARROWS_EXPECT": pack(options.run).hex() if options.run else "",
+            "NARROWS_CONNECT_TIMEOUT": str(options.connect_timeout),
+            "NARROWS_SERVER_TIMEOUT": str(options.server_timeout),
+            "NARROWS_DEVICE": options.device,
+            "NARROWS_SETS": " ".join(name for name in ("RANK", "WORLD_SIZE") if name not in os.environ),
+        }
+
+    def _spawn(self, index: int, parent_fd: int) -> None:
+        self.tokens.append(uuid.uuid4().hex)
+        listens: dict[int | str, str] = {1: "out", 2: "err", "NARROWS_RECORD_FD": "event"}
+        passed, name = {"NARROWS_PARENT_FD": parent_fd}, f"ps-worker-{index}"
+        child = self.children.start(
+            *(index, self.options.words, self._own_environment(index)), listens=listens, passed=passed, name=name
+        )
+        self.workers.append(child)
+
+    # The run.
+
+    def _watch(self) -> int:
+        stop_by = float("inf")
+        while self._running and len(self.signals) < 2 and time.monotonic() < stop_by:
+            if self.signals and stop_by == float("inf"):
+                stop_by = time.monotonic() + CHILD_END_S
+                for worker in self.workers:
+                    worker.signal(signal.SIGINT)
+            self._take(0.2)
+            if self.broken:
+                break
+            if self.recording.steps:
+                self.console.progress(self.recording.progress())
+        return self._summary()
+
+    @property
+    def _running(self) -> bool:
+        """Some worker has not ended."""
+        return len(self.codes.keys() - {SERVER}) < self.options.nproc
+
+    def _take(self, timeout_s: float) -> None:
+        """Handle the next event, if one comes in time."""
+        if event := self.children.next(timeout_s):
+            index, kind, value = event
+            take: Callable[[Launcher, int, Any], None] = TAKEN.get(kind, Launcher._recorded)
+            take(self, index, value)
+
+    def _out(self, index: int, line: str) -> None:
+        self.console.out(line)
+
+    def _err(self, index: int, line: str) -> None:
+        self.console.err(f"worker {index}: {line}" if index >= 0 and self.options.nproc > 1 else line)
+
+    def _says(self, index: int, event: dict[str, Any]) -> None:
+        self.console.doing(event["text"])
+
+    def _prepared(self, index: int, event: dict[str, Any]) -> None:
+        self.ready = True
+        if event["why"]:
+            self.console.say(f"each worker starts in an interpreter of its own: {event['why']}")
+
+    def _serves(self, index: int, event: dict[str, Any]) -> None:
+        self.server = event["address"]
+
+    def _joined(self, index: int, event: dict[str, Any]) -> None:
+        self.joined.add(index)
+        if len(self.joined) in (1, self.options.nproc):
+            self.console.doing(f"{len(self.joined)} of {self._workers} joined ...")
+        self._recorded(index, event)
+
+    def _switched(self, index: int, event: dict[str, Any]) -> None:
+        self.console.say(SWITCHED.format(index, **event))
+        self._recorded(index, event)
+
+    def _recorded(self, index: int, event: dict[str, Any]) -> None:
+        self.recording.take(index, event)
+
+    def _error(self, index: int, event: dict[str, Any]) -> None:
+        self._failed(index, event["code"], event["text"])
+        # An embedded server's run cannot start without this worker.
+        self.broken |= self.embedded is not None and event["code"] in FATAL and not self.recording.steps
+
+    def _failed(self, index: int, code: int, text: str) -> None:
+        """A session ended with an error of ours; what all workers tell is said once."""
+        if (code, text) not in self.errors.values():
+            self.console.say(text)
+        self.errors[index] = (code, text)
+
+    def _exited(self, index: int, code: int) -> None:
+        if index in self.codes:
+            return  # it was killed, and waited for
+        self.codes[index] = code
+        if index == SERVER:
+            if code and self.server and not self.signals:
+                text = f"the embedded server ended with exit code {code}; what it said is above"
+                self._failed(SERVER, ServerLostError.exit_code, text)
+                self.broken = True
+            return
+        self.recording.ended(index, code)
+        if not code:
+            return
+        if not self.signals and index not in self.errors:
+            how = f"was ended by {signal_name(-code)}" if code < 0 else f"failed with exit code {code}"
+            others = "; the others go on" if self._running else ""
+            self.console.say(f"worker {index} {how}{others}")
+        thread = threading.Thread(target=self._tell_left, args=(self.tokens[index],), daemon=True)
+        thread.start()
+        self.telling.append(thread)
+
+    def _tell_left(self, token: str) -> None:
+        """Tell the coordinator that a child died, so that nobody waits for its lease."""
+        from narrows.worker.runner import tell_left
+
+        tell_left(self.server, token)
+
+    # The end.
+
+    def _summary(self) -> int:
+        for index, worker in enumerate(self.workers):
+            if index not in self.codes:
+                worker.kill()
+                self.codes[index] = worker.wait() or 0
+                self.recording.ended(index, self.codes[index])
+        codes = [self.codes[index] for index in range(self.options.nproc)]
+        done = self.recording.done(codes)
+        self.console.close()
+        self.console.err(done)
+        ours = [code for code, _ in self.errors.values()]
+        return ours[0] if ours else int(any(codes))
+
+    def _end(self) -> None:
+        for worker in self.workers:
+            if worker.code != 0:
+                worker.kill()
+            worker.wait()
+        for thread in self.telling if self.embedded is None else ():
+            thread.join(TELL_S)
+        if self.embedded is not None:
+            self.embedded.close_stdin()  # it writes a checkpoint and ends, if it has not already
+            deadline = time.monotonic() + (CHILD_END_S if self.signals else SERVER_END_S)
+            while SERVER not in self.codes and time.monotonic() < deadline and len(self.signals) < 2:
+                self._take(0.1)
+            if self.embedded.code is None:
+                self.embedded.kill()  # its shards end with it
+                self.embedded.wait()
+        self.children.close()
+        self.recording.close()
+        self.console.close()
+
+
+TAKEN: dict[str, Callable[[Launcher, int, Any], None]] = {
+    "out": Launcher._out,
+    "err": Launcher._err,
+    "exit": Launcher._exited,
+    "say": Launcher._says,
+    "ready": Launcher._prepared,
+    "serves": Launcher._serves,
+    "hello": Launcher._joined,
+    "compress": Launcher._switched,
+    "error": Launcher._error,
+}  # any other is for the record

@@ -1,0 +1,80 @@
+"""The flags of ps-worker, checked before anything is started."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from narrows.protocols.addresses import parse_address
+from narrows.protocols.errors import UsageError
+from narrows.protocols.modes import MODES
+from narrows.protocols.runtime.flags import given
+from narrows.protocols.settings import Settings
+
+RANKS = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1}  # variables of a launcher above, and what they are without one
+
+
+@dataclass(frozen=True)
+class Options:
+    """The flags of one ps-worker, checked. `words`: what follows `python`. `run`: those of the run that were given."""
+
+    server: str
+    nproc: int
+    device: str
+    record: str
+    connect_timeout: float
+    server_timeout: float
+    checkpoint_dir: str
+    resume: bool
+    fresh: bool
+    words: list[str]
+    run: dict[str, Any]
+
+
+def checked(command: tuple[str, ...], module: bool, **flags: Any) -> Options:
+    """Raises UsageError, one sentence that names the flag."""
+    run = given(flags)
+    options = Options(
+        words=["-m", *command] if module else [*command],
+        run=run,
+        **{name: value for name, value in flags.items() if name in Options.__annotations__},
+    )
+    if options.nproc < 1:
+        raise UsageError(f"-n {options.nproc}: give at least 1")
+    for name in ("connect_timeout", "server_timeout"):
+        if not 0 < getattr(options, name) < 1e6:
+            flag = name.replace("_", "-")
+            raise UsageError(f"--{flag} {getattr(options, name):g}: give a positive number of seconds")
+    if options.device.split(":")[0] not in ("auto", "cpu", "cuda"):
+        raise UsageError(f"--device {options.device}: auto, cpu or cuda[:i]")
+    if not command:
+        raise UsageError("name the script to run: ps-worker [flags] SCRIPT.py ARGS...")
+    if not module and not Path(command[0]).is_file():
+        raise UsageError(f"{command[0]}: there is no such script")
+    for name, default in RANKS.items():
+        above(name, default)
+    if options.server:
+        parse_address("--server", options.server)
+        if run.get("sync", "ssp") not in MODES:
+            Settings(sync=run["sync"]).validated()
+        if options.checkpoint_dir or options.resume:
+            name = "--resume" if options.resume else "--checkpoint-dir"
+            raise UsageError(f"{name} is for the embedded server: give it to the ps-serve at {options.server}")
+        return options
+    settings = Settings(**{"workers": options.nproc} | run).validated()
+    if settings.workers > options.nproc:
+        raise UsageError(
+            f"--workers {settings.workers}: the embedded server has the -n {options.nproc} of this command alone; for more "
+            "start ps-serve and name it with --server"
+        )
+    run["workers"] = settings.workers
+    return options
+
+
+def above(name: str, default: int) -> int:
+    value = os.environ.get(name) or str(default)
+    if not value.isdigit():
+        raise UsageError(f"the variable {name} is {value!r}, which is no number: unset it")
+    return int(value)
