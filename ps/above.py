@@ -28,7 +28,7 @@ from narrows.protocols.member.session import Session
 from narrows.protocols.settings import Settings
 from narrows.protocols.timing import Timing
 from narrows.protocols.wire import pack, unpack
-from narrows.ps.store import Change, FloatArray, Load, Rebase
+from narrows.ps.changes import Change, FloatArray, Load, Rebase
 
 Asks = list[ServerEffect]  # toward above: what is to be sent, told and logged
 

@@ -18,8 +18,9 @@ from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.keys import Keys
 from narrows.protocols.modes import Mode, Rule
 from narrows.protocols.wire import unpack
+from narrows.ps.changes import Change, FirstWeights, Fold, Outer, Step, Terms
 from narrows.ps.inbox import Inbox, Seat, Update
-from narrows.ps.store import Change, FirstWeights, Fold, Mean, Outer, Step, Terms
+from narrows.ps.store import Mean
 
 Clip = Callable[[Terms, int], float | None]  # of the mean of a clock, once the norm over all shards is known
 

@@ -28,7 +28,7 @@ from narrows.protocols.member.member import Member
 from narrows.protocols.timing import Timing
 from narrows.protocols.wire import decode
 from narrows.ps.above import Asks, Kept, Place, Seated, asks
-from narrows.ps.store import Change, FloatArray
+from narrows.ps.changes import Change, FloatArray
 
 OF_PEERS = (e.RosterNews, e.OfferArrived, e.AdoptAsked, e.PeerEnded, e.PeerLost, e.PeersSettled)
 WAITING = (Phase.ROOM, Phase.MIXING)  # a peer's model is awaited before the next clock

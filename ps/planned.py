@@ -30,10 +30,11 @@ from narrows.protocols.plan import Plan
 from narrows.protocols.settings import Settings
 from narrows.protocols.timing import Timing
 from narrows.ps.above import Above
+from narrows.ps.changes import Change, FirstWeights, Load, Terms
 from narrows.ps.folding import AtOnce, Barrier, Folding
 from narrows.ps.inbox import Inbox, Seat, Update, check_part
 from narrows.ps.publications import Publications
-from narrows.ps.store import Change, FirstWeights, Load, ServerOptimizer, Store, Terms
+from narrows.ps.store import ServerOptimizer, Store
 from narrows.ps.upward import Upward
 
 

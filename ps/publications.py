@@ -21,9 +21,10 @@ from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.keys import Keys, parts
 from narrows.protocols.modes import Mode
 from narrows.protocols.timing import Patience, Timing
+from narrows.ps.changes import FloatArray, Publish
 from narrows.ps.folding import Folding
 from narrows.ps.inbox import Inbox, Seat
-from narrows.ps.store import FloatArray, Publish, Store
+from narrows.ps.store import Store
 
 
 @dataclass(slots=True)

@@ -22,7 +22,7 @@ from narrows.protocols.keys import Keys, parts
 from narrows.protocols.member.member import Member
 from narrows.protocols.timing import Timing
 from narrows.ps.above import Asks, Kept, Place, Seated, asks
-from narrows.ps.store import Change, FloatArray
+from narrows.ps.changes import Change, FloatArray
 
 NOTHING = parse("threshold:1")  # codes zeros in 16 bytes
 

@@ -19,9 +19,9 @@ from narrows.protocols.member.member import Member
 from narrows.protocols.modes import Rule
 from narrows.protocols.timing import Timing
 from narrows.ps.above import Above, Asks, Place
+from narrows.ps.changes import FloatArray
 from narrows.ps.mixing import Mixing
 from narrows.ps.pushing import Pushing
-from narrows.ps.store import FloatArray
 
 ABOVE: dict[Rule, type[Pushing | Mixing]] = {Rule.MIX: Mixing}  # by the rule of the run above; of all others Pushing
 

@@ -30,7 +30,7 @@ from narrows.protocols.runtime.sockets import Drops, Peer, Port, Receipt, Socket
 from narrows.protocols.settings import Settings
 from narrows.protocols.timing import Timing
 from narrows.protocols.wire import decode, encode
-from narrows.ps import store
+from narrows.ps.changes import Load as LoadArrays
 from narrows.ps.planned import Means
 from narrows.ps.process import checkpoints
 from narrows.ps.reports import COORDINATOR
@@ -201,7 +201,7 @@ class Runner:
         keys, held = planned.store.size, arrays["x"].size
         if held != keys:
             raise NarrowsError(f"the checkpoint of clock {clock} has {held} keys here, not {keys}")
-        planned.apply([store.Load(arrays, int(facts["publication"]))])
+        planned.apply([LoadArrays(arrays, int(facts["publication"]))])
 
     def _stop(self, effect: Stop) -> None:
         self.running, self.end = False, effect

@@ -36,6 +36,13 @@ def store_of(server: Server) -> Store:
     return server.shard.planned.store
 
 
+def member_of(cluster: Cluster) -> Member:
+    """Of a cluster below another: what it is there."""
+    membership = cluster.servers[0].membership
+    assert membership is not None
+    return membership.member
+
+
 class Cluster:
     """Servers of one run, or of one cluster below `parent`, and the links to them."""
 

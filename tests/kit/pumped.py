@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 
-from kit.in_process import Cluster
+from kit.in_process import Cluster, member_of
 from kit.scripts import Array, Link, Run, train
 from narrows.protocols import messages as m
 from narrows.protocols.effects import NS, ServerEffect
@@ -117,14 +117,14 @@ class Held:
 
 def expire(cluster: Cluster) -> None:
     """End the lease that a cluster has above."""
-    parent, member = cluster.parent, cluster.servers[0].member
-    assert parent is not None and member is not None
+    parent, member = cluster.parent, member_of(cluster)
+    assert parent is not None
     coordinator = parent.servers[0].coordinator
     assert coordinator is not None
     with parent.changed:
         now_ns = parent.now()
         effects = coordinator._remove(coordinator.seats[member.worker], "expired", now_ns)
-        parent._apply(0, parent.servers[0]._local(effects, now_ns))
+        parent._apply(0, parent.servers[0]._route(effects, now_ns))
 
 
 def clock_of(cluster: Cluster) -> int:

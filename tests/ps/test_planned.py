@@ -14,10 +14,10 @@ from narrows.protocols.effects import Checkpoint
 from narrows.protocols.plan import Plan
 from narrows.protocols.settings import Settings
 from narrows.protocols.wire import pack
+from narrows.ps.changes import FirstWeights
 from narrows.ps.inbox import Inbox
 from narrows.ps.planned import NEXT, STAGES, Means, Planned, Stage
 from narrows.ps.shard import UNDECIDED
-from narrows.ps.store import FirstWeights
 
 HYPER = pack([pack([{"lr": 0.5}]), []])
 

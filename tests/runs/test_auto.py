@@ -24,7 +24,8 @@ from narrows.protocols.effects import NS
 from narrows.protocols.errors import RemoteProtocolError, UsageError
 from narrows.protocols.member.meter import WINDOW_NS, LinkMeter
 from narrows.protocols.settings import Settings
-from narrows.ps.store import Load, Publish, Store
+from narrows.ps.changes import Load, Publish
+from narrows.ps.store import Store
 from narrows.worker import DistributedOptimizer
 from narrows.worker.session import Connected
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kit.in_process import Cluster, store_of
+from kit.in_process import Cluster, member_of, store_of
 from kit.mixed import STEPS, TRAINS, ends, reference, sgd
 from kit.processes import serving, started, until
 from kit.pumped import Held, Script, finished, pump, steps, waits
@@ -179,12 +179,12 @@ def nine_steps(silent: bool) -> Array:
     go = threading.Event()
     with tree(root, *clusters) as run:
         two = [Script(run, worker, lambda: steps(9, at=lambda step: waits(go, step == 4))) for worker in range(2)]
-        members = [cluster.servers[0].member for cluster in clusters]
+        members = [member_of(cluster) for cluster in clusters]
         if silent:
             until(lambda: round_of(clusters[0].servers[0].shard) == 5, "five rounds", 20.0)
             for server in root.servers:
                 server.handle = lambda *told: []  # type: ignore[method-assign]
-            assert pump(run, clusters, lambda: all(member and member.phase is Phase.ALONE for member in members), 60.0)
+            assert pump(run, clusters, lambda: all(member.phase is Phase.ALONE for member in members), 60.0)
         go.set()
         everyone = clusters if silent else [root, *clusters]
         model = finished(run, everyone, *two)[0]
@@ -219,8 +219,7 @@ def test_a_cluster_that_falls_silent_is_mixed_with_no_more() -> None:
 def test_a_cluster_that_leaves_with_its_last_ack_lost_keeps_nobody_from_ending() -> None:
     root, clusters = family(gossip(workers=2), Settings(sync="bsp"), 2)
     with tree(root, *clusters) as run:
-        leaver = clusters[1].servers[0].member
-        assert leaver is not None
+        leaver = member_of(clusters[1])
         root.lost = lambda tell: isinstance(tell.message, m.OfferAck) and tell.message.worker == leaver.worker
         finished(run, [root, *clusters], *(Script(run, worker, lambda: steps(3)) for worker in range(2)))
         for session in run.sessions:

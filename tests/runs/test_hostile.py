@@ -31,12 +31,13 @@ from narrows.protocols.effects import MasterArrived, Send, ServerEffect, StateAr
 from narrows.protocols.errors import NarrowsError, RemoteProtocolError
 from narrows.protocols.settings import Settings
 from narrows.protocols.wire import decode, encode, pack
+from narrows.ps.changes import Fold, Load, Publish
 from narrows.ps.folding import Barrier
 from narrows.ps.inbox import check_part
 from narrows.ps.mixing import Mixing
 from narrows.ps.reports import COORDINATOR
 from narrows.ps.server import Server
-from narrows.ps.store import Fold, Load, Publish, Store
+from narrows.ps.store import Store
 from narrows.worker import DistributedOptimizer
 from narrows.worker.runner import Link
 from narrows.worker.updates import Updates

@@ -25,7 +25,8 @@ from narrows.protocols.keys import fragment, parts, split
 from narrows.protocols.member.exchange import Exchange
 from narrows.protocols.member.member import Member
 from narrows.protocols.settings import Settings
-from narrows.ps.store import Load, Outer, Publish, Rebase, Store
+from narrows.ps.changes import Load, Outer, Publish, Rebase
+from narrows.ps.store import Store
 from narrows.worker import DistributedOptimizer, step_count
 from narrows.worker.engine import Engine
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kit.in_process import Cluster
+from kit.in_process import Cluster, member_of
 from kit.processes import until
 from kit.scripts import Array, build, distance, flat, loss_of, mean_loss, train, tree
 from kit.trees import ABOVE, BELOW, STEPS, family, one_process, root_model, sgd
@@ -108,8 +108,8 @@ def test_without_workers_a_cluster_leaves_and_comes_back() -> None:
     """Or the run above would wait for it."""
     root, below = family(Settings(sync="bsp", push="update", workers=2), Settings(sync="bsp"))
     with tree(root, *below) as started:
-        coordinator, member = root.servers[0].coordinator, below[1].servers[0].member
-        assert coordinator is not None and member is not None
+        coordinator, member = root.servers[0].coordinator, member_of(below[1])
+        assert coordinator is not None
 
         def one(worker: int) -> None:
             net = build()

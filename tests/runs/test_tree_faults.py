@@ -11,7 +11,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from kit.in_process import Cluster
+from kit.in_process import Cluster, member_of
 from kit.processes import until
 from kit.pumped import REAL_S, Faults, Held, Script, clock_of, expire, finished, like, pump, steps, waits
 from kit.scripts import Array, build, distance, flat, loss_of, tree
@@ -186,8 +186,8 @@ def test_a_worker_that_comes_to_a_cluster_without_any_begins_at_the_run() -> Non
         second = Script(run, 1, lambda: steps(2, finish=False))
         assert pump(run, [root, one, other], lambda: second.ended)
         run.sessions.pop(1).close(failed=True)
-        member = other.servers[0].member
-        assert member is not None and pump(run, [root, one, other], lambda: member.phase is Phase.OVER)
+        member = member_of(other)
+        assert pump(run, [root, one, other], lambda: member.phase is Phase.OVER)
         go.set()
         assert pump(run, [root, one, other], lambda: first.ended)
         run.join(1)

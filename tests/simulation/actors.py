@@ -34,12 +34,12 @@ from narrows.protocols.plan import Plan, TensorSpec
 from narrows.protocols.settings import Settings
 from narrows.protocols.timing import Timing
 from narrows.protocols.wire import pack, unpack
+from narrows.ps.changes import Load
 from narrows.ps.planned import Means
 from narrows.ps.process.checkpoints import KEPT
 from narrows.ps.reports import COORDINATOR
 from narrows.ps.server import Server
 from narrows.ps.shard import Shard
-from narrows.ps.store import Load
 from simulation.mirrors import RATE, FloatArray, Violation
 from simulation.network import Simulator
 

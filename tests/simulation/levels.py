@@ -29,10 +29,10 @@ from narrows.protocols import messages as m
 from narrows.protocols.cluster.coordinator import Coordinator
 from narrows.protocols.effects import ServerEffect
 from narrows.protocols.member.member import Phase
+from narrows.ps.changes import Change, FirstWeights, Fold, Load, Outer, Publish, Rebase, Step, Terms, Update
 from narrows.ps.folding import Barrier
 from narrows.ps.planned import Planned
 from narrows.ps.pushing import Pushing
-from narrows.ps.store import Change, FirstWeights, Fold, Load, Outer, Publish, Rebase, Step, Terms, Update
 from simulation.mirrors import RATE, FloatArray, Violation
 
 if TYPE_CHECKING:

@@ -17,8 +17,9 @@ import numpy.typing as npt
 
 from narrows.protocols import messages as m
 from narrows.protocols.keys import split
+from narrows.ps.changes import Change, FirstWeights, Fold, Outer, Publish, Step, Terms, Update
 from narrows.ps.folding import Barrier
-from narrows.ps.store import Change, FirstWeights, Fold, Outer, Publish, Step, Store, Terms, Update
+from narrows.ps.store import Store
 
 if TYPE_CHECKING:
     from simulation.actors import Process

@@ -24,6 +24,7 @@ from narrows.protocols.member.session import Session
 from narrows.protocols.modes import Mode
 from narrows.protocols.plan import Plan, TensorSpec
 from narrows.protocols.settings import Settings
+from narrows.ps.changes import Change, Terms
 from narrows.ps.folding import AtOnce
 from narrows.ps.inbox import Inbox
 from narrows.ps.inbox import Seat as ShardSeat
@@ -31,7 +32,7 @@ from narrows.ps.process import checkpoints
 from narrows.ps.publications import Publications
 from narrows.ps.service import Service
 from narrows.ps.shard import Shard
-from narrows.ps.store import Change, Mean, Terms
+from narrows.ps.store import Mean
 from simulation.actors import CLOCKS, Bug, Disk, Kit, planted
 from simulation.campaigns import MODES, Case, Fault, Run, case_of
 from simulation.mirrors import Violation

@@ -16,13 +16,13 @@ from narrows.protocols.cluster.rounds import Rounds
 from narrows.protocols.cluster.run import Seat as ClusterSeat
 from narrows.protocols.effects import NS
 from narrows.protocols.modes import Mode
+from narrows.ps.changes import Change, Rebase
 from narrows.ps.folding import Barrier
 from narrows.ps.inbox import Seat
 from narrows.ps.planned import STAGES, Planned, Stage
 from narrows.ps.publications import Child, Publications
 from narrows.ps.pushing import Pushing
 from narrows.ps.service import Service
-from narrows.ps.store import Change, Rebase
 from simulation import trees as simulation_tree
 from simulation.actors import Bug, planted
 from simulation.forms import Forms, cluster_periods_s, explained, measured_s, worker_periods_s
