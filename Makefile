@@ -27,7 +27,8 @@ check: $(INSTALLED) build/mypy/narrows
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
 	cd build/mypy && ../../.venv/bin/mypy --config-file ../../pyproject.toml \
-		narrows/protocols narrows/compression narrows/ps narrows/worker narrows/tests narrows/bench
+		narrows/protocols narrows/compression narrows/ps narrows/worker narrows/tests narrows/bench narrows/docs
+	.venv/bin/python docs/states.py --check
 
 build/mypy/narrows:
 	mkdir -p build/mypy

@@ -87,7 +87,8 @@ class Server:
         """The first report of this shard, and where there is a server above, a Hello to it."""
         above = self.membership
         effects = above.seen(above.member.join(now_ns), now_ns) if above is not None else []
-        return self._route([*effects, self.shard.report(now_ns)], now_ns)
+        # As if of long ago: process 0 may not listen yet, and the first tick says it again.
+        return self._route([*effects, self.shard.report(0)], now_ns)
 
     def advance(self, now_ns: int) -> list[ServerEffect]:
         """Handle the oldest message of `inner`; return its effects."""
