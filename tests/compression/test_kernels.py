@@ -102,7 +102,7 @@ def packed(bits: int) -> Array:
 @pytest.mark.parametrize("density", [0.0001, 0.01, 0.3, 1.0, "clustered", "regular"])
 def test_index_codings(density: float | str) -> None:
     rng = np.random.default_rng(1)
-    for count in (1, 3, 257, 30_000):
+    for count in (1, 3, 257, 4_000 if density in (0.3, 1.0) else 30_000):  # the reference goes bit by bit
         if density == "clustered":
             places = np.flatnonzero(rng.random(count) < np.where(np.arange(count) // 500 % 8 == 0, 0.4, 0.002))
         elif density == "regular":

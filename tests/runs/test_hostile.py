@@ -23,13 +23,19 @@ from kit.in_process import Cluster, store_of
 from kit.pumped import Script, finished
 from kit.scripts import build, loss_of, run, tree
 from kit.seed import SEED
+from numba.core.dispatcher import Dispatcher
 
 from narrows.compression import codecs, parse
 from narrows.compression.codecs import CODED, RAW, Piece
+from narrows.compression.compressor import Chain
+from narrows.compression.value_codings import Section
 from narrows.protocols import messages as m
 from narrows.protocols.effects import MasterArrived, Send, ServerEffect, StateArrived, Tell
 from narrows.protocols.errors import NarrowsError, RemoteProtocolError
+from narrows.protocols.modes import Mode
+from narrows.protocols.plan import Plan
 from narrows.protocols.settings import Settings
+from narrows.protocols.timing import Timing
 from narrows.protocols.wire import decode, encode, pack
 from narrows.ps.changes import Fold, Load, Publish
 from narrows.ps.folding import Barrier
@@ -116,6 +122,18 @@ def forged(message: Any, rng: random.Random, count: int) -> Iterator[m.Message]:
         made += 1
         copied: m.Message = replace(message, **changes)
         yield decode([bytes(frame) for frame in encode(copied)])
+
+
+UNCHANGING = (Plan, Mode, Settings, Timing, m.Ledger, m.Report, m.Follow, Chain, Section, Dispatcher)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _copies_share_what_never_changes() -> Iterator[None]:
+    """Most of the time would go into copying it."""
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in UNCHANGING:
+            patch.setattr(kind, "__deepcopy__", lambda self, memo: self, raising=False)
+        yield
 
 
 def state_of(server: Server) -> tuple[Any, ...]:

@@ -1,0 +1,89 @@
+"""Writes the table of states in docs/architecture.md from the phases and their transitions in the code.
+
+`python docs/states.py` rewrites it. `python docs/states.py --check` exits with 1, and one sentence, where the page is stale.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from enum import Enum
+from pathlib import Path
+from typing import TypeVar
+
+from narrows.protocols.cluster import run
+from narrows.protocols.gossip import driver
+from narrows.protocols.member import member
+from narrows.ps import planned
+
+PAGE = Path(__file__).parent / "architecture.md"
+BEGIN, END = "<!-- states: begin -->", "<!-- states: end -->"
+Steps = list[tuple[str, Enum, Enum]]  # what happens, the phase before it, the phase after it
+Phase = TypeVar("Phase", bound=Enum)
+
+
+def by_trigger(table: Mapping[str, Mapping[Phase, Phase]]) -> Steps:
+    return [(trigger, before, after) for trigger, pairs in table.items() for before, after in pairs.items()]
+
+
+def by_phase(table: Mapping[Phase, Mapping[str, Phase]]) -> Steps:
+    return [(trigger, before, after) for before, pairs in table.items() for trigger, after in pairs.items()]
+
+
+MACHINES: tuple[tuple[str, str, type[Enum], Steps], ...] = (
+    ("member", "protocols/member/member.py", member.Phase, by_trigger(member.TRANSITIONS)),
+    ("gossip driver", "protocols/gossip/driver.py", driver.Phase, by_trigger(driver.TRANSITIONS)),
+    ("run", "protocols/cluster/run.py", run.RunPhase, by_phase(run.RUN_LIFE)),
+    ("seat", "protocols/cluster/run.py", run.SeatPhase, by_phase(run.SEAT_LIFE)),
+    ("shard", "ps/planned.py", planned.Stage, [("done", *step) for step in planned.NEXT.items()]),
+)
+
+
+def rows(steps: Iterable[tuple[str, Enum, Enum]], phases: type[Enum]) -> Iterator[tuple[str, str, str]]:
+    """(what happens, phases before it, phase after it): one row for all that lead to the same phase."""
+    merged: dict[tuple[str, Enum], list[Enum]] = {}
+    for trigger, before, after in steps:
+        merged.setdefault((trigger, after), []).append(before)
+    for (trigger, after), befores in merged.items():
+        missing = [phase.value for phase in phases if phase not in befores]
+        names = ", ".join(before.value for before in befores)
+        if len(missing) < 2 < len(befores):
+            names = f"any but {missing[0]}" if missing else "any"
+        yield trigger, names, after.value
+
+
+def table() -> str:
+    lines = ["| machine | what happens | before | after |", "|---|---|---|---|"]
+    for name, path, phases, steps in MACHINES:
+        first = f"{name}, `{path}`"
+        if name == "shard":  # a ring: each stage leads to the next
+            ring = " → ".join([*(before.value for _, before, _ in steps), steps[-1][2].value])
+            lines.append(f"| {first} | a stage is done | {ring} | |")
+            continue
+        for trigger, before, after in rows(steps, phases):
+            lines.append(f"| {first} | {trigger} | {before} | {after} |")
+            first = ""
+    return "\n".join(lines)
+
+
+def rewritten(page: str) -> str:
+    """The page with the table as the code has it. Raises ValueError where a marker is not there once."""
+    if page.count(BEGIN) != 1 or page.count(END) != 1:
+        raise ValueError(f"{PAGE.name} has to have {BEGIN} and {END}, once each")
+    head, rest = page.split(BEGIN)
+    return f"{head}{BEGIN}\n{table()}\n{END}{rest.split(END)[1]}"
+
+
+def main(arguments: list[str]) -> int:
+    page = PAGE.read_text("utf-8")
+    new = rewritten(page)
+    if arguments == ["--check"]:
+        if new != page:
+            print(f"docs/{PAGE.name}: the table of states is not that of the code; run `python docs/states.py`")
+        return int(new != page)
+    PAGE.write_text(new, "utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

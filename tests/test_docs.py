@@ -1,0 +1,134 @@
+"""The house rules of the pages: how long they are, that what they name is there, and how no sentence begins."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+LINES_MAX = {"README.md": 130, "docs/architecture.md": 200}
+NAMING = ("To change ..., look in", "Ten tasks")  # sections of docs/architecture.md that name files
+
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+NAMED = re.compile(r"`((?:protocols|compression|ps|worker|tests|bench)/[\w/]*(?:\.\w+)?)`")
+# Who reads such a beginning learns only at the end of the sentence what it is about.
+BEGINS = re.compile(r"(?:^|[.!?][\"')*]*\s)[\"'(*\[]*((?:Of|To|What|Whose)\b.{0,40})")
+EXCEPTED = "To change ..., look in"
+
+
+def pages() -> list[str]:
+    found = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return [page.relative_to(ROOT).as_posix() for page in found]
+
+
+def without_code(page: str) -> str:
+    return re.sub(r"^```.*?^```", "", page, flags=re.M | re.S)
+
+
+def blocks(page: str) -> Iterator[str]:
+    """Headings, items and paragraphs of a page, each in one line, without code, tables and pictures."""
+    kept: list[str] = []
+    for line in [*without_code(page).splitlines(), ""]:
+        text = line.strip()
+        begins = re.match(r"(#+|[-*+]|\d+\.)\s+", text)
+        if not text or text.startswith(("|", "<!--", "![")) or begins:
+            yield " ".join(kept)
+            kept = []
+        if text and not text.startswith(("|", "<!--", "![")) and not re.match(r" {4}\s*\S", line):
+            kept.append(text[begins.end() :] if begins else text)
+
+
+def beginnings(page: str) -> list[str]:
+    """Sentences that begin with Of, To, What or Whose."""
+    return [found for block in blocks(page) if block != EXCEPTED for found in BEGINS.findall(block)]
+
+
+def anchor(heading: str) -> str:
+    """The name under which a heading is linked to."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+def anchors(page: str) -> set[str]:
+    return {anchor(heading) for heading in re.findall(r"^#+\s+(.*)$", page, flags=re.M)}
+
+
+def broken(path: str, page: str) -> list[str]:
+    """Relative links that lead nowhere."""
+    found = []
+    for link in LINK.findall(without_code(page)):
+        file, _, name = link.partition("#")
+        target = (ROOT / path).parent / file if file else ROOT / path
+        if "://" in link or link.startswith("mailto:"):
+            continue
+        if not target.exists() or (name and target.suffix == ".md" and name not in anchors(target.read_text("utf-8"))):
+            found.append(link)
+    return found
+
+
+def section(page: str, heading: str) -> str:
+    return page.split(f"\n## {heading}\n", 1)[1].split("\n## ", 1)[0]
+
+
+def missing(text: str) -> list[str]:
+    """Files and folders that are named, and are not there."""
+    return [name for name in NAMED.findall(text) if not (ROOT / name).exists()]
+
+
+@pytest.mark.parametrize("path", LINES_MAX)
+def test_a_page_is_not_too_long(path: str) -> None:
+    lines = len((ROOT / path).read_text("utf-8").splitlines())
+    assert lines <= LINES_MAX[path], f"{path} has {lines} lines, of at most {LINES_MAX[path]}"
+
+
+@pytest.mark.parametrize("heading", NAMING)
+def test_files_that_are_named_are_there(heading: str) -> None:
+    text = section((ROOT / "docs/architecture.md").read_text("utf-8"), heading)
+    assert len(NAMED.findall(text)) >= 10
+    assert not missing(text)
+
+
+@pytest.mark.parametrize("path", pages())
+def test_links_lead_somewhere(path: str) -> None:
+    assert not broken(path, (ROOT / path).read_text("utf-8"))
+
+
+@pytest.mark.parametrize("path", pages())
+def test_a_sentence_begins_with_its_subject(path: str) -> None:
+    assert not beginnings((ROOT / path).read_text("utf-8"))
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        "Of ten, two are late.",
+        "A push is held. To fold it, a shard waits.",
+        "- What is late is folded later.",
+        "## What was simulated",
+        "**Whose** it is, nobody knows.",
+        'It is done ("at once"). Of these, one\nis late.',
+        "It is\nlate. What\nnow follows is one paragraph.",
+    ],
+)
+def test_a_beginning_is_found(page: str) -> None:
+    assert len(beginnings(page)) == 1
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        "| Of ten | What |",
+        "```\nTo run\n```",
+        "    To run",
+        "## To change ..., look in",
+        "Toes. Offers. So what?",
+    ],
+)
+def test_what_is_no_sentence_is_let_be(page: str) -> None:
+    assert beginnings(page) == []
+
+
+def test_what_is_not_there_is_found() -> None:
+    assert missing("`ps/store.py` and `ps/shop.py`, `worker/`") == ["ps/shop.py"]
+    links = "[a](modes.md) [b](mode.md) [c](#one) [d](#two) [e](https://example.org) [f](glossary.md#time)\n# One\n"
+    assert broken("docs/made-up.md", links) == ["mode.md", "#one", "#two"]
