@@ -11,7 +11,7 @@ Rules
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import IntEnum
 from typing import Any
 
@@ -348,12 +348,16 @@ class Ledger(Message):
     report_seen: int
     plan: bytes  # empty once the shard has it
     # Of a cluster with a server above:
-    above: bytes = b""  # its place in that run (ps/uplink.py), empty while it has none
+    above: bytes = b""  # its place in that run (ps/above.py), empty while it has none
     weights: int = -1  # the worker whose first weights are on every shard, to be handed up
     finishes: int = 0  # times that all workers were done since it has this place, the last at clock `finish_at`
     finish_at: int = 0
     roster: bytes = b""  # the newest Roster of that run, encoded (gossip among clusters)
     alone: bool = False  # the server above is gone, and the run goes on without it (gossip)
+
+    def decides_as(self, other: Ledger) -> bool:
+        """Only the numbers of the messages differ."""
+        return replace(self, version=other.version, report_seen=other.report_seen) == other
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,7 +66,9 @@ class Shard:
             if ledger.restart_clock >= 0 and not ledger.plan:
                 return effects  # it comes with the next ledger
             effects += self._restart(ledger)
-        self.ledger = ledger
+        before, self.ledger = self.ledger, ledger
+        if ledger.decides_as(before):
+            return [self.report(now_ns)]
         if ledger.plan and self.planned is None:
             plan, clock = Plan.unpacked(ledger.plan), max(ledger.restart_clock, 0)
             self.planned = Planned(self.index, self.settings, plan, self.inbox, clock, self.means)
