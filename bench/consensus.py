@@ -5,7 +5,7 @@
 
 Rules
 - Models begin as normal values of their own and take no steps; nothing but mixing moves them. The network is that of
-  tests/gossiping.py.
+  tests/simulation/gossips.py.
 - "Measured" is the L2 distance of all models to their mean after so many rounds, of what it was at first. "Predicted" is the
   same for the product of the rounds' matrices, on the same models, in float64. "Gap" is that product's second largest
   singular value to the power 1/rounds: what a round leaves of any distance at most, over ROUNDS.

@@ -3,7 +3,7 @@
 One process and virtual time, no sockets: W workers train bench/tasks/bytelm.py under `ssp` or `async`. Each has its
 own replica and its own AdamW; it pushes the top-k of its update and residual, which the server adds at weight 1/W after
 that worker's delay. Only the rule that turns a pulled state into a replica differs between rows: `RULES`, and "A worker
-reads its own writes" in docs/architecture.md. The loss is that of the shared model at the end, with all that was in
+reads its own writes" in docs/design/read-my-writes.md. The loss is that of the shared model at the end, with all that was in
 flight and every residual folded.
 
     python bench/read_my_writes.py --steps 400 --out read_my_writes.json

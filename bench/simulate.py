@@ -7,9 +7,9 @@
     python bench/simulate.py --gossip --workers 1000 --topology ring --compress int8
                                                             the same of a gossip run, and of its bytes
 
-A run is tests/simulation.py's: at least 4 workers, 2 shards and 20 clocks, all modes in turn. A tree is
-tests/simulation_tree.py's; `--above all --sync all` is every pair of modes, `--clusters 0` puts all workers below the root.
-A gossip run is tests/gossiping.py's, and tests/simulation_gossip.py's without faults. Exit code 1 where one failed.
+A run is tests/simulation/campaigns.py's: at least 4 workers, 2 shards and 20 clocks, all modes in turn. A tree is
+tests/simulation/trees.py's; `--above all --sync all` is every pair of modes, `--clusters 0` puts all workers below the root.
+A gossip run is tests/simulation/gossips.py's, and rounds.py's without faults. Exit code 1 where one failed.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from statistics import median
 from narrows.compression.errors import SpecError
 from narrows.compression.spec import parse
 
-FLOOR = 0.01  # docs/architecture.md measures what 1 % costs (6 % of loss), and nothing below
+FLOOR = 0.01  # docs/results.md says what 1 % costs (6 % of loss), and nothing below
 NEAR = 0.05  # a clock so little longer than the shortest is as good: the bytes are worth more
 # The present rung is left for a sparser one only if the shortest clock is so much shorter: four times NEAR, or noise would
 # find its way back.
@@ -42,7 +42,7 @@ class Rung:
     bytes: float  # of a payload, per parameter
 
 
-# Densest first, which is the order of loss too: a new row goes where its bytes put it. tests/test_auto.py measures them.
+# Densest first, which is the order of loss too: a new row goes where its bytes put it. tests/runs/test_auto.py measures them.
 LADDER: tuple[Rung, ...] = (
     Rung("dense", 1.0, 4.0),
     Rung("fp16", 1.0, 2.0),

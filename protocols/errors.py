@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class NarrowsError(Exception):
-    """Base of all errors that a user may meet. `exit_code` as in docs/architecture.md, "Exit codes"."""
+    """Base of all errors that a user may meet. `exit_code` as in docs/reference.md, "Exit codes"."""
 
     exit_code = 1
 

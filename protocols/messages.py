@@ -4,7 +4,7 @@ Rules
 - A message is a header (all fields but `payload`) and at most one payload frame, which no transport looks into. `codec`
   says how the payload is coded (narrows.compression, CODECS); only the two ends look at it.
 - `KINDS` is the table of kinds. A number is never used twice; 32 to 47 are between peers (gossip).
-- Every message that comes from a member names the epoch in which that member joined (docs/architecture.md, "Epochs").
+- Every message that comes from a member names the epoch in which that member joined (docs/protocol.md).
 - Each reply carries the server's receive and send times, so that a session always knows the round trip of its link.
 """
 

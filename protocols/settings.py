@@ -79,8 +79,10 @@ class Settings:
             raise UsageError(f"--topology {self.topology}: unknown; there are {', '.join(TOPOLOGIES)} and {RANDOM}")
         if self.topology == RANDOM and self.staleness not in (-1, row.bound):
             raise UsageError(f"--staleness: under --topology {RANDOM} nobody waits, so there is no bound to set")
-        if mixes and self.compress == "auto":
-            raise UsageError("--compress auto: --sync gossip has no server that measures the link; name a SPEC")
+        if mixes and self.compress.startswith("auto"):
+            raise UsageError(
+                f"--compress {self.compress}: --sync gossip has no server that measures the link; name a SPEC"
+            )
         if mixes and self.compress_down not in ("", "dense"):
             raise UsageError("--compress-down: --sync gossip has no downlink; --compress codes both ways")
         if mixes and self.checkpoint_every:

@@ -4,7 +4,7 @@
 
 An own update stands in for the mean of its clock until that mean is complete: at full weight while it is not in the pulled
 state, at 1 - w once it was folded with weight w, not at all once every live worker's update of that clock is in.
-docs/architecture.md has the figures beside the naive rules.
+docs/design/read-my-writes.md has the figures beside the naive rules.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from narrows.protocols import messages as m
 from narrows.protocols.modes import Mode, Rule
 
 # With no bound (async) a slow peer would hold own updates at full weight for ever. Of windows 1, 2, 4, 8 and no limit,
-# with one worker 4x slower, 1 ended lowest in every setting measured (docs/architecture.md).
+# with one worker 4x slower, 1 ended lowest in every setting measured (docs/design/read-my-writes.md).
 STANDS_IN_UNBOUNDED = 1
 
 

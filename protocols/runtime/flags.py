@@ -48,15 +48,15 @@ RUN_FLAGS: tuple[tuple[str, Any, str, str], ...] = (
         "seconds that a round waits for the rest once --quorum have pushed",
     ),
     ("compress", str, "dense", "what pushes are coded with, e.g. topk:0.01+int8; auto: what the link allows"),
-    ("compress_down", str, "as --compress; bsp: dense", "what published states are coded with"),
+    ("compress_down", str, "as --compress; bsp, gossip: dense", "what published states are coded with"),
     (
         "topology",
         str,
         "matching",
         f"who mixes with whom (gossip): {', '.join(TOPOLOGIES)}, or {RANDOM}, where nobody waits",
     ),
-    ("lease", float, "10", "seconds of silence after which a worker is taken for dead"),
-    ("checkpoint_every", float, "at the end", "seconds between two checkpoints"),
+    ("lease", float, "10", "seconds of silence after which a worker is taken for dead; never under three of its steps"),
+    ("checkpoint_every", float, "only at the end and on Ctrl-C", "seconds between two checkpoints"),
 )
 
 

@@ -15,7 +15,10 @@ from narrows.ps.command.serve import NAME, serve
               help="address of shard 0; shard i takes the port i above it")  # fmt: skip
 @run_flags
 @click.option(
-    "--parent", default="", help="address of a ps-serve above: this cluster is one worker of it, and pushes updates"
+    "--parent",
+    default="",
+    help="address of a ps-serve above: this cluster is one worker of it; it pushes updates, or mixes "
+    "where that one runs gossip",
 )
 @click.option("--parent-timeout", type=click.FloatRange(0.1), default=30.0, show_default=True,
               help="seconds of silence after which the server above is lost")  # fmt: skip

@@ -1,6 +1,6 @@
 """ps-serve at work: it starts the shard processes of a cluster, shows what happens, and ends them.
 
-It owns the processes and the console; each process owns its shard. Exit codes: docs/architecture.md.
+It owns the processes and the console; each process owns its shard. Exit codes: docs/reference.md.
 """
 
 from __future__ import annotations

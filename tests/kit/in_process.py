@@ -116,7 +116,7 @@ class Cluster:
                 peer = effect.peer
                 message = effect.message
                 if isinstance(message, TIMED):
-                    message = replace(message, sent_ns=self.now())  # as ps/runner.py does
+                    message = replace(message, sent_ns=self.now())  # as ps/process/runner.py does
                 frames = [bytes(frame) for frame in encode(message)]
                 message = decode(frames)
                 if isinstance(peer, int):

@@ -603,6 +603,7 @@ def ticker(started_: Run) -> Iterator[None]:
         ({"sync": "ssp", "topology": "ring"}, "--topology"),
         ({"sync": "gossip", "topology": "star"}, "--topology star"),
         ({"sync": "gossip", "compress": "auto"}, "--compress auto"),
+        ({"sync": "gossip", "compress": "auto:0.05"}, "--compress auto:0.05"),
         ({"sync": "gossip", "compress": "int8", "compress_down": "int8"}, "--compress-down"),
         ({"sync": "gossip", "checkpoint_every": 5.0}, "--checkpoint-every"),
         ({"sync": "gossip", "topology": "random", "staleness": 2}, "--staleness"),

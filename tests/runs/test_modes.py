@@ -18,7 +18,7 @@ from narrows.protocols.modes import ELEMENTWISE, MODES, WINDOW, Rule
 from narrows.protocols.settings import SHARDS_MAX, STALENESS_MAX, Settings, contradiction
 from narrows.worker import DistributedOptimizer
 
-# The table of docs/architecture.md and the issue: flags -> H, bound, folded at a barrier, pushed, server rule, window.
+# The table of docs/modes.md: flags -> H, bound, folded at a barrier, pushed, server rule, window.
 TABLE: list[tuple[dict[str, Any], tuple[int, int | None, bool, str, Rule, int]]] = [
     ({"sync": "bsp"}, (1, 0, True, "gradient", Rule.OPTIMIZER, 1)),
     ({"sync": "bsp", "push": "update"}, (1, 0, True, "update", Rule.ADD, 1)),

@@ -38,7 +38,7 @@ from narrows.ps.server import Server
 from narrows.worker import DistributedOptimizer
 from narrows.worker.updates import Updates
 
-# The rule, in NumPy and milliseconds, as docs/architecture.md has it: updates that are there and in no round yet are open.
+# The rule, in NumPy and milliseconds, as docs/design/quorum.md has it: updates that are there and in no round yet are open.
 # A round closes when every worker has one; or when `quorum` have, and the grace since the last of those is over, which is
 # looked at each millisecond. It takes them all, weighted by samples, and an outer step with Nesterov momentum follows.
 # Each worker trains from there, for `works` ms, and pushes again.

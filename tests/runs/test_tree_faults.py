@@ -223,7 +223,7 @@ def test_a_refusal_of_any_shard_ends_the_cluster_with_its_sentence() -> None:
     def handle(peer: bytes, message: m.Message, now_ns: int) -> list[ServerEffect]:
         try:
             return real(peer, message, now_ns)
-        except Exception as error:  # as ps/runner.py answers it
+        except Exception as error:  # as the runner answers it
             below, shard = root.children[peer]
             refuse = m.Refuse(m.RefuseCode.INCOMPATIBLE, -1, 0, str(error))
             below._apply(shard, below.servers[shard].handle_above(refuse, now_ns))

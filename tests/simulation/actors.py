@@ -1,8 +1,8 @@
 """The parts of a simulated cluster that stand where our runners stand: a disk, a server process, a scripted worker.
 
-- `Process` stands where ps/runner.py stands: it carries out effects and has no rule of its own.
+- `Process` stands where ps/process/runner.py stands: it carries out effects and has no rule of its own.
 - `Worker` stands where worker/engine.py stands: it has the same `Exchange`, and numbers for a model.
-- `Host` is the cluster that they belong to, one alone (simulation.py) or one of a tree (simulation_tree.py); `Watch` is
+- `Host` is the cluster that they belong to, one alone (campaigns.py) or one of a tree (trees.py); `Watch` is
   told of all that they do.
 """
 

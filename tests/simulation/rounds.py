@@ -1,6 +1,6 @@
 """A gossip run on narrow links in virtual time, and what its rounds cost in closed form: bytes of each worker, and seconds.
 
-    Rounds(case).run()      raises AssertionError where an invariant does not hold (tests/gossiping.py, `Books`)
+    Rounds(case).run()      raises AssertionError where an invariant does not hold (gossips.py, `Books`)
 
 Each worker has one way out, a `Road`: all its messages pass it, one after the other, and take its delay. The model is COUNT
 values; rates are as much lower. All know each other from the start, and nobody else is there; the run ends with its rounds,

@@ -1,6 +1,6 @@
 """ps-worker at work: it launches N copies of a script against a server, its own embedded one when none is named.
 
-It owns the child processes. Exit codes: docs/architecture.md. Rules
+It owns the child processes. Exit codes: docs/reference.md. Rules
 - Nothing outlives us, however we end: the embedded server ends with its stdin, a worker with NARROWS_PARENT_FD.
 - A child that ended well may leave behind what it likes.
 """
