@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from enum import IntEnum
+from functools import cache
 from typing import Any
 
 from narrows.protocols.errors import RemoteProtocolError
@@ -98,7 +99,8 @@ class Message:
     __slots__ = ()
 
     def __post_init__(self) -> None:
-        for name, annotation in _checked(type(self)):
+        kind: Any = type(self)
+        for name, annotation in _annotations(kind):
             if not CHECKS[annotation](getattr(self, name)):
                 raise RemoteProtocolError(
                     f"{type(self).__name__}.{name} is {_short(getattr(self, name))}, not {annotation}"
@@ -110,15 +112,9 @@ def _short(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-_CHECKED: dict[type, tuple[tuple[str, str], ...]] = {}
-
-
-def _checked(kind: Any) -> tuple[tuple[str, str], ...]:
-    known = _CHECKED.get(kind)
-    if known is None:
-        known = tuple((f.name, str(f.type)) for f in fields(kind))
-        _CHECKED[kind] = known
-    return known
+@cache
+def _annotations(kind: Any) -> tuple[tuple[str, str], ...]:
+    return tuple((f.name, str(f.type)) for f in fields(kind))
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +124,6 @@ class Hello(Message):
     token: str  # names this process and this attempt to join; a retry repeats it
     host: str
     expect: bytes = b""
-    identity: bytes = b""  # a public key, once links are authenticated
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +135,6 @@ class Welcome(Message):
     rank: int
     world_size: int
     epoch: int
-    lease_ms: int
     settings: bytes
     ports: Ints  # of each shard, on the host that the worker dialled
 

@@ -111,7 +111,7 @@ class Mixing(Seated):
     def tick(self, now_ns: int) -> Asks:
         effects = asks(self.session.repeat(now_ns)) if self.own and not self.alone else []
         seen = self.peers.tick(now_ns) if self.own else []
-        return [*effects, *self._go_on([*seen, *self.driver.tick(now_ns)], now_ns)]
+        return [*effects, *self._go_on([*seen, *self.driver.go_on(now_ns)], now_ns)]
 
     def _go_on(self, seen: Iterable[MemberEffect | PeerSay | Log], now_ns: int) -> Asks:
         """What peers have said, to the driver; what the driver says, to the peers; until neither has more to say."""

@@ -21,7 +21,7 @@ from enum import Enum
 from narrows.compression import ladder
 from narrows.protocols import messages as m
 from narrows.protocols.cluster.coordinator import Coordinator
-from narrows.protocols.effects import Checkpoint, Log, Send, ServerEffect
+from narrows.protocols.effects import Checkpoint, Log, ServerEffect
 from narrows.protocols.errors import LocalProtocolError, RemoteProtocolError
 from narrows.protocols.keys import Keys, covers, fragment, split
 from narrows.protocols.member.member import Member
@@ -263,10 +263,6 @@ class Planned:
             return []
         self.folds += 1
         return [*self.publish()] if self.folds >= len(self.inbox.seats) else []
-
-    def serve(self, seats: list[Seat], now_ns: int) -> list[Send]:
-        """Publications that these may be sent."""
-        return [send for seat in seats for send in self.publications.serve(seat, now_ns)]
 
 
 def pairs(row: m.Ints) -> list[m.Pair]:

@@ -79,9 +79,8 @@ class Pushing(Seated):
         else:
             try:
                 pieces = self.replica.encode(update, clock, dense)
-            except (
-                ValueError
-            ):  # not finite: sent as it is, and the server above names it, or whoever trains there sees it
+            except ValueError:
+                # Not finite: sent as it is, and the server above names it, or whoever trains there sees it.
                 pieces = self.replica.encode(update, clock, dense=True)
         self.kept = replace(self.kept, start=x.copy(), feedback=feedback)
         samples = min(max(1, self.samples), m.CLOCK_MAX)

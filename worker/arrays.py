@@ -107,11 +107,8 @@ class Arrays:
         update -= self.start[begin:end]
         return update
 
-    def gradient(self, keys: Keys, turn: int) -> list[Piece]:
-        """The gradients of these keys, raw: as they lie in p.grad where that stays as it is until they are folded."""
-        return [piece for cut in parts(*keys) for piece in raw_pieces(self.gradients(cut, turn), cut[0], [cut])]
-
     def gradients(self, keys: Keys, turn: int) -> FloatArray:
+        """The gradients of these keys: as they lie in p.grad where that stays as it is until they are folded."""
         begin, end = keys
         lent = self.flat.lend_gradient(begin, end) if self.direct else None
         if lent is None:

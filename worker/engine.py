@@ -170,17 +170,9 @@ class Engine:
 
     # The shared model and the end.
 
-    def kept(self) -> FloatArray:
-        """The parameters as they are now."""
-        return self.flat.copy()
-
     def show_shared(self) -> None:
         """Put the shared model into the parameters."""
         self.flat.write(self.final if self.final is not None else self.sync.shared())
-
-    def hide_shared(self, kept: FloatArray) -> None:
-        """Put the parameters back to what they were."""
-        self.flat.write(kept)
 
     def finish(self) -> None:
         """Send what is left, take the model that all end with, and leave."""

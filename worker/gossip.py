@@ -114,7 +114,7 @@ class Gossiping:
         """Until `done`; time goes by for the driver too."""
 
         def now() -> bool:
-            self._say(self.driver.tick(self._now()))
+            self._say(self.driver.go_on(self._now()))
             if self.finishing and self.driver.may_step:  # at a new place
                 self._say(self.driver.finish(self.engine.flat.zeros(), self._now()))
             if self.driver.trouble:

@@ -14,18 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from narrows.compression import NonFiniteError
 from narrows.compression.codecs import raw_pieces
 from narrows.protocols import effects as e
 from narrows.protocols.errors import UsageError
-from narrows.protocols.keys import parts
+from narrows.protocols.keys import Keys, parts
 from narrows.protocols.modes import ELEMENTWISE
 from narrows.protocols.wire import pack
 from narrows.worker.arrays import Arrays
 from narrows.worker.flat import FloatArray
 from narrows.worker.overlap import Overlap
 from narrows.worker.shards import WAIT_LIMIT_S
-from narrows.worker.updates import Updates, not_finite
+from narrows.worker.updates import Updates
 
 if TYPE_CHECKING:
     from narrows.worker.engine import Engine
@@ -85,7 +84,7 @@ class Gradients(Updates):
     def begin(self, event: e.Started) -> None:
         super().begin(event)
         if self.passes and self.overlap is None:
-            self.overlap = Overlap(self.engine.flat, list(event.ranges), self.passes, self._send_early)
+            self.overlap = Overlap(self.engine.flat, list(event.ranges), self.passes, self._send_part)
 
     def ready(self, limit_s: float = WAIT_LIMIT_S) -> None:
         super().ready(limit_s)
@@ -109,10 +108,8 @@ class Gradients(Updates):
                 loss = closure()
         if self.overlap is not None:
             self._close(self.overlap)
-        elif self.shards.tuning.up_raw:
-            self._push_raw()
         else:
-            self._push_coded()
+            self._push()
         self.ready()
         return loss
 
@@ -120,33 +117,24 @@ class Gradients(Updates):
         gradient, absent = overlap.close()
         hyper = pack([hyper_of(self.engine.inner), absent])
         for shard, cuts in enumerate(overlap.cuts):
-            (piece,) = raw_pieces(gradient[cuts[0][0] : cuts[0][1]], cuts[0][0], [cuts[0]])
-            self.shards.send_part(shard, 0, len(cuts), piece, hyper)
+            self._send_part(shard, 0, len(cuts), cuts[0], gradient[slice(*cuts[0])], hyper)
         self.shards.pushed()
 
-    def _send_early(self, shard: int, part: int, count: int, begin: int, end: int, flat: FloatArray) -> None:
-        (piece,) = raw_pieces(flat[begin:end], begin, [(begin, end)])
-        self.shards.send_part(shard, part, count, piece)
+    def _send_part(self, shard: int, part: int, count: int, keys: Keys, values: FloatArray, hyper: bytes = b"") -> None:
+        (piece,) = raw_pieces(values, keys[0], [keys])
+        self.shards.send_part(shard, part, count, piece, hyper)
 
-    def _push_raw(self) -> None:
-        """Each part as soon as it is read."""
-        clock, hyper = self.shards.clock, pack([hyper_of(self.engine.inner), self.engine.flat.absent()])
-        for shard, exchange in enumerate(self.shards.exchanges):
-            cuts = list(parts(*exchange.turn(clock)))
-            for part, cut in enumerate(cuts):
-                (piece,) = raw_pieces(self.arrays.gradients(cut, clock), cut[0], [cut])
-                self.shards.send_part(shard, part, len(cuts), piece, hyper)
-        self.shards.pushed()
-
-    def _push_coded(self) -> None:
+    def _push(self) -> None:
         clock, hyper = self.shards.clock, pack([hyper_of(self.engine.inner), self.engine.flat.absent()])
         keys = [exchange.turn(clock) for exchange in self.shards.exchanges]
-        updates = [self.arrays.gradients(each, clock) for each in keys]
-        try:
-            self.shards.push(updates, hyper=hyper)
-        except NonFiniteError as error:
-            cut = [self.arrays.where_not_finite(each[0], update) for each, update in zip(keys, updates, strict=True)]
-            raise not_finite(self.engine, "gradient", clock, cut, error) from None
+        if not self.shards.tuning.up_raw:
+            self.send("gradient", keys, [self.arrays.gradients(each, clock) for each in keys], hyper=hyper)
+            return
+        for shard, ours in enumerate(keys):
+            cuts = list(parts(*ours))
+            for part, cut in enumerate(cuts):  # each as soon as it is read
+                self._send_part(shard, part, len(cuts), cut, self.arrays.gradients(cut, clock), hyper)
+        self.shards.pushed()
 
     def flush(self) -> FloatArray:
         """No gradient is left, and residuals of gradients are nothing to end with."""

@@ -55,7 +55,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._engine is None:
             loss = clipped_step(self.inner, parameters, self.max_grad_norm or 0.0, closure)
             assert isinstance(self._session, session.Alone)
-            self._session.steps += 1
+            self._session.clock += 1
             return loss
         if sum(p.requires_grad for p in parameters) > len(self._engine.flat.parameters):
             raise UsageError(
@@ -131,9 +131,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if engine is None:
             yield
             return
-        kept = engine.kept()
+        kept = engine.flat.copy()
         engine.show_shared()
         try:
             yield
         finally:
-            engine.hide_shared(kept)
+            engine.flat.write(kept)

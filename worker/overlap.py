@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 
 from narrows.protocols.errors import UsageError
-from narrows.protocols.keys import parts
+from narrows.protocols.keys import Keys, parts
 from narrows.protocols.wire import FRAME_VALUES
 from narrows.worker.flat import FlatModel, FloatArray
 
@@ -23,7 +23,7 @@ PART_VALUES_MIN = 1 << 18  # 1 MiB: a message of less costs more than the bytes 
 
 SAMPLE = 256  # values of a gradient that are looked at again: scaling or clamping one changes some of them
 
-SendPart = Callable[[int, int, int, int, int, FloatArray], None]  # shard, part, parts, begin, end, flat
+SendPart = Callable[[int, int, int, Keys, FloatArray], None]  # shard, part, parts, and the values of these keys
 
 
 class Overlap:
@@ -80,9 +80,9 @@ class Overlap:
 
     def _send(self, shard: int, part: int) -> None:
         assert self.target is not None
-        begin, end = self.cuts[shard][part]
+        keys = self.cuts[shard][part]
         self.gone.add((shard, part))
-        self.send(shard, part, len(self.cuts[shard]), begin, end, self.target)
+        self.send(shard, part, len(self.cuts[shard]), keys, self.target[slice(*keys)])
 
     def _touched(self, tensor: int, gradient: torch.Tensor) -> bool:
         """Whether a gradient is not what left: by its version counter, and by a sample, for `p.grad.data` has no counter."""

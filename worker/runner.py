@@ -13,7 +13,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 from narrows.protocols import messages as m
 from narrows.protocols.addresses import is_address, parse_address
@@ -120,16 +119,28 @@ class Link:
             self.bytes_down += sum(map(len, frames))
             try:
                 effects = self.member.receive_peer(decode(frames), time.monotonic_ns())
-            except (
-                NarrowsError
-            ) as error:  # also of another version: anyone may dial, and must not end what others began
+            except NarrowsError as error:  # of another version too: who dials must not end what others began
                 say(f"a peer's message was refused: {error}")
             else:
                 self._apply(effects)
 
     def _apply(self, effects: list[MemberEffect]) -> None:
         for effect in effects:
-            CARRY_OUT.get(type(effect), Link._deliver)(self, effect)
+            match effect:
+                case Send(int(shard), message):
+                    if shard < len(self._shards):
+                        self._put(self._shards[shard], message)
+                case Tell(address, message):
+                    if address in self._peers:
+                        self._put(address, message)
+                case Failed(code, text):
+                    self._fail(BY_EXIT_CODE.get(code, NarrowsError)(f"{self.address}: {text}"))
+                case _:
+                    if isinstance(effect, Joined):
+                        self._shards += [endpoint(self.host, port) for port in effect.ports[len(self._shards) :]]
+                    elif isinstance(effect, RosterNews):
+                        self._dial(effect.roster)
+                    self._deliver(effect)
 
     def _deliver(self, event: MemberEffect) -> None:
         with self._changed:
@@ -141,44 +152,18 @@ class Link:
             self._error = self._error or error
             self._changed.notify_all()
 
-    def _failed(self, effect: Failed) -> None:
-        self._fail(BY_EXIT_CODE.get(effect.code, NarrowsError)(f"{self.address}: {effect.text}"))
-
-    def _joined(self, effect: Joined) -> None:
-        self._shards += [endpoint(self.host, port) for port in effect.ports[len(self._shards) :]]
-        self._deliver(effect)
-
-    def _introduced(self, effect: RosterNews) -> None:
-        """Dial those who are named, and no others. An address that is none: its owner will count as silent."""
-        named = {address for address in effect.roster.addresses if is_address(address)} - {self.member.address}
+    def _dial(self, roster: m.Roster) -> None:
+        """Those who are named, and no others. An address that is none: its owner will count as silent."""
+        named = {address for address in roster.addresses if is_address(address)} - {self.member.address}
         for gone in self._peers - named:
             self._sockets.hang_up(gone)
         self._peers = named
-        self._deliver(effect)
-
-    def _send(self, effect: Send) -> None:
-        assert isinstance(effect.peer, int)
-        if effect.peer < len(self._shards):
-            self._put(self._shards[effect.peer], effect.message)
-
-    def _tell(self, effect: Tell) -> None:
-        if effect.address in self._peers:
-            self._put(effect.address, effect.message)
 
     def _put(self, to: str, message: m.Message) -> None:
         frames = encode(message)
         self.bytes_up += sum(map(len, frames))
         receipt = self._sockets.send(to, frames, control=isinstance(message, m.CONTROL))
         self.drops.note(type(message).__name__, receipt)
-
-
-CARRY_OUT: dict[type, Callable[[Link, Any], None]] = {
-    Send: Link._send,
-    Tell: Link._tell,
-    Failed: Link._failed,
-    Joined: Link._joined,
-    RosterNews: Link._introduced,
-}  # anything else is for whoever takes it
 
 
 def tell_left(address: str, token: str) -> None:

@@ -46,16 +46,11 @@ class Alone:
     link: Link | None = None
     engine: Engine | None = None
 
-    def __init__(self) -> None:
-        self.steps = 0
-
-    @property
-    def clock(self) -> int:
-        return self.steps
+    clock = 0
 
     @property
     def step_count(self) -> int:
-        return self.steps
+        return self.clock
 
     def record(self, values: dict[str, float]) -> None:
         """Alone there is no record."""

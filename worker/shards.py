@@ -162,7 +162,7 @@ class Shards:
     def _said(self) -> None:
         self.samples_pending = 0
         if self.tuning.chooses:
-            self.link.call(lambda member, now: member.look_at_link())
+            self.link.call(lambda member, now: [member.meter.read()])
 
     # The shared model.
 

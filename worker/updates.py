@@ -8,7 +8,7 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +17,7 @@ from narrows.compression import NonFiniteError
 from narrows.protocols import effects as e
 from narrows.protocols.effects import MemberEffect
 from narrows.protocols.errors import NarrowsError
+from narrows.protocols.keys import Keys
 from narrows.worker.arrays import Arrays
 from narrows.worker.flat import FloatArray
 from narrows.worker.shards import WAIT_LIMIT_S, Shards
@@ -55,9 +56,8 @@ class Updates:
         self.local_step = 0
         self.moved = False  # a step was taken since all of the replica was composed
         self.composed = 0  # the epoch of the life that the replica is of
-        self.missed = self.late = (
-            0  # rounds that closed without us, in this life; and those that nobody was told of yet
-        )
+        self.missed = 0  # rounds that closed without us, in this life
+        self.late = 0  # and those that nobody was told of yet
 
     @property
     def clock(self) -> int:
@@ -130,13 +130,23 @@ class Updates:
         """What the keys whose turn it is have moved by."""
         clock, turn = self.shards.clock, self.shards.clock // self.mode.fragments
         keys = [exchange.turn(clock) for exchange in self.shards.exchanges]
-        updates = [self.arrays.moved(each, turn) for each in keys]
-        try:
-            self.shards.push(updates, dense)
-        except NonFiniteError as error:
-            cut = [self.arrays.where_not_finite(each[0], update) for each, update in zip(keys, updates, strict=True)]
-            raise not_finite(self.engine, "update", clock, cut, error) from None
+        self.send("update", keys, [self.arrays.moved(each, turn) for each in keys], dense=dense)
         self.local_step = 0
+
+    def send(
+        self, what: str, keys: Sequence[Keys], values: Sequence[FloatArray], dense: bool = False, hyper: bytes = b""
+    ) -> None:
+        """Push these values of the keys of each shard. Raises NarrowsError where they cannot be coded."""
+        clock = self.shards.clock
+        try:
+            self.shards.push(values, dense, hyper)
+        except NonFiniteError as error:
+            tensors = [self.arrays.where_not_finite(each[0], ours) for each, ours in zip(keys, values, strict=True)]
+            named = [tensor for tensor in tensors if tensor != "the residual"]
+            raise NarrowsError(
+                f"the {what} of clock {clock} is not finite, first in {(named or tensors)[0]} ({error}): it was not sent; "
+                f"lower the learning rate or clip, --compress {self.engine.settings.compress} can only send finite values"
+            ) from None
 
     # The shared model and the end.
 
@@ -170,12 +180,3 @@ class Updates:
         self.arrays.load_residual(self.shards.replicas, whole)
         if not self.local_step and not (self.mode.streams and self.moved):  # else it shows with the next merge
             self.compose()
-
-
-def not_finite(engine: Engine, what: str, clock: int, tensors: list[str], error: NonFiniteError) -> NarrowsError:
-    """What to say of an update that cannot be coded; `tensors`: by shard, the first that has such a value."""
-    named = [tensor for tensor in tensors if tensor != "the residual"]
-    return NarrowsError(
-        f"the {what} of clock {clock} is not finite, first in {(named or tensors)[0]} ({error}): it was not sent; lower the "
-        f"learning rate or clip, --compress {engine.settings.compress} can only send finite values"
-    )

@@ -79,7 +79,6 @@ class Roster(Decision):
             self.above.rank + clusters * seat.rank,  # one to each cluster in turn: however many there are of us
             clusters * settings.workers,
             self.run.epoch,
-            int(settings.lease * 1000),
             settings.packed(),
             tuple(self.run.reports[shard].port for shard in range(self.run.shards)),
         )

@@ -163,9 +163,6 @@ class Driver:
         refused, self.exchanges.refused = self.exchanges.refused, []
         return [say for peer, why in refused for say in (_parted(peer, why), e.Drop(peer))]
 
-    def tick(self, now_ns: int) -> Says:
-        return self.go_on(now_ns)
-
     # Rounds.
 
     def _exchange(self, upto: int) -> Says:
@@ -217,11 +214,8 @@ class Driver:
         before = None
         while self.phase is not before and not self.trouble:
             before = self.phase
-            says += GO.get(self.phase, Driver._stay)(self, now_ns)
+            says += GO[self.phase](self, now_ns) if self.phase in GO else []
         return says
-
-    def _stay(self, now_ns: int) -> Says:
-        return []
 
     def _ready(self, now_ns: int) -> Says:
         if self.exchanges.started:

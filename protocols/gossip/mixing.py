@@ -58,9 +58,7 @@ class Mixing:
         self.first: FloatArray = self.model  # the weights that the run began with: what founders share
         self.references: dict[int, FloatArray] = {}
         self.memories: dict[int, Any] = {}
-        self.sent: dict[
-            int, tuple[bool, Sequence[Piece]]
-        ] = {}  # by peer: whether it was the model itself, and its parts
+        self.sent: dict[int, tuple[bool, Sequence[Piece]]] = {}  # whether it was the model itself, and its parts
 
     def start(self, weights: FloatArray) -> None:
         """The run begins here, or this worker's part of it."""

@@ -138,10 +138,6 @@ class Member:
     def buffers(self, packed: bytes) -> list[MemberEffect]:
         return [Send(0, m.Buffers(self.worker, self.epoch, packed))]
 
-    def look_at_link(self) -> list[MemberEffect]:
-        """Tell what was seen of the link since this was last asked."""
-        return [self.meter.read()]
-
     def leave(self, clock: int, now_ns: int) -> list[MemberEffect]:
         """Go. `clock` >= 0: done, after that many updates; -1: the script failed."""
         self._go("leave")

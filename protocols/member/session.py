@@ -56,9 +56,7 @@ class Session:
         self.follow: m.Follow | None = None  # as it was said last
         self.waits = False  # for the next publication
         self.have = -1  # the newest publication that is here, and all before it
-        self.coming: dict[
-            tuple[bool, int], Parts
-        ] = {}  # states that are not all here or come early: (whole, publication)
+        self.coming: dict[tuple[bool, int], Parts] = {}  # not all here, or early; by (whole, publication)
         self.requests = 0
         self.pull: m.Pull | None = None  # under way, as it was said last
         self.pulled: dict[int, Parts] = {}  # of its answer, by the requests that it had

@@ -21,7 +21,7 @@ from typing import Any
 import click
 
 from narrows.protocols.addresses import ANY_HOSTS, parse_address
-from narrows.protocols.errors import NarrowsError, UsageError
+from narrows.protocols.errors import LocalProtocolError, NarrowsError, UsageError
 from narrows.protocols.modes import Rule
 from narrows.protocols.runtime.children import Child, Children
 from narrows.protocols.runtime.flags import ALLOCATOR, given
@@ -179,37 +179,29 @@ class Cluster:
 
     def _take(self, timeout_s: float) -> None:
         """Handle the next event, if one comes in time."""
-        if event := self.children.next(timeout_s):
-            index, kind, value = event
-            TAKEN[kind](self, index, value)
-
-    def _exited(self, index: int, code: int) -> None:
-        self.ended.add(index)
-
-    def _err(self, index: int, line: str) -> None:
-        click.echo(line, err=True)
-
-    def _prepared(self, index: int, event: dict[str, Any]) -> None:
-        self.ready = True
-        if event["why"]:
-            say(f"each shard starts in an interpreter of its own: {event['why']}")
-
-    def _bound(self, index: int, event: dict[str, Any]) -> None:
-        self.ports[index] = event["port"]
-
-    def _says(self, index: int, event: dict[str, Any]) -> None:
-        doing(event["text"])
-
-    def _done(self, index: int, event: dict[str, Any]) -> None:
-        self.done.add(index)
-
-    def _failed(self, index: int, event: dict[str, Any]) -> None:
-        self.errors.append((index, event["code"], event["text"]))
-
-    def _logged(self, index: int, event: dict[str, Any]) -> None:
-        if event["name"] == "checkpoint" and index == 0:
-            self.checkpoint = event["values"]["clock"]
-        show(event["name"], event["values"])
+        match self.children.next(timeout_s):
+            case (_, "ready", {"why": why}):
+                self.ready = True
+                if why:
+                    say(f"each shard starts in an interpreter of its own: {why}")
+            case (_, "say", {"text": text}):
+                doing(text)
+            case (index, "bound", {"port": port}):
+                self.ports[index] = port
+            case (index, "log", {"name": name, "values": values}):
+                if name == "checkpoint" and index == 0:
+                    self.checkpoint = values["clock"]
+                show(name, values)
+            case (_, "err", line):
+                click.echo(line, err=True)
+            case (index, "error", {"code": code, "text": text}):
+                self.errors.append((index, code, text))
+            case (index, "done", _):
+                self.done.add(index)
+            case (index, "exit", _):
+                self.ended.add(index)
+            case (index, kind, value):
+                raise LocalProtocolError(f"shard {index} says {kind!r}: {value}")
 
     def merge(self) -> None:
         """Write the whole model of the last checkpoint."""
@@ -228,18 +220,6 @@ class Cluster:
                 shard.kill()
             shard.wait()
         self.children.close()
-
-
-TAKEN: dict[str, Callable[[Cluster, int, Any], None]] = {
-    "err": Cluster._err,
-    "exit": Cluster._exited,
-    "ready": Cluster._prepared,
-    "say": Cluster._says,
-    "bound": Cluster._bound,
-    "done": Cluster._done,
-    "error": Cluster._failed,
-    "log": Cluster._logged,
-}
 
 
 def checked(settings: Settings, bind: str, parent: str, insecure: bool, resume: bool) -> tuple[str, int]:

@@ -140,26 +140,31 @@ class Runner:
 
     def _carry_out(self, effects: Iterable[ServerEffect]) -> None:
         for effect in effects:
-            CARRY_OUT[type(effect)](self, effect)
+            match effect:
+                case Send(bytes(peer), message):
+                    self._put(self.process.coordinator if peer == COORDINATOR else peer, message)
+                case Send(_, message):
+                    self.bytes_up += self._put(self.server.above, message)
+                case Tell(address, message):
+                    self._tell(address, message)
+                case Log(event, values):
+                    emit("log", name=event, values=values)
+                case Checkpoint(clock):
+                    self._checkpoint(clock)
+                case Load(clock):
+                    self._load(clock)
+                case Stop():
+                    self.running, self.end = False, effect
 
-    def _send(self, effect: Send) -> None:
-        if isinstance(effect.peer, int):
-            self._up(self.server.above, effect.message)
-        else:
-            self._put(self.process.coordinator if effect.peer == COORDINATOR else effect.peer, effect.message)
-
-    def _tell(self, effect: Tell) -> None:
+    def _tell(self, address: str, message: m.Message) -> None:
         """Send to another cluster. If the address is none, its owner will count as silent."""
-        if effect.address not in self.told and is_address(effect.address):
+        if address not in self.told and is_address(address):
             for gone in self.told - self.server.clusters:
                 self.told.remove(gone)
                 self.port.hang_up(gone)
-            self.told.add(effect.address)
-        if effect.address in self.told:
-            self._up(effect.address, effect.message)
-
-    def _up(self, address: str, message: m.Message) -> None:
-        self.bytes_up += self._put(address, message)
+            self.told.add(address)
+        if address in self.told:
+            self.bytes_up += self._put(address, message)
 
     def _put(self, to: Peer, message: m.Message) -> int:
         """Send `message`; return its bytes."""
@@ -172,10 +177,7 @@ class Runner:
         self.drops.note(type(message).__name__, receipt)
         return sum(map(len, frames))
 
-    def _log(self, effect: Log) -> None:
-        emit("log", name=effect.event, values=effect.values)
-
-    def _checkpoint(self, effect: Checkpoint) -> None:
+    def _checkpoint(self, clock: int) -> None:
         shard, folder, planned = self.server.shard, self.process.folder, self.server.shard.planned
         if folder is None or planned is None or planned.store.publication < 0:
             return
@@ -186,12 +188,12 @@ class Runner:
             "plan": planned.plan.packed(),
             "buffers": coordinator.buffers if coordinator is not None else b"",
         }
-        kept = checkpoints.write(folder, shard.index, effect.clock, planned.store.arrays(), facts)
-        shard.wrote_checkpoint(effect.clock, kept)
-        emit("log", name="checkpoint", values={"shard": shard.index, "clock": effect.clock})
+        kept = checkpoints.write(folder, shard.index, clock, planned.store.arrays(), facts)
+        shard.wrote_checkpoint(clock, kept)
+        emit("log", name="checkpoint", values={"shard": shard.index, "clock": clock})
 
-    def _load(self, effect: Load) -> None:
-        planned, folder, clock = self.server.shard.planned, self.process.folder, effect.clock
+    def _load(self, clock: int) -> None:
+        planned, folder = self.server.shard.planned, self.process.folder
         assert folder is not None
         checkpoints.drop_after(folder, self.process.index, clock)
         if clock < 0:
@@ -202,9 +204,6 @@ class Runner:
         if held != keys:
             raise NarrowsError(f"the checkpoint of clock {clock} has {held} keys here, not {keys}")
         planned.apply([LoadArrays(arrays, int(facts["publication"]))])
-
-    def _stop(self, effect: Stop) -> None:
-        self.running, self.end = False, effect
 
     # Events.
 
@@ -269,16 +268,6 @@ class Runner:
             text = f"shard {self.process.index} {moved}"
             emit("log", name="above", values={"shard": self.process.index, **values, "text": text})
         emit("done", dropped=dropped)
-
-
-CARRY_OUT: dict[type, Callable[[Runner, Any], None]] = {
-    Send: Runner._send,
-    Tell: Runner._tell,
-    Log: Runner._log,
-    Checkpoint: Runner._checkpoint,
-    Load: Runner._load,
-    Stop: Runner._stop,
-}
 
 
 def run(process: Process, ready: Callable[[int], None]) -> None:

@@ -1168,7 +1168,7 @@ def test_a_script_alone_is_the_inner_optimizer() -> None:
             assert np.array_equal(flat(net), reference)
             *_, (first, second) = list(extra.values())[-2:], list(extra.values())[-2:]
             assert torch.equal(first, second) and not torch.equal(first, torch.ones(3))
-            assert clock() == step_count() == only.steps == 3 * STEPS + 1
+            assert clock() == step_count() == only.clock == 3 * STEPS + 1
             assert repr(optimizer.state_dict()) == repr(inner.state_dict())
             assert inner.param_groups is optimizer.param_groups and len(inner.param_groups) == 2
             optimizer.load_state_dict(through_a_file(optimizer.state_dict()))

@@ -213,7 +213,7 @@ class Node:
     def tick(self, now_ns: int) -> None:
         if self.asks or self.driver.has_model:
             self.take(self.peers.tick(now_ns))
-            self.say(self.driver.tick(now_ns))
+            self.say(self.driver.go_on(now_ns))
 
     def take(self, effects: Sequence[MemberEffect]) -> None:
         """What peers say, to the driver, and what that says back."""

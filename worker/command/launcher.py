@@ -12,7 +12,6 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import Callable
 from typing import Any
 
 from narrows.protocols.errors import (
@@ -167,45 +166,36 @@ class Launcher:
 
     def _take(self, timeout_s: float) -> None:
         """Handle the next event, if one comes in time."""
-        if event := self.children.next(timeout_s):
-            index, kind, value = event
-            take: Callable[[Launcher, int, Any], None] = TAKEN.get(kind, Launcher._recorded)
-            take(self, index, value)
+        match self.children.next(timeout_s):
+            case (_, "ready", {"why": why}):
+                self.ready = True
+                if why:
+                    self.console.say(f"each worker starts in an interpreter of its own: {why}")
+            case (_, "serves", {"address": address}):
+                self.server = address
+            case (_, "say", {"text": text}):
+                self.console.doing(text)
+            case (_, "out", line):
+                self.console.out(line)
+            case (index, "err", line):
+                self.console.err(f"worker {index}: {line}" if index >= 0 and self.options.nproc > 1 else line)
+            case (index, "error", {"code": code, "text": text}):
+                self._failed(index, code, text)
+                # An embedded server's run cannot start without this worker.
+                self.broken |= self.embedded is not None and code in FATAL and not self.recording.steps
+            case (index, "exit", code):
+                self._exited(index, code)
+            case (index, kind, event):
+                self._recorded(index, kind, event)
 
-    def _out(self, index: int, line: str) -> None:
-        self.console.out(line)
-
-    def _err(self, index: int, line: str) -> None:
-        self.console.err(f"worker {index}: {line}" if index >= 0 and self.options.nproc > 1 else line)
-
-    def _says(self, index: int, event: dict[str, Any]) -> None:
-        self.console.doing(event["text"])
-
-    def _prepared(self, index: int, event: dict[str, Any]) -> None:
-        self.ready = True
-        if event["why"]:
-            self.console.say(f"each worker starts in an interpreter of its own: {event['why']}")
-
-    def _serves(self, index: int, event: dict[str, Any]) -> None:
-        self.server = event["address"]
-
-    def _joined(self, index: int, event: dict[str, Any]) -> None:
-        self.joined.add(index)
-        if len(self.joined) in (1, self.options.nproc):
-            self.console.doing(f"{len(self.joined)} of {self._workers} joined ...")
-        self._recorded(index, event)
-
-    def _switched(self, index: int, event: dict[str, Any]) -> None:
-        self.console.say(SWITCHED.format(index, **event))
-        self._recorded(index, event)
-
-    def _recorded(self, index: int, event: dict[str, Any]) -> None:
+    def _recorded(self, index: int, kind: str, event: dict[str, Any]) -> None:
+        if kind == "hello":
+            self.joined.add(index)
+            if len(self.joined) in (1, self.options.nproc):
+                self.console.doing(f"{len(self.joined)} of {self._workers} joined ...")
+        elif kind == "compress":
+            self.console.say(SWITCHED.format(index, **event))
         self.recording.take(index, event)
-
-    def _error(self, index: int, event: dict[str, Any]) -> None:
-        self._failed(index, event["code"], event["text"])
-        # An embedded server's run cannot start without this worker.
-        self.broken |= self.embedded is not None and event["code"] in FATAL and not self.recording.steps
 
     def _failed(self, index: int, code: int, text: str) -> None:
         """A session ended with an error of ours; what all workers tell is said once."""
@@ -273,16 +263,3 @@ class Launcher:
         self.children.close()
         self.recording.close()
         self.console.close()
-
-
-TAKEN: dict[str, Callable[[Launcher, int, Any], None]] = {
-    "out": Launcher._out,
-    "err": Launcher._err,
-    "exit": Launcher._exited,
-    "say": Launcher._says,
-    "ready": Launcher._prepared,
-    "serves": Launcher._serves,
-    "hello": Launcher._joined,
-    "compress": Launcher._switched,
-    "error": Launcher._error,
-}  # any other is for the record
