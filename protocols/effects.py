@@ -52,7 +52,6 @@ class Stop:
 class Joined:
     """Member: the coordinator knows us."""
 
-    worker: int
     rank: int
     world_size: int
     settings: bytes
@@ -105,11 +104,10 @@ class MasterArrived:
 
 @dataclass(frozen=True, slots=True)
 class PushSettled:
-    """Member: update `clock` is in the shard's model. `weight`: what it was folded with, 0 where that is not known."""
+    """Member: update `clock` is in the shard's model."""
 
     shard: int
     clock: int
-    weight: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,26 +226,8 @@ class Drop:
 
 
 ServerEffect = Send | Tell | Log | Checkpoint | Load | Stop
-MemberEffect = (
-    Send
-    | Joined
-    | Started
-    | GiveWeights
-    | StatePart
-    | StateArrived
-    | MasterArrived
-    | PushSettled
-    | LinkSeen
-    | BuffersWanted
-    | Failed
-    | Left
-    | Tell
-    | RosterNews
-    | OfferArrived
-    | AdoptAsked
-    | PeerEnded
-    | PeerLost
-    | PeersSettled
-    | ServerGone
-)
+OfRun = Joined | Started | BuffersWanted | LinkSeen | ServerGone | Failed | Left
+OfShard = GiveWeights | StatePart | StateArrived | MasterArrived | PushSettled
+OfPeers = RosterNews | OfferArrived | AdoptAsked | PeerEnded | PeerLost | PeersSettled
+MemberEffect = Send | Tell | OfRun | OfShard | OfPeers
 PeerSay = SendOffer | AskModel | SayEnded | SayOver | Drop

@@ -6,7 +6,6 @@ Owns the split over shards, the fragments of a shard, and the cut into parts.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 
 from narrows.protocols.wire import FRAME_VALUES
 
@@ -15,8 +14,7 @@ Keys = tuple[int, int]  # [begin, end)
 
 def split(size: int, shards: int) -> list[tuple[int, int]]:
     """Cut [0, size) into `shards` consecutive ranges whose sizes differ by at most one."""
-    cuts = [size * i // shards for i in range(shards + 1)]
-    return list(pairwise(cuts))
+    return [fragment(0, size, shards, index) for index in range(shards)]
 
 
 def fragment(begin: int, end: int, fragments: int, index: int) -> tuple[int, int]:

@@ -11,24 +11,24 @@ from narrows.protocols.wire import pack, unpack
 KEYS_MAX = 1 << 40  # parameters of one model
 NAME_MAX = 1024  # characters of a tensor's name
 
-# Bytes of one value of each dtype that a module's buffers may have, by torch's name.
-DTYPE_BYTES = {
-    "bool": 1,
-    "uint8": 1,
-    "int8": 1,
-    "int16": 2,
-    "int32": 4,
-    "int64": 8,
-    "uint16": 2,
-    "uint32": 4,
-    "uint64": 8,
-    "float16": 2,
-    "bfloat16": 2,
-    "float32": 4,
-    "float64": 8,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "complex64": 8,
+# The dtypes that tensors of a model may have, by torch's name: bytes of a value, and the name that safetensors has for them.
+DTYPES = {
+    "bool": (1, "BOOL"),
+    "uint8": (1, "U8"),
+    "int8": (1, "I8"),
+    "int16": (2, "I16"),
+    "int32": (4, "I32"),
+    "int64": (8, "I64"),
+    "uint16": (2, "U16"),
+    "uint32": (4, "U32"),
+    "uint64": (8, "U64"),
+    "float16": (2, "F16"),
+    "bfloat16": (2, "BF16"),
+    "float32": (4, "F32"),
+    "float64": (8, "F64"),
+    "float8_e4m3fn": (1, "F8_E4M3"),
+    "float8_e5m2": (1, "F8_E5M2"),
+    "complex64": (8, "C64"),
 }
 NamedArray = tuple[str, tuple[int, ...], bytes | memoryview]  # dtype, shape, raw little-endian values
 
@@ -146,7 +146,7 @@ def unpack_arrays(packed: bytes) -> dict[str, NamedArray]:
     try:
         for name, (dtype, shape, raw) in value.items():
             spec = TensorSpec(_text(name), tuple(_count(extent) for extent in shape), _text(dtype))
-            if type(raw) is not bytes or len(raw) != spec.size * DTYPE_BYTES[spec.dtype]:
+            if type(raw) is not bytes or len(raw) != spec.size * DTYPES[spec.dtype][0]:
                 raise ValueError
             arrays[spec.name] = (spec.dtype, spec.shape, raw)
     except (AttributeError, KeyError, TypeError, ValueError):

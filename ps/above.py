@@ -187,16 +187,27 @@ class Seated(Above):
     ) -> None:
         super().__init__(kept, place)
         self.index, self.here, self.own, self.mode = index, place, member is None, place.settings.mode()
-        ours = Session(index, place.worker, place.epoch, self.mode, timing, LinkMeter())
+        ours = Session(index, place.epoch, self.mode, timing, LinkMeter())
         self.session = ours if member is None else member.sessions[0]
         self.replica = replica
-        self.exchange: Exchange[FloatArray] = Exchange(index, self.mode, replica, whole)
+        self.exchange: Exchange[FloatArray] = Exchange(self.mode, replica, whole)
         self.inner = 0  # clocks of the cluster since something was pushed
         self.due = False  # something was pushed or has come since the base was made
         self.finishing = False  # the last model is asked for, now that all is pushed
 
     def _say(self, messages: list[m.Message], now_ns: int) -> Asks:
         return asks(self.session.say(messages, now_ns))
+
+    def begin(self, now_ns: int) -> Asks:
+        return self._say(self.exchange.begin(self.here.worker, self.here.epoch, self.here.clock), now_ns)
+
+    def tick(self, now_ns: int) -> Asks:
+        return asks(self.session.repeat(now_ns)) if self.own else []
+
+    @property
+    def start(self) -> FloatArray:
+        assert self.kept.start is not None  # once the first state is here
+        return self.kept.start
 
     @property
     def clock(self) -> int:
@@ -221,8 +232,7 @@ class Seated(Above):
         return self._on(self.master) if self.master is not None and self.kept.start is not self.master else []
 
     def _on(self, base: FloatArray) -> list[Change]:
-        before, self.kept = self.kept.start, replace(self.kept, start=base)
-        assert before is not None  # ready
+        before, self.kept = self.start, replace(self.kept, start=base)
         return [Rebase(before, base)]
 
     def _begin_with(self, base: Callable[[], FloatArray], x: FloatArray, publication: int) -> list[Change]:

@@ -45,9 +45,6 @@ class Folding(Protocol):
     def contains(self, seat: Seat, clock: int, publication: int) -> m.Weights:
         """Updates of this member from `clock` on that are in publication `publication`, each with its weight."""
 
-    def close(self, clock: int, pairs: Iterable[m.Pair], clip: Clip) -> list[Change] | None:
-        """The ledger closes a clock over these (worker, update); None: a norm is awaited."""
-
     def drop(self, keep: Callable[[int, int], bool]) -> Iterator[tuple[int, int]]:
         """Forget what is held and not to be kept; (worker, update) of each."""
 
@@ -83,9 +80,6 @@ class AtOnce:
     def contains(self, seat: Seat, clock: int, publication: int) -> m.Weights:
         kept = self.folded.get(seat.worker, ())
         return tuple((at, weight) for at, weight, number in kept if at >= clock and number <= publication)
-
-    def close(self, clock: int, pairs: Iterable[m.Pair], clip: Clip) -> list[Change] | None:
-        return []
 
     def drop(self, keep: Callable[[int, int], bool]) -> Iterator[tuple[int, int]]:
         for worker in self.folded.keys() - self.inbox.seats.keys():
@@ -136,6 +130,7 @@ class Barrier:
         return taken
 
     def close(self, clock: int, pairs: Iterable[m.Pair], clip: Clip) -> list[Change] | None:
+        """The ledger closes a clock over these (worker, update); None: a norm is awaited."""
         if clock not in self.closing:
             self.closing[clock] = self._terms(clock, list(pairs))
         terms = self.closing[clock]

@@ -20,7 +20,6 @@ from narrows.protocols.modes import Rule
 from narrows.protocols.settings import Settings
 from narrows.protocols.wire import encode
 from narrows.ps.above import Place, asks
-from narrows.ps.mixing import OF_PEERS
 from narrows.ps.shard import Shard
 
 
@@ -80,7 +79,7 @@ class Membership:
         if isinstance(event, e.Started):
             coordinator.buffers = coordinator.buffers or event.buffers
             return self._started(event, now_ns)
-        if isinstance(event, OF_PEERS):
+        if isinstance(event, e.OfPeers):
             return self._of_peers(event, now_ns)
         if isinstance(event, e.ServerGone):
             text = f"the server above, {self.parent}, is gone; the clusters go on among themselves"

@@ -30,7 +30,6 @@ from narrows.protocols.wire import decode
 from narrows.ps.above import Asks, Kept, Place, Seated, asks
 from narrows.ps.changes import Change, FloatArray
 
-OF_PEERS = (e.RosterNews, e.OfferArrived, e.AdoptAsked, e.PeerEnded, e.PeerLost, e.PeersSettled)
 WAITING = (Phase.ROOM, Phase.MIXING)  # a peer's model is awaited before the next clock
 
 
@@ -66,10 +65,10 @@ class Mixing(Seated):
     def begin(self, now_ns: int) -> Asks:
         """All pairs begin anew at this place. With a clock above of 0 the run begins, from the weights that are there; else its
         model is with the peers."""
-        place, before = self.here, self.before
-        first = self.exchange.begin(place.worker, place.epoch, place.clock)
-        if place.clock == 0:
-            return self._say(first, now_ns)
+        before = self.before
+        if self.here.clock == 0:
+            return super().begin(now_ns)
+        self.exchange.begin(self.here.worker, self.here.epoch, self.here.clock)
         if before is not None:
             self.driver.keep(before)
             return []
@@ -78,7 +77,7 @@ class Mixing(Seated):
     def take(self, events: Iterable[MemberEffect], now_ns: int) -> Asks:
         effects: Asks = []
         for event in events:
-            if isinstance(event, OF_PEERS):
+            if isinstance(event, e.OfPeers):
                 effects += self._go_on([event], now_ns)
                 continue
             effects += [*asks([event]), *self._say(self.exchange.take(event), now_ns)]
@@ -109,7 +108,7 @@ class Mixing(Seated):
         return self._go_on(self.peers.receive(message, now_ns), now_ns)
 
     def tick(self, now_ns: int) -> Asks:
-        effects = asks(self.session.repeat(now_ns)) if self.own and not self.alone else []
+        effects = super().tick(now_ns) if not self.alone else []
         seen = self.peers.tick(now_ns) if self.own else []
         return [*effects, *self._go_on([*seen, *self.driver.go_on(now_ns)], now_ns)]
 
@@ -142,8 +141,7 @@ class Mixing(Seated):
         return self._begin_with(self.driver.mixing.model.copy, x, publication) if begins else []
 
     def _moved_by(self, x: FloatArray) -> FloatArray:
-        assert self._kept.start is not None  # ready
-        moved: FloatArray = x - self._kept.start
+        moved: FloatArray = x - self.start
         self._kept = replace(self._kept, start=x.copy())
         return moved
 

@@ -65,7 +65,7 @@ class TorchOptimizer:
             self.optimizer = self._build(groups)
         grad = torch.from_numpy(gradient)
         missing = set(absent)
-        for target, values in zip(self._live_groups(), groups, strict=True):
+        for target, values in zip(self.optimizer.param_groups, groups, strict=True):
             target.update(values)
             target["lr"] = float(values.get("lr", target["lr"])) * scale
         for pieces in self.pieces:
@@ -100,10 +100,6 @@ class TorchOptimizer:
             plain = {k: tuple(v) if isinstance(v, list) else v for k, v in group.items()}
             groups.append({k: v for k, v in plain.items() if k not in IMPLEMENTATION})
         return groups
-
-    def _live_groups(self) -> list[dict[str, Any]]:
-        assert self.optimizer is not None
-        return self.optimizer.param_groups
 
     def _build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         lists = []

@@ -70,7 +70,7 @@ class Planned:
     """Of shard `index` in one generation, which begins at `clock`. Raises LocalProtocolError where it cannot be had."""
 
     def __init__(self, index: int, settings: Settings, plan: Plan, inbox: Inbox, clock: int, means: Means) -> None:
-        self.index, self.plan, self.inbox, self.means = index, plan, inbox, means
+        self.plan, self.inbox, self.means = plan, inbox, means
         self.mode = mode = settings.mode()
         begin, end = split(plan.size, settings.shards)[index]
         down = ladder(settings.compress_down, sparse=mode.rule is not Rule.OPTIMIZER)

@@ -103,11 +103,9 @@ class Publications:
         self.codings, self.timing = codings, timing
         self.children: dict[tuple[int, int], Child] = {}  # worker, epoch
         self.made: dict[int, Made] = {}
-        self.min_clock = 0  # of the newest publication
 
     def begin(self, min_clock: int) -> None:
         """The store begins anew at this clock: it has a first publication, or one of a checkpoint, or none yet."""
-        self.min_clock = min_clock
         self.made = {self.store.publication: Made(min_clock, {})}
 
     def members(self) -> None:
@@ -119,7 +117,6 @@ class Publications:
         """Publish the state of `min_clock`, which has changed at `keys`, None: anywhere."""
         before, worker, after = self._asked_for()
         self.store.apply(Publish(keys, after if after != before else ""))
-        self.min_clock = min_clock
         late = {
             w: seat.settled for w, seat in self.inbox.seats.items() if seat.settled < min_clock and self.mode.barrier
         }

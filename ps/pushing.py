@@ -38,15 +38,6 @@ class Pushing(Seated):
         super().__init__(index, place, kept, member, timing, replica, whole)
         self.samples = 0  # that the clocks since the last push were computed on
 
-    @property
-    def start(self) -> FloatArray:
-        assert self.kept.start is not None  # once the first state is here
-        return self.kept.start
-
-    def begin(self, now_ns: int) -> Asks:
-        place = self.here
-        return self._say(self.exchange.begin(place.worker, place.epoch, place.clock), now_ns)
-
     def take(self, events: Iterable[MemberEffect], now_ns: int) -> Asks:
         effects: Asks = []
         for event in events:
@@ -56,9 +47,6 @@ class Pushing(Seated):
             if isinstance(event, e.MasterArrived) and self.finishing and event.clock == self.exchange.clock:
                 self.master, self.finishing = self.exchange.shared, False
         return effects
-
-    def tick(self, now_ns: int) -> Asks:
-        return asks(self.session.repeat(now_ns)) if self.own else []
 
     def stepped(self, samples: int) -> None:
         self.inner += 1

@@ -69,11 +69,6 @@ class Server:
             return self.parent
         return f"{self.parent.rpartition(':')[0]}:{place.ports[index]}"
 
-    @property
-    def clusters(self) -> set[str]:
-        """Where those are dialled that gossip with this one."""
-        return self.shard.above.addresses
-
     def refused(self, peer: bytes, error: NarrowsError) -> list[ServerEffect]:
         """The effects of a message in which `error` was found; its sender is told where that is the sender's fault."""
         log: list[ServerEffect] = [Log("refused", {"text": str(error)})]
@@ -125,7 +120,7 @@ class Server:
             effects = self.shard.handle_ledger(message, now_ns)
         else:
             if coordinator is not None and isinstance(message, (m.Push, m.Follow, m.Pull, m.FirstWeights)):
-                coordinator.heard(message.worker, now_ns)
+                coordinator.roster.heard(message.worker, now_ns)
             effects = self.shard.handle(peer, message, now_ns)
         return self._route(effects, now_ns)
 

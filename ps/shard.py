@@ -17,7 +17,6 @@ from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.plan import Plan
 from narrows.protocols.settings import Settings
 from narrows.ps.above import Above
-from narrows.ps.folding import Barrier
 from narrows.ps.inbox import Inbox
 from narrows.ps.planned import Means, Planned, pairs
 from narrows.ps.reports import Reports
@@ -84,13 +83,8 @@ class Shard:
     def _restart(self, ledger: m.Ledger) -> list[ServerEffect]:
         """A new generation: forget every member and all of the store, and go back to its checkpoint."""
         effects: list[ServerEffect] = []
-        lost = sum(len(seat.partial) for seat in self.inbox.seats.values())
-        if self.planned is not None and isinstance(self.planned.folding, Barrier):
-            lost += sum(map(len, self.planned.folding.held.values()))
         reached, clock = self.min_clock, max(ledger.restart_clock, 0)
-        discarded, self.inbox = self.inbox.discarded + lost, Inbox(self.index, self.mode)
-        self.inbox.discarded = discarded
-        self.planned = self.service = None
+        self.inbox, self.planned, self.service = Inbox(self.index, self.mode), None, None
         if reached > clock:  # said by each shard: where shard 0 was restarted, its coordinator does not know
             where = {"shard": self.index, "from_clock": clock, "to_clock": reached}
             text = f"shard {self.index} goes back from clock {reached} to {clock}: what was folded since is lost"

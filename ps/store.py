@@ -131,7 +131,6 @@ class Store:
         return (self.begin, self.end)
 
     def apply(self, change: Change) -> None:
-        """Carry out a change."""
         APPLY[type(change)](self, change)
 
     def norm(self, terms: Terms) -> float:

@@ -67,7 +67,7 @@ class Arrays:
     # What is computed on.
 
     def show(self, exchanges: Sequence[Exchange[FloatArray]]) -> None:
-        """Put the replica into the parameters."""
+        """Put the replica into the parameters; of no exchanges, the base as it is."""
         if self.direct:
             return
         if self.base is not self.pulled:
@@ -76,7 +76,7 @@ class Arrays:
                 exchange.base(begin, end, self.base[begin:end])
         self.flat.write(self.base)
         if self.start is not self.base:
-            self.flat.read(self.start)
+            self.flat.read_keys(0, self.start)
 
     def merge(self, exchange: Exchange[FloatArray], keys: Keys, alpha: float) -> None:
         """local = alpha * local + (1 - alpha) * global at the keys of a fragment; updates are measured from the global values

@@ -162,7 +162,6 @@ class Engine:
     # Steps.
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """After backward: one optimizer step of this run. Returns the loss of `closure`, which does the backward."""
         if self.finished:
             raise UsageError("step() after finish(): the run is over for this worker")
         self.poll()

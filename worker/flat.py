@@ -7,14 +7,14 @@ optimizer does not have are not.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from narrows.protocols.errors import UsageError
-from narrows.protocols.plan import DTYPE_BYTES, NamedArray, Plan, TensorSpec, pack_arrays, unpack_arrays
+from narrows.protocols.plan import DTYPES, NamedArray, Plan, TensorSpec, pack_arrays, unpack_arrays
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -59,11 +59,6 @@ class FlatModel:
         """The tensor that has this key."""
         return self.names[bisect_right(self.offsets, key) - 1]
 
-    def _pieces(self, flat: FloatArray) -> Iterable[tuple[torch.Tensor, torch.nn.Parameter]]:
-        whole = torch.from_numpy(flat)
-        for i, parameter in enumerate(self.parameters):
-            yield whole[self.offsets[i] : self.offsets[i + 1]].view(parameter.shape), parameter
-
     def _within(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
         """(tensor, low, high) of each tensor that has keys in [begin, end): its keys there are [low, high)."""
         tensor = bisect_right(self.offsets, begin) - 1
@@ -104,12 +99,6 @@ class FlatModel:
         flat: FloatArray = gradient.detach().view(-1).numpy()
         return flat[begin - self.offsets[tensor] : end - self.offsets[tensor]]
 
-    @torch.no_grad()
-    def read(self, out: FloatArray) -> None:
-        """Copy the parameters into `out`, float32[size]."""
-        for piece, parameter in self._pieces(out):
-            piece.copy_(parameter)
-
     def zeros(self) -> FloatArray:
         """float32[size]."""
         return np.zeros(self.size, np.float32)
@@ -117,14 +106,15 @@ class FlatModel:
     def copy(self) -> FloatArray:
         """A copy of the parameters, float32[size]."""
         out = np.empty(self.size, np.float32)
-        self.read(out)
+        self.read_keys(0, out)
         return out
 
     @torch.no_grad()
     def write(self, flat: FloatArray) -> None:
         """Set the parameters from float32[size]."""
-        for piece, parameter in self._pieces(flat):
-            parameter.copy_(piece)
+        whole = torch.from_numpy(flat)
+        for i, parameter in enumerate(self.parameters):
+            parameter.copy_(whole[self.offsets[i] : self.offsets[i + 1]].view(parameter.shape))
 
     def absent(self) -> list[int]:
         """Indices of the tensors that have no gradient. Raises UsageError for a sparse one."""
@@ -167,7 +157,7 @@ def pack_buffers(model: torch.nn.Module) -> bytes:
     arrays: dict[str, NamedArray] = {}
     for name, buffer in model.named_buffers(remove_duplicate=False):
         dtype = str(buffer.dtype).removeprefix("torch.")
-        if name in kept and dtype in DTYPE_BYTES and buffer.layout == torch.strided:
+        if name in kept and dtype in DTYPES and buffer.layout == torch.strided:
             flat = buffer.detach().cpu().contiguous().reshape(-1)
             arrays[name] = (dtype, tuple(buffer.shape), flat.view(torch.uint8).numpy().tobytes())
     return pack_arrays(arrays) if arrays else b""

@@ -134,9 +134,7 @@ class Gossiping:
     def _compose(self) -> None:
         """The model, into the parameters."""
         np.copyto(self.arrays.base, self.driver.mixing.model)
-        self.engine.flat.write(self.arrays.base)
-        if self.arrays.start is not self.arrays.base:
-            self.engine.flat.read(self.arrays.start)
+        self.arrays.show(())
 
     def _moved(self) -> FloatArray:
         """What the parameters have moved by since they were composed."""

@@ -64,7 +64,7 @@ class Shards:
                 self.arrays.replica(begin, end, self._feedbacks(begin, end, event.worker << 16 | shard))
                 for shard, (begin, end) in enumerate(event.ranges)
             ]
-            self.exchanges = [Exchange(i, self.mode, each, self.whole) for i, each in enumerate(self.replicas)]
+            self.exchanges = [Exchange(self.mode, each, self.whole) for each in self.replicas]
         self.worker, self.epoch, self.samples_pending = event.worker, event.epoch, 0
         for shard, exchange in enumerate(self.exchanges):
             begun = exchange.begin(event.worker, event.epoch, event.clock)
@@ -145,7 +145,6 @@ class Shards:
         self.say(shard, [self.exchanges[shard].part(index, count, piece, samples, hyper)])
 
     def pushed(self) -> None:
-        """All parts of the update of the present clock are on their way."""
         coding = self._next_coding()
         for shard, exchange in enumerate(self.exchanges):
             self.say(shard, exchange.pushed(coding))

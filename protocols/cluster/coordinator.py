@@ -19,13 +19,13 @@ from narrows.protocols.cluster.meeting import Meeting
 from narrows.protocols.cluster.roster import Roster
 from narrows.protocols.cluster.rounds import Rounds
 from narrows.protocols.cluster.run import Decision, Run, Seat
-from narrows.protocols.cluster.tree import tree
 from narrows.protocols.effects import NS, Send, ServerEffect, Stop
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.plan import KEYS_MAX
 from narrows.protocols.settings import Settings
 
 LEDGER_RETRY_NS = NS // 5  # unseen ledgers are sent again this often
+TREE_CHARACTERS_MAX = m.TEXT_MAX - 64  # one string of a message, with the line that ends it
 
 
 @dataclass(slots=True)
@@ -84,8 +84,19 @@ class Coordinator:
         return self.rounds.min_clock
 
     def tree(self) -> str:
-        """This server and all below it."""
-        return tree(self.run, self.rounds)
+        """This server, its children, and what clusters among them say of theirs: a line each; of a large run the first."""
+        run = self.run
+        lines = [f"{run.settings.summary()}, {run.shards} shards, clock {self.min_clock}"]
+        for seat in sorted(run.declared, key=lambda seat: seat.rank):
+            first, *rest = seat.below.splitlines() or [""]
+            what = f"cluster: {first}" if first else f"worker, clock {self.rounds.clock(seat)}"
+            lines += [f"    rank {seat.rank} ({seat.host}) {what}", *(f"    {line}" for line in rest)]
+        kept, size = 0, 0
+        while kept < len(lines) and size + len(lines[kept]) < TREE_CHARACTERS_MAX:
+            size += len(lines[kept]) + 1
+            kept += 1
+        more = [f"    and {len(lines) - kept} lines more"] if kept < len(lines) else []
+        return "\n".join(lines[:kept] + more)
 
     def wants_buffers(self, worker: int, now_ns: int) -> bool:
         """Whether this worker, the lowest live rank, should send its module's buffers now."""
@@ -94,10 +105,6 @@ class Coordinator:
             return False
         every = self.run.settings.checkpoint_every or self.run.settings.lease
         return not self.buffers_ns or now_ns - self.buffers_ns >= every * NS / 2
-
-    def adopt_plan(self, packed: bytes) -> None:
-        """The plan of an earlier life, from its checkpoint."""
-        self.roster.adopt(packed)
 
     # Messages.
 
@@ -120,10 +127,6 @@ class Coordinator:
             return self._heartbeat(seat, message, now_ns)
         self.buffers, self.buffers_ns = bytes(message.payload), now_ns
         return []
-
-    def heard(self, worker: int, now_ns: int) -> None:
-        """Any message of a member to shard 0 renews its lease."""
-        self.roster.heard(worker, now_ns)
 
     def _declare(self, seat: Seat, declare: m.Declare, now_ns: int) -> list[ServerEffect]:
         if seat.epoch:

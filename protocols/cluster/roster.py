@@ -91,6 +91,7 @@ class Roster(Decision):
     # Declare.
 
     def adopt(self, packed: bytes) -> None:
+        """The run's plan: of its first worker, or of an earlier life."""
         self.plan, self.plan_packed = Plan.unpacked(packed), packed
 
     def refusal(self, seat: Seat, declare: m.Declare) -> m.Refuse | None:
@@ -151,6 +152,7 @@ class Roster(Decision):
         return seat
 
     def heard(self, worker: int, now_ns: int) -> None:
+        """Any message of a member to shard 0 renews its lease."""
         if worker in self.run.seats:
             self.run.seats[worker].seen_ns = now_ns
 
@@ -164,10 +166,9 @@ class Roster(Decision):
         return [Send(seat.peer, m.Refuse(code, seat.worker, seat.epoch, text)) for seat in there]
 
     def expired(self, now_ns: int) -> list[Seat]:
-        return [seat for seat in self.run.seats.values() if now_ns - seat.seen_ns > self._lease_ns(seat)]
-
-    def _lease_ns(self, seat: Seat) -> int:
-        return max(int(self.run.settings.lease * NS), LEASE_STEPS * self.rounds.step_ns(seat))
+        lease_ns, step_ns = int(self.run.settings.lease * NS), self.rounds.step_ns
+        seats = self.run.seats.values()
+        return [seat for seat in seats if now_ns - seat.seen_ns > max(lease_ns, LEASE_STEPS * step_ns(seat))]
 
     def done(self) -> list[Seat]:
         """Those who leave and whose last update every shard has reported: a shard may know it earlier than we do."""

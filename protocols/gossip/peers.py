@@ -89,7 +89,6 @@ class Peers:
     # Commands of the `Driver`.
 
     def carry_out(self, say: PeerSay, now_ns: int) -> list[MemberEffect]:
-        """What one of these asks for."""
         match say:
             case e.SendOffer(offers):
                 return self.offer(offers, now_ns)

@@ -59,12 +59,10 @@ TOPOLOGIES: dict[str, Callable[[int, int, Sequence[int]], list[Edge]]] = {
 RANDOM = "random"  # each asks whom it likes, and waits for nobody
 
 
+@lru_cache(maxsize=8)  # all shards of a process, and all workers of a simulated run, ask for the same
 def edges(topology: str, number: int, members: Sequence[int], seed: int = 0) -> list[Edge]:
     """The edges of round `number` among `members`, sorted worker ids; each pair at most once."""
     return TOPOLOGIES[topology](seed, number, members)
-
-
-_edges = lru_cache(maxsize=8)(edges)  # all shards of a process, and all workers of a simulated run, ask for the same
 
 
 def partners(topology: str, number: int, members: Sequence[int], worker: int, seed: int = 0) -> list[tuple[int, float]]:
@@ -72,5 +70,5 @@ def partners(topology: str, number: int, members: Sequence[int], worker: int, se
     if topology == RANDOM:
         others = [other for other in members if other != worker]
         return [(others[_draw(seed, number, worker) % len(others)], HALF)] if others else []
-    found = _edges(topology, number, members, seed)
+    found = edges(topology, number, members, seed)
     return [(b if a == worker else a, weight) for a, b, weight in found if worker in (a, b)]

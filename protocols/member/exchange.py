@@ -27,10 +27,10 @@ Says = list[m.Message]  # for the session toward the shard
 
 
 class Exchange(Generic[A]):
-    """Toward shard `shard`. `whole`: it publishes whole states, not differences. Methods return what is to be said."""
+    """Toward one shard. `whole`: it publishes whole states, not differences. Methods return what is to be said."""
 
-    def __init__(self, shard: int, mode: Mode, replica: Replica[A], whole: bool) -> None:
-        self.shard, self.mode, self.replica, self.whole = shard, mode, replica, whole
+    def __init__(self, mode: Mode, replica: Replica[A], whole: bool) -> None:
+        self.mode, self.replica, self.whole = mode, replica, whole
         self.worker, self.epoch = -1, 0
         self.clock = 0  # of the next update
         self.publication = self.min_clock = self.settled = -1  # of the pulled state

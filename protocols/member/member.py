@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum
-from typing import Any
 
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
@@ -98,10 +97,6 @@ class Member:
         return self.welcome.worker if self.welcome is not None else -1
 
     @property
-    def rank(self) -> int:
-        return self.welcome.rank if self.welcome is not None else -1
-
-    @property
     def ports(self) -> tuple[int, ...]:
         """Of the shards."""
         return self.welcome.ports if self.welcome is not None else ()
@@ -179,9 +174,19 @@ class Member:
     def receive(self, shard: int, message: m.Message, now_ns: int) -> list[MemberEffect]:
         """The effects of a message of a shard. Raises RemoteProtocolError for one that is none."""
         self.heard_ns, self.ever_heard = now_ns, True
-        hear = HEARD.get(type(message))
-        if hear is not None:
-            return hear(self, message, now_ns)
+        match message:
+            case m.Welcome():
+                return self._welcomed(message, now_ns)
+            case m.Ready():
+                return self._readied(message)
+            case m.HeartbeatAck():
+                return self._beaten(message, now_ns)
+            case m.Roster():
+                return self.peers.roster(message, now_ns) if self.peers is not None else []
+            case m.LeaveAck(token):
+                return [e.Left()] if token == self.token and self._go("LeaveAck") else []
+            case m.Refuse():
+                return self._refused(message, now_ns)
         placed = self.phase in (Phase.RUNNING, Phase.LEAVING) and shard < len(self.sessions)
         return self.sessions[shard].receive(message, now_ns) if placed else []
 
@@ -199,10 +204,10 @@ class Member:
             )
         self.settings, self.welcome = settings, message
         self._go("Welcome")
-        joined = e.Joined(message.worker, message.rank, message.world_size, message.settings, message.ports)
+        joined = e.Joined(message.rank, message.world_size, message.settings, message.ports)
         return [joined, *(self.declare(self.plan, now_ns) if self.plan else [])]
 
-    def _readied(self, message: m.Ready, now_ns: int) -> list[MemberEffect]:
+    def _readied(self, message: m.Ready) -> list[MemberEffect]:
         if message.worker != self.worker or self.phase is not Phase.DECLARED:
             return []
         ranges = split(Plan.unpacked(self.plan).size, len(self.ports))
@@ -213,8 +218,7 @@ class Member:
         self._go("Ready")
         self.epoch, mode = message.epoch, self.settings.mode()
         self.meter = LinkMeter()  # the server may have been started anew, on a machine with another clock
-        place = (self.worker, self.epoch, mode, self.timing, self.meter)
-        self.sessions = [Session(shard, *place) for shard in range(len(self.ports))]
+        self.sessions = [Session(i, self.epoch, mode, self.timing, self.meter) for i in range(len(self.ports))]
         if mode.rule is Rule.MIX:
             self.peers, self.ended = Peers(self.worker, int(self.settings.lease * NS)), False
         again, self.again = self.again, True
@@ -226,12 +230,6 @@ class Member:
             self.meter.down.passed(message.sent_ns, now_ns)
             self.tree = message.tree or self.tree
         return []
-
-    def _introduced(self, message: m.Roster, now_ns: int) -> list[MemberEffect]:
-        return self.peers.roster(message, now_ns) if self.peers is not None else []
-
-    def _let_go(self, message: m.LeaveAck, now_ns: int) -> list[MemberEffect]:
-        return [e.Left()] if message.token == self.token and self._go("LeaveAck") else []
 
     def _refused(self, refuse: m.Refuse, now_ns: int) -> list[MemberEffect]:
         if refuse.code != m.RefuseCode.NOT_A_MEMBER:
@@ -271,13 +269,3 @@ class Member:
             return [e.Failed(m.RefuseCode.SERVER_LOST, f"the server has not answered for {waited}")]
         text = f"no server answered within {waited}; check that ps-serve runs there and its ports are open"
         return [e.Failed(m.RefuseCode.UNREACHABLE, text)]
-
-
-HEARD: dict[type[m.Message], Callable[[Member, Any, int], list[MemberEffect]]] = {
-    m.Welcome: Member._welcomed,
-    m.Ready: Member._readied,
-    m.HeartbeatAck: Member._beaten,
-    m.Roster: Member._introduced,
-    m.LeaveAck: Member._let_go,
-    m.Refuse: Member._refused,
-}

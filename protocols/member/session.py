@@ -48,8 +48,8 @@ class PushRecord:
 class Session:
     """Of a member that has its place in the run. What it is to say is handed to it as messages; see `Exchange`."""
 
-    def __init__(self, shard: int, worker: int, epoch: int, mode: Mode, timing: Timing, meter: LinkMeter) -> None:
-        self.shard, self.worker, self.epoch, self.mode = shard, worker, epoch, mode
+    def __init__(self, shard: int, epoch: int, mode: Mode, timing: Timing, meter: LinkMeter) -> None:
+        self.shard, self.epoch, self.mode = shard, epoch, mode
         self.timing, self.meter = timing, meter
         self.patience = Patience(timing)
         self.pushes: OrderedDict[int, PushRecord] = OrderedDict()
@@ -128,7 +128,7 @@ class Session:
             self.meter.up.passed(record.began_ns, ack.received_ns, record.bytes)
         if ack.status == m.PushStatus.FOLDED:
             del self.pushes[ack.clock]
-            return [*effects, e.PushSettled(self.shard, ack.clock, ack.weight)]
+            return [*effects, e.PushSettled(self.shard, ack.clock)]
         record.held = True
         return effects
 
@@ -160,7 +160,7 @@ class Session:
             self.coming = {key: value for key, value in self.coming.items() if key[1] > self.have}
             for clock in [clock for clock in self.pushes if clock < state.settled]:
                 del self.pushes[clock]
-                effects.append(e.PushSettled(self.shard, clock, 0.0))
+                effects.append(e.PushSettled(self.shard, clock))
             effects.append(e.StateArrived(self.shard, parts))
         if effects and self.follow is not None:
             # Whole states are asked for one by one; differences come as they are made, and are acknowledged.

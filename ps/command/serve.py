@@ -178,7 +178,6 @@ class Cluster:
         return self.errors[-1][1] if self.errors else 0
 
     def _take(self, timeout_s: float) -> None:
-        """Handle the next event, if one comes in time."""
         match self.children.next(timeout_s):
             case (_, "ready", {"why": why}):
                 self.ready = True

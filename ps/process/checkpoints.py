@@ -25,39 +25,21 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
 from narrows.protocols.errors import IncompatibleError, UsageError
-from narrows.protocols.plan import DTYPE_BYTES, NamedArray, Plan, unpack_arrays
+from narrows.protocols.plan import DTYPES, NamedArray, Plan, unpack_arrays
 
 KEPT = 2
 DEFAULT = "checkpoints"  # a run's folder is made in it where none is named
 _NAME = re.compile(r"shard-(\d+)\.clock-(\d+)\.safetensors")
 _BYTES = "bytes."  # facts that are bytes are arrays of this name: a header is no place for megabytes
-_CODES = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "uint16": "U16",
-    "int16": "I16",
-    "uint32": "U32",
-    "int32": "I32",
-    "uint64": "U64",
-    "int64": "I64",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float32": "F32",
-    "float64": "F64",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "complex64": "C64",
-}
 
 
 def _write(path: Path, tensors: Mapping[str, NamedArray], metadata: dict[str, str]) -> None:
     """Write a safetensors file. By hand: its own writer knows NumPy's dtypes only, and bfloat16 is none of them."""
     header: dict[str, Any] = {"__metadata__": metadata}
-    ordered = sorted(tensors.items(), key=lambda item: (-DTYPE_BYTES[item[1][0]], item[0]))  # so that all are aligned
+    ordered = sorted(tensors.items(), key=lambda item: (-DTYPES[item[1][0]][0], item[0]))  # so that all are aligned
     end = 0
     for name, (dtype, shape, raw) in ordered:
-        header[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [end, end + len(raw)]}
+        header[name] = {"dtype": DTYPES[dtype][1], "shape": list(shape), "data_offsets": [end, end + len(raw)]}
         end += len(raw)
     packed = json.dumps(header).encode()
     packed += b" " * (-len(packed) % 8)

@@ -90,7 +90,7 @@ def machine(process: Process, port: int, lent: Callable[[], bool]) -> Server:
         coordinator = Coordinator(settings, process.first_epoch, restart, child, keys_that_fit())
         if restart >= 0 and folder is not None:
             _, facts = checkpoints.read(folder, 0, restart, only=())
-            coordinator.adopt_plan(facts["plan"])
+            coordinator.roster.adopt(facts["plan"])
             coordinator.buffers = facts["buffers"]
         if child:
             lost_ns = int(process.parent_timeout * NS)
@@ -159,7 +159,7 @@ class Runner:
     def _tell(self, address: str, message: m.Message) -> None:
         """Send to another cluster. If the address is none, its owner will count as silent."""
         if address not in self.told and is_address(address):
-            for gone in self.told - self.server.clusters:
+            for gone in self.told - self.server.shard.above.addresses:
                 self.told.remove(gone)
                 self.port.hang_up(gone)
             self.told.add(address)

@@ -87,7 +87,7 @@ class Run:
             later = cluster.now() + int(3 * cluster.settings.lease * NS)
             for other in coordinator.seats:
                 if other != expired:
-                    coordinator.heard(other, later)
+                    coordinator.roster.heard(other, later)
             cluster._apply(0, cluster.servers[0].tick(later))
             assert expired not in coordinator.seats
 

@@ -29,7 +29,7 @@ RETRY_NS = Timing().request_retry_ns
 
 def session(credit: int = CREDIT_MAX, clock: int = 0) -> Session:
     """That follows."""
-    ours = Session(0, 0, 1, LOSSY.mode(), Timing(), LinkMeter())
+    ours = Session(0, 1, LOSSY.mode(), Timing(), LinkMeter())
     assert follows(ours.say([m.Follow(0, 1, clock, -1, credit)], 0)) == [(clock, -1)]
     return ours
 

@@ -46,7 +46,7 @@ def distributed(name: str, workers: int, shards: int, clip: float = 0.0, **flags
     models = [build() for _ in range(workers)]
     links = [Link(cluster, f"w{worker}") for worker in range(workers)]
     for worker, link in enumerate(links):
-        assert link.member.rank == worker
+        assert link.member.welcome is not None and link.member.welcome.rank == worker
 
     def work(worker: int) -> npt.NDArray[np.float32]:
         torch.set_num_threads(1)

@@ -347,7 +347,7 @@ def exchange_of(settings: Settings) -> Exchange[Array]:
     mode = settings.validated().mode()
     cuts = [fragment(10, 18, mode.fragments, index) for index in range(mode.fragments)]
     replica = HostReplica(10, 18, [(keys, ErrorFeedback(parse("dense"), keys[1] - keys[0])) for keys in cuts], parts)
-    return Exchange(0, mode, replica, whole=False)
+    return Exchange(mode, replica, whole=False)
 
 
 @pytest.mark.parametrize(

@@ -190,7 +190,7 @@ class Process:
             if self.above:
                 member = run.kit.member(self.up, "here", timing=TIMING, below=self.coordinator.tree)
             if clock >= 0:
-                self.coordinator.adopt_plan(disk.files[0, clock][2])
+                self.coordinator.roster.adopt(disk.files[0, clock][2])
         means = Means(
             optimizer=lambda plan, begin, end: PlainSGD(),
             child=bool(self.above),
@@ -377,7 +377,7 @@ class Worker:
     def _start(self, event: e.Started) -> None:
         """A place, or another one: what was under way belongs to the life before."""
         self.replicas = [self._replica(begin, end) for begin, end in event.ranges]
-        self.exchanges = [Exchange(i, self.mode, replica, self.whole) for i, replica in enumerate(self.replicas)]
+        self.exchanges = [Exchange(self.mode, replica, self.whole) for replica in self.replicas]
         self.worker, self.epoch = event.worker, event.epoch
         self.computed = self.finishing = False
         self.asked.clear()

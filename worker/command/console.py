@@ -26,10 +26,7 @@ class Console:
 
             # A stdout that is no terminal must get its lines as they are, not by way of this one.
             self.live = Live(
-                console=Terminal(stderr=True),
-                transient=True,
-                auto_refresh=False,
-                redirect_stdout=sys.stdout.isatty(),
+                console=Terminal(stderr=True), transient=True, auto_refresh=False, redirect_stdout=sys.stdout.isatty()
             )
 
     def out(self, line: str) -> None:

@@ -14,12 +14,7 @@ import time
 import uuid
 from typing import Any
 
-from narrows.protocols.errors import (
-    AuthenticationError,
-    IncompatibleError,
-    ServerLostError,
-    UnreachableError,
-)
+from narrows.protocols.errors import AuthenticationError, IncompatibleError, ServerLostError, UnreachableError
 from narrows.protocols.runtime.children import Child, Children, signal_name
 from narrows.protocols.runtime.flags import ALLOCATOR
 from narrows.protocols.wire import pack
@@ -165,7 +160,6 @@ class Launcher:
         return len(self.codes.keys() - {SERVER}) < self.options.nproc
 
     def _take(self, timeout_s: float) -> None:
-        """Handle the next event, if one comes in time."""
         match self.children.next(timeout_s):
             case (_, "ready", {"why": why}):
                 self.ready = True
