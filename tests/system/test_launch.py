@@ -523,7 +523,7 @@ def test_a_first_compilation_is_said_with_its_seconds(tmp_path: Path) -> None:
     warm_up()
     cache = tmp_path / "cache"
     for source in (ROOT / "compression").rglob("*.py"):
-        place = cache / UserProvidedCacheLocator.get_suitable_cache_subpath(str(source))
+        place = cache / UserProvidedCacheLocator.get_suitable_cache_subpath(str(source))  # type: ignore[no-untyped-call]
         place.mkdir(parents=True, exist_ok=True)
         for compiled in (source.parent / "__pycache__").glob(f"{source.stem}.*.nb?"):
             shutil.copy2(compiled, place)
