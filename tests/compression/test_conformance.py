@@ -137,7 +137,7 @@ LARGE_COUNT = 2**24 + 3  # indices that float32 does not hold
 @pytest.mark.parametrize(
     "spec",
     [
-        "topk:0.01+int8",
+        "topk:0.001+int8",
         "topk:4/4096+2bit",
         "mstopk:0.001",
         "randk:0.0001+sign",

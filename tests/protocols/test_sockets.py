@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
+import zmq
 from kit.processes import until
 
 from narrows.protocols import messages as m
@@ -20,6 +21,7 @@ from narrows.protocols.runtime.sockets import (
     BURST,
     FULL,
     NOBODY,
+    OPTIONS,
     QUEUE_MESSAGES_MAX,
     SENT,
     ZERO_COPY_BYTES,
@@ -37,6 +39,11 @@ from narrows.worker.runner import Link
 LONG_MS = 10_000
 CLOSED = "tcp://127.0.0.1:1"
 Heard = list[tuple[Peer, list[bytes]]]
+
+
+@pytest.fixture(autouse=True)
+def _what_nobody_takes_need_not_linger(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(OPTIONS, zmq.LINGER, 0)
 
 
 @pytest.fixture

@@ -47,6 +47,7 @@ class Books:
     - Both sides of a round name each other, with one weight.
     - The exchanges of a pair are mixed once by each side, in order, and move the two by opposite values. So the sum of all
       models, but for what only one side has mixed yet, is the sum of what came in: first models and updates.
+    - Who computes waits for no round up to its bound.
     - `sum` and `applied` are kept from event to event; `whole` compares them with what the machines hold.
     """
 
@@ -106,6 +107,12 @@ class Books:
             if (epoch, number, peer) not in self.begun:
                 self.asked.setdefault((epoch, number, peer), {})[worker] = weight
         self.begun.add((epoch, number, worker))
+
+    def computes(self, node: Node) -> None:
+        """The steps of the next round."""
+        due = node.number - 1 - node.bound
+        waits = node.exchanges.waits and node.exchanges.waiting(due)
+        assert not waits, f"worker {node.worker} computes round {node.number} and has not mixed round {due}"
 
     def whole(self) -> None:
         models = [node.mixing.last if node.mixing.averaged else node.mixing.model for node in self.net.nodes.values()]
@@ -249,6 +256,7 @@ class Node:
             return
         if self.number < self.rounds:
             self.computing = True
+            self.net.books.computes(self)
             self.net.at(self.net.now_ns + self.step_ns, self.computed)
             return
         self.finishing = True

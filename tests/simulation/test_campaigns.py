@@ -18,7 +18,8 @@ from narrows.protocols.cluster.generations import Generations
 from narrows.protocols.cluster.roster import Roster
 from narrows.protocols.cluster.rounds import Rounds
 from narrows.protocols.cluster.run import Seat
-from narrows.protocols.effects import NS, GiveWeights, Log, Send, ServerEffect
+from narrows.protocols.effects import NS, GiveWeights, Log, Send, ServerEffect, StateArrived
+from narrows.protocols.member.exchange import Exchange
 from narrows.protocols.member.member import Member
 from narrows.protocols.member.session import Session
 from narrows.protocols.modes import Mode
@@ -239,13 +240,21 @@ def alike(folding: AtOnce, update: Any, weight: float) -> Change:
     return change_of(folding, update, 1 / len(folding.inbox.seats))
 
 
+def taken_twice(exchange: Exchange[Any], event: Any) -> Any:
+    """A difference is added once more."""
+    says = take_of(exchange, event)
+    if isinstance(event, StateArrived) and event.parts[-1].add:
+        exchange.replica.absorb(event.parts, True)
+    return says
+
+
 def once_summed(mean: Mean, terms: Terms) -> Any:
     """A mean that was taken early counts, whoever is in the set."""
     return mean.total if mean.taken and mean.total is not None else mean_of(mean, terms)
 
 
 push_of, serve, next_whole = Service._push, Publications.serve, Inbox.next
-change_of, mean_of = AtOnce._change, Mean.of
+change_of, mean_of, take_of = AtOnce._change, Mean.of, Exchange._take
 
 
 def with_quorum(seed: int) -> Case:
@@ -280,6 +289,10 @@ PLANTED: dict[str, tuple[Bug, Callable[[int], Case], str]] = {
     "a difference taken out of turn": ([(Session, "_next", out_of_turn)], sparse, "is another one in"),
     "more sent than a child takes": (
         [(Publications, "serve", at_will), (messages, "CREDIT_MAX", 2)], sparse, "asked for were"
+    ),
+    "a difference taken twice": ([(Exchange, "_take", taken_twice)], sparse, "is another one in"),
+    "a worker that waits for nobody": (
+        [(Exchange, "may_compute", property(lambda exchange: exchange.settled >= 0))], case_of, "staleness: .* computes"
     ),
     "an update taken in part": ([(Inbox, "next", half_here)], in_parts, "the log gives|publishes|blames"),
     "samples that count for nothing": ([(AtOnce, "_change", alike)], case_of, "weight of|the log gives"),

@@ -225,10 +225,9 @@ def clocks_and_accuracies(command: Command, word: str) -> list[tuple[int, float]
 @pytest.mark.parametrize(("flags", "bound"), [
     ("--sync bsp", 0),
     ("--sync ssp --staleness 2 --compress topk:0.1+int8", 2),
-    ("--sync async", 0),  # no bound, but it too begins where the slowest is
-    ("--sync local --local-steps 4 --outer-lr 1 --outer-momentum 0", 0),
 ])  # fmt: skip
 def test_one_of_four_dies_and_another_joins(flags: str, bound: int, digits: Path, tmp_path: Path) -> None:
+    """At a barrier and at once; tests/simulation has the other modes."""
     path, record, stop = (tmp_path / name for name in ("script.py", "run.jsonl", "stop"))
     path.write_text(DIGITS)
     rest = (str(path), str(stop), str(digits))

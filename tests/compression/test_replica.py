@@ -1,0 +1,115 @@
+"""What each `Replica` (protocols/member/replica.py) must do, against the obvious arrays. A device adds itself to MEMBERS."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from kit.reference import Array
+
+from narrows.compression import ErrorFeedback, NonFiniteError, PayloadError, decode, parse
+from narrows.compression.codecs import CODED, RAW, Piece, raw_pieces
+from narrows.compression.replica import HostReplica
+from narrows.protocols.keys import parts
+
+BEGIN, MIDDLE, END = 7, 307, 1007  # two fragments of one shard's keys
+FRAGMENTS = ((BEGIN, MIDDLE), (MIDDLE, END))
+CLOCKS = 12
+Make = Callable[[Sequence[tuple[tuple[int, int], ErrorFeedback]]], HostReplica]
+MEMBERS: dict[str, Make] = {
+    "host": lambda feedbacks: HostReplica(BEGIN, END, feedbacks, parts),
+}
+SPECS = ("dense", "fp16", "int8", "topk:0.1", "topk:0.2+int8", "cycle:0.25+sign")
+
+
+def made(member: str, spec: str) -> HostReplica:
+    return MEMBERS[member]([(keys, ErrorFeedback(parse(spec), keys[1] - keys[0])) for keys in FRAGMENTS])
+
+
+def values_of(pieces: Sequence[Piece], begin: int, end: int) -> Array:
+    """What pieces of all these keys hold."""
+    out = np.zeros(end - begin, np.float32)
+    for piece in pieces:
+        at = out[piece.begin - begin : piece.end - begin]
+        if piece.codec == RAW:
+            at[:] = np.frombuffer(piece.payload, np.float32)
+        else:
+            decode(piece.payload, at)
+    return out
+
+
+def drawn(rng: np.random.Generator, keys: tuple[int, int]) -> Array:
+    return rng.standard_normal(keys[1] - keys[0]).astype(np.float32)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("member", MEMBERS)
+def test_what_was_sent_and_the_residual_are_what_was_given(member: str, spec: str) -> None:
+    """Conservation, of each fragment by itself; and a child computes on pulled + residual + stand-ins."""
+    replica, rng = made(member, spec), np.random.default_rng(3)
+    pulled = drawn(rng, (BEGIN, END))
+    replica.absorb(raw_pieces(pulled, BEGIN, parts(BEGIN, END)), add=False)
+    given, sent = np.zeros(END - BEGIN), np.zeros(END - BEGIN)
+    stand_ins: list[tuple[float, Piece]] = []
+    for clock in range(CLOCKS):
+        begin, end = FRAGMENTS[clock % 2]
+        at = slice(begin - BEGIN, end - BEGIN)
+        update = drawn(rng, (begin, end))
+        pieces = list(replica.encode(update.copy(), clock))
+        given[at] += update
+        sent[at] += values_of(pieces, begin, end)
+        stand_ins = [(0.25, piece) for piece in pieces]
+        want = (pulled + (given - sent))[at] + 0.25 * values_of(pieces, begin, end)
+        base = np.empty(end - begin, np.float32)
+        replica.base(stand_ins, begin, end, base)
+        np.testing.assert_allclose(base, want, atol=2e-5)
+    last = list(replica.encode(np.zeros(MIDDLE - BEGIN, np.float32), CLOCKS, dense=True))
+    sent[: MIDDLE - BEGIN] += values_of(last, BEGIN, MIDDLE)
+    np.testing.assert_allclose(sent[: MIDDLE - BEGIN], given[: MIDDLE - BEGIN], atol=2e-5)
+
+
+@pytest.mark.parametrize("member", MEMBERS)
+def test_what_was_not_sent_is_in_the_residual_again(member: str) -> None:
+    replica, rng = made(member, "topk:0.1+int8"), np.random.default_rng(4)
+    update = drawn(rng, FRAGMENTS[0])
+    replica.give_back(list(replica.encode(update.copy(), 0)), 0)
+    base = np.empty(MIDDLE - BEGIN, np.float32)
+    replica.base([], BEGIN, MIDDLE, base)
+    np.testing.assert_allclose(base, update, atol=1e-6)
+
+
+@pytest.mark.parametrize("member", MEMBERS)
+def test_a_difference_is_added_and_a_state_replaces(member: str) -> None:
+    replica, rng = made(member, "dense"), np.random.default_rng(5)
+    state, coded = drawn(rng, (BEGIN, END)), drawn(rng, FRAGMENTS[1])
+    payload = parse("topk:0.2").encode(coded)
+    replica.absorb(raw_pieces(state, BEGIN, parts(BEGIN, END)), add=False)
+    replica.absorb([Piece(CODED, MIDDLE, END, payload)], add=True)
+    want = state.copy()
+    want[MIDDLE - BEGIN :] += values_of([Piece(CODED, MIDDLE, END, payload)], MIDDLE, END)
+    base = np.empty(END - BEGIN, np.float32)
+    replica.base([], BEGIN, END, base)
+    assert np.array_equal(base, want)
+    master = replica.master(raw_pieces(state, BEGIN, parts(BEGIN, END)))
+    assert np.array_equal(master, state) and not np.shares_memory(master, state)
+
+
+@pytest.mark.parametrize("member", MEMBERS)
+def test_what_cannot_be_taken_or_coded_changes_nothing(member: str) -> None:
+    replica, rng = made(member, "topk:0.1"), np.random.default_rng(6)
+    state, update = drawn(rng, (BEGIN, END)), drawn(rng, FRAGMENTS[0])
+    replica.absorb(raw_pieces(state, BEGIN, parts(BEGIN, END)), add=False)
+    before, after = np.empty((2, END - BEGIN), np.float32)
+    replica.encode(update.copy(), 0)
+    replica.base([], BEGIN, END, before)
+    good = Piece(RAW, BEGIN, MIDDLE, state[: MIDDLE - BEGIN].tobytes())
+    with pytest.raises(PayloadError):
+        replica.absorb([good, Piece(CODED, MIDDLE, END, b"\1" * 40)], add=True)
+    with pytest.raises(PayloadError):
+        replica.master([good, Piece(RAW, MIDDLE, END, b"")])
+    update[3] = np.nan
+    with pytest.raises(NonFiniteError):
+        replica.encode(update, 0)
+    replica.base([], BEGIN, END, after)
+    assert np.array_equal(before, after)
