@@ -22,6 +22,7 @@ from narrows.protocols.modes import ELEMENTWISE
 from narrows.protocols.wire import pack
 from narrows.worker.arrays import Arrays
 from narrows.worker.flat import FloatArray
+from narrows.worker.optimizers import each_of
 from narrows.worker.overlap import Overlap
 from narrows.worker.shards import WAIT_LIMIT_S
 from narrows.worker.updates import Updates
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from narrows.worker.engine import Engine
 
 PLAIN = (bool, int, float, str, type(None))
+ONCE = "initial_accumulator_value"  # Adagrad has it once, for all of its groups
 
 
 def _plain(value: Any) -> Any:
@@ -39,7 +41,7 @@ def _plain(value: Any) -> Any:
 def hyper_of(optimizer: torch.optim.Optimizer) -> bytes:
     """Plain hyper-parameters of each group. Raises UsageError naming one that is not plain."""
     groups = []
-    known = inspect.signature(type(optimizer).__init__).parameters
+    known = inspect.signature(type(each_of(optimizer)[0]).__init__).parameters  # several are of one class
     for group in optimizer.param_groups:
         values: dict[str, Any] = {}
         for name, value in group.items():
@@ -55,17 +57,25 @@ def hyper_of(optimizer: torch.optim.Optimizer) -> bytes:
 
 def rebuilt_by(inner: torch.optim.Optimizer) -> str:
     """The name that the server rebuilds this optimizer by. Raises UsageError where it cannot."""
-    kind, name = type(inner), type(inner).__name__
-    why = ""
-    if kind.__module__.split(".")[:2] != ["torch", "optim"]:
-        why = f"{kind.__module__}.{name} is not in torch.optim"
-    elif name not in ELEMENTWISE:
-        why = f"{name} is not elementwise, and shards cut tensors"
-    if why:
+    each = each_of(inner)
+    kinds = list(dict.fromkeys(type(optimizer) for optimizer in each))
+    reasons = [why for kind in kinds if (why := _whole(kind))]
+    if len(kinds) > 1:
+        reasons.append(f"{' and '.join(kind.__name__ for kind in kinds)} are not of one class")
+    if len({optimizer.defaults.get(ONCE) for optimizer in each}) > 1:
+        reasons.append(f"it would give all optimizers the {ONCE} of the first")
+    if reasons:
         raise UsageError(
-            f"--push gradient needs an optimizer that the server can rebuild, but {why}: use --push update"
+            f"--push gradient needs an optimizer that the server can rebuild, but {reasons[0]}: use --push update"
         )
-    return name
+    return kinds[0].__name__
+
+
+def _whole(kind: type[torch.optim.Optimizer]) -> str:
+    """Why a shard cannot rebuild an optimizer of this class for its piece of the model; "": it can."""
+    if kind.__module__.split(".")[:2] != ["torch", "optim"]:
+        return f"{kind.__module__}.{kind.__name__} is not in torch.optim"
+    return "" if kind.__name__ in ELEMENTWISE else f"{kind.__name__} is not elementwise, and shards cut tensors"
 
 
 class Gradients(Updates):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,25 +11,31 @@ import torch
 from narrows.protocols.errors import UsageError
 from narrows.worker import session
 from narrows.worker.engine import Engine
+from narrows.worker.optimizers import as_one
 from narrows.worker.updates import clipped_step
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
-    """Wraps `inner`, which steps the parameters of `model`.
+    """Wraps `inner`, which steps the parameters of `model`: one optimizer, or a list of them, each with its own parameters.
 
     It shares param_groups, state and defaults with `inner` by reference, so schedulers, gradient accumulation, clipping and
     AMP work on it as on any optimizer. Run as plain python it does what `inner` does.
 
+    Several, as in DistributedOptimizer([muon, adamw], model), step one after the other. param_groups has the groups of all,
+    and a scheduler may be made on the wrapper or on any of them. Where updates are pushed any mix goes. Where gradients are
+    pushed the server rebuilds one elementwise class, so all must be of it.
+
     overlap: let gradients leave during the last of the `accumulate` backward passes of a step (modes that push gradients;
     pushed updates hide the link behind the next forward and backward anyway). p.grad must then stay untouched until step().
-    closure: where gradients are pushed it is called once a step, else as often as the inner optimizer calls it.
-    max_grad_norm: L2 norm to clip to: of the folded mean where gradients are pushed (as DDP clips), else of the worker's own
-    gradient. Raises UsageError for what cannot be pushed, IncompatibleError where the model is not the run's.
+    closure: where gradients are pushed, or for several optimizers, it is called once a step and all step along its
+    gradients; else the inner optimizer calls it as often as it does alone.
+    max_grad_norm: L2 norm to clip all gradients to: of the folded mean where gradients are pushed (as DDP clips), else of the
+    worker's own. Raises UsageError for what cannot be pushed, IncompatibleError where the model is not the run's.
     """
 
     def __init__(
         self,
-        inner: torch.optim.Optimizer,
+        inner: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         model: torch.nn.Module,
         *,
         overlap: bool = False,
@@ -39,15 +45,24 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if accumulate < 1:
             raise UsageError(f"accumulate={accumulate}: give the number of backward passes that make a step")
         self._engine: Engine | None = None
+        self.inner = as_one(inner, model)
         self._building = True
-        super().__init__(inner.param_groups, inner.defaults)
+        super().__init__(self.inner.param_groups, self.inner.defaults)
         self._building = False
-        self.inner = inner
-        self.param_groups, self.state, self.defaults = inner.param_groups, inner.state, inner.defaults
+        self.state = self.inner.state
         self.max_grad_norm = max_grad_norm
         self._session = session.current()
         if isinstance(self._session, session.Connected):
-            self._engine = self._session.attach(model, inner, max_grad_norm or 0.0, accumulate if overlap else 0)
+            self._engine = self._session.attach(model, self.inner, max_grad_norm or 0.0, accumulate if overlap else 0)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those that `inner` has at the moment: where a state is loaded it has others."""
+        return self.inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        """The constructor of torch sets it; `inner` keeps its own."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of the run: returns the closure's loss, if one is given."""
@@ -90,13 +105,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise UsageError(
                 "add_param_group after the run has begun: pass every group to the optimizer before wrapping it"
             )
-        if self._building:
-            super().add_param_group(param_group)
-        else:
+        if not self._building:  # else the constructor of torch adds what `inner` has
             self.inner.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state, and under "narrows" the clock and the residual (float32[parameters], or None).
+
+        Several optimizers have their states in a list, under "optimizers".
 
         Save the model beside it inside `shared()`: outside, its parameters hold this worker's residual already. Where
         gradients are pushed, the optimizer's moments are the server's, and in its checkpoints.
@@ -115,7 +130,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         state = dict(state_dict)
         ours = state.pop("narrows", None)
         self.inner.load_state_dict(state)
-        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+        self.state = self.inner.state
         if ours is not None and self._engine is not None and ours["residual"] is not None:
             self._engine.sync.load_residual(ours["residual"].numpy())
 

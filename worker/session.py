@@ -99,7 +99,7 @@ class Connected:
         self, model: torch.nn.Module, inner: torch.optim.Optimizer, max_grad_norm: float, overlap: int
     ) -> Engine:
         if self.engine is not None:
-            raise NarrowsError("a run has one DistributedOptimizer: pass all parameter groups to one optimizer")
+            raise NarrowsError("a run has one DistributedOptimizer: give it all optimizers of the script, as a list")
         if self.settings.mode().rule is Rule.MIX:
             self.link.listen()
         self.engine = Engine(self.link, self.settings, model, inner, max_grad_norm, overlap)

@@ -24,6 +24,9 @@ from narrows.worker import DistributedOptimizer, rank, record, step_count, world
 
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 VALIDATION_WINDOWS = 1024
+MUON = (
+    "muon: Muon for the matrices of the blocks, AdamW for the rest; needs torch 2.9 and pushed updates (default adamw)"
+)
 
 
 class Block(nn.Module):
@@ -102,6 +105,19 @@ def validation_loss(model: nn.Module, text: Tensor, context: int) -> float:
     return total / (VALIDATION_WINDOWS * context)
 
 
+def optimizers(model: ByteGPT, args: argparse.Namespace) -> list[torch.optim.Optimizer]:
+    """Together they have every parameter: AdamW those that are no matrix of a block, or all."""
+    matrices = [p for p in model.blocks.parameters() if p.ndim == 2] if args.optimizer == "muon" else []
+    of_muon = {id(p) for p in matrices}
+    rest = [p for p in model.parameters() if id(p) not in of_muon]
+    adamw = torch.optim.AdamW(rest, lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay)
+    if not matrices:
+        return [adamw]
+    scale = "match_rms_adamw"  # so that the rate of AdamW fits it
+    muon = torch.optim.Muon(matrices, lr=args.lr, weight_decay=args.weight_decay, momentum=0.95, adjust_lr_fn=scale)
+    return [muon, adamw]
+
+
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a small GPT on the bytes of Python's standard library.")
     model = {"layers": 4, "width": 160, "heads": 5, "context": 64}
@@ -109,6 +125,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for flag, default in (model | training).items():
         parser.add_argument(f"--{flag}", type=type(default), default=default, help=f"(default {default})")
     parser.add_argument("--batch", type=int, default=32, help="windows a step, over all workers (default 32)")
+    parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw", help=MUON)
     parser.add_argument("--overlap", action="store_true", help="send gradients during backward, clip their mean")
     return parser.parse_args(argv)
 
@@ -117,9 +134,9 @@ def main(args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed)
     training, held_out, sha256 = library()
     model = ByteGPT(args.layers, args.width, args.heads, args.context)
-    adamw = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay)
     clip = args.clip if args.overlap else None
-    optimizer = DistributedOptimizer(adamw, model, overlap=args.overlap, max_grad_norm=clip)  # Narrows
+    inner = optimizers(model, args)
+    optimizer = DistributedOptimizer(inner, model, overlap=args.overlap, max_grad_norm=clip)  # Narrows
     if rank() == 0:
         size = sum(p.numel() for p in model.parameters())
         print(f"text sha256 {sha256}, {len(training):,} + {len(held_out):,} bytes; {size:,} parameters", flush=True)

@@ -115,6 +115,27 @@ def test_bytelm_sees_no_future_byte(library: tuple[Tensor, Tensor, str], bytelm:
     torch.testing.assert_close(model(rows)[:, :8], model(changed)[:, :8])
 
 
+def test_muon_has_the_matrices_of_the_blocks_and_adamw_the_rest(bytelm: Any) -> None:
+    model = bytelm.ByteGPT(layers=2, width=32, heads=2, context=16)
+    names = {id(p): name for name, p in model.named_parameters()}
+
+    def made(*flags: str) -> list[tuple[Any, set[str]]]:
+        built = bytelm.optimizers(model, bytelm.arguments(flags))
+        return [(o, {names[id(p)] for group in o.param_groups for p in group["params"]}) for o in built]
+
+    ((adamw, all_of_them),) = made()
+    assert type(adamw) is torch.optim.AdamW and all_of_them == set(names.values())
+    (muon, matrices), (rest, others) = made("--optimizer", "muon", "--lr", "0.01", "--weight-decay", "0.2")
+    layers = ("qkv", "attention_out", "mlp_in", "mlp_out")
+    assert matrices == {f"blocks.{block}.{layer}.weight" for block in range(2) for layer in layers}
+    assert others == set(names.values()) - matrices
+    (group,) = muon.param_groups
+    assert type(muon) is torch.optim.Muon and type(rest) is torch.optim.AdamW
+    assert (group["lr"], group["weight_decay"], group["momentum"]) == (0.01, 0.2, 0.95)
+    assert group["adjust_lr_fn"] == "match_rms_adamw"
+    assert (rest.param_groups[0]["lr"], rest.param_groups[0]["betas"]) == (0.01, (0.9, 0.95))
+
+
 def test_the_rate_is_a_function_of_the_step(bytelm: Any) -> None:
     rates = [bytelm.learning_rate(step, 400, 2e-3, 40) for step in range(500)]
     assert rates[0] == pytest.approx(2e-3 / 40) and max(rates) == rates[39] == rates[40] == pytest.approx(2e-3)

@@ -322,6 +322,47 @@ def test_the_record_is_what_the_design_says(tmp_path: Path) -> None:
     assert not (tmp_path / "checkpoints").exists()  # of an embedded server only where asked for
 
 
+MIXED = """
+import sys, torch
+from narrows.worker import DistributedOptimizer, rank, record, step_count, world_size
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
+matrices, biases = [[p for p in model.parameters() if (p.ndim == 2) == wanted] for wanted in (True, False)]
+muon, adamw = torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(biases, lr=0.02)
+optimizer = DistributedOptimizer([muon, adamw], model, max_grad_norm=1.0)
+while (step := step_count()) < 40:
+    for group in optimizer.param_groups:
+        group["lr"] = 0.05 * (1 - step / 40)
+    x = torch.randn(32, 6, generator=torch.Generator().manual_seed(step))[rank()::world_size()]
+    optimizer.zero_grad()
+    loss = torch.nn.functional.cross_entropy(model(x), x[:, :3].argmax(1))
+    loss.backward()
+    optimizer.step()
+    record(loss=loss.item())
+optimizer.finish()
+with optimizer.shared():
+    torch.save(torch.nn.utils.parameters_to_vector(model.parameters()).detach(), f"{sys.argv[1]}/{rank()}")
+"""
+
+
+def test_two_workers_with_muon_and_adamw(script: Callable[[str], str], tmp_path: Path) -> None:
+    flags = ("-n", "2", "--shards", "2", "--sync")
+    path, record = script(MIXED), tmp_path / "record.jsonl"
+    ssp = (*flags, "ssp", "--compress", "topk:0.05+int8", "--record", str(record))
+    code, _, err = finished("ps-worker", *ssp, path, str(tmp_path))
+    assert code == 0, err
+    assert torch.equal(torch.load(tmp_path / "0"), torch.load(tmp_path / "1"))
+    steps = [event for line in record.read_text().splitlines() if (event := json.loads(line))["event"] == "step"]
+    assert len(steps) == 80
+    assert sum(step["loss"] for step in steps[-10:]) < 0.8 * sum(step["loss"] for step in steps[:10])
+    code, _, err = finished("ps-worker", *flags, "bsp", path, str(tmp_path))
+    said = [
+        line for line in sentences(err) if "Muon is not elementwise, and shards cut tensors: use --push update" in line
+    ]
+    assert code == 2 and said and "Traceback" not in err, err
+
+
 def test_progress_is_one_live_line_on_a_terminal(script: Callable[[str], str]) -> None:
     path = script(SCRIPT % "print('step', step_count())")
     ours, theirs = pty.openpty()
