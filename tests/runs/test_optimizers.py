@@ -162,7 +162,9 @@ def test_groups_that_an_optimizer_gets_later_are_seen() -> None:
         net = build()
         muon, adamw = muon_adamw(net)
         optimizer = DistributedOptimizer([muon, adamw], net)
+        old = optimizer.param_groups
         muon.load_state_dict(muon.state_dict())
+        assert optimizer.param_groups[0] is not old[0]
         optimizer.param_groups[0]["lr"] = 0.0
         assert muon.param_groups[0]["lr"] == 0.0
         before = net.get_parameter("0.weight").detach().clone()
