@@ -67,12 +67,14 @@ class HostReplica:
         for piece in pieces:
             self.turn(clock)[1].restore(piece.payload)
 
-    def base(self, stand_ins: Iterable[tuple[float, PieceLike]], begin: int, end: int, out: FloatArray) -> None:
-        """out, float32[end - begin] = pulled + residual + weight * piece, where they are of keys [begin, end)."""
+    def base(
+        self, stand_ins: Iterable[tuple[float, PieceLike]], begin: int, end: int, out: FloatArray, gain: float = 1.0
+    ) -> None:
+        """out, float32[end - begin] = pulled + gain * residual + weight * piece, where they are of keys [begin, end)."""
         np.copyto(out, self.pulled[begin - self.begin : end - self.begin])
         for low, high, residual in self.residuals:
             if begin <= low and high <= end:
-                out[low - begin : high - begin] += residual
+                add(raw_pieces(residual, low, [(low, high)])[0], gain, out, begin)
         for weight, piece in stand_ins:
             if begin <= piece.begin and piece.end <= end:
                 add(piece, weight, out, begin)

@@ -250,6 +250,8 @@ class State(Message):
     `settled`: own updates below it are all in this state, and what else was folded with them: min_clock, and behind it for
     a worker that was late (--quorum).
     `contains`: own clocks >= settled that are in this state, each with the weight it was folded at.
+    `gain`: what all weights of a mean of updates sum up to, and so the weight of a residual in the replica; `ahead`: that of an
+    own update in flight. `agreement`: how long such a mean is beside its updates, 0: not measured.
     """
 
     worker: int
@@ -268,6 +270,9 @@ class State(Message):
     sent_ns: int
     codec: int
     payload: Buffer
+    gain: float = 1.0
+    ahead: float = 1.0
+    agreement: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+GAIN_MAX = 1e3  # of a mean of updates: one of a million that have nothing in common needs no more
 WINDOW = 4  # updates in flight where no bound limits them (async); own updates that stand in for a mean
 
 # Classes of torch.optim that step each value by itself, so that a piece of a tensor is stepped as the whole would be. Not

@@ -55,7 +55,8 @@ class Plan:
 
     `groups[g]` are the tensor indices of parameter group g; each tensor is in one group. `optimizer` is the class name
     in torch.optim, or "" where the server does not need one (pushed updates). `max_grad_norm` <= 0: none. `aliases` are
-    further names of shared tensors, each with its index: a whole checkpoint has them all.
+    further names of shared tensors, each with its index: a whole checkpoint has them all. `degree`: how an update grows with
+    the gradient, from 0 (AdamW) to 1 (SGD); where gradients are pushed it says nothing.
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -63,6 +64,7 @@ class Plan:
     groups: tuple[tuple[int, ...], ...]
     max_grad_norm: float = 0.0
     aliases: tuple[tuple[str, int], ...] = ()
+    degree: float = 1.0
 
     @property
     def size(self) -> int:
@@ -78,30 +80,34 @@ class Plan:
     def packed(self) -> bytes:
         tensors = [[t.name, list(t.shape), t.dtype] for t in self.tensors]
         groups = [list(group) for group in self.groups]
-        return pack([tensors, self.optimizer, groups, self.max_grad_norm, [list(alias) for alias in self.aliases]])
+        aliases = [list(alias) for alias in self.aliases]
+        return pack([tensors, self.optimizer, groups, self.max_grad_norm, aliases, self.degree])
 
     @staticmethod
     def unpacked(packed: bytes) -> Plan:
         """Raises RemoteProtocolError where `packed` is no plan."""
         value: Any = unpack(packed)
         try:
-            tensors, optimizer, groups, norm, aliases = value
+            tensors, optimizer, groups, norm, aliases, degree = value
             plan = Plan(
                 tuple(TensorSpec(_text(n), tuple(_count(e) for e in s), _text(d)) for n, s, d in tensors),
                 _text(optimizer),
                 tuple(tuple(_count(i) for i in group) for group in groups),
                 float(norm),
                 tuple((_text(name), _count(i)) for name, i in aliases),
+                float(degree),
             )
         except (TypeError, ValueError):
             raise RemoteProtocolError(
-                "a plan is a list of tensors, an optimizer, its groups, a norm and a list of aliases"
+                "a plan is a list of tensors, an optimizer, its groups, a norm, a list of aliases and a degree"
             ) from None
         if not 0 < plan.size <= KEYS_MAX or not 0 <= plan.max_grad_norm < float("inf"):
             raise RemoteProtocolError(
                 f"a model has 1 to {KEYS_MAX} parameters and a finite norm, this plan has {plan.size} and "
                 f"{plan.max_grad_norm}"
             )
+        if not 0 <= plan.degree <= 1:
+            raise RemoteProtocolError(f"the degree of an optimizer is from 0 to 1, this plan has {plan.degree}")
         names = [tensor.name for tensor in plan.tensors] + [name for name, _ in plan.aliases]
         if len(set(names)) != len(names) or any(i >= len(plan.tensors) for _, i in plan.aliases):
             raise RemoteProtocolError("two tensors of the plan have one name, or a name has no tensor")

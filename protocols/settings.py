@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from narrows.protocols.errors import RemoteProtocolError, UsageError
 from narrows.protocols.gossip.topology import RANDOM, TOPOLOGIES
 from narrows.protocols.messages import WORKERS_MAX
-from narrows.protocols.modes import MODES, Mode, Rule
+from narrows.protocols.modes import GAIN_MAX, MODES, Mode, Rule
 from narrows.protocols.wire import pack, unpack
 
 SHARDS_MAX = 256
@@ -34,6 +34,8 @@ class Settings:
     workers: int = 1
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
+    update_gain: float = -1.0  # of a mean of updates; -1: measured
+    look_ahead: float = -1.0  # clocks
     quorum: int = -1  # -1: all live members
     grace: float = -1.0  # seconds; -1: adaptive
     fragments: int = 1
@@ -57,6 +59,7 @@ class Settings:
             ("lease", 0.1, 86400.0),
             ("checkpoint_every", 0.0, 1e9),
             ("outer_lr", 0.0, 1e6),
+            ("look_ahead", -1.0, 1e3),
             ("quorum", -1, WORKERS_MAX),
             ("grace", -1.0, 86400.0),
         ):
@@ -72,6 +75,7 @@ class Settings:
         if self.local_steps not in (-1, row.local_steps) and not row.takes_local_steps:
             raise UsageError(f"--local-steps: --sync {self.sync} pushes every step; --sync local takes local steps")
         self._check_merging(row)
+        self._check_gain(row)
         mixes = row.update_rule is Rule.MIX
         if self.topology and not mixes:
             raise UsageError(f"--topology: --sync {self.sync} goes through the server; --sync gossip has a topology")
@@ -148,6 +152,17 @@ class Settings:
             raise UsageError(
                 f"--merge-delay {self.merge_delay}: a fragment is pushed again after --local-steps {steps} inner steps, and "
                 f"must be merged before: give at most {steps - 1}"
+            )
+
+    def _check_gain(self, row: Mode) -> None:
+        """Raise UsageError where no updates are added, and so no mean of them is scaled."""
+        if self.update_gain != -1 and not 0 < self.update_gain <= GAIN_MAX:
+            raise UsageError(f"--update-gain {self.update_gain}: give a value above 0, at most {GAIN_MAX:g}")
+        given = [name for name in ("update_gain", "look_ahead") if getattr(self, name) != -1]
+        if given and (row.update_rule is not Rule.ADD or (self.push or row.push_choices[0]) != "update"):
+            adding = ", ".join(m.name for m in MODES.values() if m.update_rule is Rule.ADD)
+            raise UsageError(
+                f"{_flag(given[0])}: here no updates of workers are added; {adding} add them, with --push update"
             )
 
     def mode(self) -> Mode:

@@ -26,9 +26,10 @@ class FirstWeights:
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """x += weight * update, of one after the other."""
+    """x += weight * update, of one after the other. `of`: of each, the worker (or gain.GONE) and its share of the mean."""
 
     terms: Terms
+    of: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 Rules
 - Both return changes for the store, and know no array.
 - At once: an update is folded when it is accepted, with its samples over those of all live members.
+- Where updates are added, the mean of them is scaled by the gain (gain.py).
 - At a barrier it is held until the ledger closes a clock over a set that names it, and folded in the order of worker ids,
   with its samples over those of the set. What no set ever will, since its worker left, is dropped.
 """
@@ -19,6 +20,7 @@ from narrows.protocols.keys import Keys
 from narrows.protocols.modes import Mode, Rule
 from narrows.protocols.wire import unpack
 from narrows.ps.changes import Change, FirstWeights, Fold, Outer, Step, Terms
+from narrows.ps.gain import GONE, Gain
 from narrows.ps.inbox import Inbox, Seat, Update
 from narrows.ps.store import Mean
 
@@ -52,21 +54,22 @@ class Folding(Protocol):
 class AtOnce:
     """Folds each update as it comes. `keys`: of the shard."""
 
-    def __init__(self, mode: Mode, inbox: Inbox, keys: Keys) -> None:
-        self.mode, self.inbox, self.keys = mode, inbox, keys
+    def __init__(self, mode: Mode, inbox: Inbox, keys: Keys, gain: Gain) -> None:
+        self.mode, self.inbox, self.keys, self.gain = mode, inbox, keys, gain
         self.folded: dict[int, deque[tuple[int, float, int]]] = {}  # by worker: clock, weight, publication that has it
 
     def accept(self, seat: Seat, update: Update, publication: int) -> list[Change]:
-        weight = seat.samples / self.inbox.samples(seat.samples)
+        share = seat.samples / self.inbox.samples(seat.samples)
+        weight = share * self.gain.factor if self.mode.rule is Rule.ADD else share
         # A few more than may be in flight: those that some child's state lacks.
         kept = self.folded.setdefault(seat.worker, deque(maxlen=4 * self.mode.window))
         kept.append((seat.clock, weight, publication))
-        return [self._change(update, weight)]
+        return [self._change(seat, update, weight, share)]
 
-    def _change(self, update: Update, weight: float) -> Change:
+    def _change(self, seat: Seat, update: Update, weight: float, share: float) -> Change:
         rule = self.mode.rule
         if rule is Rule.ADD:
-            return Fold(((weight, update),))
+            return Fold(((weight, update),), ((seat.worker, share),))
         if rule is Rule.OUTER:
             return Outer(((weight, update),), self.keys)
         if rule is Rule.MIX:
@@ -90,8 +93,8 @@ class AtOnce:
 class Barrier:
     """Folds the sets that the ledger names. `turn`: the keys whose turn a clock is. `mean`: where sums may be taken early."""
 
-    def __init__(self, mode: Mode, inbox: Inbox, turn: Callable[[int], Keys], mean: Mean) -> None:
-        self.mode, self.inbox, self.turn, self.mean = mode, inbox, turn, mean
+    def __init__(self, mode: Mode, inbox: Inbox, turn: Callable[[int], Keys], mean: Mean, gain: Gain) -> None:
+        self.mode, self.inbox, self.turn, self.mean, self.gain = mode, inbox, turn, mean, gain
         self.held: dict[int, dict[int, Update]] = {}  # update -> worker
         self.closing: dict[int, Terms] = {}  # clock -> its set, which waits for the norm
         self.hyper_differs = False  # between workers of one set; said once
@@ -137,7 +140,7 @@ class Barrier:
         if not terms:
             changes: list[Change] = []
         elif self.mode.rule is Rule.ADD:
-            changes = [Fold(terms)]
+            changes = [self._fold(terms)]
         elif self.mode.rule is Rule.OUTER:
             changes = [Outer(terms, self.turn(clock))]
         else:
@@ -147,6 +150,12 @@ class Barrier:
             changes = [Step(terms, *self._hyper(terms), shrink=shrink)]
         del self.closing[clock]
         return changes
+
+    def _fold(self, terms: Terms) -> Fold:
+        workers = [update[0].worker for _, update in terms]  # type: ignore[attr-defined]
+        seated = [worker if worker in self.inbox.seats else GONE for worker in workers]
+        scaled = tuple((share * self.gain.factor, update) for share, update in terms)
+        return Fold(scaled, tuple(zip(seated, [share for share, _ in terms], strict=True)))
 
     def _terms(self, clock: int, pairs: list[m.Pair]) -> Terms:
         missing = [(worker, update) for worker, update in pairs if worker not in self.held.get(update, {})]

@@ -32,6 +32,7 @@ from narrows.protocols.timing import Timing
 from narrows.ps.above import Above
 from narrows.ps.changes import Change, FirstWeights, Load, Terms
 from narrows.ps.folding import AtOnce, Barrier, Folding
+from narrows.ps.gain import Gain
 from narrows.ps.inbox import Inbox, Seat, Update, check_part
 from narrows.ps.publications import Publications
 from narrows.ps.store import ServerOptimizer, Store
@@ -77,6 +78,7 @@ class Planned:
         if mode.rule is Rule.OPTIMIZER and means.optimizer is None:
             raise LocalProtocolError("this server has no optimizer for pushed gradients")
         self.finite = not down.lossless  # what is pushed must be, or it could not be published
+        gain = Gain.of(settings, mode, plan, end - begin)
         self.store = store = Store(
             begin,
             end,
@@ -85,9 +87,12 @@ class Planned:
             outer=(settings.outer_lr, settings.outer_momentum) if mode.rule is Rule.OUTER else None,
             optimizer=means.optimizer(plan, begin, end) if means.optimizer and mode.rule is Rule.OPTIMIZER else None,
             lent=means.lent,
+            gain=gain,
         )
         self.folding: Folding = (
-            Barrier(mode, inbox, self.turn, store.mean) if mode.barrier else AtOnce(mode, inbox, store.whole)
+            Barrier(mode, inbox, self.turn, store.mean, gain)
+            if mode.barrier
+            else AtOnce(mode, inbox, store.whole, gain)
         )
         self.publications = Publications(index, mode, store, inbox, self.folding, down.specs, means.timing)
         self.publications.begin(clock)

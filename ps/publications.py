@@ -23,6 +23,7 @@ from narrows.protocols.modes import Mode
 from narrows.protocols.timing import Patience, Timing
 from narrows.ps.changes import FloatArray, Publish
 from narrows.ps.folding import Folding
+from narrows.ps.gain import PLAIN, Merging
 from narrows.ps.inbox import Inbox, Seat
 from narrows.ps.store import Store
 
@@ -71,6 +72,7 @@ class Made:
 
     min_clock: int
     late: dict[int, int]
+    merging: Merging = PLAIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,7 @@ class Shown:
     min_clock: int
     settled: int
     contains: m.Weights
+    merging: Merging = PLAIN
 
 
 class Publications:
@@ -106,7 +109,7 @@ class Publications:
 
     def begin(self, min_clock: int) -> None:
         """The store begins anew at this clock: it has a first publication, or one of a checkpoint, or none yet."""
-        self.made = {self.store.publication: Made(min_clock, {})}
+        self.made = {self.store.publication: Made(min_clock, {}, self._merging())}
 
     def members(self) -> None:
         """Forget the children that left."""
@@ -120,7 +123,7 @@ class Publications:
         late = {
             w: seat.settled for w, seat in self.inbox.seats.items() if seat.settled < min_clock and self.mode.barrier
         }
-        self.made[self.store.publication] = Made(min_clock, late)
+        self.made[self.store.publication] = Made(min_clock, late, self._merging())
         for number in [number for number in self.made if number < self.store.publication - m.CREDIT_MAX]:
             del self.made[number]
         if after == before:
@@ -128,6 +131,9 @@ class Publications:
         where = {"shard": self.index, "clock": min_clock, "from": before, "to": after}
         text = f"shard {self.index} codes states with {after}, not {before}: worker {worker} asks for it"
         return [Log("compress", where | {"text": text})]
+
+    def _merging(self) -> Merging:
+        return self.store.gain.merging(len(self.inbox.seats))
 
     def _asked_for(self) -> tuple[str, int, str]:
         """The coding up to now, and the next one with the worker who asks for it: one residual for all children, so the slowest
@@ -210,9 +216,8 @@ class Publications:
             pieces = codecs.raw_pieces(store.p[begin - store.begin : end - store.begin], begin, parts(begin, end))
         contains = self.folding.contains(seat, settled, number)
         made = self.made[number]
-        return _states(
-            seat, pieces, Shown(0, keys is None, payload is not None, number, made.min_clock, settled, contains), now_ns
-        )
+        shown = Shown(0, keys is None, payload is not None, number, made.min_clock, settled, contains, made.merging)
+        return _states(seat, pieces, shown, now_ns)
 
     def master(self, seat: Seat, array: FloatArray, min_clock: int, now_ns: int) -> list[Send]:
         """Answer the pull of this child with the values of `array`, float32[size]."""
@@ -240,6 +245,9 @@ def _states(seat: Seat, pieces: Sequence[codecs.Piece], shown: Shown, now_ns: in
             min_clock=shown.min_clock,
             settled=shown.settled,
             contains=shown.contains,
+            gain=shown.merging.gain,
+            ahead=shown.merging.ahead,
+            agreement=shown.merging.agreement,
             sent_ns=now_ns,
             codec=piece.codec,
             payload=piece.payload,

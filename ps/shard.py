@@ -98,6 +98,7 @@ class Shard:
         if planned is None:
             return logs
         planned.publications.members()
+        planned.store.gain.members(self.inbox.seats)
         wanted = {*self.ledger.departed, *(pair for row in self.ledger.sets for pair in pairs(row))}
         seats = self.inbox.seats
         for worker, update in list(planned.folding.drop(lambda w, update: w in seats or (w, update) in wanted)):

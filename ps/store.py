@@ -23,6 +23,7 @@ from narrows.compression.codecs import PieceLike
 from narrows.protocols.keys import Keys
 from narrows.protocols.messages import CREDIT_MAX
 from narrows.ps.changes import Change, FirstWeights, FloatArray, Fold, Load, Outer, Publish, Rebase, Step, Terms
+from narrows.ps.gain import Gain
 
 DELTAS_MAX = CREDIT_MAX  # publications kept encoded: a child further behind gets the whole state
 DELTA_BYTES_RATIO = 1.0  # kept deltas never hold more bytes than this share of the dense state
@@ -108,9 +109,11 @@ class Store:
         outer: tuple[float, float] | None = None,
         optimizer: ServerOptimizer | None = None,
         lent: Callable[[], bool] = lambda: True,
+        gain: Gain | None = None,
     ) -> None:
         self.begin, self.end = begin, end
         self.size = end - begin
+        self.gain = gain or Gain(self.size)  # told of each update that is added
         self.lent = lent
         self.down = parse(codings[-1]).contraction()  # x - p is its error feedback
         self.memories: dict[Keys, Memory] = {}  # of the downlink: each fragment is a stream of its own
@@ -162,9 +165,11 @@ class Store:
 
     def _fold(self, change: Fold) -> None:
         x = self._own_x()
-        for weight, update in change.terms:
+        for (weight, update), (worker, share) in zip(change.terms, change.of, strict=True):
+            before = x[self.gain.at]
             for piece in update:
                 codecs.add(piece, weight, x, self.begin)
+            self.gain.saw(worker, share, weight, before, x[self.gain.at])
 
     def _outer(self, change: Outer) -> None:
         assert self.outer is not None and self.momentum is not None
@@ -193,6 +198,8 @@ class Store:
     def _load(self, change: Load) -> None:
         arrays = change.arrays
         self._begin(arrays["x"].copy(), arrays["p"].copy(), change.publication)
+        if "gain" in arrays:
+            self.gain.load(arrays["gain"])
         if self.momentum is not None and "outer.momentum" in arrays:
             self.momentum = arrays["outer.momentum"].copy()
         if self.optimizer is not None:
@@ -202,6 +209,8 @@ class Store:
     def arrays(self) -> dict[str, FloatArray]:
         """Everything a checkpoint holds of this shard; views."""
         arrays = {"x": self.x, "p": self.p}
+        if self.gain.agreement:
+            arrays["gain"] = self.gain.state()
         if self.momentum is not None:
             arrays["outer.momentum"] = self.momentum
         if self.optimizer is not None:

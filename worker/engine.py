@@ -18,6 +18,7 @@ from narrows.protocols.errors import NarrowsError, UsageError
 from narrows.protocols.modes import Rule
 from narrows.protocols.settings import Settings
 from narrows.worker.arrays import Arrays
+from narrows.worker.degree import degree_of
 from narrows.worker.flat import FlatModel, FloatArray, load_buffers, pack_buffers
 from narrows.worker.gossip import Gossiping
 from narrows.worker.gradients import Gradients, rebuilt_by
@@ -51,6 +52,10 @@ class Sync(Protocol):
     @property
     def staleness(self) -> int:
         """Clocks that the newest step was computed ahead of the state that it was computed on."""
+
+    @property
+    def merging(self) -> dict[str, float]:
+        """How updates are merged, for the record: their gain and their agreement, once the server knows them."""
 
     def begin(self, event: e.Started) -> None:
         """A place in the run, or another one."""
@@ -100,7 +105,8 @@ class Engine:
         self.final: FloatArray | None = None
         self.overlaps = overlap > 0 and self.mode.rule is Rule.OPTIMIZER  # gradients leave before step()
         gradients = self.mode.rule is Rule.OPTIMIZER
-        plan = self.flat.plan(rebuilt_by(inner) if gradients else "", max_grad_norm if gradients else 0.0)
+        declared = (rebuilt_by(inner), max_grad_norm) if gradients else ("", 0.0, degree_of(inner))
+        plan = self.flat.plan(*declared)
         self.sync = self._sync(overlap)
         packed = plan.packed()
         link.call(lambda member, now: member.declare(packed, now))

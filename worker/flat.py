@@ -51,9 +51,9 @@ class FlatModel:
         """Every parameter is float32, contiguous and on the CPU: keys [begin, end) of it are memory that NumPy can name."""
         return all(_plain(parameter) for parameter in self.parameters)
 
-    def plan(self, optimizer: str, max_grad_norm: float) -> Plan:
+    def plan(self, optimizer: str, max_grad_norm: float, degree: float = 1.0) -> Plan:
         groups = tuple(tuple(i for i, g in enumerate(self.group_of) if g == group) for group in range(self.groups))
-        return Plan(self.specs, optimizer, groups, max_grad_norm, self.aliases)
+        return Plan(self.specs, optimizer, groups, max_grad_norm, self.aliases, degree)
 
     def name_of(self, key: int) -> str:
         """The tensor that has this key."""

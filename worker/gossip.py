@@ -48,6 +48,7 @@ class Gossiping:
         self.local_step = 0
         self.wait_s = 0.0
         self.staleness = 0
+        self.merging: dict[str, float] = {}  # nobody averages updates
         self.kept: FloatArray | None = None  # our model, while the first weights are on their way to us again
         self.finishing = self.server_gone = self.handed_over = False
 

@@ -119,6 +119,7 @@ class Connected:
             "pull_bytes": down - self._bytes[1],
             "wait_seconds": round(sync.wait_s, 6),
             "staleness": sync.staleness,
+            **sync.merging,
         }
         self._bytes = (up, down)
         if sync.late:

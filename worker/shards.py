@@ -54,6 +54,17 @@ class Shards:
     def staleness(self) -> int:
         return self.clock - min((x.settled for x in self.exchanges), default=0)
 
+    @property
+    def merging(self) -> dict[str, float]:
+        """The means over the shards of what the states here say."""
+        known = [x for x in self.exchanges if x.agreement]
+        if not known:
+            return {}
+        gain, agreement = (
+            sum(values) / len(known) for values in zip(*((x.gain, x.agreement) for x in known), strict=True)
+        )
+        return {"gain": round(gain, 4), "agreement": round(agreement, 4)}
+
     # Events.
 
     def begin(self, event: e.Started, follow: bool = True) -> None:

@@ -71,6 +71,10 @@ class Updates:
     def staleness(self) -> int:
         return self.shards.staleness
 
+    @property
+    def merging(self) -> dict[str, float]:
+        return self.shards.merging
+
     def weigh(self, samples: int) -> None:
         self.shards.samples_pending += samples
 

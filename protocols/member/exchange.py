@@ -5,7 +5,7 @@ Rules
   and with a quorum, which goes on without who is late, its own. At most `window` updates are in flight.
 - Differences are followed from the beginning, and come as they are made. Whole states are asked for one by one: right after a
   push, so that with s >= 1 the link's time lies under what is computed next, and where the one that came does not do.
-- replica = pulled + residual + sum over own clocks of stand_in * update (replica.py), made in `base` and nowhere else.
+- replica = pulled + gain * residual + sum over own clocks of stand_in * update (replica.py), made in `base` alone.
 - What comes from the server is looked at whole before any of it is taken over.
 """
 
@@ -21,7 +21,7 @@ from narrows.protocols.effects import MemberEffect
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.keys import Keys, covers, fragment
 from narrows.protocols.member.replica import A, Piece, Replica, stand_in
-from narrows.protocols.modes import Mode, Rule
+from narrows.protocols.modes import GAIN_MAX, Mode, Rule
 
 Says = list[m.Message]  # for the session toward the shard
 
@@ -35,6 +35,7 @@ class Exchange(Generic[A]):
         self.clock = 0  # of the next update
         self.publication = self.min_clock = self.settled = -1  # of the pulled state
         self.contains: dict[int, float] = {}  # own clocks in it that are not settled, and the weight each was folded at
+        self.gain, self.ahead, self.agreement = 1.0, 1.0, 0.0  # as the pulled state says
         self.in_flight: set[int] = set()
         self.own: OrderedDict[int, Sequence[Piece]] = OrderedDict()  # updates as sent that may stand in
         self.asked = False  # for a whole state, which has not come
@@ -138,6 +139,7 @@ class Exchange(Generic[A]):
         self.replica.absorb(event.parts, last.add)
         self.publication, self.min_clock, self.settled = last.publication, last.min_clock, last.settled
         self.contains, self.asked = dict(last.contains), False
+        self.gain, self.ahead, self.agreement = last.gain, last.ahead, last.agreement
         return [] if self.may_compute else self.need(self.clock - (self.mode.bound or 0))
 
     def _check(self, parts: tuple[m.State, ...]) -> None:
@@ -145,6 +147,8 @@ class Exchange(Generic[A]):
         first, pieces = parts[0], [(part.begin, part.end) for part in parts]
         if any((part.whole, part.add) != (first.whole, first.add) for part in parts) or (first.whole and first.add):
             raise RemoteProtocolError("the server sent a state that is half a difference")
+        if not all(0 < gain <= GAIN_MAX for gain in (parts[-1].gain, parts[-1].ahead)):
+            raise RemoteProtocolError(f"the server sent a state with gains of {parts[-1].gain} and {parts[-1].ahead}")
         ranges = [(self.replica.begin, self.replica.end)]
         if not first.whole:
             ranges += [self.turn(clock) for clock in range(self.mode.fragments)]
@@ -156,7 +160,7 @@ class Exchange(Generic[A]):
     def base(self, begin: int, end: int, out: A) -> None:
         """The replica of keys [begin, end), which are whole fragments, into `out`; own updates that no longer stand in are
         forgotten."""
-        self.replica.base(self._stand_ins(), begin, end, out)
+        self.replica.base(self._stand_ins(), begin, end, out, self.gain)
         unbound = self.mode.bound is None
         oldest = max(self.settled, self.clock - self.mode.window) if unbound else self.settled
         for clock in [c for c in self.own if c < oldest and c not in self.in_flight]:
@@ -164,6 +168,6 @@ class Exchange(Generic[A]):
 
     def _stand_ins(self) -> Iterator[tuple[float, Piece]]:
         for clock, pieces in self.own.items():
-            weight = stand_in(self.mode, clock, self.clock, self.settled, self.contains.get(clock))
+            weight = stand_in(self.mode, clock, self.clock, self.settled, self.contains.get(clock), self.ahead)
             if weight:
                 yield from ((weight, piece) for piece in pieces)

@@ -1,9 +1,11 @@
 """What a child computes on: its replica, and the rule by which it reads its own writes (Ho et al. 2013, sec. 3).
 
-    replica = pulled state + residual + sum over own clocks c of stand_in(c) * u_c,   u_c as sent
+    replica = pulled state + gain * residual + sum over own clocks c of stand_in(c) * u_c,   u_c as sent
 
-An own update stands in for the mean of its clock until that mean is complete: at full weight while it is not in the pulled
-state, at 1 - w once it was folded with weight w, not at all once every live worker's update of that clock is in.
+An own update stands in for the mean of its clock until that mean is complete: at weight `ahead` while it is not in the pulled
+state, at ahead - w once it was folded with weight w, not at all once every live worker's update of that clock is in. The shard
+says both numbers with each state: `gain` is what the weights of a mean sum up to, `ahead` a little more than it, for the
+others' updates are in flight too.
 docs/design/read-my-writes.md has the figures beside the naive rules.
 """
 
@@ -20,19 +22,19 @@ from narrows.protocols.modes import Mode, Rule
 STANDS_IN_UNBOUNDED = 1
 
 
-def stand_in(mode: Mode, clock: int, own_clock: int, settled: int, weight: float | None) -> float:
+def stand_in(mode: Mode, clock: int, own_clock: int, settled: int, weight: float | None, ahead: float = 1.0) -> float:
     """Weight of own update `clock` in the replica of a worker whose clock is `own_clock`.
 
     settled: of the pulled state; own updates below it are in, and so are the others' that were folded with them.
-    weight: what it was folded with in the pulled state, None where it is not in it.
+    weight: what it was folded with in the pulled state, None where it is not in it. ahead: as that state says.
     """
     if mode.rule is Rule.OPTIMIZER or clock < settled:
         return 0.0
     if mode.bound is None and clock < own_clock - STANDS_IN_UNBOUNDED:
         return 0.0
     if weight is None or mode.rule is Rule.OUTER:  # an outer step is no mean: full weight until its round is folded
-        return 1.0
-    return 1.0 - weight
+        return ahead
+    return ahead - weight
 
 
 class Piece(Protocol):
@@ -71,8 +73,8 @@ class Replica(Protocol[A]):
     def give_back(self, pieces: Iterable[Piece], clock: int) -> None:
         """These pieces, encoded last, were not sent: they are in the residual again."""
 
-    def base(self, stand_ins: Iterable[tuple[float, Piece]], begin: int, end: int, out: A) -> None:
-        """The replica of keys [begin, end), which are whole fragments, into `out`: pulled + residual + weight * piece."""
+    def base(self, stand_ins: Iterable[tuple[float, Piece]], begin: int, end: int, out: A, gain: float = 1.0) -> None:
+        """The replica of keys [begin, end), whole fragments, into `out`: pulled + gain * residual + weight * piece."""
 
     def master(self, pieces: Sequence[Piece]) -> A:
         """The values of these pieces, which are all keys, in an array of their own. Raises ValueError as `absorb`."""

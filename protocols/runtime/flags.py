@@ -35,6 +35,8 @@ RUN_FLAGS: tuple[tuple[str, Any, str, str], ...] = (
     ("push", str, "bsp: gradient, else update", "what is pushed: gradient or update"),
     ("outer_lr", float, "0.7", "rate of the outer optimizer (local); 1 with momentum 0 is local SGD"),
     ("outer_momentum", float, "0.9", "Nesterov momentum of the outer optimizer (local)"),
+    ("update_gain", float, "measured", "what a mean of updates is scaled by; 1: a plain mean (ssp, async, bsp)"),
+    ("look_ahead", float, "0.5 with a bound", "clocks that a worker computes ahead of what is folded (ssp)"),
     (
         "quorum",
         int,

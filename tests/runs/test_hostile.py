@@ -333,7 +333,7 @@ def test_a_state_that_overflows_is_published_whole(spec: str) -> None:
     update[::3] = 1.0
     piece = Piece(RAW, 0, 1_000, update.tobytes())
     for _ in range(3):
-        store.apply(Fold(((1.0, [piece]),)))
+        store.apply(Fold(((1.0, [piece]),), ((0, 1.0),)))
         store.apply(Publish())
         np.testing.assert_array_equal(store.p, store.x) if np.isinf(store.x).any() else None
     assert store.publication == 3 and np.isinf(store.p[1]) and store.p[0] == 3.0

@@ -202,6 +202,8 @@ def test_a_contradiction_names_both_sides_and_agreement_is_silent() -> None:
         "workers": 9,
         "outer_lr": 1.0,
         "outer_momentum": 0.5,
+        "update_gain": 1.0,
+        "look_ahead": 0.0,
         "quorum": 2,
         "grace": 1.0,
         "fragments": 5,

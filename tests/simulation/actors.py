@@ -51,6 +51,7 @@ FIRST = np.arange(KEYS, dtype=np.float32)
 HYPER = pack([pack([{"lr": RATE}]), []])
 _PLAN = Plan((TensorSpec("w", (KEYS,), "float32"),), "SGD", ((0,),))
 PLANS = {norm: replace(_PLAN, max_grad_norm=norm).packed() for norm in (0.0, 1.5)}
+SCALED = replace(_PLAN, degree=0.0).packed()  # of an optimizer whose mean updates have a gain
 
 
 def update_of(index: int, life: int, step: int) -> FloatArray:
@@ -152,7 +153,7 @@ class Host(Protocol):
 
     prefix: str  # of all addresses in it
     settings: Settings
-    max_grad_norm: float
+    plan: bytes  # packed
     clocks: int  # of each worker
     part_keys: int  # of one message of a push
     kit: Kit
@@ -294,7 +295,7 @@ class Worker:
         self.asked: set[int] = set()  # shards that were asked for the last model
         run.sim.start(self, self.name)
         self._apply(self.member.join(run.sim.now_ns))
-        self._apply(self.member.declare(PLANS[run.max_grad_norm], run.sim.now_ns))
+        self._apply(self.member.declare(run.plan, run.sim.now_ns))
 
     @property
     def clock(self) -> int:

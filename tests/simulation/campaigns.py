@@ -18,7 +18,7 @@ from narrows.protocols.errors import NarrowsError
 from narrows.protocols.modes import Rule
 from narrows.protocols.settings import Settings
 from narrows.protocols.wire import decode, encode
-from simulation.actors import CLOCKS, PART_KEYS, Disk, Kit, Process, Worker
+from simulation.actors import CLOCKS, PART_KEYS, PLANS, SCALED, Disk, Kit, Process, Worker
 from simulation.invariants import Checker
 from simulation.mirrors import Violation
 from simulation.network import MS, Faults, Random, Simulator
@@ -75,6 +75,7 @@ class Case:
     cut: Fault | None  # of a worker from all shards, by its clock
     restart: Fault | None  # of a shard, by min_clock
     wire: bool
+    scaled: bool = False  # the mean of updates has a gain
 
 
 def case_of(seed: int, restart: bool = False) -> Case:
@@ -126,6 +127,7 @@ def case_of(seed: int, restart: bool = False) -> Case:
         if restart
         else None,
         seed % WIRE_EVERY == WIRE_EVERY - 1,
+        settings.mode().rule is Rule.ADD and seed // len(MODES) % 2 == 0,
     )
 
 
@@ -138,7 +140,8 @@ class Run:
 
     def __init__(self, case: Case, kit: Kit | None = None, trace: Trace | None = None) -> None:
         self.case, self.kit = case, kit or Kit()
-        self.settings, self.max_grad_norm = case.settings, case.max_grad_norm
+        self.settings = case.settings
+        self.plan = SCALED if case.scaled else PLANS[case.max_grad_norm]
         self.sim: Simulator[m.Message] = Simulator(case.seed, case.faults, TICK_NS, trace)
         self.disk = Disk()
         self.checker = Checker(self)

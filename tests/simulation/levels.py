@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+from kit.merging import TrueGain
 
 from narrows.compression.codecs import add
 from narrows.protocols import effects as e
@@ -31,6 +32,7 @@ from narrows.protocols.effects import ServerEffect
 from narrows.protocols.member.member import Phase
 from narrows.ps.changes import Change, FirstWeights, Fold, Load, Outer, Publish, Rebase, Step, Terms, Update
 from narrows.ps.folding import Barrier
+from narrows.ps.gain import GONE
 from narrows.ps.planned import Planned
 from narrows.ps.pushing import Pushing
 from simulation.mirrors import RATE, FloatArray, Violation
@@ -321,6 +323,7 @@ class Mirror:
         self.batch: list[tuple[float, int]] = []  # weight and worker, since the last publication (barrier)
         self.above: object = None
         self.place: Child = (-1, -1)
+        self.gain, self.folded_at = TrueGain(planned.plan.degree), 1.0
         self.publication = -1  # held of the shard above
         self.plain, store.apply = store.apply, self._apply  # type: ignore[method-assign]
         if store.publication >= 0:
@@ -348,8 +351,8 @@ class Mirror:
             case FirstWeights():
                 if self.folded:
                     raise Violation(f"{self.name} takes first weights after the first fold")
-            case Fold(terms):
-                self._add(self._sum(terms))
+            case Fold(terms, of):
+                self._fold(terms, of)
             case Outer(terms):
                 settings, mean = self.level.node.settings, self._sum(terms)
                 self.momentum = settings.outer_momentum * self.momentum + mean
@@ -365,6 +368,16 @@ class Mirror:
                 self._show()
             case Publish():
                 self._publish()
+
+    def _fold(self, terms: Terms, of: tuple[tuple[int, float], ...]) -> None:
+        self.folded_at, live = self.gain.factor, {row[0] for row in self.process.shard.ledger.members}
+        for (weight, update), (worker, share) in zip(terms, of, strict=True):
+            given = self._once(update, weight)
+            if abs(weight - share * self.folded_at) > CLOSE * weight:
+                raise Violation(f"{self.name} folds a share of {share} at {weight}, and the gain is {self.folded_at}")
+            self._add(weight * given)
+            if worker != GONE:
+                self.gain.saw(worker, live, share, given.astype(np.float32))
 
     def _show(self) -> None:
         number = (self.index, self.store.publication)
@@ -395,8 +408,8 @@ class Mirror:
             raise Violation(
                 f"{where} is folded {'twice' if push.clock < expected else 'too early'}, {expected} is next"
             )
-        if not 0 < weight <= 1:
-            raise Violation(f"{where} is folded at {weight}")
+        if not 0 < weight <= self.gain.factor * (1 + CLOSE):
+            raise Violation(f"{where} is folded at {weight}, and the gain is {self.gain.factor}")
         self.folded[child] = push.clock + 1
         if self.mode.barrier:
             self.batch.append((weight, push.worker))
@@ -423,7 +436,7 @@ class Mirror:
         right = coordinator.rounds.sets.get(clock) if coordinator is not None else None
         if right is None or workers != [worker for worker, _ in right]:
             raise Violation(f"{self.name} closes clock {clock} over {workers}, the coordinator over {right}")
-        if weights and abs(sum(weights) - 1) > 1e-9:
+        if weights and abs(sum(weights) - self.folded_at) > CLOSE * self.folded_at:
             raise Violation(f"{self.name} closes clock {clock} with weights that sum to {sum(weights)}")
         self.batch = []
 

@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+from kit.merging import TrueGain
 
 from narrows.protocols import messages as m
 from narrows.protocols.keys import split
 from narrows.ps.changes import Change, FirstWeights, Fold, Outer, Publish, Step, Terms, Update
 from narrows.ps.folding import Barrier
+from narrows.ps.gain import GONE
 from narrows.ps.store import Store
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
 FloatArray = npt.NDArray[np.float32]
 PushId = tuple[int, int, int]  # worker, epoch, clock
+CLOSE = 1e-4  # a gain is measured in float32, by differences of the weights
 RATE = 0.5  # of the server's optimizer, plain SGD
 
 
@@ -55,6 +58,8 @@ class Held:
     shown: dict[PushId, int] = field(default_factory=dict)  # the publication that first has it
     publication: int = -1
     closed: int = 0  # clocks (barrier)
+    gain: float = 1.0  # of a mean of updates
+    agreement: float = 0.0
 
 
 class Mirror:
@@ -66,6 +71,7 @@ class Mirror:
         self.held = Held(np.zeros(store.size, np.float32), np.zeros(store.size, np.float32))
         self.samples: dict[int, int] = {}
         self.batch: list[tuple[float, PushId]] = []  # folded since the last publication (barrier)
+        self.gain, self.folded_at = TrueGain(0.0 if case.scaled else 1.0), 1.0
         self.log: list[tuple[Change, int]] = []  # and the checksum of what is published after it
         self.plain, store.apply = store.apply, self._apply  # type: ignore[method-assign]
 
@@ -83,9 +89,8 @@ class Mirror:
         match change:
             case FirstWeights(pieces):
                 self._first_weights(pieces)
-            case Fold(terms):
-                for weight, push in self._pushes(terms):
-                    self.held.x += np.float32(weight) * self._mine(self.given.pushes[push][0])
+            case Fold(terms, of):
+                self._fold(self._pushes(terms), of)
             case Outer(terms, keys):
                 self._outer(self._pushes(terms), keys)
             case Step(terms, _, _, scale):
@@ -108,6 +113,7 @@ class Mirror:
 
     def loaded(self, saved: Held, clock: int) -> None:
         self.held = deepcopy(saved)
+        self.gain.factor, self.gain.agreement = saved.gain, saved.agreement
         self._is_of(clock)
         self.given.publications[self._publication()] = zlib.crc32(self.store.p.tobytes())
 
@@ -144,6 +150,19 @@ class Mirror:
         else:
             self._at_once(pushes[0][1], pushes[0][0] if at_once is None else at_once)
         return pushes
+
+    def _fold(self, pushes: list[tuple[float, PushId]], of: tuple[tuple[int, float], ...]) -> None:
+        live = {row[:2] for row in self.process.shard.ledger.members}
+        self.folded_at = self.gain.factor
+        for (weight, push), (worker, share) in zip(pushes, of, strict=True):
+            values = self._mine(self.given.pushes[push][0])
+            self.held.x += np.float32(weight) * values
+            right = share * self.folded_at
+            if worker != (push[0] if push[:2] in live else GONE) or abs(weight - right) > CLOSE * weight:
+                raise Violation(f"weight of {push} is {weight}, that of worker {worker} is {right}")
+            if worker != GONE:
+                self.gain.saw(push[:2], live, share, values)
+        self.held.gain, self.held.agreement = self.gain.factor, self.gain.agreement
 
     def _outer(self, pushes: list[tuple[float, PushId]], keys: tuple[int, int]) -> None:
         held, settings = self.held, self.case.settings
@@ -193,7 +212,8 @@ class Mirror:
             raise Violation(f"{push} is folded on shard {self.index}, and its worker is no member")
         samples = self.samples[push[0]] = self.given.pushes[push][1]
         right = samples / sum(self.samples.get(worker, samples) for worker in live)
-        if weight != right:
+        right *= self.gain.factor
+        if abs(weight - right) > CLOSE * right * self.case.scaled:
             raise Violation(f"weight of {push} on shard {self.index} is {weight}, not {right}")
         held.folded[push], held.shown[push] = weight, held.publication + 1
 
@@ -207,8 +227,9 @@ class Mirror:
             raise Violation(f"{where} is closed over {self.batch}, not the updates of {right}")
         total = sum(pushes[push][1] for _, push in self.batch)
         for weight, push in self.batch:
-            if weight != pushes[push][1] / total:
-                raise Violation(f"weight of {push} in {where} is {weight}, not {pushes[push][1]} / {total}")
+            share = self.folded_at * pushes[push][1] / total
+            if abs(weight - share) > CLOSE * share * self.case.scaled:
+                raise Violation(f"weight of {push} in {where} is {weight}, not {share}")
             held.folded[push], held.shown[push] = weight, held.publication
         self.batch, held.closed = [], clock + 1
 

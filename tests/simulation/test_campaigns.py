@@ -235,9 +235,9 @@ def half_here(inbox: Inbox, seat: ShardSeat) -> Any:
     return next_whole(inbox, seat)
 
 
-def alike(folding: AtOnce, update: Any, weight: float) -> Change:
+def alike(folding: AtOnce, seat: Any, update: Any, weight: float, share: float) -> Change:
     """Every update weighs the same."""
-    return change_of(folding, update, 1 / len(folding.inbox.seats))
+    return change_of(folding, seat, update, 1 / len(folding.inbox.seats), share)
 
 
 def taken_twice(exchange: Exchange[Any], event: Any) -> Any:

@@ -20,7 +20,7 @@ from narrows.protocols.errors import NarrowsError
 from narrows.protocols.modes import MODES
 from narrows.protocols.settings import Settings
 from narrows.protocols.wire import decode, encode
-from simulation.actors import KEYS, Disk, Kit, Process, Worker
+from simulation.actors import KEYS, PLANS, SCALED, Disk, Kit, Process, Worker
 from simulation.levels import Level
 from simulation.mirrors import Violation
 from simulation.network import MS, Faults, Random, Simulator, Wire
@@ -190,13 +190,12 @@ def fault_case(seed: int) -> TreeCase:
 class Node:
     """One cluster of the tree, or its root: the host of its server processes and of its workers."""
 
-    max_grad_norm = 0.0
     part_keys = KEYS  # a push is one message for each shard
 
     def __init__(self, tree: Tree, name: str, settings: Settings, parent: Node | None, road: Road | None) -> None:
         self.tree, self.name, self.settings, self.parent, self.road = tree, name, settings, parent, road
         self.prefix = f"{name}." if parent is not None else ""
-        self.sim, self.kit, self.clocks = tree.sim, tree.kit, tree.case.clocks
+        self.sim, self.kit, self.clocks, self.plan = tree.sim, tree.kit, tree.case.clocks, tree.plan
         self.disk = Disk()
         self.checker = Level(self)
         self.over = False
@@ -270,6 +269,7 @@ class Tree:
     def __init__(self, case: TreeCase, kit: Kit | None = None, trace: Trace | None = None) -> None:
         self.case, self.kit = case, kit or Kit()
         self.sim: Simulator[m.Message] = Simulator(case.seed, case.faults, TICK_NS, trace)
+        self.plan = PLANS[0.0] if case.seed % 2 else SCALED
         self.byte_stands_for = case.model_bytes // (4 * KEYS)
         self.events = 0
         self.rounds_ns: list[int] = []  # when the root's min_clock came to 1, 2, ...

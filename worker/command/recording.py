@@ -12,7 +12,15 @@ from typing import Any
 
 from narrows.protocols.errors import UsageError
 
-STEP = ("clock", "push_bytes", "pull_bytes", "wait_seconds", "staleness")  # of a step's event; the rest is the script's
+STEP = (
+    "clock",
+    "push_bytes",
+    "pull_bytes",
+    "wait_seconds",
+    "staleness",
+    "gain",
+    "agreement",
+)  # of a step's event; the rest is the script's
 
 
 class Recording:

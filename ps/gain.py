@@ -1,0 +1,142 @@
+"""By how much the mean of the workers' updates is scaled, so that a step of the model is as long as a step of one worker.
+
+AdamW, and whatever else divides a gradient by its own size, makes updates of one length however noisy the gradient is. Those
+of W workers are then nearly orthogonal where noise dominates, and their mean is up to sqrt(W) too short.
+
+    gain = (sum_i w_i |U_i|^2 / |sum_i w_i U_i|^2) ^ ((1 - degree) / 2)        U_i: of worker i, the updates of a window summed
+
+Rules
+- Updates are looked at as they are folded, at a sample of the keys, a window of clocks at a time: within one, sparse updates
+  have come by most keys. A window changes the gain of what is folded after it.
+- `degree` says how an update grows with the gradient: 1 of SGD, whose gain is 1, and 0 of AdamW (worker/degree.py).
+- What is here is a function of the folds in their order, so that all of it can be done over again.
+
+docs/design/gain.md has what was tried, and the figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from narrows.protocols.modes import Mode, Rule
+from narrows.protocols.plan import Plan
+from narrows.protocols.settings import Settings
+from narrows.ps.changes import FloatArray
+
+WINDOW = 8  # clocks: of 8, 16 and 32 the sums of sparse updates agree best with the updates themselves
+SAMPLE = 4096  # keys: two such sums disagree by 2 %
+SMOOTHING = 0.5  # of the logarithm, for each window: what a gain is worth changes over hundreds of clocks
+LOOK_AHEAD = 0.5  # clocks
+GONE = -1  # in the place of a worker that has left, and is not measured any more
+
+
+def sample_of(size: int) -> np.ndarray:
+    """Positions that lie evenly and in no step that a sparse update may have: int64[min(size, SAMPLE)], rising."""
+    if size <= SAMPLE:
+        return np.arange(size)
+    golden = np.arange(SAMPLE, dtype=np.uint64) * np.uint64(0x9E3779B1) % np.uint64(1 << 32)
+    return np.unique((golden * np.uint64(size) >> np.uint64(32)).astype(np.int64))
+
+
+@dataclass(slots=True)
+class Window:
+    """Of one worker. `whole`: the sum of the newest window that is over, since the gain was last measured."""
+
+    clocks: int
+    total: FloatArray
+    whole: FloatArray | None = None
+    share: float = 0.0
+
+
+class Merging(NamedTuple):
+    """What a state says of how updates are merged; as in `State`."""
+
+    gain: float = 1.0
+    ahead: float = 1.0
+    agreement: float = 0.0
+
+
+PLAIN = Merging()
+
+
+@dataclass(slots=True)
+class Gain:
+    """Of one shard. `fixed`: what it is, 0: measured. `look`: how much more an own update in flight stands for.
+
+    agreement: the length of the mean beside that of the updates (root mean square), 0: unknown yet.
+    """
+
+    size: int
+    degree: float = 1.0
+    fixed: float = 0.0
+    look: float = 0.0
+    factor: float = 1.0
+    agreement: float = 0.0
+    at: np.ndarray = field(init=False)
+    windows: dict[int, Window] = field(default_factory=dict)  # by worker
+
+    def __post_init__(self) -> None:
+        self.at = sample_of(self.size)
+        self.factor = self.fixed or 1.0
+
+    @staticmethod
+    def of(settings: Settings, mode: Mode, plan: Plan, size: int) -> Gain:
+        """Of validated settings, for a shard of `size` keys."""
+        clocks = settings.look_ahead if settings.look_ahead >= 0 else LOOK_AHEAD * (1 - plan.degree)
+        late = mode.rule is Rule.ADD and not mode.barrier and mode.bound
+        return Gain(size, plan.degree, max(settings.update_gain, 0.0), clocks / late if late else 0.0)
+
+    def merging(self, members: int) -> Merging:
+        """Of a state that is published now. One member has all its updates in its replica: there is nothing ahead of it."""
+        return Merging(self.factor, self.factor * (1 + self.look * (members > 1)), self.agreement)
+
+    def saw(self, worker: int, share: float, weight: float, before: FloatArray, after: FloatArray) -> None:
+        """An update was folded at this weight for `share` of a mean. before, after: the model at `at`, float32[len(at)]."""
+        if worker == GONE:
+            return
+        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite measures nothing
+            moved = (after - before) / np.float32(weight)
+        own = self.windows.setdefault(worker, Window(0, np.zeros(self.at.size, np.float32)))
+        own.total += moved
+        own.clocks += 1
+        own.share = share
+        if own.clocks < WINDOW:
+            return
+        own.whole, own.clocks, own.total = own.total, 0, np.zeros(self.at.size, np.float32)
+        if len(self.windows) > 1 and all(each.whole is not None for each in self.windows.values()):
+            self._measure()
+
+    def state(self) -> FloatArray:
+        """What a checkpoint keeps, float32[2]."""
+        return np.array([self.factor, self.agreement], np.float32)
+
+    def load(self, state: FloatArray) -> None:
+        self.agreement = float(state[1])
+        if not self.fixed:
+            self.factor = float(state[0])
+
+    def members(self, live: Iterable[int]) -> None:
+        """Forget who left."""
+        for worker in self.windows.keys() - set(live):
+            del self.windows[worker]
+
+    def _measure(self) -> None:
+        shares = np.array([each.share for each in self.windows.values()])
+        shares /= shares.sum()
+        sums = np.stack([each.whole for each in self.windows.values() if each.whole is not None]).astype(np.float64)
+        for each in self.windows.values():
+            each.whole = None
+        mean = shares @ sums
+        lengths, length = float(shares @ np.square(sums).sum(1)), float(mean @ mean)
+        if not 0 < length <= lengths < float("inf"):
+            return  # nothing moved, or it is not finite
+        most = float(np.square(shares).sum())  # 1/W: of updates that have nothing in common
+        measured = max(length / lengths, most) ** 0.5
+        before = self.agreement or measured
+        self.agreement = before**SMOOTHING * measured ** (1 - SMOOTHING)
+        if not self.fixed:
+            self.factor = self.agreement ** -(1 - self.degree)
