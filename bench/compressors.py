@@ -32,14 +32,14 @@ import torch
 from narrows.compression import Memory, accumulate, decode, indices, parse, warm_up
 from narrows.compression.buffers import read_only
 from narrows.compression.index_codings import RICE
-from narrows.compression.sparsifiers import select_top
+from narrows.compression.selection import select_top
 
 FloatArray = npt.NDArray[np.float32]
 ROWS = (
     "dense", "fp16", "bf16", "int8", "int8:stochastic", "uint8minmax", "int4", "int4:stochastic", "2bit", "sign",
     "topk:0.05+int8", "topk:0.03+2bit", "topk:0.01", "topk:0.01+fp16", "topk:0.01+int8", "topk:0.01+2bit", "topk:0.001+int8",
-    "mstopk:0.01", "cycle:0.15+sign", "topk:123/4096+2bit", "topk:64/4096+2bit", "topk:32/4096+2bit", "randk:0.01",
-    "threshold:2.5+int8",
+    "mstopk:0.01", "cycle:0.15+sign", "cycle:0.15/0.24+sign", "topk:123/4096+2bit", "topk:64/4096+2bit", "topk:32/4096+2bit",
+    "randk:0.01", "threshold:2.5+int8",
     "powersgd:1", "powersgd:4", "powersgd:4+int8",
 )  # fmt: skip
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -208,6 +208,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "topk + 2bit": tuple(f"topk:{d}+2bit" for d in (0.2, 0.1, 0.05, 0.02, 0.01, 0.005, 0.001)),
     "topk K/4096 + 2bit": tuple(f"topk:{k}/4096+2bit" for k in (512, 246, 123, 64, 32, 16)),
     "cycle + sign": tuple(f"cycle:{d}+sign" for d in (1.0, 0.5, 0.25, 0.15, 0.06, 0.03, 0.01)),
+    "cycle, a fifth of it, + sign": tuple(f"cycle:{d}/0.2+sign" for d in (1.0, 0.5, 0.25, 0.15, 0.06, 0.03, 0.01)),
     "randk + fp32, unscaled": ("randk:0.2", "randk:0.05", "randk:0.01", "randk:0.001"),
     "powersgd": ("powersgd:32", "powersgd:16", "powersgd:8", "powersgd:4", "powersgd:2", "powersgd:1"),
 }

@@ -7,7 +7,7 @@ Little endian. A header of 16 bytes, so that a body is aligned where its buffer 
     2  u8   value coding              12  u32  parameter of the index coding, 0 where it has none
     3  u8   byte coding               16  the body
 
-    index coding  0 every index · 1 Rice · 2 fixed width · 3 grouped Rice · 4 strata · 5 stride · 6 low rank
+    index coding  0 every index · 1 Rice · 2 fixed width · 3 grouped Rice · 4 strata · 5 stride · 6 low rank · 7 strided Rice
     value coding  0 float32 · 1 half · 2 int8 · 3 bf16 · 4 int4 · 5 2bit · 6 sign · 7 uint8minmax
     byte coding   0 none · 1 lz4: the body is u32 raw byte count + an LZ4 block of what follows
 

@@ -14,7 +14,7 @@ from narrows.compression.compressor import Chain, Compressor
 from narrows.compression.errors import SpecError
 from narrows.compression.index_codings import STRIDE_MAX
 from narrows.compression.low_rank import RANK_MAX, PowerSgd
-from narrows.compression.sparsifiers import MSTOPK_DROPPED_BITS, BlockTopK, Cycle, RandomK, Threshold, TopK
+from narrows.compression.sparsifiers import MSTOPK_DROPPED_BITS, BlockTopK, Cycle, CycleTop, RandomK, Threshold, TopK
 from narrows.compression.value_codings import (
     BF16,
     FP16,
@@ -44,9 +44,9 @@ _NUMBER = re.compile(r"(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", re.ASCII)
 _BLOCKS = re.compile(r"(\d{1,7})/(\d{1,7})", re.ASCII)
 
 
-def _density(argument: str) -> float:
+def _density(argument: str, name: str = "DENSITY") -> float:
     if not _NUMBER.fullmatch(argument) or not 0.0 < float(argument) <= 1.0:
-        raise ValueError("DENSITY must be a number above 0 and at most 1")
+        raise ValueError(f"{name} must be a number above 0 and at most 1")
     return float(argument)
 
 
@@ -60,10 +60,11 @@ def _top_k(argument: str) -> TopK | BlockTopK:
 
 
 def _cycle(argument: str) -> Cycle:
-    cycle = Cycle(_density(argument))
+    density, slash, share = argument.partition("/")
+    cycle = Cycle(_density(density))
     if cycle.stride > STRIDE_MAX:
         raise ValueError(f"DENSITY must be at least 1/{STRIDE_MAX}")
-    return cycle
+    return CycleTop(cycle.density, _density(share, "SHARE")) if slash else cycle
 
 
 def _threshold(argument: str) -> Threshold:
@@ -96,7 +97,7 @@ STAGES: dict[str, _Stage] = {
     "topk": _Stage("topk:DENSITY|K/BLOCK", 0, _top_k),
     "mstopk": _Stage("mstopk:DENSITY", 0, lambda text: TopK(_density(text), MSTOPK_DROPPED_BITS)),
     "randk": _Stage("randk:DENSITY", 0, lambda text: RandomK(_density(text))),
-    "cycle": _Stage("cycle:DENSITY", 0, _cycle),
+    "cycle": _Stage("cycle:DENSITY[/SHARE]", 0, _cycle),
     "threshold": _Stage("threshold:T", 0, _threshold),
     "powersgd": _Stage("powersgd:RANK", 0, _power_sgd),
     "fp16": _Stage("fp16", 1, _one(FP16)),

@@ -27,7 +27,7 @@ from narrows.compression.cuda.levels import (
     encode_uint8minmax,
     pack_above,
 )
-from narrows.compression.cuda.random import random_words, strata, strided
+from narrows.compression.cuda.random import random_words, strata, stretch, strided
 from narrows.compression.cuda.rice import (
     fixed_decode,
     fixed_encode,
@@ -141,6 +141,7 @@ __all__ = [
     "scatter_add_with",
     "scratch",
     "strata",
+    "stretch",
     "strided",
     "sum_of",
     "take",

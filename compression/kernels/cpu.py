@@ -10,6 +10,7 @@ from narrows.compression.kernels.gaps import (
     fixed_encode,
     fixed_last_index,
     largest_gap,
+    stretch,
     strided,
 )
 from narrows.compression.kernels.levels import (
@@ -93,5 +94,6 @@ __all__ = [
     "sample_keys",
     "scatter_add_fp32",
     "strata",
+    "stretch",
     "strided",
 ]

@@ -53,7 +53,12 @@ CODED = {
 
 SIGNATURES: dict[Any, dict[str, tuple[Any, ...]]] = {
     cuda_jit: {"scan_chunks": (U64, U64), "shift_chunks": (U64, U64)},
-    cuda_random: {"draw_words": (N, N, N, U32), "draw_strata": (N, N, N, N, U32), "write_strided": (N, N, N, U32)},
+    cuda_random: {
+        "draw_words": (N, N, N, U32),
+        "draw_strata": (N, N, N, N, U32),
+        "write_strided": (N, N, N, U32),
+        "stretch_indices": (N, N, U32),
+    },
     cuda_select: {
         "sample_bits": (types.Tuple((U32,)), N, U32, B),
         "sample_sum": (SUMS, N, U32, B),

@@ -71,7 +71,8 @@ def test_error_feedback_state() -> None:
 
 
 @pytest.mark.parametrize(
-    "spec", ["powersgd:2", "powersgd:2+int8", "topk:0.02+2bit", "sign", "randk:0.1", "threshold:1"]
+    "spec",
+    ["powersgd:2", "powersgd:2+int8", "topk:0.02+2bit", "sign", "randk:0.1", "cycle:0.2/0.3+sign", "threshold:1"],
 )
 def test_error_feedback_sends_all_in_the_end(spec: str) -> None:
     """Updates that stop: what was sent then comes to their sum."""
@@ -99,7 +100,8 @@ def test_decay() -> None:
 
 
 @pytest.mark.parametrize(
-    "chain", [("topk:0.05+int8", "dense", "powersgd:2", "topk:64/4096+2bit", "sign", "int4", "dense")]
+    "chain",
+    [("topk:0.05+int8", "dense", "powersgd:2", "topk:64/4096+2bit", "cycle:0.15/0.24+sign", "sign", "int4", "dense")],
 )
 def test_the_spec_changes_in_mid_run(chain: tuple[str, ...]) -> None:
     """Nothing is lost: through all changes, restarts between them included, sent + residual is what was given."""

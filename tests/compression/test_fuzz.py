@@ -35,6 +35,7 @@ SPECS = (
         "topk:0.9+sign",
     ),
     *("topk:8/64+2bit", "topk:1/16", "randk:0.1+int4", "threshold:2+uint8minmax", "mstopk:0.05+bf16", "cycle:0.1+2bit"),
+    *("cycle:0.3/0.2+sign", "cycle:0.1/0.5"),
 )
 COUNTS = (0, 1, 7, 65, 256, 700, 3000)
 GUARD = 4096
@@ -130,8 +131,9 @@ def test_mutated_payloads() -> None:
 
 
 @given(
-    index=st.integers(0, 6), value=st.integers(0, 8), packed=st.sampled_from((0, 0, 0, 1, 2)),
-    kept=st.integers(0, 100), parameter=st.integers(0, 70), body=st.binary(max_size=200),
+    index=st.integers(0, 8), value=st.integers(0, 8), packed=st.sampled_from((0, 0, 0, 1, 2)),
+    kept=st.integers(0, 100), parameter=st.integers(0, 70) | st.sampled_from((0x30007, 0x70007, 0x630064)),
+    body=st.binary(max_size=200),
 )  # fmt: skip
 @settings(max_examples=3000, deadline=None)
 def test_random_bodies(index: int, value: int, packed: int, kept: int, parameter: int, body: bytes) -> None:
@@ -170,6 +172,8 @@ def test_each_check_has_its_sentence() -> None:
     clustered[::500] = 1.0
     fixed, grouped = of("topk:1.0", regular), of("topk:1.0+sign", clustered)
     assert (fixed[1], grouped[1]) == (2, 3)
+    strided = of("cycle:0.1/0.5")
+    assert (strided[1], strided[36:]) == (7, b"\x00\xe0\x03")
     padding = patched(sparse, last_low, bytes([sparse[last_low] | 0x80]))
     raw = struct.pack("<I", len(sparse) - 16 + 1) + lz4.block.compress(sparse[16:], store_size=False)
     for count, bad, sentence in (
@@ -204,6 +208,21 @@ def test_each_check_has_its_sentence() -> None:
         (100, patched(of("cycle:0.1"), 14, b"\x0a"), "10 of 100 values are not every 10th from 10 on"),
         (100, patched(of("cycle:0.1"), 12, b"\x0c"), "10 of 100 values are not every 12th from 0 on"),
         (100, patched(of("cycle:0.1"), 12, b"\x00"), "10 of 100 values are not every 0th from 0 on"),
+        (100, patched(strided, 14, b"\x0a"), "5 of 100 values are not among every 10th from 10 on"),
+        (100, patched(strided, 12, b"\x00"), "5 of 100 values are not among every 0th from 0 on"),
+        (100, patched(strided, 12, b"\x1a"), "5 of 100 values are not among every 26th from 0 on"),
+        (100, patched(strided, 12, b"\x0c"), "its indices are not 5 below 9"),
+        (100, patched(strided, 12, b"\x0b"), None),
+        (100, patched(strided, 36, b"\x20"), "Rice parameter 32 is above 31"),
+        (100, patched(strided, 36, b"\x03"), "cannot be the indices of 5 of 10 values"),
+        (100, strided[:-3], "cannot be the indices of 5 of 100 values"),
+        (100, strided[:-2], "cannot be the indices of 5 of 10 values"),
+        (100, strided[:-1], "its indices are not 5 below 10"),
+        (100, strided + b"\x01", "cannot be the indices of 5 of 10 values"),
+        (100, strided[:-1] + b"\x00", "cannot be the indices of 5 of 10 values"),
+        (100, strided[:-1] + b"\x3e", "its indices are not 5 below 10"),
+        (100, strided[:8] + bytes(8), None),
+        (100, strided[:8] + bytes(4) + b"\x0a" + bytes(3), "index parameter 10 without indices"),
         (3000, patched(grouped, 12, b"\x01"), "cannot be the indices of"),
         (3000, grouped[:-1] + bytes([grouped[-1] ^ 3]), "its indices are not"),
     ):

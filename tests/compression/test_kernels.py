@@ -81,6 +81,11 @@ def test_philox() -> None:
             cpu.strided(3, 20, begin, got)
             reference.strided(3, 20, begin, want)
             assert np.array_equal(got, want)
+    got = np.arange(0, 65536, 7, dtype=np.uint32)
+    want = got.copy()
+    cpu.stretch(11, 65535, got)
+    reference.stretch(11, 65535, want)
+    assert np.array_equal(got, want) and got[1] == 11 + 7 * 65535
 
 
 def chunks(decode: Any, fields: int, kept: int, sizes: tuple[int, ...]) -> Array:

@@ -112,6 +112,34 @@ def test_a_cycle_takes_each_value_once() -> None:
     assert np.all(counts == 2)
 
 
+def test_a_cycle_with_a_share_takes_the_largest_of_its_turn() -> None:
+    """The reference at every step of a cycle, and beyond the last phase that an array has; places as without a share."""
+    compressor = parse("cycle:0.15/0.4+int8")
+    for count, spec in ((1003, "cycle:0.15/0.4+int8"), (65, "cycle:0.0125/0.5")):
+        values = values_of("normal", count)
+        turns = round(1 / float(spec[6:].partition("/")[0]))
+        taken = [bytes(parse(spec).encode(values, Memory(9, step))) for step in range(turns)]
+        assert taken == [reference_payload.encode(spec, values, step=step) for step in range(turns)]
+    for step in range(7):
+        sent = indices(compressor.encode(values_of("normal", 1003), Memory(0, step)), 1003)
+        assert sent is not None and np.all(sent % 7 == step)
+    assert len(taken[64]) == 16 + 4 + 2 and len(taken[65]) == 16, "one value, and none"
+
+
+def test_the_densities_of_a_warm_up() -> None:
+    """At least what is asked for, of every reducer that has a density."""
+    for spec, asked, warm in (
+        ("topk:0.01", 0.25, "topk:0.25"),
+        ("topk:0.5", 0.25, "topk:0.5"),
+        ("topk:8/512", 0.25, "topk:128/512"),
+        ("cycle:0.1", 0.25, "cycle:0.25"),
+        ("cycle:0.1/0.2", 0.25, "cycle:0.25/1.0"),
+        ("cycle:0.5/0.2", 0.25, "cycle:0.5/0.5"),
+        ("cycle:0.5/0.2", 0.01, "cycle:0.5/0.2"),
+    ):
+        assert parse(spec).at_density(asked).spec == warm
+
+
 def test_power_sgd() -> None:
     """Vogels et al. 2019: exact for a matrix of that rank, better from step to step on one that is not."""
     rng = np.random.default_rng(6)

@@ -103,6 +103,10 @@ def strided(phase: int, stride: int, begin: int, indices: Array) -> None:
     indices[:] = phase + np.arange(begin, begin + indices.size) * stride
 
 
+def stretch(phase: int, stride: int, indices: Array) -> None:
+    indices[:] = phase + indices.astype(np.int64) * stride
+
+
 def strata(key: int, begin: int, kept: int, count: int, words: Array, indices: Array) -> None:
     for j in range(begin, begin + indices.size):
         if j % 256 == 0 or j == begin:
