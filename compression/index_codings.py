@@ -251,7 +251,7 @@ class Stride:
 class StridedRice:
     """Some of what Stride holds: its parameter, and a section of u8 r, then Rice of their positions in that sequence."""
 
-    wire_id = 7  # 6 was the factors of powersgd, which a peer or a file of an earlier release may still hold
+    wire_id = 7  # 6 was the factors of powersgd, which a peer of an earlier release may still send
 
     def bytes_max(self, kept: int, count: int) -> int:
         """count: of the sequence, or of all values, which is no less."""

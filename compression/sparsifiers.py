@@ -49,7 +49,6 @@ NOTHING = CodedIndices(1, 0, np.empty(0, np.uint8))  # Rice, of no index
 class _Selecting(ABC):
     """What all members have in common that keep values as they are."""
 
-    sparse = True
     unbiased = False
 
     def index_bytes_max(self, count: int) -> int:

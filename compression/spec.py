@@ -13,7 +13,6 @@ from narrows.compression.byte_codings import LZ4
 from narrows.compression.compressor import Chain, Compressor
 from narrows.compression.errors import SpecError
 from narrows.compression.index_codings import STRIDE_MAX
-from narrows.compression.low_rank import RANK_MAX, PowerSgd
 from narrows.compression.sparsifiers import MSTOPK_DROPPED_BITS, BlockTopK, Cycle, CycleTop, RandomK, Threshold, TopK
 from narrows.compression.value_codings import (
     BF16,
@@ -73,12 +72,6 @@ def _threshold(argument: str) -> Threshold:
     return Threshold(float(argument))
 
 
-def _power_sgd(argument: str) -> PowerSgd:
-    if not re.fullmatch(r"\d{1,3}", argument, re.ASCII) or not 1 <= int(argument) <= RANK_MAX:
-        raise ValueError(f"RANK must be a whole number from 1 to {RANK_MAX}")
-    return PowerSgd(int(argument))
-
-
 def _one(member: Any) -> Callable[[str], Any]:
     return lambda _: member
 
@@ -99,7 +92,6 @@ STAGES: dict[str, _Stage] = {
     "randk": _Stage("randk:DENSITY", 0, lambda text: RandomK(_density(text))),
     "cycle": _Stage("cycle:DENSITY[/SHARE]", 0, _cycle),
     "threshold": _Stage("threshold:T", 0, _threshold),
-    "powersgd": _Stage("powersgd:RANK", 0, _power_sgd),
     "fp16": _Stage("fp16", 1, _one(FP16)),
     "bf16": _Stage("bf16", 1, _one(BF16)),
     "int8": _Stage("int8[:stochastic]", 1, _rounded(INT8, INT8_STOCHASTIC)),

@@ -34,12 +34,10 @@ from narrows.compression.index_codings import EVERY_INDEX, STRATA, stride_count
 from narrows.compression.kernels import cpu
 from narrows.compression.kernels.random import RANDOM_BLOCK
 from narrows.compression.kernels.values import INFINITY_KEY
-from narrows.compression.low_rank import LOW_RANK, rank_of
 from narrows.compression.payload import COUNT_MAX, HEADER_BYTES, Header, Opened, open_payload
 from narrows.compression.reducers import DENSE_COUNT_MAX, Memory
 from narrows.compression.sparsifiers import (
     NOTHING,
-    BlockTopK,
     Cycle,
     CycleTop,
     RandomK,
@@ -51,7 +49,6 @@ from narrows.compression.value_codings import Sectioned, non_finite
 
 Coded: TypeAlias = tuple[DeviceArray, ...]
 
-ENCODED = (TopK, BlockTopK, RandomK, Cycle, Threshold, type(None))  # all but powersgd, whose BLAS is the CPU's
 PAYLOADS_KEPT = 2  # an encode may run while the payload before it is still being sent
 
 
@@ -77,7 +74,7 @@ def _device_floats(array: Any, name: str) -> DeviceArray:
 class CudaErrorFeedback:
     """ErrorFeedback with the residual on the device. Not for two threads at once.
 
-    Takes what ErrorFeedback takes, but for powersgd, whose BLAS is the CPU's. Device memory: 8 bytes a value (the residual,
+    Takes what ErrorFeedback takes. Device memory: 8 bytes a value (the residual,
     and the buffer that its successor is built in, so that an update that is refused leaves it as it was), and scratch
     that streams of one thread share: an eighth of a byte a value and some 20 bytes for each that is kept.
     """
@@ -88,8 +85,7 @@ class CudaErrorFeedback:
         if count > COUNT_MAX:
             raise ValueError(f"{count} values do not fit one payload; at most {COUNT_MAX} do")
         chain = compressor.contraction()
-        if not isinstance(chain, Chain) or not isinstance(chain.reducer, ENCODED):
-            raise ValueError(f"{compressor.spec!r} has no encoder for the GPU; encode it with ErrorFeedback")
+        assert isinstance(chain, Chain)
         self.kernels = load_kernels()
         self.compressor = chain
         self.count = count
@@ -301,13 +297,6 @@ def _accumulate(kernels: Any, opened: Opened, weight: np.float32, out: DeviceArr
     if not header.kept:
         return
     name, coded = _upload(kernels, opened)
-    if header.index_coding == LOW_RANK:
-        factors = kernels.scratch("factors", header.kept, np.float32)
-        kernels.decode_with(kernels.DECODERS[name].decode, coded, factors)
-        rank = rank_of(header)
-        left = rank * header.parameter
-        kernels.add_low_rank(factors[:left], factors[left:], rank, weight, out)
-        return
     places = None
     if header.index_coding != EVERY_INDEX:
         places = kernels.scratch("indices", header.kept, np.uint32)

@@ -42,7 +42,6 @@ from narrows.compression.kernels.select import (
 )
 from narrows.compression.kernels.values import (
     add_fp32,
-    add_low_rank,
     decode_bf16,
     decode_fp16,
     decode_int4,
@@ -57,7 +56,6 @@ from narrows.compression.kernels.values import (
 
 __all__ = [
     "add_fp32",
-    "add_low_rank",
     "compact",
     "compact_blocks",
     "count_above",

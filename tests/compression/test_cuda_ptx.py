@@ -99,7 +99,6 @@ SIGNATURES: dict[Any, dict[str, tuple[Any, ...]]] = {
         "bf16_codes": (F32, U16, U32, B),
         "int8_codes": (F32, B, N, N, U16, I8, U32, B),
         "int4_codes": (F32, B, N, N, U16, U8, U32, B),
-        "multiply_add": (F32, F32, N, W, F32),
     },
     cuda_levels: {
         "pack_plane": (F32, N, B, U8),

@@ -20,11 +20,10 @@ from kit.reference import Array, values_of
 
 from narrows.compression import PayloadError, accumulate, check, decode, indices, parse
 from narrows.compression.index_codings import EVERY_INDEX, INDEX_CODINGS
-from narrows.compression.low_rank import LOW_RANK
 from narrows.compression.value_codings import VALUE_CODINGS
 
 SPECS = (
-    *("dense", "fp16", "bf16", "int8", "int4", "2bit", "sign", "uint8minmax", "lz4", "powersgd:2", "powersgd:1+int8"),
+    *("dense", "fp16", "bf16", "int8", "int4", "2bit", "sign", "uint8minmax", "lz4"),
     *(
         "topk:0.02",
         "topk:0.1+fp16",
@@ -110,7 +109,7 @@ def run(seed: int, rounds: int) -> int:
             if spec == "topk:0.05+2bit":  # in clusters: grouped Rice
                 values[np.arange(count) // 50 % 6 > 0] *= np.float32(0.1)
             payloads.append((bytes(parse(spec).encode(values)), count))
-    assert {payload[1] for payload, _ in payloads} == {EVERY_INDEX, LOW_RANK, *INDEX_CODINGS}
+    assert {payload[1] for payload, _ in payloads} == {EVERY_INDEX, *INDEX_CODINGS}
     assert {payload[2] for payload, _ in payloads} == set(VALUE_CODINGS)
     valid = 0
     for i in range(rounds):
@@ -192,13 +191,7 @@ def test_each_check_has_its_sentence() -> None:
         (100, patched(of("uint8minmax"), 20, struct.pack("<f", -1.0)), "a uint8minmax scale is out of range"),
         (100, patched(of("uint8minmax"), 16, struct.pack("<f", 3.4e38)), None),
         (100, patched(of("uint8minmax"), 16, struct.pack("<ff", 3.4e38, 1e37)), "a uint8minmax scale is out of range"),
-        (100, patched(of("powersgd:2"), 12, b"\x03"), "40 values are no factors with 3 rows"),
-        (100, patched(of("powersgd:2"), 12, b"\x00"), "40 values are no factors with 0 rows"),
-        (
-            100_000,
-            struct.pack("<BBBBIII", 1, 6, 6, 0, 100_000, 100 * (250 + 400), 250) + bytes(9_000),
-            "are no factors",
-        ),
+        (100, patched(payload, 1, b"\x06"), "index coding 6, which"),
         (100, payload + b"\x01", "truncated or too long"),
         (100, padding, "bits are set after the last index"),
         (100, patched(sparse, 3, b"\x01")[:16] + raw, f"holds {len(sparse) - 16} bytes and claims {len(sparse) - 15}"),

@@ -423,14 +423,6 @@ def scatter_add_fp32(values: Array, indices: Array, weight: np.float32, out: Arr
     out[indices] = out[indices] + weight * values
 
 
-def add_low_rank(left: Array, right: Array, rank: int, weight: np.float32, out: Array) -> None:
-    left, right = left.reshape(rank, -1), right.reshape(rank, -1)
-    total = np.zeros((left.shape[1], right.shape[1]), np.float32)
-    for r in range(rank):
-        total = total + np.outer(left[r], right[r])
-    out[:] = out + weight * total.ravel()[: out.size]
-
-
 # --- test values ---
 
 KINDS = ("normal", "zeros", "equal", "ties", "denormal", "wide", "huge", "rows")

@@ -144,7 +144,7 @@ def selected(stage: str, values: Array) -> Array:
 
 
 def encode(spec: str, values: Array, scaled: bool = True, step: int = 0) -> bytes:
-    """The payload that parse(spec).encode(values) must equal byte for byte (lz4 aside: see unpacked; not powersgd).
+    """The payload that parse(spec).encode(values) must equal byte for byte (lz4 aside: see unpacked).
 
     scaled: as randk stands alone; error feedback has it unscaled.
     """
@@ -193,7 +193,7 @@ def unpacked(payload: bytes) -> bytes:
 
 
 def decode(payload: bytes) -> tuple[Array, Array]:
-    """(indices, values) of a valid payload that is not of low rank."""
+    """(indices, values) of a valid payload."""
     payload = unpacked(payload)
     _, wire_id, coding, _, count, kept, parameter = struct.unpack("<BBBBIII", payload[:16])
     values, part = values_in(CODINGS[coding], payload[16:], kept)
