@@ -171,6 +171,7 @@ def test_each_check_has_its_sentence() -> None:
     clustered[::500] = 1.0
     fixed, grouped = of("topk:1.0", regular), of("topk:1.0+sign", clustered)
     assert (fixed[1], grouped[1]) == (2, 3)
+    bits = {spec: of(spec, np.arange(99, dtype=np.float32)) for spec in ("int4", "sign", "2bit")}
     strided = of("cycle:0.1/0.5")
     assert (strided[1], strided[36:]) == (7, b"\x00\xe0\x03")
     padding = patched(sparse, last_low, bytes([sparse[last_low] | 0x80]))
@@ -188,6 +189,11 @@ def test_each_check_has_its_sentence() -> None:
         (100, patched(of("sign"), 16, b"\x80\x7f"), "a sign scale is out of range"),
         (100, patched(of("2bit"), 16, b"\xf0\x0f\x00"), "a 2bit scale is out of range"),
         (100, patched(of("2bit"), 16, b"\x00\x00\xff"), "a 2bit scale is out of range"),
+        (99, patched(bits["int4"], 16 + 2 * 2 + 49, b"\x10"), "bits are set after the last value"),
+        (99, patched(bits["sign"], 16 + 2 + 12, b"\x08"), "bits are set after the last value"),
+        (99, patched(bits["2bit"], 16 + 3 + 12, b"\x08"), "bits are set after the last value"),
+        (99, patched(bits["2bit"], 16 + 3 + 13 + 12, b"\x80"), "bits are set after the last value"),
+        (99, patched(bits["2bit"], 16 + 3 + 13 + 12, b"\x07"), None),
         (100, patched(of("uint8minmax"), 20, struct.pack("<f", -1.0)), "a uint8minmax scale is out of range"),
         (100, patched(of("uint8minmax"), 16, struct.pack("<f", 3.4e38)), None),
         (100, patched(of("uint8minmax"), 16, struct.pack("<ff", 3.4e38, 1e37)), "a uint8minmax scale is out of range"),
