@@ -29,21 +29,19 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from narrows.compression import Memory, accumulate, decode, indices, parse, warm_up
+from narrows.compression import accumulate, decode, indices, parse, warm_up
 from narrows.compression.buffers import read_only
 from narrows.compression.index_codings import RICE
-from narrows.compression.sparsifiers import select_top
+from narrows.compression.selection import select_top
 
 FloatArray = npt.NDArray[np.float32]
 ROWS = (
     "dense", "fp16", "bf16", "int8", "int8:stochastic", "uint8minmax", "int4", "int4:stochastic", "2bit", "sign",
     "topk:0.05+int8", "topk:0.03+2bit", "topk:0.01", "topk:0.01+fp16", "topk:0.01+int8", "topk:0.01+2bit", "topk:0.001+int8",
-    "mstopk:0.01", "cycle:0.15+sign", "topk:123/4096+2bit", "topk:64/4096+2bit", "topk:32/4096+2bit", "randk:0.01",
-    "threshold:2.5+int8",
-    "powersgd:1", "powersgd:4", "powersgd:4+int8",
+    "mstopk:0.01", "cycle:0.15+sign", "cycle:0.15/0.24+sign", "topk:123/4096+2bit", "topk:64/4096+2bit", "topk:32/4096+2bit",
+    "randk:0.01", "threshold:2.5+int8",
 )  # fmt: skip
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-POWER_STEPS = 4  # of powersgd's warm start before it is measured
 TARGET_ROUNDS = 9
 
 
@@ -63,10 +61,8 @@ def medians(rows: dict[str, Callable[[], object]], rounds: int) -> dict[str, flo
 
 
 def encoded(spec: str, values: FloatArray) -> tuple[memoryview, float]:
-    """(payload, relative error); powersgd after some steps on the same values."""
-    compressor, memory = parse(spec), Memory()
-    for _ in range(POWER_STEPS if "powersgd" in spec else 1):
-        payload = compressor.encode(values, memory)
+    """(payload, relative error)"""
+    payload = parse(spec).encode(values)
     out = np.empty_like(values)
     decode(payload, out)
     return payload, float(np.linalg.norm(values - out) / np.linalg.norm(values))
@@ -76,7 +72,7 @@ def kept_bits(spec: str, payload: memoryview, count: int) -> str:
     """Bits a kept value, indices and scales included."""
     kept = indices(payload, count)
     size = count if kept is None else kept.size
-    return "-" if spec.startswith("powersgd") or not size else f"{8 * (len(payload) - 16) / size:.2f}"
+    return "-" if not size else f"{8 * (len(payload) - 16) / size:.2f}"
 
 
 def table(count: int, rounds: int) -> list[str]:
@@ -90,7 +86,7 @@ def table(count: int, rounds: int) -> list[str]:
     for spec in ROWS:
         compressor = parse(spec)
         payload, error = encoded(spec, values)
-        state = "none" if compressor.lossless else "residual, factor" if "powersgd" in spec else "residual"
+        state = "none" if compressor.lossless else "residual"
 
         def encode(spec: str = spec) -> object:
             return parse(spec).encode(values)
@@ -208,8 +204,8 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "topk + 2bit": tuple(f"topk:{d}+2bit" for d in (0.2, 0.1, 0.05, 0.02, 0.01, 0.005, 0.001)),
     "topk K/4096 + 2bit": tuple(f"topk:{k}/4096+2bit" for k in (512, 246, 123, 64, 32, 16)),
     "cycle + sign": tuple(f"cycle:{d}+sign" for d in (1.0, 0.5, 0.25, 0.15, 0.06, 0.03, 0.01)),
+    "cycle, a fifth of it, + sign": tuple(f"cycle:{d}/0.2+sign" for d in (1.0, 0.5, 0.25, 0.15, 0.06, 0.03, 0.01)),
     "randk + fp32, unscaled": ("randk:0.2", "randk:0.05", "randk:0.01", "randk:0.001"),
-    "powersgd": ("powersgd:32", "powersgd:16", "powersgd:8", "powersgd:4", "powersgd:2", "powersgd:1"),
 }
 
 
@@ -228,9 +224,7 @@ def plot(path: Path) -> None:
         for family, specs in FAMILIES.items():
             points = []
             for spec in specs:
-                compressor, memory = parse(spec).contraction(), Memory()
-                for _ in range(POWER_STEPS if family == "powersgd" else 1):
-                    payload = compressor.encode(values, memory)
+                payload = parse(spec).contraction().encode(values)
                 out = np.empty_like(values)
                 decode(payload, out)
                 points.append((values.nbytes / len(payload), np.linalg.norm(values - out) / np.linalg.norm(values)))

@@ -44,9 +44,9 @@ __all__ = [
 
 
 WARM_UP_SPECS = (
-    "dense", "fp16", "bf16", "int8", "int4", "2bit", "sign", "uint8minmax", "powersgd:1",
+    "dense", "fp16", "bf16", "int8", "int4", "2bit", "sign", "uint8minmax",
     "topk:0.01", "topk:0.01+int8", "topk:8/512+2bit", "topk:1.0", "mstopk:0.01", "randk:0.01", "threshold:0.9",
-    "cycle:0.1", "cycle:0.1+sign",
+    "cycle:0.1", "cycle:0.1+sign", "cycle:0.1/0.2+sign",
 )  # fmt: skip
 
 

@@ -80,7 +80,7 @@ class Chain:
 
     @property
     def sparse(self) -> bool:
-        return self.reducer is not None and self.reducer.sparse
+        return self.reducer is not None
 
     @property
     def unbiased(self) -> bool:

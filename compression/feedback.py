@@ -3,7 +3,7 @@ Karimireddy et al. 2019, 1901.09847: with it, biased compressors converge as pla
 
 Rule (conservation): decode(payload) + residual after = fl(decay * residual before + update), elementwise. The difference
 is exact in float32 for what a sparsifier leaves out and for fp16, bf16, int8 and int4 (but where they saturate), and
-rounded to float32 once for 2bit, sign, uint8minmax and powersgd.
+rounded to float32 once for 2bit, sign and uint8minmax.
 """
 
 from typing import Any
@@ -44,18 +44,12 @@ def restored(state: State, name: str, count: int) -> FloatArray | None:
 
 
 def memory_state(memory: Memory) -> State:
-    """The steps done, and the factor where there is one."""
-    state: State = {"step": np.array(memory.step, np.int64)}
-    if memory.factor is not None:
-        state["factor"] = memory.factor.copy()
-    return state
+    return {"step": np.array(memory.step, np.int64)}
 
 
 def load_memory(memory: Memory, state: State) -> None:
     """A state that says nothing of steps leaves them as they are."""
     memory.step = int(state.get("step", np.array(memory.step)))
-    factor = state.get("factor")
-    memory.factor = None if factor is None else factor.copy()
 
 
 class ErrorFeedback:
@@ -113,7 +107,7 @@ class ErrorFeedback:
         accumulate(payload, weight, self.residual)
 
     def state_dict(self) -> State:
-        """Copies: "step", and where there are any "residual" and "factor". Good under any other compressor too."""
+        """Copies: "step", and "residual" where there is one. Good under any other compressor too."""
         residual = {} if self.residual is None else {"residual": self.residual.copy()}
         return memory_state(self.memory) | residual
 

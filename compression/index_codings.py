@@ -248,6 +248,37 @@ class Stride:
         return lambda begin, indices: cpu.strided(phase, stride, begin, indices)
 
 
+class StridedRice:
+    """Some of what Stride holds: its parameter, and a section of u8 r, then Rice of their positions in that sequence."""
+
+    wire_id = 7  # 6 was the factors of powersgd, which a peer of an earlier release may still send
+
+    def bytes_max(self, kept: int, count: int) -> int:
+        """count: of the sequence, or of all values, which is no less."""
+        return 1 + RICE.bytes_max(kept, count)
+
+    def encode(self, positions: IndexArray, phase: int, stride: int, count: int) -> CodedIndices:
+        _, r, unary_bits = RICE.cheapest(positions, stride_count(phase, stride, count))
+        section = np.append(np.uint8(r), RICE.encode(positions, r, unary_bits).section)
+        return CodedIndices(self.wire_id, phase * STRIDE_UNIT + stride, section)
+
+    def open(self, part: ByteArray, parameter: int, kept: int, count: int) -> ReadIndices:
+        phase, stride = divmod(parameter, STRIDE_UNIT)
+        if phase >= stride or kept > stride_count(phase, stride, count):
+            raise PayloadError(
+                f"payload is corrupt: {kept} of {count} values are not among every {stride}th from {phase} on"
+            )
+        if not part.size:
+            raise _wrong_size(part, kept, count)
+        read_positions = RICE.open(part[1:], int(part[0]), kept, stride_count(phase, stride, count))
+
+        def read(begin: int, indices: IndexArray) -> None:
+            read_positions(begin, indices)
+            cpu.stretch(phase, stride, indices)
+
+        return read
+
+
 STRIDE_UNIT = 1 << 16  # a phase is counted in it
 STRIDE_MAX = STRIDE_UNIT - 1
 
@@ -257,8 +288,11 @@ def stride_count(phase: int, stride: int, count: int) -> int:
     return max(0, -(-(count - phase) // stride))
 
 
-RICE, FIXED, GROUPED_RICE, STRATA, STRIDE = Rice(), Fixed(), GroupedRice(), Strata(), Stride()
-INDEX_CODINGS: dict[int, IndexCoding] = {c.wire_id: c for c in (RICE, FIXED, GROUPED_RICE, STRATA, STRIDE)}
+RICE, FIXED, GROUPED_RICE, STRATA = Rice(), Fixed(), GroupedRice(), Strata()
+STRIDE, STRIDED_RICE = Stride(), StridedRice()
+INDEX_CODINGS: dict[int, IndexCoding] = {
+    coding.wire_id: coding for coding in (RICE, FIXED, GROUPED_RICE, STRATA, STRIDE, STRIDED_RICE)
+}
 
 
 def encode_indices(indices: IndexArray, count: int) -> CodedIndices:

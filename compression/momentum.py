@@ -59,7 +59,7 @@ class MomentumCorrection:
         self.compressor = compressor.contraction()
 
     def state_dict(self) -> State:
-        """Copies: "step", "residual", "velocity", and "factor" where there is one. Good under any other compressor too."""
+        """Copies: "step", "residual" and "velocity". Good under any other compressor too."""
         return memory_state(self.memory) | {"residual": self.residual.copy(), "velocity": self.velocity.copy()}
 
     def load_state_dict(self, state: State) -> None:

@@ -7,12 +7,12 @@ Little endian. A header of 16 bytes, so that a body is aligned where its buffer 
     2  u8   value coding              12  u32  parameter of the index coding, 0 where it has none
     3  u8   byte coding               16  the body
 
-    index coding  0 every index · 1 Rice · 2 fixed width · 3 grouped Rice · 4 strata · 5 stride · 6 low rank
+    index coding  0 every index · 1 Rice · 2 fixed width · 3 grouped Rice · 4 strata · 5 stride · 7 strided Rice
     value coding  0 float32 · 1 half · 2 int8 · 3 bf16 · 4 int4 · 5 2bit · 6 sign · 7 uint8minmax
     byte coding   0 none · 1 lz4: the body is u32 raw byte count + an LZ4 block of what follows
 
 Body: the value section, whose length follows from value coding and kept, then the index section, all that is left.
-docs/compression.md has each section bit by bit. With low rank the values are two factors of a matrix, low_rank.py.
+docs/compression.md has each section bit by bit.
 """
 
 import struct
@@ -36,7 +36,6 @@ from narrows.compression.errors import NonFinitePayloadError, PayloadError
 from narrows.compression.index_codings import EVERY_INDEX, INDEX_CODINGS, ReadIndices
 from narrows.compression.kernels import cpu
 from narrows.compression.kernels.values import INFINITY_KEY
-from narrows.compression.low_rank import LOW_RANK, bounded, rank_of
 from narrows.compression.value_codings import CHUNK, VALUE_CODINGS, CodedValues
 
 LAYOUT_VERSION = 1
@@ -83,10 +82,6 @@ class Opened:
         for begin in range(0, self.header.kept, CHUNK):
             yield begin, self.values.part(begin, scratch[: self.header.kept - begin])
 
-    def factors(self) -> FloatArray:
-        """All that is kept, copied."""
-        return np.concatenate([values.copy() for _, values in self.chunks()])
-
     def indices(self) -> Iterator[IndexArray]:
         """The indices of each chunk, likewise."""
         scratch: IndexArray = np.empty(min(CHUNK, self.header.kept), np.uint32)
@@ -114,10 +109,6 @@ class Opened:
                     np.add(part, values, out=part)
                 else:
                     cpu.add_fp32(values, weight, part)
-        elif header.index_coding == LOW_RANK:
-            factors = self.factors()
-            left = rank_of(header) * header.parameter
-            cpu.add_low_rank(read_only(factors[:left]), read_only(factors[left:]), rank_of(header), weight, out)
         else:
             for (_, values), indices in zip(self.chunks(), self.indices(), strict=True):
                 cpu.scatter_add_fp32(values, indices, weight, out)
@@ -130,7 +121,7 @@ def _read_header(data: ByteArray, count: int) -> Header:
     header = Header(*fields)
     if version != LAYOUT_VERSION:
         raise PayloadError(f"payload has layout version {version}; this side reads {LAYOUT_VERSION}")
-    if header.index_coding not in (EVERY_INDEX, LOW_RANK, *INDEX_CODINGS):
+    if header.index_coding not in (EVERY_INDEX, *INDEX_CODINGS):
         raise PayloadError(f"payload has index coding {header.index_coding}, which this side does not know")
     if header.value_coding not in VALUE_CODINGS:
         raise PayloadError(f"payload has value coding {header.value_coding}, which this side does not know")
@@ -142,8 +133,6 @@ def _read_header(data: ByteArray, count: int) -> Header:
         raise PayloadError(f"payload is corrupt: it claims to hold {header.kept} of {count} values")
     if header.parameter and (header.index_coding == EVERY_INDEX or not header.kept):
         raise PayloadError(f"payload is corrupt: index parameter {header.parameter} without indices")
-    if header.index_coding == LOW_RANK and not rank_of(header):
-        raise PayloadError(f"payload is corrupt: {header.kept} values are no factors with {header.parameter} rows")
     return header
 
 
@@ -173,25 +162,18 @@ def check(payload: Payload, count: int, *, finite: bool = False) -> None:
     """Raises PayloadError, one sentence, unless `payload` is valid for exactly `count` values; reads no dense array.
 
     Costs a read of the index section and the scales (and a decompression with lz4). The values themselves may be any:
-    fp32, fp16 and bf16 carry NaN and infinity if the sender put them there, and a product of factors may overflow, unless
-    `finite`, which costs a decoding. Any bytes are safe to pass.
+    fp32, fp16 and bf16 carry NaN and infinity if the sender put them there, unless `finite`, which costs a decoding. Any
+    bytes are safe to pass.
     """
     opened = open_payload(payload, count)
-    if not finite:
-        return
-    if opened.header.index_coding == LOW_RANK:
-        rank = rank_of(opened.header)
-        sound = bounded(opened.factors(), rank * opened.header.parameter, rank)
-    else:
-        sound = all(cpu.largest_key(values) < INFINITY_KEY for _, values in opened.chunks())
-    if not sound:
-        raise NonFinitePayloadError("payload holds NaN or infinity, or decodes to it")
+    if finite and any(cpu.largest_key(values) >= INFINITY_KEY for _, values in opened.chunks()):
+        raise NonFinitePayloadError("payload holds NaN or infinity")
 
 
 def indices(payload: Payload, count: int) -> IndexArray | None:
     """Rising uint32[kept], the indices of the values that `payload` holds; None where it holds all. PayloadError."""
     opened = open_payload(payload, count)
-    if opened.header.index_coding in (EVERY_INDEX, LOW_RANK):
+    if opened.header.index_coding == EVERY_INDEX:
         return None
     return np.concatenate([np.empty(0, np.uint32), *(part.copy() for part in opened.indices())])
 

@@ -1,4 +1,4 @@
-"""What a reducer is: the first stage of a chain, which makes fewer values of many."""
+"""What a reducer is: the first stage of a chain, which keeps some of many values as they are."""
 
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -21,13 +21,11 @@ class Reduced(NamedTuple):
 class Memory:
     """What one stream of updates keeps from one encode to the next, beside its residual. Not for two threads at once.
 
-    seed: tells streams apart. step: encodes so far; with the seed it is the key of all random numbers. factor: the right
-    factor that a low-rank reducer starts from (Vogels et al. 2019, 1905.13727, sec. 3, "warm start").
+    seed: tells streams apart. step: encodes so far; with the seed it is the key of all random numbers.
     """
 
     seed: int = 0
     step: int = 0
-    factor: FloatArray | None = None
 
     @property
     def key(self) -> Key:
@@ -40,10 +38,6 @@ class Reducer(Protocol):
     @property
     def spec(self) -> str:
         """As parse() reads it."""
-
-    @property
-    def sparse(self) -> bool:
-        """It keeps some of the values as they are, and so what it leaves out is exactly the rest."""
 
     @property
     def unbiased(self) -> bool:

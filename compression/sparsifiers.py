@@ -7,16 +7,16 @@ SGD does. Of equal magnitudes the lowest indices are kept; zeros never are, so t
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 
-from narrows.compression.buffers import Counts, FloatArray, IndexArray, read_only, scratch
+from narrows.compression.buffers import FloatArray, IndexArray, read_only, scratch
 from narrows.compression.errors import NonFiniteError
 from narrows.compression.index_codings import (
     STRATA,
     STRIDE,
     STRIDE_UNIT,
+    STRIDED_RICE,
     CodedIndices,
     encode_indices,
     indices_max_bytes,
@@ -24,9 +24,9 @@ from narrows.compression.index_codings import (
 )
 from narrows.compression.kernels import cpu
 from narrows.compression.kernels.random import RANDOM_BLOCK
-from narrows.compression.kernels.select import COUNTS, SAMPLE_LINE
 from narrows.compression.kernels.values import INFINITY_KEY
 from narrows.compression.reducers import Memory, Reduced
+from narrows.compression.selection import pairs, select_top
 from narrows.compression.value_codings import non_finite
 
 
@@ -49,7 +49,6 @@ NOTHING = CodedIndices(1, 0, np.empty(0, np.uint8))  # Rice, of no index
 class _Selecting(ABC):
     """What all members have in common that keep values as they are."""
 
-    sparse = True
     unbiased = False
 
     def index_bytes_max(self, count: int) -> int:
@@ -115,7 +114,7 @@ class BlockTopK(_Selecting):
     def reduce(self, values: FloatArray, memory: Memory) -> Reduced:
         bits = values.view(np.uint32)
         places, keys = scratch("places", self.block), scratch("keys", self.block)
-        indices, kept = _pairs(self.kept_max(values.size))
+        indices, kept = pairs(self.kept_max(values.size))
         found = cpu.compact_blocks(bits, self.k, self.block, places, keys, indices, kept)
         return _selected(values, read_only(indices[:found]), read_only(kept[:found].view(np.float32)))
 
@@ -216,6 +215,47 @@ class Cycle(_Selecting):
 
 
 @dataclass(frozen=True)
+class CycleTop(Cycle):
+    """Of what Cycle takes on this step, the k = max(1, round(share * their number)) largest, as TopK takes them.
+
+    What a step leaves out waits for the next turn of its place, so that a turn sends what has gathered most.
+    """
+
+    share: float
+
+    @property
+    def spec(self) -> str:
+        return f"{super().spec}/{self.share!r}"
+
+    def contraction(self) -> "CycleTop":
+        return self
+
+    def at_density(self, density: float) -> "CycleTop":
+        share = max(self.share, min(1.0, density * self.stride))
+        return replace(self, density=max(density, self.density), share=share)
+
+    def kept_max(self, count: int) -> int:
+        return kept_of(self.share, super().kept_max(count))
+
+    def index_bytes_max(self, count: int) -> int:
+        return STRIDED_RICE.bytes_max(self.kept_max(count), super().kept_max(count))
+
+    def reduce(self, values: FloatArray, memory: Memory) -> Reduced:
+        if cpu.largest_key(values) >= INFINITY_KEY:
+            raise non_finite(values)
+        phase = memory.step % self.stride
+        places = stride_count(phase, self.stride, values.size)
+        strided = scratch("strided", places).view(np.float32)
+        np.copyto(strided, values[phase :: self.stride])
+        if not places:
+            return Reduced(strided, NOTHING)
+        positions, kept = select_top(read_only(strided), kept_of(self.share, places))
+        if not positions.size:
+            return Reduced(kept, NOTHING)
+        return Reduced(kept, STRIDED_RICE.encode(positions, phase, self.stride, values.size))
+
+
+@dataclass(frozen=True)
 class Threshold(_Selecting):
     """All values with |x| >= threshold: as many as there are (Strom 2015; Dutta et al. 2020, 1911.08250)."""
 
@@ -237,89 +277,6 @@ class Threshold(_Selecting):
     def reduce(self, values: FloatArray, memory: Memory) -> Reduced:
         bits = values.view(np.uint32)
         below = int(np.float32(self.threshold).view(np.uint32)) - 1
-        indices, kept = _pairs(cpu.count_above(bits, below))
+        indices, kept = pairs(cpu.count_above(bits, below))
         cpu.compact(bits, below, 0, indices, kept)
         return _selected(values, read_only(indices), read_only(kept.view(np.float32)))
-
-
-SAMPLE_COUNT_MIN = 1 << 16  # below this, three passes over values in cache cost less than the sampling saves
-SAMPLE_RANK = 2048  # sampled values above the threshold: its error is then about 2 %
-GROUP_LINES_MIN, GROUP_LINES_MAX = 16, 128
-
-
-class SamplePlan(NamedTuple):
-    """How rank k is looked for: in `keys` keys, of one line in each `group_lines`. The one of rank `rank` of these is the
-    threshold, above which no more than `room` values should lie."""
-
-    group_lines: int
-    keys: int
-    rank: int
-    room: int
-
-
-def sample_plan(count: int, k: int) -> SamplePlan | None:
-    """None where sampling does not pay, or where k is too large a part of all for a sample to help."""
-    wanted = max(k // SAMPLE_RANK, GROUP_LINES_MIN)
-    group_lines = min(1 << (wanted.bit_length() - 1), GROUP_LINES_MAX)
-    rank = k / group_lines
-    rank += 4 * math.sqrt(rank) + 8  # four standard deviations, so that nearly every selection succeeds
-    keys = count // (SAMPLE_LINE * group_lines) * SAMPLE_LINE
-    if count < SAMPLE_COUNT_MIN or 2 * rank > keys:
-        return None
-    return SamplePlan(group_lines, keys, int(rank), min(count, int(2 * group_lines * rank)))
-
-
-def select_top(values: FloatArray, k: int, dropped_bits: int = 0) -> tuple[IndexArray, FloatArray]:
-    """Rising indices and values of the selection of TopK, for 1 <= k <= values.size, whatever the data.
-
-    Both are scratch of this thread, good until its next selection.
-
-    A sample places a threshold slightly below rank k, one read collects what lies above it, and the rank is found among
-    these few. Where the sample misled (too few or far too many; many equal values), four reads settle it.
-    """
-    bits = values.view(np.uint32)
-    counts: Counts = np.empty(COUNTS, np.int64)
-    mask = 0x7FFFFFFF >> dropped_bits << dropped_bits
-    candidates = _candidates(bits, k, counts, mask)
-    if candidates is not None:
-        indices, kept = candidates
-        if kept.size > k:
-            threshold, above = cpu.kth_largest_key(_masked(kept, mask), k, counts)
-            cpu.keep_top(mask, threshold, k - above, indices, kept)
-            indices, kept = indices[:k], kept[:k]
-    else:
-        keys = _masked(bits, mask)
-        threshold, above = cpu.kth_largest_key(keys, k, counts)
-        ties = k - above if threshold else 0
-        indices, kept = _pairs(above + ties)
-        found = cpu.compact(keys, threshold, ties, indices, kept)
-        assert found == above + ties
-        if dropped_bits:
-            kept = bits[indices]
-    return read_only(indices), read_only(kept.view(np.float32))
-
-
-def _masked(bits: IndexArray, mask: int) -> IndexArray:
-    """Kernels drop the sign themselves."""
-    return read_only(bits if mask == 0x7FFFFFFF else bits & np.uint32(mask))
-
-
-def _pairs(count: int) -> tuple[IndexArray, IndexArray]:
-    return scratch("indices", count), scratch("kept", count)
-
-
-def _candidates(bits: IndexArray, k: int, counts: Counts, mask: int) -> tuple[IndexArray, IndexArray] | None:
-    """Indices and bits of a superset of the top k, or of all non-zero values if they are at most k; None: failed."""
-    plan = sample_plan(bits.size, k)
-    if plan is None:
-        return None
-    keys = scratch("keys", plan.keys)
-    cpu.sample_keys(bits, plan.group_lines, keys)
-    threshold = cpu.kth_largest_key(read_only(keys), plan.rank, counts)[0]
-    smallest = mask & -mask  # of what counts as non-zero: 1 if all bits are looked at
-    threshold = max(threshold & mask, smallest)
-    indices, kept = _pairs(plan.room)
-    found = cpu.compact(bits, threshold - 1, 0, indices, kept)
-    if found > plan.room or (found < k and threshold > smallest):
-        return None
-    return indices[:found], kept[:found]

@@ -13,8 +13,7 @@ from narrows.compression.byte_codings import LZ4
 from narrows.compression.compressor import Chain, Compressor
 from narrows.compression.errors import SpecError
 from narrows.compression.index_codings import STRIDE_MAX
-from narrows.compression.low_rank import RANK_MAX, PowerSgd
-from narrows.compression.sparsifiers import MSTOPK_DROPPED_BITS, BlockTopK, Cycle, RandomK, Threshold, TopK
+from narrows.compression.sparsifiers import MSTOPK_DROPPED_BITS, BlockTopK, Cycle, CycleTop, RandomK, Threshold, TopK
 from narrows.compression.value_codings import (
     BF16,
     FP16,
@@ -44,9 +43,9 @@ _NUMBER = re.compile(r"(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", re.ASCII)
 _BLOCKS = re.compile(r"(\d{1,7})/(\d{1,7})", re.ASCII)
 
 
-def _density(argument: str) -> float:
+def _density(argument: str, name: str = "DENSITY") -> float:
     if not _NUMBER.fullmatch(argument) or not 0.0 < float(argument) <= 1.0:
-        raise ValueError("DENSITY must be a number above 0 and at most 1")
+        raise ValueError(f"{name} must be a number above 0 and at most 1")
     return float(argument)
 
 
@@ -60,22 +59,17 @@ def _top_k(argument: str) -> TopK | BlockTopK:
 
 
 def _cycle(argument: str) -> Cycle:
-    cycle = Cycle(_density(argument))
+    density, slash, share = argument.partition("/")
+    cycle = Cycle(_density(density))
     if cycle.stride > STRIDE_MAX:
         raise ValueError(f"DENSITY must be at least 1/{STRIDE_MAX}")
-    return cycle
+    return CycleTop(cycle.density, _density(share, "SHARE")) if slash else cycle
 
 
 def _threshold(argument: str) -> Threshold:
     if not _NUMBER.fullmatch(argument) or not 2.0**-149 <= float(argument) <= 3.4e38:
         raise ValueError("T must be a number from 1.5e-45 to 3.4e38")
     return Threshold(float(argument))
-
-
-def _power_sgd(argument: str) -> PowerSgd:
-    if not re.fullmatch(r"\d{1,3}", argument, re.ASCII) or not 1 <= int(argument) <= RANK_MAX:
-        raise ValueError(f"RANK must be a whole number from 1 to {RANK_MAX}")
-    return PowerSgd(int(argument))
 
 
 def _one(member: Any) -> Callable[[str], Any]:
@@ -96,9 +90,8 @@ STAGES: dict[str, _Stage] = {
     "topk": _Stage("topk:DENSITY|K/BLOCK", 0, _top_k),
     "mstopk": _Stage("mstopk:DENSITY", 0, lambda text: TopK(_density(text), MSTOPK_DROPPED_BITS)),
     "randk": _Stage("randk:DENSITY", 0, lambda text: RandomK(_density(text))),
-    "cycle": _Stage("cycle:DENSITY", 0, _cycle),
+    "cycle": _Stage("cycle:DENSITY[/SHARE]", 0, _cycle),
     "threshold": _Stage("threshold:T", 0, _threshold),
-    "powersgd": _Stage("powersgd:RANK", 0, _power_sgd),
     "fp16": _Stage("fp16", 1, _one(FP16)),
     "bf16": _Stage("bf16", 1, _one(BF16)),
     "int8": _Stage("int8[:stochastic]", 1, _rounded(INT8, INT8_STOCHASTIC)),

@@ -111,6 +111,11 @@ class Section(NamedTuple):
     def byte_count(self, count: int) -> int:
         return int(np.dtype(self.dtype).itemsize) * self.size(count)
 
+    def spare_bits(self, array: Any, count: int) -> bool:
+        """Whether bits are set after those of the last value, where a byte holds several."""
+        used = count % self.per
+        return self.items == 1 and self.dtype is np.uint8 and used > 0 and array[-1] >> (8 // self.per * used) > 0
+
 
 @dataclass(frozen=True, slots=True)
 class _Sections:
@@ -127,14 +132,14 @@ class _Sections:
 
 @dataclass(frozen=True, slots=True)
 class Sectioned:
-    """A lossy coding: its sections, its kernels, and what a decoder must refuse."""
+    """A lossy coding: its sections, its kernels, and what a decoder must refuse: scales, and spare bits."""
 
     spec: str
     wire_id: int
     sections: tuple[Section, ...]
     encode_kernel: Callable[..., int]
     decode_kernel: Callable[..., None]
-    valid: Callable[[Any], bool] | None = None  # of the first section; no code of the others is invalid
+    valid: Callable[[Any], bool] | None = None  # of the first section; any code of the others is a value
     random: bool = False  # the kernel takes (stochastic, key, key, words) after the values
     unbiased: bool = False
     lossless = False
@@ -156,6 +161,8 @@ class Sectioned:
         for part in self.sections:
             begin, end = end, end + part.byte_count(count)
             arrays.append(section(body, begin, part.size(count), part.dtype))
+            if part.spare_bits(arrays[-1], count):
+                raise PayloadError("payload is corrupt: bits are set after the last value")
         if count and self.valid and not self.valid(arrays[0]):
             name = self.spec.partition(":")[0]
             raise PayloadError(f"payload is corrupt: {'an' if name[0] == 'i' else 'a'} {name} scale is out of range")

@@ -20,11 +20,13 @@ from narrows.compression.cuda.stages import (
     CodedIndices,
     DeviceArray,
     encode_indices,
+    encode_strided,
     load_kernels,
     pairs,
     select_above,
     select_blocks,
     select_top,
+    select_top_of,
     upload,
 )
 from narrows.compression.feedback import State, load_memory, memory_state, restored
@@ -32,15 +34,21 @@ from narrows.compression.index_codings import EVERY_INDEX, STRATA, stride_count
 from narrows.compression.kernels import cpu
 from narrows.compression.kernels.random import RANDOM_BLOCK
 from narrows.compression.kernels.values import INFINITY_KEY
-from narrows.compression.low_rank import LOW_RANK, rank_of
 from narrows.compression.payload import COUNT_MAX, HEADER_BYTES, Header, Opened, open_payload
 from narrows.compression.reducers import DENSE_COUNT_MAX, Memory
-from narrows.compression.sparsifiers import NOTHING, BlockTopK, Cycle, RandomK, Threshold, TopK
+from narrows.compression.sparsifiers import (
+    NOTHING,
+    Cycle,
+    CycleTop,
+    RandomK,
+    Threshold,
+    TopK,
+    kept_of,
+)
 from narrows.compression.value_codings import Sectioned, non_finite
 
 Coded: TypeAlias = tuple[DeviceArray, ...]
 
-ENCODED = (TopK, BlockTopK, RandomK, Cycle, Threshold, type(None))  # all but powersgd, whose BLAS is the CPU's
 PAYLOADS_KEPT = 2  # an encode may run while the payload before it is still being sent
 
 
@@ -53,6 +61,7 @@ class Reduced(NamedTuple):
 
 
 ALL = CodedIndices(EVERY_INDEX, 0, [])
+NO_INDICES = CodedIndices(*NOTHING[:2], [])
 
 
 def _device_floats(array: Any, name: str) -> DeviceArray:
@@ -65,7 +74,7 @@ def _device_floats(array: Any, name: str) -> DeviceArray:
 class CudaErrorFeedback:
     """ErrorFeedback with the residual on the device. Not for two threads at once.
 
-    Takes what ErrorFeedback takes, but for powersgd, whose BLAS is the CPU's. Device memory: 8 bytes a value (the residual,
+    Takes what ErrorFeedback takes. Device memory: 8 bytes a value (the residual,
     and the buffer that its successor is built in, so that an update that is refused leaves it as it was), and scratch
     that streams of one thread share: an eighth of a byte a value and some 20 bytes for each that is kept.
     """
@@ -76,8 +85,7 @@ class CudaErrorFeedback:
         if count > COUNT_MAX:
             raise ValueError(f"{count} values do not fit one payload; at most {COUNT_MAX} do")
         chain = compressor.contraction()
-        if not isinstance(chain, Chain) or not isinstance(chain.reducer, ENCODED):
-            raise ValueError(f"{compressor.spec!r} has no encoder for the GPU; encode it with ErrorFeedback")
+        assert isinstance(chain, Chain)
         self.kernels = load_kernels()
         self.compressor = chain
         self.count = count
@@ -161,6 +169,8 @@ class CudaErrorFeedback:
                 return Reduced(sums, ALL, None)
             if isinstance(reducer, RandomK):
                 return self._random(reducer.kept_max(self.count), sums)
+            if isinstance(reducer, CycleTop):
+                return self._top_of_strided(reducer, sums)
             if isinstance(reducer, Cycle):
                 return self._strided(reducer, sums)
             select = select_above if isinstance(reducer, Threshold) else select_blocks
@@ -169,8 +179,7 @@ class CudaErrorFeedback:
         # NaN and infinity have the largest keys: if there are any, some were selected.
         if values.size and kernels.largest_key(values) >= INFINITY_KEY:
             raise _non_finite(update, sums)
-        indices = encode_indices(kernels, places, self.count) if values.size else CodedIndices(*NOTHING[:2], [])
-        return Reduced(values, indices, places)
+        return Reduced(values, encode_indices(kernels, places, self.count) if values.size else NO_INDICES, places)
 
     def _random(self, kept: int, sums: DeviceArray) -> Reduced:
         """RandomK.reduce, unscaled."""
@@ -190,6 +199,23 @@ class CudaErrorFeedback:
         self.kernels.take(sums.view(np.uint32), places, chosen)
         coded = reducer.indices(self.count, self.memory)
         return Reduced(chosen.view(np.float32), CodedIndices(*coded[:2], []), places)
+
+    def _top_of_strided(self, reducer: CycleTop, sums: DeviceArray) -> Reduced:
+        """CycleTop.reduce."""
+        kernels, stride = self.kernels, reducer.stride
+        phase = self.memory.step % stride
+        count = stride_count(phase, stride, self.count)
+        strided = kernels.scratch("strided", count, np.uint32)
+        if count:
+            places = pairs(kernels, count)[0]  # which the selection overwrites
+            kernels.strided(phase, stride, 0, places)
+            kernels.take(sums.view(np.uint32), places, strided)
+            places, bits = select_top_of(kernels, strided, kept_of(reducer.share, count))
+            if places.size:
+                indices = encode_strided(kernels, places, phase, stride, self.count)
+                kernels.stretch(phase, stride, places)
+                return Reduced(bits.view(np.float32), indices, places)
+        return Reduced(strided[:0].view(np.float32), NO_INDICES, strided[:0])
 
     def _encode_values(self, values: DeviceArray, update: DeviceArray, sums: DeviceArray) -> tuple[str, Coded]:
         """(name among DECODERS, arrays of the sections)"""
@@ -271,13 +297,6 @@ def _accumulate(kernels: Any, opened: Opened, weight: np.float32, out: DeviceArr
     if not header.kept:
         return
     name, coded = _upload(kernels, opened)
-    if header.index_coding == LOW_RANK:
-        factors = kernels.scratch("factors", header.kept, np.float32)
-        kernels.decode_with(kernels.DECODERS[name].decode, coded, factors)
-        rank = rank_of(header)
-        left = rank * header.parameter
-        kernels.add_low_rank(factors[:left], factors[left:], rank, weight, out)
-        return
     places = None
     if header.index_coding != EVERY_INDEX:
         places = kernels.scratch("indices", header.kept, np.uint32)

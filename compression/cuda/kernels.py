@@ -27,7 +27,7 @@ from narrows.compression.cuda.levels import (
     encode_uint8minmax,
     pack_above,
 )
-from narrows.compression.cuda.random import random_words, strata, strided
+from narrows.compression.cuda.random import random_words, strata, stretch, strided
 from narrows.compression.cuda.rice import (
     fixed_decode,
     fixed_encode,
@@ -60,7 +60,6 @@ from narrows.compression.cuda.values import (
     INT8,
     Decoders,
     add_fp32,
-    add_low_rank,
     add_with,
     decode_bf16,
     decode_fp16,
@@ -92,7 +91,6 @@ __all__ = [
     "DECODERS",
     "Sum",
     "add_fp32",
-    "add_low_rank",
     "add_with",
     "compact",
     "compact_blocks",
@@ -141,6 +139,7 @@ __all__ = [
     "scatter_add_with",
     "scratch",
     "strata",
+    "stretch",
     "strided",
     "sum_of",
     "take",

@@ -63,3 +63,13 @@ def write_strided(phase: int, stride: int, begin: int, indices: DeviceArray) -> 
 
 def strided(phase: int, stride: int, begin: int, indices: DeviceArray) -> None:
     write_strided[grid(indices.size, THREADS), THREADS](phase, stride, begin, indices)
+
+
+@kernel
+def stretch_indices(phase: int, stride: int, indices: DeviceArray) -> None:
+    for j in range(cuda.grid(1), indices.size, cuda.gridsize(1)):
+        indices[j] = np.uint32(phase + np.int64(indices[j]) * stride)
+
+
+def stretch(phase: int, stride: int, indices: DeviceArray) -> None:
+    stretch_indices[grid(indices.size, THREADS), THREADS](phase, stride, indices)

@@ -18,11 +18,13 @@ from narrows.compression.index_codings import (
     STRATA,
     STRIDE,
     STRIDE_UNIT,
+    STRIDED_RICE,
     bytes_of,
+    stride_count,
 )
 from narrows.compression.kernels.rice import RICE_GROUP
 from narrows.compression.payload import Header
-from narrows.compression.sparsifiers import sample_plan
+from narrows.compression.selection import sample_plan
 
 DeviceArray: TypeAlias = Any
 Pairs: TypeAlias = tuple[DeviceArray, DeviceArray]  # rising indices, and the bits of their values
@@ -60,18 +62,49 @@ def pairs(kernels: Any, count: int) -> tuple[DeviceArray, DeviceArray]:
 def select_top(kernels: Any, addends: Any, k: int, dropped_bits: int) -> tuple[DeviceArray, DeviceArray]:
     """select_top of the sum: the addends are read once, and the sum again only where the sample misled."""
     bits = addends.sums.view(np.uint32)
+    if sample_plan(bits.size, k) is None:
+        kernels.sum_of(addends)
+    return _select_top(
+        kernels,
+        bits,
+        k,
+        dropped_bits,
+        lambda group_lines, keys: kernels.sample_sum_keys(addends, group_lines, keys),
+        lambda above, places, kept: kernels.compact_sum(addends, above, places, kept),
+    )
+
+
+def select_top_of(kernels: Any, bits: DeviceArray, k: int) -> Pairs:
+    """select_top of values that are there already."""
+    return _select_top(
+        kernels,
+        bits,
+        k,
+        0,
+        lambda group_lines, keys: kernels.sample_keys(bits, group_lines, keys),
+        lambda above, places, kept: kernels.compact(bits, above, 0, places, kept),
+    )
+
+
+def _select_top(
+    kernels: Any,
+    bits: DeviceArray,
+    k: int,
+    dropped_bits: int,
+    sample: Callable[[int, DeviceArray], None],
+    collect: Callable[[int, DeviceArray, DeviceArray], int],
+) -> Pairs:
+    """sample and collect: the first two reads, which may fill `bits`."""
     mask = 0x7FFFFFFF >> dropped_bits << dropped_bits
     counts = kernels.scratch("counts", 2048, np.int64)
     plan = sample_plan(bits.size, k)
-    if plan is None:
-        kernels.sum_of(addends)
-    else:
+    if plan is not None:
         keys = kernels.scratch("sample", plan.keys, np.uint32)
-        kernels.sample_sum_keys(addends, plan.group_lines, keys)
+        sample(plan.group_lines, keys)
         smallest = mask & -mask
         threshold = max(kernels.kth_largest_key(keys, plan.rank, counts)[0] & mask, smallest)
         places, kept = pairs(kernels, plan.room)
-        found = kernels.compact_sum(addends, threshold - 1, places, kept)
+        found = collect(threshold - 1, places, kept)
         if found <= plan.room and (found >= k or threshold == smallest):
             places, kept = places[:found], kept[:found]
             if found > k:
@@ -113,41 +146,57 @@ def select_blocks(kernels: Any, reducer: Any, sums: DeviceArray) -> Pairs:
     return places[:found], kept[:found]
 
 
+def _cheapest(kernels: Any, indices: DeviceArray, count: int) -> tuple[int, int, int]:
+    """RICE.cheapest."""
+    first = RICE.first(indices.size, count)
+    costs = kernels.scratch("costs", 4, np.int64)
+    kernels.rice_costs(indices, first, costs)
+    return RICE.cheapest_of(indices.size, first, costs.copy_to_host().tolist())
+
+
+def _zeroed(kernels: Any, name: str, bits: int) -> tuple[DeviceArray, int]:
+    array = kernels.scratch(f"{name} to send", (bits + 63) // 64 + SPARE_WORDS, np.uint64)
+    kernels.zero(array)
+    return array, bytes_of(bits)
+
+
+def _rice(kernels: Any, indices: DeviceArray, r: int, unary_bits: int) -> CodedIndices:
+    """RICE.encode."""
+    lows, unary = _zeroed(kernels, "lows", indices.size * r), _zeroed(kernels, "unary", unary_bits)
+    kernels.rice_encode(indices, r, lows[0], unary[0])
+    return CodedIndices(RICE.wire_id, r, [lows, unary])
+
+
+def encode_strided(kernels: Any, positions: DeviceArray, phase: int, stride: int, count: int) -> CodedIndices:
+    """STRIDED_RICE.encode."""
+    _, r, unary_bits = _cheapest(kernels, positions, stride_count(phase, stride, count))
+    head = np.full(1, r, np.uint8)
+    parts = [(head, head.size), *_rice(kernels, positions, r, unary_bits).parts]
+    return CodedIndices(STRIDED_RICE.wire_id, phase * STRIDE_UNIT + stride, parts)
+
+
 def encode_indices(kernels: Any, indices: DeviceArray, count: int) -> CodedIndices:
     """index_codings.encode_indices on the device."""
     kept = indices.size
-    first = RICE.first(kept, count)
-    costs = kernels.scratch("costs", 4, np.int64)
-    kernels.rice_costs(indices, first, costs)
-    rice_size, r, unary_bits = RICE.cheapest_of(kept, first, costs.copy_to_host().tolist())
+    rice_size, r, unary_bits = _cheapest(kernels, indices, count)
     parameters = kernels.scratch("parameters", -(-kept // RICE_GROUP), np.uint8)
     low_bits, grouped_bits = kernels.group_parameters(indices, parameters)
     width = kernels.largest_gap(indices).bit_length()
 
-    def words(name: str, bits: int) -> tuple[DeviceArray, int]:
-        array = kernels.scratch(f"{name} to send", (bits + 63) // 64 + SPARE_WORDS, np.uint64)
-        kernels.zero(array)
-        return array, bytes_of(bits)
-
-    def rice() -> CodedIndices:
-        lows, unary = words("lows", kept * r), words("unary", unary_bits)
-        kernels.rice_encode(indices, r, lows[0], unary[0])
-        return CodedIndices(RICE.wire_id, r, [lows, unary])
-
     def fixed() -> CodedIndices:
-        gaps = words("lows", kept * width)
+        gaps = _zeroed(kernels, "lows", kept * width)
         kernels.fixed_encode(indices, width, gaps[0])
         return CodedIndices(FIXED.wire_id, width, [gaps])
 
     def grouped() -> CodedIndices:
-        lows, unary = words("lows", low_bits), words("unary", grouped_bits)
+        lows, unary = _zeroed(kernels, "lows", low_bits), _zeroed(kernels, "unary", grouped_bits)
         kernels.grouped_encode(indices, parameters, lows[0], unary[0])
         pairs = np.append(parameters.copy_to_host(), np.zeros(parameters.size % 2, np.uint8))
         nibbles = pairs[0::2] | pairs[1::2] << np.uint8(4)
         return CodedIndices(GROUPED_RICE.wire_id, low_bits, [(nibbles, nibbles.size), lows, unary])
 
     ways: list[tuple[int, int, Callable[[], CodedIndices]]] = [
-        (rice_size, RICE.wire_id, rice),
+        (rice_size, RICE.wire_id, lambda: _rice(kernels, indices, r, unary_bits)),
         (bytes_of(kept * width), FIXED.wire_id, fixed),
         (bytes_of(4 * parameters.size) + bytes_of(low_bits) + bytes_of(grouped_bits), GROUPED_RICE.wire_id, grouped),
     ]
@@ -165,9 +214,18 @@ def _words(kernels: Any, name: str, part: ByteArray) -> DeviceArray:
 
 
 def _read_rice(kernels: Any, part: ByteArray, header: Header, places: DeviceArray) -> None:
-    low_bytes = bytes_of(header.kept * header.parameter)
+    _read_codes(kernels, part, header.parameter, places)
+
+
+def _read_strided_rice(kernels: Any, part: ByteArray, header: Header, places: DeviceArray) -> None:
+    _read_codes(kernels, part[1:], int(part[0]), places)
+    kernels.stretch(*divmod(header.parameter, STRIDE_UNIT), places)
+
+
+def _read_codes(kernels: Any, part: ByteArray, r: int, places: DeviceArray) -> None:
+    low_bytes = bytes_of(places.size * r)
     lows, unary = _words(kernels, "lows", part[:low_bytes]), _words(kernels, "unary", part[low_bytes:])
-    kernels.rice_decode(lows, unary, header.parameter, places)
+    kernels.rice_decode(lows, unary, r, places)
 
 
 def _read_grouped(kernels: Any, part: ByteArray, header: Header, places: DeviceArray) -> None:
@@ -197,4 +255,5 @@ INDEX_READERS: dict[int, Callable[[Any, ByteArray, Header, DeviceArray], None]] 
     GROUPED_RICE.wire_id: _read_grouped,
     STRATA.wire_id: _read_strata,
     STRIDE.wire_id: _read_stride,
+    STRIDED_RICE.wire_id: _read_strided_rice,
 }

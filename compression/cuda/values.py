@@ -284,17 +284,6 @@ int8_codes = _scaled_encoder(INT8_BLOCK, 127.0, INT8_SCALE_MAX, store_int8)
 int4_codes = _scaled_encoder(INT4_BLOCK, 7.0, INT4_SCALE_MAX, store_int4)
 
 
-@kernel
-def multiply_add(left: DeviceArray, right: DeviceArray, rank: int, weight: float, out: DeviceArray) -> None:
-    rows, columns = left.size // rank, right.size // rank
-    for place in range(cuda.grid(1), out.size, cuda.gridsize(1)):
-        i, j = place // columns, place % columns
-        total = np.float32(0.0)
-        for r in range(rank):
-            total = add(total, mul(left[r * rows + i], right[r * columns + j]))
-        out[place] = add(out[place], mul(weight, total))
-
-
 def encode_with(launch: Any, values: DeviceArray, *rest: Any) -> int:
     """Launches an encoder, whose last output takes four codes at a time; the largest key it saw."""
     largest = scratch("largest", 1, np.uint32)
@@ -379,7 +368,3 @@ def add_fp32(values: DeviceArray, weight: Any, out: DeviceArray) -> None:
 
 def scatter_add_fp32(values: DeviceArray, indices: DeviceArray, weight: Any, out: DeviceArray) -> None:
     scatter_add_with(FP32.scatter_add, (values,), indices, weight, out)
-
-
-def add_low_rank(left: DeviceArray, right: DeviceArray, rank: int, weight: Any, out: DeviceArray) -> None:
-    multiply_add[grid(out.size, THREADS), THREADS](left, right, rank, np.float32(weight), out)

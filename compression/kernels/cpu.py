@@ -10,6 +10,7 @@ from narrows.compression.kernels.gaps import (
     fixed_encode,
     fixed_last_index,
     largest_gap,
+    stretch,
     strided,
 )
 from narrows.compression.kernels.levels import (
@@ -41,7 +42,6 @@ from narrows.compression.kernels.select import (
 )
 from narrows.compression.kernels.values import (
     add_fp32,
-    add_low_rank,
     decode_bf16,
     decode_fp16,
     decode_int4,
@@ -56,7 +56,6 @@ from narrows.compression.kernels.values import (
 
 __all__ = [
     "add_fp32",
-    "add_low_rank",
     "compact",
     "compact_blocks",
     "count_above",
@@ -93,5 +92,6 @@ __all__ = [
     "sample_keys",
     "scatter_add_fp32",
     "strata",
+    "stretch",
     "strided",
 ]

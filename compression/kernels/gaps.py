@@ -1,4 +1,4 @@
-"""Rising indices as gaps of one fixed width: shorter than Rice coding where they stand at regular distances."""
+"""Rising indices as gaps of one fixed width, shorter than Rice coding at regular distances; and strides, which say all."""
 
 import numpy as np
 
@@ -66,3 +66,10 @@ def strided(phase: int, stride: int, begin: int, indices: IndexArray) -> None:
     """indices[j] = phase + (begin + j) * stride."""
     for j in range(indices.size):
         indices[j] = phase + (begin + j) * stride
+
+
+@kernel
+def stretch(phase: int, stride: int, indices: IndexArray) -> None:
+    """indices[j] = phase + indices[j] * stride."""
+    for j in range(indices.size):
+        indices[j] = phase + np.int64(indices[j]) * stride

@@ -127,17 +127,29 @@ def count_above(bits: IndexArray, above: int) -> int:
 
 
 @kernel
-def _block_threshold(keys: IndexArray, k: int) -> np.uint32:
-    """The k-th largest of keys, 1 <= k <= keys.size, by bisection over its bits: few enough to stay in cache."""
-    key = np.uint32(0)
-    for j in range(31):
-        tried = key | (np.uint32(1) << np.uint32(30 - j))
-        count = 0
+def _block_threshold(keys: IndexArray, k: int, lowest: np.uint32) -> tuple[np.uint32, int]:
+    """(threshold, ties): the k largest of keys are all above it and `ties` that equal it; 1 <= k < keys.size, keys >= lowest.
+
+    By bisection of [lowest, largest key], which ends as soon as a threshold has exactly k keys above it.
+    """
+    low, high = np.uint32(lowest), np.uint32(0)
+    above = np.int64(0)  # signed: k minus an unsigned integer is a float to Numba
+    for i in range(keys.size):
+        high = max(high, keys[i])
+    high = np.uint32(high + np.uint32(1))
+    # More than k keys are >= low; `above` keys are >= high, fewer than k.
+    while np.uint32(high - low) > np.uint32(1):
+        tried = np.uint32(low + ((high - low) >> np.uint32(1)))
+        count = np.uint32(0)
         for i in range(keys.size):
-            count += int(keys[i] >= tried)
-        if count >= k:
-            key = tried
-    return key
+            count += np.uint32(keys[i] >= tried)
+        if count == np.uint32(k):
+            return np.uint32(tried - np.uint32(1)), 0
+        if count > np.uint32(k):
+            low = tried
+        else:
+            high, above = tried, np.int64(count)
+    return low, int(k - above)
 
 
 @kernel
@@ -171,7 +183,7 @@ def compact_blocks(
                 keys[near] = part[place] & np.uint32(0x7FFFFFFF)
                 near += 1
         if near < wanted and guess > np.uint32(1):
-            near = 0
+            near, guess = 0, np.uint32(1)
             for i in range(part.size):
                 key = part[i] & np.uint32(0x7FFFFFFF)
                 places[near] = i
@@ -180,18 +192,21 @@ def compact_blocks(
         threshold = np.uint32(1)
         ties = near
         if near > wanted:
-            threshold = _block_threshold(keys[:near], wanted)
-            ties = wanted
-            for i in range(near):
-                ties -= int(keys[i] > threshold)
+            threshold, ties = _block_threshold(keys[:near], wanted, guess)
+        # Without a branch: whether a candidate is kept is as good as random, and a wrong guess costs 15 cycles.
+        chosen = 0
         for i in range(near):
-            tie = int(keys[i] == threshold) & int(ties > 0)
-            if keys[i] > threshold or tie:
-                indices[found] = np.uint32(begin + np.int64(places[i]))
-                kept[found] = part[places[i]]
-                found += 1
+            key, place = keys[i], places[i]
+            tie = int(key == threshold) & int(ties > 0)
+            places[chosen] = place
+            chosen += int(key > threshold) | tie
             ties -= tie
+        for i in range(chosen):
+            indices[found + i] = np.uint32(begin + np.int64(places[i]))
+            kept[found + i] = part[places[i]]
+        found += chosen
         # An eighth of an octave lower: the next block's threshold is seldom below that.
-        guess = max(threshold, np.uint32(0x00800001)) - np.uint32(0x00180000) if near > wanted else np.uint32(1)
-        guess = max(guess, np.uint32(1))
+        guess = np.uint32(1)
+        if near > wanted:
+            guess = np.uint32(max(threshold, np.uint32(0x00800001)) - np.uint32(0x00180000))
     return found

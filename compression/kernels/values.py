@@ -16,7 +16,6 @@ INT8_SCALE_MAX = 0x7BFF  # bf16 pattern of 1.992 * 2**120, the largest scale who
 INT4_BLOCK = 64  # a quarter bit a value: with 15 codes the range of a block is what the error hangs on
 INT4_SCALE_MAX = 0x7DFF  # the same for codes -8..7
 INFINITY_KEY = 0x7F800000
-LOW_RANK_BLOCK = 512  # columns that are added up at once
 
 Halves = npt.NDArray[np.uint16]
 Codes = npt.NDArray[np.int8]
@@ -214,26 +213,3 @@ def scatter_add_fp32(values: FloatArray, indices: IndexArray, weight: np.float32
     """out[indices[i]] = out[indices[i]] + weight * values[i]."""
     for i in range(values.size):
         out[indices[i]] += np.float32(weight) * values[i]
-
-
-@kernel
-def add_low_rank(left: FloatArray, right: FloatArray, rank: int, weight: np.float32, out: FloatArray) -> None:
-    """out[i * columns + j] += weight * (0 + left[0, i] * right[0, j] + left[1, i] * right[1, j] + ...), in this order.
-
-    left: float32[rank * rows], right: float32[rank * columns], one factor after the other; out may lack the end of the
-    last row. Not BLAS, whose order of additions differs between machines: all copies of a model must come out alike.
-    """
-    rows, columns = left.size // rank, right.size // rank
-    total = np.empty(LOW_RANK_BLOCK, np.float32)
-    for i in range(rows):
-        row = out[i * columns : (i + 1) * columns]
-        for begin in range(0, row.size, LOW_RANK_BLOCK):
-            part = row[begin : begin + LOW_RANK_BLOCK]
-            total[: part.size] = np.float32(0.0)
-            for r in range(rank):
-                factor = left[r * rows + i]
-                column = right[r * columns + begin : r * columns + begin + part.size]
-                for j in range(column.size):
-                    total[j] += factor * column[j]
-            for j in range(part.size):
-                part[j] += np.float32(weight) * total[j]

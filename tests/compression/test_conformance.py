@@ -19,7 +19,7 @@ from narrows.compression import (
     warm_up,
 )
 from narrows.compression.reducers import DENSE_COUNT_MAX
-from narrows.compression.sparsifiers import SAMPLE_COUNT_MIN
+from narrows.compression.selection import SAMPLE_COUNT_MIN
 
 # The reference draws its random numbers one by one: only these are run at sizes where the selection samples.
 LARGE = (
@@ -31,6 +31,8 @@ LARGE = (
     "topk:0.01+2bit",
     "mstopk:0.01",
     "mstopk:0.3",
+    "cycle:0.15/0.24+sign",
+    "cycle:1.0/0.01+int8+lz4",
 )
 
 SIZES = (
@@ -143,6 +145,7 @@ LARGE_COUNT = 2**24 + 3  # indices that float32 does not hold
         "randk:0.0001+sign",
         "threshold:4+fp16",
         "cycle:0.0001+bf16",
+        "cycle:0.01/0.01+sign",
     ],
 )
 def test_indices_above_float_precision(spec: str) -> None:
@@ -284,6 +287,8 @@ def test_wrong_arguments() -> None:
         ("topk:.010", "topk:0.01", False, True),
         ("topk:1", "topk:1.0", False, True),
         ("topk:1e-3+int8+lz4", "topk:0.001+int8+lz4", False, True),
+        ("cycle:.150/24e-2+sign", "cycle:0.15/0.24+sign", False, True),
+        ("cycle:1/1", "cycle:1.0/1.0", False, True),
     ],
 )
 def test_parse(spec: str, canonical: str, lossless: bool, sparse: bool) -> None:
@@ -309,8 +314,7 @@ def test_parse(spec: str, canonical: str, lossless: bool, sparse: bool) -> None:
         ("topk:64/4097000", "K/BLOCK must be"),
         ("threshold:0", "T must be a number from 1.5e-45 to 3.4e38"),
         ("threshold:inf", "T must be"),
-        ("powersgd", "lacks its argument; write powersgd:RANK"),
-        ("powersgd:65", "RANK must be a whole number from 1 to 64"),
+        ("powersgd:2", "stage 1, 'powersgd:2', is not known"),
         ("randk:2", "DENSITY must be a number above 0 and at most 1; write randk:DENSITY"),
         ("topk:", "stage 1, 'topk:', is wrong: nothing follows its colon; write topk:DENSITY|K/BLOCK"),
         ("topk:0", "DENSITY must be a number above 0 and at most 1"),
@@ -318,6 +322,14 @@ def test_parse(spec: str, canonical: str, lossless: bool, sparse: bool) -> None:
         ("topk:nan", "DENSITY must be"),
         ("topk:-0.1", "DENSITY must be"),
         ("topk: 0.1", "DENSITY must be"),
+        ("cycle:1e-5", "DENSITY must be at least 1/65535; write cycle:DENSITY[/SHARE]"),
+        ("cycle:1e-5/0.5", "DENSITY must be at least 1/65535"),
+        ("cycle:0/0.5", "DENSITY must be a number above 0"),
+        ("cycle:0.1/0", "SHARE must be a number above 0 and at most 1; write cycle:DENSITY[/SHARE]"),
+        ("cycle:0.1/2", "SHARE must be"),
+        ("cycle:0.1/", "SHARE must be"),
+        ("cycle:0.1/0.5/0.5", "SHARE must be"),
+        ("cycle", "lacks its argument; write cycle:DENSITY[/SHARE]"),
         ("int8+topk:0.1", "stage 2, 'topk:0.1', comes too late: it selects values, after 'int8'; the order is [dense"),
         (
             "fp16+int8",

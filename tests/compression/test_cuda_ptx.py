@@ -53,7 +53,12 @@ CODED = {
 
 SIGNATURES: dict[Any, dict[str, tuple[Any, ...]]] = {
     cuda_jit: {"scan_chunks": (U64, U64), "shift_chunks": (U64, U64)},
-    cuda_random: {"draw_words": (N, N, N, U32), "draw_strata": (N, N, N, N, U32), "write_strided": (N, N, N, U32)},
+    cuda_random: {
+        "draw_words": (N, N, N, U32),
+        "draw_strata": (N, N, N, N, U32),
+        "write_strided": (N, N, N, U32),
+        "stretch_indices": (N, N, U32),
+    },
     cuda_select: {
         "sample_bits": (types.Tuple((U32,)), N, U32, B),
         "sample_sum": (SUMS, N, U32, B),
@@ -94,7 +99,6 @@ SIGNATURES: dict[Any, dict[str, tuple[Any, ...]]] = {
         "bf16_codes": (F32, U16, U32, B),
         "int8_codes": (F32, B, N, N, U16, I8, U32, B),
         "int4_codes": (F32, B, N, N, U16, U8, U32, B),
-        "multiply_add": (F32, F32, N, W, F32),
     },
     cuda_levels: {
         "pack_plane": (F32, N, B, U8),

@@ -20,11 +20,10 @@ from kit.reference import Array, values_of
 
 from narrows.compression import PayloadError, accumulate, check, decode, indices, parse
 from narrows.compression.index_codings import EVERY_INDEX, INDEX_CODINGS
-from narrows.compression.low_rank import LOW_RANK
 from narrows.compression.value_codings import VALUE_CODINGS
 
 SPECS = (
-    *("dense", "fp16", "bf16", "int8", "int4", "2bit", "sign", "uint8minmax", "lz4", "powersgd:2", "powersgd:1+int8"),
+    *("dense", "fp16", "bf16", "int8", "int4", "2bit", "sign", "uint8minmax", "lz4"),
     *(
         "topk:0.02",
         "topk:0.1+fp16",
@@ -35,6 +34,7 @@ SPECS = (
         "topk:0.9+sign",
     ),
     *("topk:8/64+2bit", "topk:1/16", "randk:0.1+int4", "threshold:2+uint8minmax", "mstopk:0.05+bf16", "cycle:0.1+2bit"),
+    *("cycle:0.3/0.2+sign", "cycle:0.1/0.5"),
 )
 COUNTS = (0, 1, 7, 65, 256, 700, 3000)
 GUARD = 4096
@@ -109,7 +109,7 @@ def run(seed: int, rounds: int) -> int:
             if spec == "topk:0.05+2bit":  # in clusters: grouped Rice
                 values[np.arange(count) // 50 % 6 > 0] *= np.float32(0.1)
             payloads.append((bytes(parse(spec).encode(values)), count))
-    assert {payload[1] for payload, _ in payloads} == {EVERY_INDEX, LOW_RANK, *INDEX_CODINGS}
+    assert {payload[1] for payload, _ in payloads} == {EVERY_INDEX, *INDEX_CODINGS}
     assert {payload[2] for payload, _ in payloads} == set(VALUE_CODINGS)
     valid = 0
     for i in range(rounds):
@@ -130,8 +130,9 @@ def test_mutated_payloads() -> None:
 
 
 @given(
-    index=st.integers(0, 6), value=st.integers(0, 8), packed=st.sampled_from((0, 0, 0, 1, 2)),
-    kept=st.integers(0, 100), parameter=st.integers(0, 70), body=st.binary(max_size=200),
+    index=st.integers(0, 8), value=st.integers(0, 8), packed=st.sampled_from((0, 0, 0, 1, 2)),
+    kept=st.integers(0, 100), parameter=st.integers(0, 70) | st.sampled_from((0x30007, 0x70007, 0x630064)),
+    body=st.binary(max_size=200),
 )  # fmt: skip
 @settings(max_examples=3000, deadline=None)
 def test_random_bodies(index: int, value: int, packed: int, kept: int, parameter: int, body: bytes) -> None:
@@ -170,6 +171,9 @@ def test_each_check_has_its_sentence() -> None:
     clustered[::500] = 1.0
     fixed, grouped = of("topk:1.0", regular), of("topk:1.0+sign", clustered)
     assert (fixed[1], grouped[1]) == (2, 3)
+    bits = {spec: of(spec, np.arange(99, dtype=np.float32)) for spec in ("int4", "sign", "2bit")}
+    strided = of("cycle:0.1/0.5")
+    assert (strided[1], strided[36:]) == (7, b"\x00\xe0\x03")
     padding = patched(sparse, last_low, bytes([sparse[last_low] | 0x80]))
     raw = struct.pack("<I", len(sparse) - 16 + 1) + lz4.block.compress(sparse[16:], store_size=False)
     for count, bad, sentence in (
@@ -185,16 +189,15 @@ def test_each_check_has_its_sentence() -> None:
         (100, patched(of("sign"), 16, b"\x80\x7f"), "a sign scale is out of range"),
         (100, patched(of("2bit"), 16, b"\xf0\x0f\x00"), "a 2bit scale is out of range"),
         (100, patched(of("2bit"), 16, b"\x00\x00\xff"), "a 2bit scale is out of range"),
+        (99, patched(bits["int4"], 16 + 2 * 2 + 49, b"\x10"), "bits are set after the last value"),
+        (99, patched(bits["sign"], 16 + 2 + 12, b"\x08"), "bits are set after the last value"),
+        (99, patched(bits["2bit"], 16 + 3 + 12, b"\x08"), "bits are set after the last value"),
+        (99, patched(bits["2bit"], 16 + 3 + 13 + 12, b"\x80"), "bits are set after the last value"),
+        (99, patched(bits["2bit"], 16 + 3 + 13 + 12, b"\x07"), None),
         (100, patched(of("uint8minmax"), 20, struct.pack("<f", -1.0)), "a uint8minmax scale is out of range"),
         (100, patched(of("uint8minmax"), 16, struct.pack("<f", 3.4e38)), None),
         (100, patched(of("uint8minmax"), 16, struct.pack("<ff", 3.4e38, 1e37)), "a uint8minmax scale is out of range"),
-        (100, patched(of("powersgd:2"), 12, b"\x03"), "40 values are no factors with 3 rows"),
-        (100, patched(of("powersgd:2"), 12, b"\x00"), "40 values are no factors with 0 rows"),
-        (
-            100_000,
-            struct.pack("<BBBBIII", 1, 6, 6, 0, 100_000, 100 * (250 + 400), 250) + bytes(9_000),
-            "are no factors",
-        ),
+        (100, patched(payload, 1, b"\x06"), "index coding 6, which"),
         (100, payload + b"\x01", "truncated or too long"),
         (100, padding, "bits are set after the last index"),
         (100, patched(sparse, 3, b"\x01")[:16] + raw, f"holds {len(sparse) - 16} bytes and claims {len(sparse) - 15}"),
@@ -204,6 +207,21 @@ def test_each_check_has_its_sentence() -> None:
         (100, patched(of("cycle:0.1"), 14, b"\x0a"), "10 of 100 values are not every 10th from 10 on"),
         (100, patched(of("cycle:0.1"), 12, b"\x0c"), "10 of 100 values are not every 12th from 0 on"),
         (100, patched(of("cycle:0.1"), 12, b"\x00"), "10 of 100 values are not every 0th from 0 on"),
+        (100, patched(strided, 14, b"\x0a"), "5 of 100 values are not among every 10th from 10 on"),
+        (100, patched(strided, 12, b"\x00"), "5 of 100 values are not among every 0th from 0 on"),
+        (100, patched(strided, 12, b"\x1a"), "5 of 100 values are not among every 26th from 0 on"),
+        (100, patched(strided, 12, b"\x0c"), "its indices are not 5 below 9"),
+        (100, patched(strided, 12, b"\x0b"), None),
+        (100, patched(strided, 36, b"\x20"), "Rice parameter 32 is above 31"),
+        (100, patched(strided, 36, b"\x03"), "cannot be the indices of 5 of 10 values"),
+        (100, strided[:-3], "cannot be the indices of 5 of 100 values"),
+        (100, strided[:-2], "cannot be the indices of 5 of 10 values"),
+        (100, strided[:-1], "its indices are not 5 below 10"),
+        (100, strided + b"\x01", "cannot be the indices of 5 of 10 values"),
+        (100, strided[:-1] + b"\x00", "cannot be the indices of 5 of 10 values"),
+        (100, strided[:-1] + b"\x3e", "its indices are not 5 below 10"),
+        (100, strided[:8] + bytes(8), None),
+        (100, strided[:8] + bytes(4) + b"\x0a" + bytes(3), "index parameter 10 without indices"),
         (3000, patched(grouped, 12, b"\x01"), "cannot be the indices of"),
         (3000, grouped[:-1] + bytes([grouped[-1] ^ 3]), "its indices are not"),
     ):

@@ -81,6 +81,11 @@ def test_philox() -> None:
             cpu.strided(3, 20, begin, got)
             reference.strided(3, 20, begin, want)
             assert np.array_equal(got, want)
+    got = np.arange(0, 65536, 7, dtype=np.uint32)
+    want = got.copy()
+    cpu.stretch(11, 65535, got)
+    reference.stretch(11, 65535, want)
+    assert np.array_equal(got, want) and got[1] == 11 + 7 * 65535
 
 
 def chunks(decode: Any, fields: int, kept: int, sizes: tuple[int, ...]) -> Array:
@@ -218,14 +223,6 @@ def test_adding(kind: str) -> None:
         cpu.scatter_add_fp32(values, indices, weight, got)
         reference.scatter_add_fp32(values, indices, weight, want)
         assert np.array_equal(got.view(np.uint32), want.view(np.uint32))
-    for rank, rows, columns in ((1, 1, 1), (1, 7, 9), (3, 20, 21)):
-        left, right = (read_only(values_of("normal", rank * n)) for n in (rows, columns))
-        for size in {rows * columns, rows * columns - min(columns - 1, 5), 0}:
-            got = values_of("ties", size)
-            want = got.copy()
-            cpu.add_low_rank(left, right, rank, weight, got)
-            reference.add_low_rank(left, right, rank, weight, want)
-            assert np.array_equal(got.view(np.uint32), want.view(np.uint32))
 
 
 def test_every_half() -> None:

@@ -11,7 +11,7 @@ from kit import reference_payload
 from kit.reference import Array, values_of
 from kit.specs import held
 
-from narrows.compression import ErrorFeedback, Memory, NonFiniteError, accumulate, decode, indices, parse
+from narrows.compression import ErrorFeedback, Memory, decode, indices, parse
 from narrows.compression.index_codings import GROUPED_RICE, RICE
 
 
@@ -112,50 +112,29 @@ def test_a_cycle_takes_each_value_once() -> None:
     assert np.all(counts == 2)
 
 
-def test_power_sgd() -> None:
-    """Vogels et al. 2019: exact for a matrix of that rank, better from step to step on one that is not."""
-    rng = np.random.default_rng(6)
-    for count in (65, 1000, 4096, 5003):
-        rows = math.isqrt(count)
-        columns = -(-count // rows)
-        low_rank = (
-            (rng.standard_normal((rows, 2)) @ rng.standard_normal((2, columns))).ravel()[:count].astype(np.float32)
-        )
-        low_rank[rows * columns - columns :] = 0.0  # what is cut off the last row would raise the rank
-        compressor, memory, out = parse("powersgd:2"), Memory(), np.empty(count, np.float32)
-        for _ in range(6):
-            payload = compressor.encode(low_rank, memory)
-            assert len(payload) <= compressor.payload_bytes_max(count)
-        decode(payload, out)
-        if count > 65:  # which has room for one factor only
-            np.testing.assert_allclose(out, low_rank, atol=2e-5 * np.abs(low_rank).max())
-        accumulated = values_of("normal", count)
-        want = accumulated + np.float32(0.5) * out
-        accumulate(payload, 0.5, accumulated)
-        np.testing.assert_array_equal(accumulated, want)
-        assert indices(payload, count) is None
+def test_a_cycle_with_a_share_takes_the_largest_of_its_turn() -> None:
+    """The reference at every step of a cycle, and beyond the last phase that an array has; places as without a share."""
+    compressor = parse("cycle:0.15/0.4+int8")
+    for count, spec in ((1003, "cycle:0.15/0.4+int8"), (65, "cycle:0.0125/0.5")):
+        values = values_of("normal", count)
+        turns = round(1 / float(spec[6:].partition("/")[0]))
+        taken = [bytes(parse(spec).encode(values, Memory(9, step))) for step in range(turns)]
+        assert taken == [reference_payload.encode(spec, values, step=step) for step in range(turns)]
+    for step in range(7):
+        sent = indices(compressor.encode(values_of("normal", 1003), Memory(0, step)), 1003)
+        assert sent is not None and np.all(sent % 7 == step)
+    assert len(taken[64]) == 16 + 4 + 2 and len(taken[65]) == 16, "one value, and none"
 
-    noise = rng.standard_normal(10_000).astype(np.float32)
-    warm, errors, out = Memory(), [], np.empty(10_000, np.float32)
-    for _ in range(8):
-        decode(parse("powersgd:4").encode(noise, warm), out)
-        errors.append(float(np.linalg.norm(out - noise)))
-    assert errors[-1] < errors[3] < errors[0]
-    decode(parse("powersgd:4").encode(np.zeros(10_000, np.float32), warm), out)
-    assert not out.any()
-    decode(parse("powersgd:4").encode(noise, warm), out)  # the factor is zero now: it begins anew
-    assert np.linalg.norm(out - noise) < 1.1 * errors[0]
-    with pytest.raises(NonFiniteError):
-        parse("powersgd:1").encode(np.full(10_000, np.inf, np.float32))
-    before = warm.factor
-    assert before is not None
-    with pytest.raises(NonFiniteError):
-        parse("powersgd:4").encode(np.full(10_000, 3.4e38, np.float32), warm)
-    assert warm.factor is before
-    for scale in (1e30, 1e-30):  # a factor's length says nothing, so none makes the next one overflow or vanish
-        warm.factor = np.float32(scale) * before
-        decode(parse("powersgd:4").encode(noise, warm), out)
-        assert np.linalg.norm(out - noise) < 1.1 * errors[0]
-    warm.factor = np.full_like(before, np.nan)  # as a state_dict may bring it
-    decode(parse("powersgd:4").encode(noise, warm), out)
-    assert np.isfinite(out).all()
+
+def test_the_densities_of_a_warm_up() -> None:
+    """At least what is asked for, of every reducer that has a density."""
+    for spec, asked, warm in (
+        ("topk:0.01", 0.25, "topk:0.25"),
+        ("topk:0.5", 0.25, "topk:0.5"),
+        ("topk:8/512", 0.25, "topk:128/512"),
+        ("cycle:0.1", 0.25, "cycle:0.25"),
+        ("cycle:0.1/0.2", 0.25, "cycle:0.25/1.0"),
+        ("cycle:0.5/0.2", 0.25, "cycle:0.5/0.5"),
+        ("cycle:0.5/0.2", 0.01, "cycle:0.5/0.2"),
+    ):
+        assert parse(spec).at_density(asked).spec == warm

@@ -20,7 +20,7 @@ Make = Callable[[Sequence[tuple[tuple[int, int], ErrorFeedback]]], HostReplica]
 MEMBERS: dict[str, Make] = {
     "host": lambda feedbacks: HostReplica(BEGIN, END, feedbacks, parts),
 }
-SPECS = ("dense", "fp16", "int8", "topk:0.1", "topk:0.2+int8", "cycle:0.25+sign")
+SPECS = ("dense", "fp16", "int8", "topk:0.1", "topk:0.2+int8", "cycle:0.25+sign", "cycle:0.25/0.3+sign")
 
 
 def made(member: str, spec: str) -> HostReplica:

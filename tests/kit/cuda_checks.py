@@ -22,8 +22,9 @@ from numba import cuda
 
 from kit.reference import gaps_of, values_of
 from kit.reference_payload import SECTIONS
-from narrows.compression import ErrorFeedback, NonFiniteError, PayloadError, accumulate, decode, parse, sparsifiers
+from narrows.compression import ErrorFeedback, NonFiniteError, PayloadError, accumulate, decode, parse
 from narrows.compression import cuda as cuda_compression
+from narrows.compression import selection as top_selection
 from narrows.compression.buffers import read_only
 from narrows.compression.cuda import jit as cuda_jit
 from narrows.compression.cuda import kernels as device
@@ -194,15 +195,8 @@ def randoms() -> None:
         compare("random_words", (np.uint32(key), np.uint32(step), block), (np.zeros(256, np.uint32),))
     for begin, kept, count in ((0, 300, 1000), (256, 300, 2**32 - 1), (0, 5, 5)):
         compare("strata", (7, begin, kept, count, WORDS), (np.zeros(kept - begin, np.uint32),))
-        compare(
-            "strided",
-            (
-                3,
-                20,
-                begin,
-            ),
-            (np.zeros(kept - begin, np.uint32),),
-        )
+        compare("strided", (3, 20, begin), (np.zeros(kept - begin, np.uint32),))
+    compare("stretch", (11, 65535), (np.arange(0, 65536, 256, dtype=np.uint32),))
 
 
 def words_for(bits: int) -> Array:
@@ -248,8 +242,6 @@ def value_codings() -> None:
     compare("decode_fp16", (np.array([0x7C00, 0xFC00, 0x7E01, 1, 0x8001], np.uint16),), (np.zeros(5, np.float32),))
     for signs in (True, False):
         compare("pack_above", (values, 0x3F000000, signs), (np.zeros(-(-values.size // 8), np.uint8),))
-    left, right, out = values_of("normal", 12), values_of("normal", 21), values_of("wide", 26)
-    compare("add_low_rank", (left, right, 3, weight), (out,))
 
 
 def fused(
@@ -270,6 +262,7 @@ def fused(
 SPECS = (
     "dense", "int8", "int4:stochastic", "2bit", "sign+lz4", "uint8minmax", "topk:0.01+int8", "topk:4/100+2bit",
     "topk:0.02+int8:stochastic+lz4", "mstopk:0.02+int4", "randk:0.05+bf16", "cycle:0.1+sign", "threshold:1.5", "topk:0.5+fp16",
+    "cycle:0.3/0.2+sign",
 )  # fmt: skip
 
 
@@ -279,10 +272,11 @@ def updates_of(count: int, kind: str) -> list[Array]:
     return [first, second, np.where(np.arange(count) // 64 % 7 == 3, second, np.float32(0.0)).astype(np.float32)]
 
 
-def same_stream(spec: str, count: int, kind: str, decay: float = 1.0) -> None:
+def same_stream(spec: str, count: int, kind: str, decay: float = 1.0, first_step: int = 0) -> None:
     """Payloads and residuals equal over three steps; then what is decoded and accumulated."""
     ours = CudaErrorFeedback(parse(spec), count, decay=decay, seed=5)
     theirs = ErrorFeedback(parse(spec), count, decay=decay, seed=5)
+    ours.memory.step = theirs.memory.step = first_step
     for update in updates_of(count, kind):
         payload = ours.encode(on_device(update))
         assert payload == theirs.encode(update), (spec, count, kind)
@@ -305,15 +299,18 @@ def streams() -> None:
         for spec in ("dense", "topk:0.02", "topk:0.02+int8"):
             same_stream(spec, count, "normal")
     for kind in ("zeros", "equal", "denormal"):
-        same_stream("topk:0.02+int8", 257, kind, decay=0.75)
+        for spec in ("topk:0.02+int8", "cycle:0.2/0.1", "cycle:0.005/1.0+int8"):
+            same_stream(spec, 257, kind, decay=0.75)
+    same_stream("cycle:0.01/0.5", 65, "normal", first_step=64)  # after which no value has the phase
 
 
 def sampled() -> None:
     """The selection that samples, which arrays of this size would not be."""
-    sparsifiers.SAMPLE_COUNT_MIN = 2000
+    top_selection.SAMPLE_COUNT_MIN = 2000
     same_stream("topk:0.02+int8", SAMPLED_COUNT, "normal")
     same_stream("mstopk:0.02", SAMPLED_COUNT, "equal")
     same_stream("topk:0.03", SAMPLED_COUNT, "rows")
+    same_stream("cycle:1.0/0.02+int8", SAMPLED_COUNT, "normal")
 
 
 def odd_streams() -> None:
@@ -340,10 +337,6 @@ def odd_streams() -> None:
     assert feedback.state_dict()["residual"].tobytes() == reference.state_dict()["residual"].tobytes()
     feedback.load_state_dict(reference.state_dict())
     assert feedback.encode(on_device(update)) == reference.encode(update)
-    low_rank, got, want = ErrorFeedback(parse("powersgd:2"), 200).encode(update), on_device(update), update.copy()
-    cuda_compression.accumulate(low_rank, 0.5, got)
-    accumulate(low_rank, 0.5, want)
-    assert got.copy_to_host().tobytes() == want.tobytes()
 
 
 PARTS: dict[str, Callable[[], None]] = {

@@ -103,6 +103,10 @@ def strided(phase: int, stride: int, begin: int, indices: Array) -> None:
     indices[:] = phase + np.arange(begin, begin + indices.size) * stride
 
 
+def stretch(phase: int, stride: int, indices: Array) -> None:
+    indices[:] = phase + indices.astype(np.int64) * stride
+
+
 def strata(key: int, begin: int, kept: int, count: int, words: Array, indices: Array) -> None:
     for j in range(begin, begin + indices.size):
         if j % 256 == 0 or j == begin:
@@ -417,14 +421,6 @@ def add_fp32(values: Array, weight: np.float32, out: Array) -> None:
 
 def scatter_add_fp32(values: Array, indices: Array, weight: np.float32, out: Array) -> None:
     out[indices] = out[indices] + weight * values
-
-
-def add_low_rank(left: Array, right: Array, rank: int, weight: np.float32, out: Array) -> None:
-    left, right = left.reshape(rank, -1), right.reshape(rank, -1)
-    total = np.zeros((left.shape[1], right.shape[1]), np.float32)
-    for r in range(rank):
-        total = total + np.outer(left[r], right[r])
-    out[:] = out + weight * total.ravel()[: out.size]
 
 
 # --- test values ---

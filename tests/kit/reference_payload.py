@@ -14,7 +14,7 @@ from kit.reference import Array, gaps_of, keys_of
 
 DENSE_COUNT_MAX = 64
 CODINGS = ("fp32", "fp16", "int8", "bf16", "int4", "2bit", "sign", "uint8minmax")  # by wire id
-RICE, FIXED, GROUPED, STRATA, STRIDE = 1, 2, 3, 4, 5
+RICE, FIXED, GROUPED, STRATA, STRIDE, STRIDED = 1, 2, 3, 4, 5, 7
 # Sections of each value coding: (dtype, items, for every so many values).
 SECTIONS: dict[str, tuple[tuple[Any, int, int], ...]] = {
     "fp32": ((np.float32, 1, 1),),
@@ -58,8 +58,8 @@ def values_in(coding: str, body: bytes, kept: int) -> tuple[Array, bytes]:
 # --- indices ---
 
 
-def index_part(indices: Array, count: int) -> tuple[int, int, bytes]:
-    """(wire id, parameter, section) of the shortest of all, the lowest id among equal ones."""
+def rice_part(indices: Array, count: int) -> tuple[int, bytes]:
+    """(r, both streams)."""
     gaps, kept = gaps_of(indices), indices.size
 
     def size(r: int, high_sum: int) -> int:
@@ -70,7 +70,13 @@ def index_part(indices: Array, count: int) -> tuple[int, int, bytes]:
     r = min(range(first, first + 4), key=lambda r: size(r, int((gaps >> r).sum())))
     lows, unary = np.zeros(-(-kept * r // 8), np.uint8), np.zeros(-(-(kept + int((gaps >> r).sum())) // 8), np.uint8)
     reference.rice_encode(indices, r, lows, unary)
-    ways = [(RICE, r, lows.tobytes() + unary.tobytes())]
+    return r, lows.tobytes() + unary.tobytes()
+
+
+def index_part(indices: Array, count: int) -> tuple[int, int, bytes]:
+    """(wire id, parameter, section) of the shortest of all, the lowest id among equal ones."""
+    gaps, kept = gaps_of(indices), indices.size
+    ways = [(RICE, *rice_part(indices, count))]
     width = int(gaps.max()).bit_length()
     fixed = np.zeros(-(-kept * width // 8), np.uint8)
     reference.fixed_encode(indices, width, fixed)
@@ -89,10 +95,13 @@ def indices_in(wire_id: int, parameter: int, part: bytes, kept: int, count: int)
     body, indices, cursor = np.frombuffer(part, np.uint8), np.empty(kept, np.int64), np.zeros(6, np.uint64)
     if wire_id == STRATA:
         reference.strata(parameter, 0, kept, count, np.empty(256, np.uint32), indices)
-    elif wire_id == STRIDE:
-        indices[:] = np.arange(count)[parameter >> 16 :: parameter % 2**16]
     elif not kept:
         pass
+    elif wire_id == STRIDE:
+        indices[:] = np.arange(count)[parameter >> 16 :: parameter % 2**16]
+    elif wire_id == STRIDED:
+        places = np.arange(count)[parameter >> 16 :: parameter % 2**16]
+        indices[:] = places[indices_in(RICE, part[0], part[1:], kept, places.size)]
     elif wire_id == RICE:
         low_bytes = -(-kept * parameter // 8)
         reference.rice_decode(body[:low_bytes], body[low_bytes:], parameter, cursor, indices)
@@ -135,7 +144,7 @@ def selected(stage: str, values: Array) -> Array:
 
 
 def encode(spec: str, values: Array, scaled: bool = True, step: int = 0) -> bytes:
-    """The payload that parse(spec).encode(values) must equal byte for byte (lz4 aside: see unpacked; not powersgd).
+    """The payload that parse(spec).encode(values) must equal byte for byte (lz4 aside: see unpacked).
 
     scaled: as randk stands alone; error feedback has it unscaled.
     """
@@ -156,8 +165,17 @@ def encode(spec: str, values: Array, scaled: bool = True, step: int = 0) -> byte
             kept = values[indices] * np.array(sizes if scaled else 1, np.float32)
             index = (STRATA, seed, b"")
         elif name == "cycle":
-            stride = round(1 / float(argument))
-            kept, index = values[step % stride :: stride], (STRIDE, step % stride << 16 | stride, b"")
+            density, _, share = argument.partition("/")
+            stride = round(1 / float(density))
+            phase = step % stride
+            kept, parameter = values[phase::stride], (phase << 16 | stride) if phase < count else 0
+            if share:
+                chosen = selected(f"topk:{share}", kept) if kept.size else np.empty(0, np.int64)
+                r, codes = rice_part(chosen, kept.size) if chosen.size else (0, b"")
+                index = (STRIDED, parameter, bytes([r]) + codes) if chosen.size else (RICE, 0, b"")
+                kept = kept[chosen]
+            else:
+                index = (STRIDE, parameter, b"")
         else:
             indices = selected(stage, values)
             kept = values[indices]
@@ -175,7 +193,7 @@ def unpacked(payload: bytes) -> bytes:
 
 
 def decode(payload: bytes) -> tuple[Array, Array]:
-    """(indices, values) of a valid payload that is not of low rank."""
+    """(indices, values) of a valid payload."""
     payload = unpacked(payload)
     _, wire_id, coding, _, count, kept, parameter = struct.unpack("<BBBBIII", payload[:16])
     values, part = values_in(CODINGS[coding], payload[16:], kept)

@@ -21,6 +21,7 @@ SPECS = (
     *("topk:0.01", "topk:0.05", "topk:64/4096", "topk:3/100+fp16", "topk:1/1", "mstopk:0.01", "mstopk:0.3"),
     *("randk:0.01", "randk:1.0", "threshold:0.7", "threshold:1e-40", "threshold:3e38", "topk:0.01+2bit"),
     *("cycle:0.1+sign", "cycle:0.03", "cycle:1.0"),
+    *("cycle:0.15/0.24+sign", "cycle:0.03/0.3", "cycle:1.0/0.01+int8+lz4", "cycle:0.5/1.0+2bit"),
 )  # fmt: skip
 
 

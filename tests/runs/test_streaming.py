@@ -92,7 +92,7 @@ def test_one_fragment_merged_at_once_is_local_as_ever() -> None:
         np.testing.assert_array_equal(shared[-1], x)
 
 
-SPECS = ("topk:0.05+int8", "2bit", "powersgd:2", "topk:0.2")
+SPECS = ("topk:0.05+int8", "2bit", "cycle:0.5/0.4+2bit", "topk:0.2")
 
 
 @pytest.mark.parametrize("down", ["", "dense"], ids=["coded down", "dense down"])
