@@ -7,6 +7,7 @@ import numpy as np
 from narrows.compression.buffers import FloatArray
 from narrows.compression.codecs import Piece, PieceLike, add, check, coded_piece, put, raw_pieces
 from narrows.compression.feedback import ErrorFeedback
+from narrows.compression.sampling import sample_of
 
 Keys = tuple[int, int]  # [begin, end)
 
@@ -27,6 +28,8 @@ class HostReplica:
     ) -> None:
         self.begin, self.end, self.feedbacks, self.cut = begin, end, list(feedbacks), cut
         self.pulled = np.zeros(end - begin, np.float32) if pulled is None else pulled
+        self.samples = [sample_of(high - low) for (low, high), _ in self.feedbacks]
+        self.held_back = 0.0  # how long the residual was beside an update, at the sample of the newest fragment
 
     @property
     def residuals(self) -> list[tuple[int, int, FloatArray]]:
@@ -60,7 +63,13 @@ class HostReplica:
             feedback.load_state_dict({})
             return raw_pieces(update, begin, self.cut(begin, end))
         feedback.memory.step = clock  # alike on all workers, whenever they joined
-        return [coded_piece(feedback.encode(update), begin, end)]
+        at = self.samples[clock % len(self.feedbacks)]
+        moved = update[at]
+        piece = coded_piece(feedback.encode(update), begin, end)
+        if feedback.residual is not None and moved.any():
+            with np.errstate(over="ignore"):
+                self.held_back = float(np.linalg.norm(feedback.residual[at]) / np.linalg.norm(moved))
+        return [piece]
 
     def give_back(self, pieces: Iterable[PieceLike], clock: int) -> None:
         """These, encoded for `clock`, were not sent."""

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from narrows.protocols.errors import RemoteProtocolError, UsageError
 from narrows.protocols.gossip.topology import RANDOM, TOPOLOGIES
 from narrows.protocols.messages import WORKERS_MAX
-from narrows.protocols.modes import GAIN_MAX, MODES, Mode, Rule
+from narrows.protocols.modes import GAIN_MAX, MODES, OUTER_LR, Mode, Rule, outer_momentum
 from narrows.protocols.wire import pack, unpack
 
 SHARDS_MAX = 256
@@ -32,8 +32,8 @@ class Settings:
     topology: str = ""
     shards: int = 1
     workers: int = 1
-    outer_lr: float = 0.7
-    outer_momentum: float = 0.9
+    outer_lr: float = -1.0
+    outer_momentum: float = -1.0
     update_gain: float = -1.0  # of a mean of updates; -1: measured
     look_ahead: float = -1.0  # clocks
     quorum: int = -1  # -1: all live members
@@ -58,7 +58,7 @@ class Settings:
             ("merge_delay", -1, STALENESS_MAX),
             ("lease", 0.1, 86400.0),
             ("checkpoint_every", 0.0, 1e9),
-            ("outer_lr", 0.0, 1e6),
+            ("outer_lr", -1.0, 1e6),
             ("look_ahead", -1.0, 1e3),
             ("quorum", -1, WORKERS_MAX),
             ("grace", -1.0, 86400.0),
@@ -67,7 +67,7 @@ class Settings:
             least = 1 if name in ("local_steps", "quorum") else max(low, 0)
             if not (value == low or least <= value <= high):
                 raise UsageError(f"{_flag(name)} {value}: give a value from {least} to {high}")
-        if not 0 <= self.outer_momentum < 1:
+        if self.outer_momentum != -1 and not 0 <= self.outer_momentum < 1:
             raise UsageError(f"--outer-momentum {self.outer_momentum}: give a value from 0 up to, not including, 1")
         if self.staleness not in (-1, row.bound) and not row.takes_staleness:
             have = ", ".join(m.name for m in MODES.values() if m.takes_staleness)
@@ -104,12 +104,16 @@ class Settings:
         # One inner step is the least delay that hides anything. With one, half of what was computed meanwhile is kept, as in
         # Streaming DiLoCo (2501.18512); without one there is nothing to keep.
         delay = self.merge_delay if self.merge_delay >= 0 else int(self.fragments > 1)
+        steps = self.local_steps if self.local_steps > 0 else row.local_steps
+        momentum = self.outer_momentum if self.outer_momentum >= 0 else outer_momentum(steps)
         filled = replace(
             self,
+            outer_momentum=momentum,
+            outer_lr=self.outer_lr if self.outer_lr >= 0 else OUTER_LR if momentum else 1.0,
             merge_delay=delay,
             merge_alpha=self.merge_alpha if self.merge_alpha >= 0 else 0.5 if delay else 0.0,
             staleness=self.staleness if self.staleness >= 0 or row.bound is None else row.bound,
-            local_steps=self.local_steps if self.local_steps > 0 else row.local_steps,
+            local_steps=steps,
             push=self.push or row.push_choices[0],
             compress_down=self.compress_down or ("dense" if row.name == "bsp" or mixes else self.compress),
             topology=self.topology or ("matching" if mixes else ""),

@@ -22,24 +22,16 @@ from typing import NamedTuple
 
 import numpy as np
 
+from narrows.compression.sampling import sample_of
 from narrows.protocols.modes import Mode, Rule
 from narrows.protocols.plan import Plan
 from narrows.protocols.settings import Settings
 from narrows.ps.changes import FloatArray
 
 WINDOW = 8  # clocks: of 8, 16 and 32 the sums of sparse updates agree best with the updates themselves
-SAMPLE = 4096  # keys: two such sums disagree by 2 %
 SMOOTHING = 0.5  # of the logarithm, for each window: what a gain is worth changes over hundreds of clocks
 LOOK_AHEAD = 0.5  # clocks
 GONE = -1  # in the place of a worker that has left, and is not measured any more
-
-
-def sample_of(size: int) -> np.ndarray:
-    """Positions that lie evenly and in no step that a sparse update may have: int64[min(size, SAMPLE)], rising."""
-    if size <= SAMPLE:
-        return np.arange(size)
-    golden = np.arange(SAMPLE, dtype=np.uint64) * np.uint64(0x9E3779B1) % np.uint64(1 << 32)
-    return np.unique((golden * np.uint64(size) >> np.uint64(32)).astype(np.int64))
 
 
 @dataclass(slots=True)

@@ -55,7 +55,7 @@ class Sync(Protocol):
 
     @property
     def merging(self) -> dict[str, float]:
-        """How updates are merged, for the record: their gain and their agreement, once the server knows them."""
+        """For the record: gain and agreement of the updates, once the server knows them, and what is held back of them."""
 
     def begin(self, event: e.Started) -> None:
         """A place in the run, or another one."""

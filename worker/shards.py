@@ -56,14 +56,16 @@ class Shards:
 
     @property
     def merging(self) -> dict[str, float]:
-        """The means over the shards of what the states here say."""
+        """The means over the shards of what the states here say, and of what is held back."""
+        held = [each.held_back for each in self.replicas if each.held_back]
+        figures = {"held_back": round(sum(held) / len(held), 3)} if held else {}
         known = [x for x in self.exchanges if x.agreement]
         if not known:
-            return {}
+            return figures
         gain, agreement = (
             sum(values) / len(known) for values in zip(*((x.gain, x.agreement) for x in known), strict=True)
         )
-        return {"gain": round(gain, 4), "agreement": round(agreement, 4)}
+        return figures | {"gain": round(gain, 4), "agreement": round(agreement, 4)}
 
     # Events.
 

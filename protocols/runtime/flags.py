@@ -33,8 +33,13 @@ RUN_FLAGS: tuple[tuple[str, Any, str, str], ...] = (
     ("merge_delay", int, "0; 1 with --fragments", "inner steps from a push until what came for it is merged (local)"),
     ("merge_alpha", float, "0; 0.5 with a delay", "weight of the worker's own values in a merge (local)"),
     ("push", str, "bsp: gradient, else update", "what is pushed: gradient or update"),
-    ("outer_lr", float, "0.7", "rate of the outer optimizer (local); 1 with momentum 0 is local SGD"),
-    ("outer_momentum", float, "0.9", "Nesterov momentum of the outer optimizer (local)"),
+    (
+        "outer_lr",
+        float,
+        "0.7; 1 without momentum",
+        "rate of the outer optimizer (local); 1 with momentum 0 is local SGD",
+    ),
+    ("outer_momentum", float, "0.6; 0 below 8 local steps", "Nesterov momentum of the outer optimizer (local)"),
     ("update_gain", float, "measured", "what a mean of updates is scaled by; 1: a plain mean (ssp, async, bsp)"),
     ("look_ahead", float, "0.5 with a bound", "clocks that a worker computes ahead of what is folded (ssp)"),
     (

@@ -59,6 +59,8 @@ def on_device(array: Array, offset: int = 0) -> Any:
     """A copy on the device; one with an offset starts where four values cannot be loaded at once."""
     room = np.zeros(array.size + offset, array.dtype)
     room[offset:] = array
+    if not array.size:
+        return cuda.to_device(room)[:0]  # an empty slice at the end of an array is refused on a device
     return cuda.to_device(room)[offset:]
 
 

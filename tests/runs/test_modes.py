@@ -200,7 +200,7 @@ def test_a_contradiction_names_both_sides_and_agreement_is_silent() -> None:
         "shards": 2,
         "compress_down": "dense",
         "workers": 9,
-        "outer_lr": 1.0,
+        "outer_lr": 0.25,
         "outer_momentum": 0.5,
         "update_gain": 1.0,
         "look_ahead": 0.0,

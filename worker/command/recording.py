@@ -12,15 +12,9 @@ from typing import Any
 
 from narrows.protocols.errors import UsageError
 
-STEP = (
-    "clock",
-    "push_bytes",
-    "pull_bytes",
-    "wait_seconds",
-    "staleness",
-    "gain",
-    "agreement",
-)  # of a step's event; the rest is the script's
+MERGING = ("gain", "agreement", "held_back")
+# Of a step's event; the rest is the script's.
+STEP = ("clock", "push_bytes", "pull_bytes", "wait_seconds", "staleness", *MERGING)
 
 
 class Recording:
