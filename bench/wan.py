@@ -111,6 +111,7 @@ ROWS = (
     flat("ssp", "topk:0.05+int8"),
     flat("ssp", "topk:0.05+int8", "--staleness", "2"),
     flat("ssp", "topk:0.05+int8", "--staleness", "3"),
+    flat("ssp", "topk:0.11+sign", "--staleness", "2"),
     flat("ssp", "cycle:0.15+sign"),
     flat("ssp", "cycle:0.15+sign", "--staleness", "2"),
     flat("ssp", "cycle:0.06+sign"),
@@ -125,7 +126,7 @@ ROWS = (
         ("--sync", "local", "--local-steps", "4", "--staleness", "1", "--compress", "topk:123/4096+2bit", *LOCAL_SGD),
         period=4),
     Row("tree: ssp topk:0.05+int8 over bsp", ("--sync", "ssp", "--compress", "topk:0.05+int8"), ("--sync", "bsp")),
-    Row("two cities (README), 2 workers each", ("--shards", "2", "--sync", "ssp", "--compress", "topk:0.05+int8"),
+    Row("two cities (README), 2 workers each", ("--shards", "2", "--sync", "ssp", "--compress", "topk:0.11+sign"),
         ("--shards", "2", "--workers", "2", "--sync", "bsp"), each=2),
     Row("diloco H=50", ("--sync", "local", "--local-steps", "50"), period=50),
     Row("streaming H=50 F=5", ("--sync", "local", "--local-steps", "50", "--fragments", "5", "--merge-delay", "8"), period=50),
@@ -369,6 +370,7 @@ def plot(results: list[Result], commit: str, path: Path) -> None:
 @click.option("--steps", default=40)
 @click.option("--rounds", default=3)
 @click.option("--seed", default=0)
+@click.option("--rate", default=0.002, help="the script's peak learning rate")
 @click.option("--size", type=click.Choice([*SIZES]), default="1.3M", help="parameters of the model")
 @click.option("--show", is_flag=True, help="run nothing, print the tables of the newest commit")
 @click.option("--plot", "picture", type=click.Path(path_type=Path), help="run nothing, draw the newest commit's runs")
@@ -380,6 +382,7 @@ def main(
     steps: int,
     rounds: int,
     seed: int,
+    rate: float,
     size: str,
     show: bool,
     picture: Path | None,
@@ -409,12 +412,12 @@ def main(
         if lack := row.lacks():
             click.echo(f"SKIPPED {row.name}: {lack}", err=True)
     chosen = [row for row in chosen if not row.lacks()]
-    args = ["--steps", str(steps), "--seed", str(seed), *SIZES[size]]
+    args = ["--steps", str(steps), "--seed", str(seed), "--lr", str(rate), *SIZES[size]]
     failed = False
     for number in range(rounds):
         for link in links.split(","):
             for row in chosen:
-                key = {"row": row.name, "link": link, "size": size, "round": number, "seed": seed}
+                key = {"row": row.name, "link": link, "size": size, "round": number, "seed": seed, "rate": rate}
                 try:
                     result = measure(row, LINKS[link], args, limit_s)
                 except (CommandFailed, OSError) as error:
