@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from narrows.protocols.modes import Mode, Rule
+from narrows.protocols.modes import GAIN_MAX, Mode, Rule
 from narrows.protocols.plan import Plan
 from narrows.protocols.settings import Settings
 from narrows.ps.changes import FloatArray
@@ -35,11 +35,18 @@ GONE = -1  # in the place of a worker that has left, and is not measured any mor
 
 
 def sample_of(size: int) -> np.ndarray:
-    """Positions that lie evenly and in no step that a sparse update may have: int64[min(size, SAMPLE)], rising."""
+    """Positions that lie evenly and in no step that a sparse update may have: int64[min(size, SAMPLE)], rising.
+
+    One in each of SAMPLE ranges, and where in it is drawn: multiples of a number, golden or not, miss every 40th key or so
+    of some sizes altogether.
+    """
     if size <= SAMPLE:
         return np.arange(size)
-    golden = np.arange(SAMPLE, dtype=np.uint64) * np.uint64(0x9E3779B1) % np.uint64(1 << 32)
-    return np.unique((golden * np.uint64(size) >> np.uint64(32)).astype(np.int64))
+    drawn = np.arange(1, SAMPLE + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)  # SplitMix64
+    drawn = (drawn ^ drawn >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    drawn = (drawn ^ drawn >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    ends = np.arange(SAMPLE + 1) * size // SAMPLE
+    return ends[:-1] + ((drawn >> np.uint64(33)).astype(np.int64) * np.diff(ends) >> 31)
 
 
 @dataclass(slots=True)
@@ -92,16 +99,16 @@ class Gain:
 
     def merging(self, members: int) -> Merging:
         """Of a state that is published now. One member has all its updates in its replica: there is nothing ahead of it."""
-        return Merging(self.factor, self.factor * (1 + self.look * (members > 1)), self.agreement)
+        ahead = self.factor * (1 + self.look * (members > 1))
+        return Merging(self.factor, min(ahead, GAIN_MAX), self.agreement)
 
     def saw(self, worker: int, share: float, weight: float, before: FloatArray, after: FloatArray) -> None:
         """An update was folded at this weight for `share` of a mean. before, after: the model at `at`, float32[len(at)]."""
         if worker == GONE:
             return
-        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite measures nothing
-            moved = (after - before) / np.float32(weight)
         own = self.windows.setdefault(worker, Window(0, np.zeros(self.at.size, np.float32)))
-        own.total += moved
+        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite measures nothing
+            own.total += (after - before) / np.float32(weight)
         own.clocks += 1
         own.share = share
         if own.clocks < WINDOW:
@@ -111,13 +118,13 @@ class Gain:
             self._measure()
 
     def state(self) -> FloatArray:
-        """What a checkpoint keeps, float32[2]."""
-        return np.array([self.factor, self.agreement], np.float32)
+        """What a checkpoint keeps, float32[1]."""
+        return np.array([self.agreement], np.float32)
 
     def load(self, state: FloatArray) -> None:
-        self.agreement = float(state[1])
-        if not self.fixed:
-            self.factor = float(state[0])
+        """The gain follows, whatever it was: a run may go on with another --update-gain."""
+        self.agreement = float(state[0])
+        self._scale()
 
     def members(self, live: Iterable[int]) -> None:
         """Forget who left."""
@@ -130,13 +137,17 @@ class Gain:
         sums = np.stack([each.whole for each in self.windows.values() if each.whole is not None]).astype(np.float64)
         for each in self.windows.values():
             each.whole = None
-        mean = shares @ sums
-        lengths, length = float(shares @ np.square(sums).sum(1)), float(mean @ mean)
-        if not 0 < length <= lengths < float("inf"):
+        with np.errstate(over="ignore", invalid="ignore"):
+            mean = shares @ sums
+            lengths, length = float(shares @ np.square(sums).sum(1)), float(mean @ mean)
+        if not (length > 0 and lengths < float("inf")):
             return  # nothing moved, or it is not finite
-        most = float(np.square(shares).sum())  # 1/W: of updates that have nothing in common
-        measured = max(length / lengths, most) ** 0.5
+        least = float(np.square(shares).sum())  # 1/W: of updates that have nothing in common
+        measured = min(max(length / lengths, least), 1.0) ** 0.5  # of updates that are one it may be rounded up
         before = self.agreement or measured
         self.agreement = before**SMOOTHING * measured ** (1 - SMOOTHING)
-        if not self.fixed:
+        self._scale()
+
+    def _scale(self) -> None:
+        if not self.fixed and self.agreement:
             self.factor = self.agreement ** -(1 - self.degree)
