@@ -149,7 +149,9 @@ class Exchange(Generic[A]):
             raise RemoteProtocolError("the server sent a state that is half a difference")
         gain, ahead, agreement = parts[-1].gain, parts[-1].ahead, parts[-1].agreement
         if not (0 < gain <= GAIN_MAX and 0 < ahead <= GAIN_MAX and 0 <= agreement <= 1):
-            raise RemoteProtocolError(f"the server sent a state with gains of {gain} and {ahead}, agreement {agreement}")
+            raise RemoteProtocolError(
+                f"the server sent a state with gains of {gain} and {ahead}, agreement {agreement}"
+            )
         ranges = [(self.replica.begin, self.replica.end)]
         if not first.whole:
             ranges += [self.turn(clock) for clock in range(self.mode.fragments)]

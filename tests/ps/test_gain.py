@@ -168,7 +168,8 @@ def test_updates_that_are_one_have_a_gain_of_1_and_orthogonal_ones_the_root_of_h
         assert same.factor == pytest.approx(1.0, abs=1e-12) and same.factor >= 1
 
     def alone(worker: int, clock: int) -> FloatArray:
-        return (np.arange(keys * workers) % workers == worker).astype(np.float32)
+        ours: FloatArray = (np.arange(keys * workers) % workers == worker).astype(np.float32)
+        return ours
 
     apart = together(Both(keys * workers), alone, shares, 3 * WINDOW).gain
     assert apart.factor == pytest.approx(workers**0.5, rel=1e-6)
@@ -332,7 +333,7 @@ def test_how_far_each_mode_looks_ahead(flags: dict[str, Any], degree: float, ahe
     gain = gain_of(degree, **flags)
     assert (gain.size, gain.degree, gain.fixed, gain.factor) == (KEYS, degree, 0.0, 1.0)
     for gain.factor in (1.0, 1.3):
-        assert gain.merging(2) == gain.merging(7) == Merging(gain.factor, pytest.approx(gain.factor * ahead), 0.0)
+        assert gain.merging(2) == gain.merging(7) == pytest.approx((gain.factor, gain.factor * ahead, 0.0))
         assert gain.merging(1) == Merging(gain.factor, gain.factor, 0.0), "it has all its updates itself"
     assert gain_of(degree, sync="ssp").merging(1) == PLAIN
 
