@@ -7,8 +7,15 @@ SAMPLE = 4096  # positions: two norms of what lies there disagree by 2 %
 
 
 def sample_of(size: int) -> npt.NDArray[np.int64]:
-    """Positions that lie evenly and in no step that a sparse update may have: int64[at most SAMPLE], rising."""
+    """Positions that lie evenly and in no step that a sparse update may have: int64[min(size, SAMPLE)], rising.
+
+    One in each of SAMPLE ranges, and where in it is drawn: multiples of a number, golden or not, miss every 40th key or so
+    of some sizes altogether.
+    """
     if size <= SAMPLE:
         return np.arange(size)
-    golden = np.arange(SAMPLE, dtype=np.uint64) * np.uint64(0x9E3779B1) % np.uint64(1 << 32)
-    return np.unique((golden * np.uint64(size) >> np.uint64(32)).astype(np.int64))
+    drawn = np.arange(1, SAMPLE + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)  # SplitMix64
+    drawn = (drawn ^ drawn >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    drawn = (drawn ^ drawn >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    ends = np.arange(SAMPLE + 1) * size // SAMPLE
+    return ends[:-1] + ((drawn >> np.uint64(33)).astype(np.int64) * np.diff(ends) >> 31)

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from narrows.compression.sampling import sample_of
-from narrows.protocols.modes import Mode, Rule
+from narrows.protocols.modes import GAIN_MAX, Mode, Rule
 from narrows.protocols.plan import Plan
 from narrows.protocols.settings import Settings
 from narrows.ps.changes import FloatArray
@@ -84,16 +84,16 @@ class Gain:
 
     def merging(self, members: int) -> Merging:
         """Of a state that is published now. One member has all its updates in its replica: there is nothing ahead of it."""
-        return Merging(self.factor, self.factor * (1 + self.look * (members > 1)), self.agreement)
+        ahead = self.factor * (1 + self.look * (members > 1))
+        return Merging(self.factor, min(ahead, GAIN_MAX), self.agreement)
 
     def saw(self, worker: int, share: float, weight: float, before: FloatArray, after: FloatArray) -> None:
         """An update was folded at this weight for `share` of a mean. before, after: the model at `at`, float32[len(at)]."""
         if worker == GONE:
             return
-        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite measures nothing
-            moved = (after - before) / np.float32(weight)
         own = self.windows.setdefault(worker, Window(0, np.zeros(self.at.size, np.float32)))
-        own.total += moved
+        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite measures nothing
+            own.total += (after - before) / np.float32(weight)
         own.clocks += 1
         own.share = share
         if own.clocks < WINDOW:
@@ -103,13 +103,13 @@ class Gain:
             self._measure()
 
     def state(self) -> FloatArray:
-        """What a checkpoint keeps, float32[2]."""
-        return np.array([self.factor, self.agreement], np.float32)
+        """What a checkpoint keeps, float32[1]."""
+        return np.array([self.agreement], np.float32)
 
     def load(self, state: FloatArray) -> None:
-        self.agreement = float(state[1])
-        if not self.fixed:
-            self.factor = float(state[0])
+        """The gain follows, whatever it was: a run may go on with another --update-gain."""
+        self.agreement = float(state[0])
+        self._scale()
 
     def members(self, live: Iterable[int]) -> None:
         """Forget who left."""
@@ -122,13 +122,17 @@ class Gain:
         sums = np.stack([each.whole for each in self.windows.values() if each.whole is not None]).astype(np.float64)
         for each in self.windows.values():
             each.whole = None
-        mean = shares @ sums
-        lengths, length = float(shares @ np.square(sums).sum(1)), float(mean @ mean)
-        if not 0 < length <= lengths < float("inf"):
+        with np.errstate(over="ignore", invalid="ignore"):
+            mean = shares @ sums
+            lengths, length = float(shares @ np.square(sums).sum(1)), float(mean @ mean)
+        if not (length > 0 and lengths < float("inf")):
             return  # nothing moved, or it is not finite
-        most = float(np.square(shares).sum())  # 1/W: of updates that have nothing in common
-        measured = max(length / lengths, most) ** 0.5
+        least = float(np.square(shares).sum())  # 1/W: of updates that have nothing in common
+        measured = min(max(length / lengths, least), 1.0) ** 0.5  # of updates that are one it may be rounded up
         before = self.agreement or measured
         self.agreement = before**SMOOTHING * measured ** (1 - SMOOTHING)
-        if not self.fixed:
+        self._scale()
+
+    def _scale(self) -> None:
+        if not self.fixed and self.agreement:
             self.factor = self.agreement ** -(1 - self.degree)

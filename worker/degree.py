@@ -15,6 +15,7 @@ import torch
 
 from narrows.worker.optimizers import each_of
 
+HOW = ("capturable", "differentiable", "foreach", "fused")  # a step is carried out: not all can be on a plain parameter
 STEPS = 8  # the first ones of some are not like the others: RAdam begins to divide at the sixth
 
 
@@ -33,7 +34,7 @@ def degree_of(inner: torch.optim.Optimizer) -> float:
 
 def _tried(kind: type[torch.optim.Optimizer], group: dict[str, Any]) -> float:
     taken = inspect.signature(kind).parameters.keys() - {"params"}  # a group may have more, of a scheduler or of torch
-    values = {name: value for name, value in group.items() if name in taken}
+    values = {name: value for name, value in group.items() if name in taken - {*HOW}}
     values |= {name: 0.0 for name in ("weight_decay",) if name in values}
     try:
         with warnings.catch_warnings():
@@ -47,9 +48,13 @@ def _tried(kind: type[torch.optim.Optimizer], group: dict[str, Any]) -> float:
 def _moved(kind: type[torch.optim.Optimizer], values: dict[str, Any], size: float) -> float:
     """How far a matrix of zeros is moved by the last of some steps along gradients of this size."""
     weight = torch.nn.Parameter(torch.zeros(2, 2))
-    optimizer = kind([weight], **(values | {"lr": 1e-3}))
-    for step in range(STEPS):
-        before = weight.detach().clone()
-        weight.grad = size * torch.tensor([[1.0, -0.5], [0.25, 2.0 + 0.1 * step]])
-        optimizer.step()
+    draws = not kind.__module__.startswith(
+        "torch."
+    )  # one of the script's own may: alike for each size, and for the script
+    with torch.random.fork_rng(devices=[], enabled=draws):
+        optimizer = kind([weight], **(values | {"lr": 1e-3}))
+        for step in range(STEPS):
+            before = weight.detach().clone()
+            weight.grad = size * torch.tensor([[1.0, -0.5], [0.25, 2.0 + 0.1 * step]])
+            optimizer.step()
     return float((weight.detach() - before).norm())

@@ -147,8 +147,11 @@ class Exchange(Generic[A]):
         first, pieces = parts[0], [(part.begin, part.end) for part in parts]
         if any((part.whole, part.add) != (first.whole, first.add) for part in parts) or (first.whole and first.add):
             raise RemoteProtocolError("the server sent a state that is half a difference")
-        if not all(0 < gain <= GAIN_MAX for gain in (parts[-1].gain, parts[-1].ahead)):
-            raise RemoteProtocolError(f"the server sent a state with gains of {parts[-1].gain} and {parts[-1].ahead}")
+        gain, ahead, agreement = parts[-1].gain, parts[-1].ahead, parts[-1].agreement
+        if not (0 < gain <= GAIN_MAX and 0 < ahead <= GAIN_MAX and 0 <= agreement <= 1):
+            raise RemoteProtocolError(
+                f"the server sent a state with gains of {gain} and {ahead}, agreement {agreement}"
+            )
         ranges = [(self.replica.begin, self.replica.end)]
         if not first.whole:
             ranges += [self.turn(clock) for clock in range(self.mode.fragments)]

@@ -43,10 +43,13 @@ def drawn(rng: np.random.Generator, keys: tuple[int, int]) -> Array:
     return rng.standard_normal(keys[1] - keys[0]).astype(np.float32)
 
 
+GAINS = (1.0, 0.5, 1.4)
+
+
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("member", MEMBERS)
 def test_what_was_sent_and_the_residual_are_what_was_given(member: str, spec: str) -> None:
-    """Conservation, of each fragment by itself; and a child computes on pulled + residual + stand-ins."""
+    """Conservation, of each fragment by itself; and a child computes on pulled + gain * residual + stand-ins."""
     replica, rng = made(member, spec), np.random.default_rng(3)
     pulled = drawn(rng, (BEGIN, END))
     replica.absorb(raw_pieces(pulled, BEGIN, parts(BEGIN, END)), add=False)
@@ -60,10 +63,12 @@ def test_what_was_sent_and_the_residual_are_what_was_given(member: str, spec: st
         given[at] += update
         sent[at] += values_of(pieces, begin, end)
         stand_ins = [(0.25, piece) for piece in pieces]
-        want = (pulled + (given - sent))[at] + 0.25 * values_of(pieces, begin, end)
-        base = np.empty(end - begin, np.float32)
+        held, base = values_of(pieces, begin, end), np.empty(end - begin, np.float32)
         replica.base(stand_ins, begin, end, base)
-        np.testing.assert_allclose(base, want, atol=2e-5)
+        np.testing.assert_allclose(base, (pulled + (given - sent))[at] + 0.25 * held, atol=2e-5)
+        for gain in GAINS:
+            replica.base(stand_ins, begin, end, base, gain)
+            np.testing.assert_allclose(base, (pulled + gain * (given - sent))[at] + 0.25 * held, atol=2e-5)
     last = list(replica.encode(np.zeros(MIDDLE - BEGIN, np.float32), CLOCKS, dense=True))
     sent[: MIDDLE - BEGIN] += values_of(last, BEGIN, MIDDLE)
     np.testing.assert_allclose(sent[: MIDDLE - BEGIN], given[: MIDDLE - BEGIN], atol=2e-5)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from itertools import pairwise
 from typing import Any
 
@@ -311,6 +311,7 @@ PLAN = Plan(
     "SGD",
     ((0, 2), (1,)),
     0.5,
+    degree=0.25,
 )
 PACKED: dict[str, tuple[Callable[[bytes], object], bytes]] = {
     "pack": (unpack, pack([None, True, 1, -3, 0.5, "x", b"y", [1, [2]], {"k": [1]}])),
@@ -323,6 +324,8 @@ PACKED: dict[str, tuple[Callable[[bytes], object], bytes]] = {
 def test_packed_fields_come_back() -> None:
     assert unpack(PACKED["pack"][1]) == [None, True, 1, -3, 0.5, "x", b"y", [1, [2]], {"k": [1]}]
     assert Plan.unpacked(PLAN.packed()) == PLAN
+    for degree in (0.0, 0.25, 1.0):
+        assert Plan.unpacked(replace(PLAN, degree=degree).packed()).degree == degree
     assert (
         Settings.unpacked(PACKED["settings"][1]) == Settings(sync="ssp", staleness=2, compress="topk:0.01").validated()
     )
@@ -338,21 +341,27 @@ INF, NAN = float("inf"), float("nan")
         ("pack", b"\x81\x90\x00"),  # a map whose key is a list
         ("pack", b"\x81\x80\x00"),
         ("plan", None),
-        ("plan", [[["w", [INF], "float32"]], "SGD", [[0]], 0.0]),
-        ("plan", [[["w", [NAN], "float32"]], "SGD", [[0]], 0.0]),
-        ("plan", [[["w", [-1], "float32"]], "SGD", [[0]], 0.0]),
-        ("plan", [[["w", [-2, -3], "float32"]], "SGD", [[0]], 0.0]),
-        ("plan", [[["w", [1 << 41], "float32"]], "SGD", [[0]], 0.0]),
-        ("plan", [[["w", [1.5], "float32"]], "SGD", [[0]], 0.0]),
-        ("plan", [[["w", [3], 7]], "SGD", [[0]], 0.0]),
-        ("plan", [[[None, [3], "float32"]], "SGD", [[0]], 0.0]),
-        ("plan", [[["w", [3], "float32"]], "SGD", [[1]], 0.0]),
-        ("plan", [[["w", [3], "float32"]], "SGD", [[-1]], 0.0]),
-        ("plan", [[["w", [3], "float32"]], "SGD", [[INF]], 0.0]),
-        ("plan", [[["w", [3], "float32"]], "SGD", [[0], [0]], 0.0]),  # one tensor, two groups: stepped twice
-        ("plan", [[["w", [3], "float32"]], "SGD", [[0]], NAN]),
-        ("plan", [[["w", [3], "float32"], ["w", [3], "float32"]], "SGD", [[0, 1]], 0.0]),  # one name, two tensors
-        ("plan", [[], "SGD", [], 0.0]),
+        ("plan", [[["w", [INF], "float32"]], "SGD", [[0]], 0.0, [], 1.0]),
+        ("plan", [[["w", [NAN], "float32"]], "SGD", [[0]], 0.0, [], 1.0]),
+        ("plan", [[["w", [-1], "float32"]], "SGD", [[0]], 0.0, [], 1.0]),
+        ("plan", [[["w", [-2, -3], "float32"]], "SGD", [[0]], 0.0, [], 1.0]),
+        ("plan", [[["w", [1 << 41], "float32"]], "SGD", [[0]], 0.0, [], 1.0]),
+        ("plan", [[["w", [1.5], "float32"]], "SGD", [[0]], 0.0, [], 1.0]),
+        ("plan", [[["w", [3], 7]], "SGD", [[0]], 0.0, [], 1.0]),
+        ("plan", [[[None, [3], "float32"]], "SGD", [[0]], 0.0, [], 1.0]),
+        ("plan", [[["w", [3], "float32"]], "SGD", [[1]], 0.0, [], 1.0]),
+        ("plan", [[["w", [3], "float32"]], "SGD", [[-1]], 0.0, [], 1.0]),
+        ("plan", [[["w", [3], "float32"]], "SGD", [[INF]], 0.0, [], 1.0]),
+        ("plan", [[["w", [3], "float32"]], "SGD", [[0], [0]], 0.0, [], 1.0]),  # one tensor, two groups: stepped twice
+        ("plan", [[["w", [3], "float32"]], "SGD", [[0]], NAN, [], 1.0]),
+        (
+            "plan",
+            [[["w", [3], "float32"], ["w", [3], "float32"]], "SGD", [[0, 1]], 0.0, [], 1.0],
+        ),  # one name, two tensors
+        ("plan", [[], "SGD", [], 0.0, [], 1.0]),
+        *(("plan", [[["w", [3], "float32"]], "SGD", [[0]], 0.0, [], degree]) for degree in (-0.1, 1.1, NAN, INF, -INF)),
+        ("plan", [[["w", [3], "float32"]], "SGD", [[0]], 0.0, [], None]),
+        ("plan", [[["w", [3], "float32"]], "SGD", [[0]], 0.0, []]),
         ("settings", []),
         ("settings", {}),
         ("settings", asdict(Settings().validated()) | {"shards": 1.5}),

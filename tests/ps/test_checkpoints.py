@@ -373,6 +373,29 @@ def test_the_outer_momentum_goes_on_too(tmp_path: Path) -> None:
     assert np.array_equal(resumed, straight(LOCAL, make))
 
 
+def test_the_gain_of_a_mean_of_updates_goes_on_too(tmp_path: Path) -> None:
+    """The first state that a worker has is of the gain that was measured before, and so is the first weight."""
+    settings, make = Settings(sync="ssp", workers=2, shards=2), OPTIMIZERS["AdamW"]
+    cluster = OnDisk(settings, tmp_path)
+    with run(settings, cluster) as started:
+        train(started, make, 20, finish=False)
+        before = [in_process.store_of(server).gain.factor for server in cluster.servers]
+        cluster.interrupt()
+    assert all(gain > 1.02 for gain in before)
+    again = OnDisk(settings, tmp_path, resume=True)
+    with run(settings, again) as started:
+
+        def script(worker: int) -> Array:
+            net = build(99)
+            engine = DistributedOptimizer(make(net.parameters()), net)._engine
+            assert engine is not None
+            return np.array([exchange.gain for exchange in cast(Any, engine.sync).shards.exchanges])
+
+        for gains in started.together(script):
+            np.testing.assert_allclose(gains, before, rtol=1e-6)
+        np.testing.assert_allclose([in_process.store_of(each).gain.factor for each in again.servers], before, rtol=1e-6)
+
+
 @pytest.mark.parametrize("spec", ["dense", "topk:0.2"])
 @pytest.mark.parametrize("delay", [0, 1])
 def test_a_run_in_fragments_goes_on_with_the_fragment_whose_turn_it_is(delay: int, spec: str, tmp_path: Path) -> None:

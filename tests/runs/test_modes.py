@@ -145,6 +145,19 @@ NAN = float("nan")
         ({"checkpoint_every": float("inf")}, "--checkpoint-every inf: give a value from 0"),
         ({"outer_lr": -0.1}, "--outer-lr -0.1: give a value from 0"),
         ({"outer_lr": NAN}, "--outer-lr nan: give a value from 0"),
+        ({"sync": "ssp", "update_gain": 0.0}, "--update-gain 0.0: give a value above 0, at most 1000"),
+        ({"sync": "ssp", "update_gain": -2.0}, "--update-gain -2.0: give a value above 0"),
+        ({"sync": "ssp", "update_gain": 1001.0}, "--update-gain 1001.0: give a value above 0, at most 1000"),
+        ({"sync": "ssp", "update_gain": NAN}, "--update-gain nan: give a value above 0"),
+        ({"sync": "ssp", "look_ahead": -0.5}, "--look-ahead -0.5: give a value from 0"),
+        ({"sync": "ssp", "look_ahead": NAN}, "--look-ahead nan: give a value from 0"),
+        ({"sync": "bsp", "update_gain": 1.5}, "--update-gain: here no updates of workers are added; bsp, ssp, async"),
+        ({"sync": "local", "look_ahead": 0.5}, "--look-ahead: here no updates of workers are added"),
+        (
+            {"sync": "ssp", "push": "gradient", "update_gain": 1.5},
+            "--update-gain: here no updates of workers are added",
+        ),
+        ({"sync": "gossip", "update_gain": 1.5}, "--update-gain: here no updates of workers are added"),
         ({"outer_momentum": 1.0}, "--outer-momentum 1.0: give a value from 0 up to, not including, 1"),
         ({"outer_momentum": -0.1}, "--outer-momentum -0.1: give a value from 0 up to, not including, 1"),
         ({"outer_momentum": NAN}, "--outer-momentum nan: give a value from 0 up to, not including, 1"),
@@ -241,14 +254,14 @@ def test_a_worker_may_compute_up_to_s_clocks_ahead(clock: int, min_clock: int, b
     assert Settings(sync="async").validated().mode().allows(clock, min_clock)
 
 
-# The replica. Reference: Replica = pulled + residual + sum over own clocks c >= min_clock of (1 - w_c) u_c, w_c = 0 while
-# c is not in the state. Three columns of the table depart from it: pushed gradients have no own writes; an outer step is
-# no mean, so what is in the state stands in at full weight until its round is folded; with no bound only the newest
-# STANDS_IN_UNBOUNDED own clocks stand in.
+# The replica. Reference: Replica = pulled + gain residual + sum over own clocks c >= min_clock of (ahead - w_c) u_c, w_c = 0
+# while c is not in the state; gain and ahead are 1 where no updates are added. Three columns of the table depart from it:
+# pushed gradients have no own writes; an outer step is no mean, so what is in the state stands in at full weight until its
+# round is folded; with no bound only the newest STANDS_IN_UNBOUNDED own clocks stand in.
 
 
 def own_writes(flags: dict[str, Any], updates: dict[int, float], own_clock: int, min_clock: int,
-               folded: dict[int, float]) -> float:  # fmt: skip
+               folded: dict[int, float], ahead: float) -> float:  # fmt: skip
     total = 0.0
     for clock, update in updates.items():
         if clock < min_clock:
@@ -258,7 +271,7 @@ def own_writes(flags: dict[str, Any], updates: dict[int, float], own_clock: int,
             continue
         if (flags["sync"] == "async" or flags.get("topology") == "random") and own_clock - clock > 1:
             continue
-        total += (1.0 if flags["sync"] == "local" else 1.0 - w) * update
+        total += (1.0 if flags["sync"] == "local" else ahead - w) * update
     return total
 
 
@@ -272,20 +285,46 @@ def test_own_writes_stand_in_as_the_rule_says(data: st.DataObject) -> None:
     updates = {clock: data.draw(st.sampled_from([-1.0, 0.5, 3.0])) for clock in range(own_clock)}
     folded = {clock: data.draw(st.sampled_from([0.25, 0.5, 1.0])) for clock in updates if data.draw(st.booleans())}
     mode = Settings(**flags).validated().mode()
-    ours = sum(stand_in(mode, c, own_clock, min_clock, folded.get(c)) * u for c, u in updates.items())
+    ahead = data.draw(st.sampled_from([1.0, 1.25, 1.5, 2.1])) if mode.rule is Rule.ADD else 1.0
+    ours = sum(stand_in(mode, c, own_clock, min_clock, folded.get(c), ahead) * u for c, u in updates.items())
     assert STANDS_IN_UNBOUNDED == 1
-    assert ours == pytest.approx(own_writes(flags, updates, own_clock, min_clock, folded), abs=1e-12)
+    assert ours == pytest.approx(own_writes(flags, updates, own_clock, min_clock, folded, ahead), abs=1e-12)
 
 
-def test_an_own_update_never_falls_back_on_its_way_into_the_mean() -> None:
-    """What pulled + own writes hold of one own update: 1 until its clock is complete, then its weight."""
-    mode = Settings(sync="ssp", staleness=2, workers=4).validated().mode()
-    clock, weight = 5, 0.25
+@pytest.mark.parametrize(("gain", "ahead"), [(1.0, 1.0), (1.25, 1.25), (1.0, 1.5), (1.5, 1.875)])
+def test_an_own_update_never_falls_back_on_its_way_into_the_mean(gain: float, ahead: float) -> None:
+    """What pulled + own writes hold of one own update: `ahead` until its clock is complete, then its weight; the others' of
+    that clock have come by then, and of all together there is the gain."""
+    mode, workers = Settings(sync="ssp", staleness=2, workers=4).validated().mode(), 4
+    clock, weight = 5, gain / workers
     for own_clock in (6, 7):
-        in_flight = 0.0 + stand_in(mode, clock, own_clock, 5, None)
-        folded_early = weight + stand_in(mode, clock, own_clock, 5, weight)
-        complete = weight + stand_in(mode, clock, own_clock, 6, None)
-        assert (in_flight, folded_early, complete) == (1.0, 1.0, weight)
+        in_flight = 0.0 + stand_in(mode, clock, own_clock, 5, None, ahead)
+        folded_early = weight + stand_in(mode, clock, own_clock, 5, weight, ahead)
+        complete = weight + stand_in(mode, clock, own_clock, 6, None, ahead)
+        late = weight + stand_in(mode, clock, own_clock, 6, weight, ahead)
+        assert (in_flight, folded_early, complete, late) == (ahead, ahead, weight, weight)
+        assert workers * complete == gain <= ahead
+
+
+@given(st.floats(0.1, 2.0), st.floats(0.0, 1.0), st.floats(0.01, 1.0), st.integers(1, 4))
+def test_what_a_worker_sees_of_its_own_update_is_the_same_whenever_it_is_folded(
+    gain: float, more: float, share: float, bound: int
+) -> None:
+    mode, ahead = Settings(sync="ssp", staleness=bound).validated().mode(), gain * (1 + more)
+    for own_clock in range(6, 6 + mode.window):
+        folded = gain * share + stand_in(mode, 5, own_clock, 5, gain * share, ahead)
+        assert stand_in(mode, 5, own_clock, 5, None, ahead) == ahead
+        assert folded == pytest.approx(ahead, rel=1e-12)
+
+
+def test_nobody_looks_ahead_where_no_updates_are_added() -> None:
+    """An outer step is no mean and stands in whole, folded or not; gradients never do."""
+    outer = Settings(sync="local", staleness=1).validated().mode()
+    gradient = Settings(sync="ssp", push="gradient").validated().mode()
+    for weight in (None, 0.25, 1.0):
+        assert stand_in(outer, 5, 6, 5, weight) == 1.0
+        assert stand_in(gradient, 5, 6, 5, weight, 1.5) == 0.0
+        assert stand_in(outer, 5, 7, 6, weight) == 0.0
 
 
 def test_one_worker_with_the_whole_weight_has_nothing_left_to_stand_in() -> None:

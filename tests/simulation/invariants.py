@@ -2,7 +2,8 @@
 
     staleness     a state for clock c is of a min_clock >= c - s, and min_clock is never ahead of a live member
     exactly once  a push is folded at most once, and is folded where it was acknowledged; what is given back never was
-    weights       at a barrier samples over the sum of the set; at once over the live members, the dead ones' gone
+    weights       at a barrier samples over the sum of the set; at once over the live members, the dead ones' gone; where
+                  updates are added that times the gain, which is measured anew from what was given, and counted once
     sets          every shard closes each clock over the set that the coordinator closed, which holds all live members
     quorum        or so many of them, once the grace is over and not later; it holds every update that is on all shards
     own writes    a state has all own updates that it says are settled; who leaves has every update of its own in the model

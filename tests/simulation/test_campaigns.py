@@ -25,7 +25,7 @@ from narrows.protocols.member.session import Session
 from narrows.protocols.modes import Mode
 from narrows.protocols.plan import Plan, TensorSpec
 from narrows.protocols.settings import Settings
-from narrows.ps.changes import Change, Terms
+from narrows.ps.changes import Change, Fold, Terms
 from narrows.ps.folding import AtOnce
 from narrows.ps.inbox import Inbox
 from narrows.ps.inbox import Seat as ShardSeat
@@ -76,6 +76,16 @@ def test_a_run_is_as_large_as_is_said_and_the_modes_take_turns() -> None:
     )
 
 
+def test_runs_have_a_gain() -> None:
+    """Else nothing above would look at it."""
+    gains = [_gain_of(Run(case_of(seed)).run()) for seed in range(PLANTED_SEEDS) if case_of(seed).scaled]
+    assert max(gains) > 1.05 and len(gains) >= 5
+
+
+def _gain_of(run: Run) -> float:
+    return max(mirror.held.gain for mirror in run.checker.mirrors.values())
+
+
 def test_with_a_quorum_updates_are_late_and_none_is_lost() -> None:
     runs = [Run(with_quorum(seed)).run() for seed in range(20)]
     assert all(run.checker.late for run in runs)
@@ -124,6 +134,22 @@ def forgets_push(service: Service, seat: ShardSeat, push: m.Push, ledger: m.Ledg
     if push.clock == seat.clock - 1 and push.clock % 5 == 4:
         seat.clock = push.clock
     return push_of(service, seat, push, ledger, now_ns)
+
+
+def scales_again(service: Service, seat: ShardSeat, push: m.Push, ledger: m.Ledger, now_ns: int) -> Any:
+    """The gain applied twice: a push that comes again makes it grow once more."""
+    if push.clock < seat.clock:
+        service.store.gain.factor **= 2
+    return push_of(service, seat, push, ledger, now_ns)
+
+
+def weighs_again(folding: AtOnce, seat: Any, update: Any, publication: int) -> list[Change]:
+    """The gain applied twice: now and then the weight of an update is scaled once more."""
+    (change,) = accept_of(folding, seat, update, publication)
+    if isinstance(change, Fold) and seat.clock % 5 == 4:
+        ((weight, terms),) = change.terms
+        change = replace(change, terms=((weight * folding.gain.factor, terms),))
+    return [change]
 
 
 class OneEarly(Rounds):
@@ -253,7 +279,7 @@ def once_summed(mean: Mean, terms: Terms) -> Any:
     return mean.total if mean.taken and mean.total is not None else mean_of(mean, terms)
 
 
-push_of, serve, next_whole = Service._push, Publications.serve, Inbox.next
+push_of, serve, next_whole, accept_of = Service._push, Publications.serve, Inbox.next, AtOnce.accept
 change_of, mean_of, take_of = AtOnce._change, Mean.of, Exchange._take
 
 
@@ -275,6 +301,8 @@ in_parts = lambda seed: with_barrier(seed)  # noqa: E731
 PLANTED: dict[str, tuple[Bug, Callable[[int], Case], str]] = {
     "a dedupe entry dropped": ([(Service, "_push", forgets_push)], case_of, "is folded twice"),
     "the bound off by one": ([(Mode, "allows", one_too_far)], case_of, "staleness"),
+    "the gain applied twice after a retry": ([(Service, "_push", scales_again)], case_of, "weight of"),
+    "a fold weight scaled twice": ([(AtOnce, "accept", weighs_again)], case_of, "weight of"),
     "a barrier closed one early": (OneEarly, case_of, "is closed over|is complete"),
     "an epoch unchecked": (Kit(shard=AnyEpoch), with_restart, "folded|blames|ended"),
     "a late update dropped": (Drops, with_quorum, "is closed over .* have pushed"),

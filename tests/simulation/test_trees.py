@@ -51,6 +51,12 @@ def test_every_mode_is_on_both_levels() -> None:
     assert {row["sync"] for row in ABOVE.values()} == {row["sync"] for row in BELOW.values()} == set(SYNCS)
 
 
+def test_trees_have_a_gain_on_both_levels() -> None:
+    trees = [Tree(case_of("ssp", "ssp", seed)).run() for seed in range(0, 6, 2)]
+    for nodes in ([tree.root for tree in trees], [node for tree in trees for node in tree.clusters]):
+        assert max(mirror.gain.factor for node in nodes for mirror in node.checker.mirrors.values()) > 1.05
+
+
 def test_a_seed_replays_exactly() -> None:
     first, second, third = (Tree(case_of("ssp", "local", seed)).run() for seed in (3, 3, 4))
     assert (first.sim.digest, first.sim.now_ns, first.events) == (second.sim.digest, second.sim.now_ns, second.events)
@@ -151,6 +157,13 @@ def folds_twice(service: Service, seat: Seat, push: m.Push, ledger: m.Ledger, no
 push_of = Service._push
 
 
+def scales_again(service: Service, seat: Seat, push: m.Push, ledger: m.Ledger, now_ns: int) -> Any:
+    """The gain applied twice: a push that comes again makes it grow once more."""
+    if push.clock < seat.clock:
+        service.store.gain.factor **= 2
+    return push_of(service, seat, push, ledger, now_ns)
+
+
 def answers_early(shown: Publications, seat: Seat, child: Child) -> list[Any]:
     """A state for the next clock is what there is."""
     number = shown.store.publication
@@ -210,6 +223,7 @@ class FinishesAgain(Above):
 
 PLANTED: dict[str, tuple[Bug, str, str, str]] = {
     "a cluster folds twice": ([(Service, "_push", folds_twice)], "bsp", "ssp", "folded twice"),
+    "the gain applied twice after a retry": ([(Service, "_push", scales_again)], "ssp", "ssp", "and the gain is"),
     "a state is sent too early": ([(Publications, "_whole", answers_early)], "ssp", "ssp", "staleness: the state of"),
     "the root's bound is not kept": (
         *([(STAGES, Stage.REBASE, shows_early)], "bsp", "bsp", "staleness: c[0-9].s[01] shows"),
