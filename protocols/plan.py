@@ -56,7 +56,7 @@ class Plan:
     `groups[g]` are the tensor indices of parameter group g; each tensor is in one group. `optimizer` is the class name
     in torch.optim, or "" where the server does not need one (pushed updates). `max_grad_norm` <= 0: none. `aliases` are
     further names of shared tensors, each with its index: a whole checkpoint has them all. `degree`: how an update grows with
-    the gradient, from 0 (AdamW) to 1 (SGD); where gradients are pushed it says nothing.
+    the gradient, from 0 (AdamW) to 1 (SGD).
     """
 
     tensors: tuple[TensorSpec, ...]
