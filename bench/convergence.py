@@ -5,6 +5,7 @@
     python bench/convergence.py --preset gossip --workers 8    # MNIST-5k, each topology, full and low precision
     python bench/convergence.py --preset sparse                # byte GPT, 2 workers, 5 % and 1 % of each update
     python bench/convergence.py --preset compress --workers 4  # byte GPT and MNIST-5k, one SPEC after the other
+    python bench/convergence.py --preset tuned                 # byte GPT, 2 workers, each contender at its best of three rates
     python bench/convergence.py --preset sparse --show         # print what the last campaign found, as Markdown
 
 Rules
@@ -92,6 +93,7 @@ class Preset:
     workers: int
     rows: tuple[Row, ...]
     specs: bool = False  # a row is a SPEC: bytes against what they cost, beside dense bsp
+    tuned: bool = False  # a row is a contender at one rate; the table has each contender once
 
 
 SPARSE = tuple(ssp(s, compress, push) for push in ("", "gradient") for s, compress in ((1, "topk:0.05+int8"), (2, "topk:0.01+int8")))  # fmt: skip  # noqa: E501
@@ -142,6 +144,31 @@ GOSSIP = tuple(
     )
 )
 
+# One inner optimizer is compared with itself. Muon needs whole tensors: bsp, which steps on the server, cannot have it.
+RATES = ("0.002", "0.0028", "0.004")  # the script's own is the first
+LOCAL = Row("local, H = 50", ("--sync", "local", "--local-steps", "50"))
+
+
+def muon(row: Row) -> Row:
+    return replace(row, name=f"{row.name}, muon", script=("--optimizer", "muon"))
+
+
+def at_rate(row: Row, rate: str) -> Row:
+    return replace(row, name=f"{row.name}, rate {rate}", script=(*row.script, "--lr", rate))
+
+
+BASES = (SINGLE, DENSE, muon(SINGLE))
+CONTENDERS = (
+    SINGLE,
+    DENSE,
+    *(ssp(1, spec) for spec in ("dense", "topk:0.05+int8", "topk:0.11+sign")),
+    *(ssp(2, spec) for spec in ("cycle:0.15+sign", "cycle:0.15/0.24+sign")),
+    Row("async, topk:0.11+sign", ("--sync", "async", "--compress", "topk:0.11+sign")),
+    LOCAL,
+    Row("gossip, topk:0.05+int8", ("--sync", "gossip", "--compress", "topk:0.05+int8")),
+    *(muon(row) for row in (SINGLE, ssp(1, "topk:0.11+sign"), LOCAL)),
+)
+
 PRESETS = {
     "modes": Preset(
         (Task("mnist5k", "accuracy", 744, steps_per_epoch=62), Task("digits", "accuracy", 600)),
@@ -163,6 +190,12 @@ PRESETS = {
         workers=2,
         rows=(SINGLE, DENSE, *TABLE, *CURVE),
         specs=True,
+    ),
+    "tuned": Preset(
+        (Task("bytelm", "loss", 400),),
+        workers=2,
+        rows=tuple(at_rate(row, rate) for rate in RATES for row in CONTENDERS),
+        tuned=True,
     ),
 }
 
@@ -381,6 +414,41 @@ def spec_table(rows: list[tuple[Row, list[Result]]], name: str) -> list[str]:
     return lines
 
 
+def best_rate(row: Row, by_key: dict[str, list[Result]]) -> tuple[str, list[Result]] | None:
+    """The rate with the lowest mean among those with the most seeds, and its runs; None: nothing was run."""
+    runs = {rate: by_key.get(at_rate(row, rate).key, []) for rate in RATES}
+    most = max(map(len, runs.values()))
+    if not most:
+        return None
+    return min(
+        ((rate, found) for rate, found in runs.items() if len(found) == most),
+        key=lambda each: statistics.fmean(result["metric"] for result in each[1]),
+    )
+
+
+def tuned_table(rows: list[tuple[Row, list[Result]]]) -> list[str]:
+    """Each contender at its best rate, beside the better of the single process and bsp at theirs."""
+    by_key = {row.key: found for row, found in rows}
+    best = {row: chosen for row in CONTENDERS if (chosen := best_rate(row, by_key))}
+    lines = [
+        f"| contender | rate | loss | seeds | to dense | loss at {RATES[0]} | kB a step up, down |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row, (rate, found) in best.items():
+        alike = [best[base][1] for base in BASES if base in best and base.script == row.script]
+        losses = [statistics.fmean(result["metric"] for result in runs) for runs in alike]
+        metric = statistics.fmean(result["metric"] for result in found)
+        gap = cost(metric, min(losses), "loss") if losses else "-"
+        kilobytes = ", ".join(shown(mean(found, name), 1, 1e-3) for name in ("step_bytes_up", "step_bytes_down"))
+        own = mean(by_key.get(at_rate(row, RATES[0]).key, []), "metric")
+        cells = [row.name, rate, shown(metric, 3), seeds(found, 3), gap, shown(own, 3), kilobytes]
+        lines.append(f"| {' | '.join(cells)} |")
+    dense = (
+        "Dense: the better of single process and bsp at their best rates; beside Muon, the single process with Muon."
+    )
+    return [*lines, "", dense]
+
+
 def plot_specs(campaign: Campaign, commit: str, path: Path) -> None:
     """Ratio, both ways together, against what it costs beside dense bsp; a colour for each recipe."""
     import matplotlib
@@ -422,6 +490,8 @@ def markdown(campaign: Campaign, commit: str) -> str:
         return f"{campaign.path} holds no run of {task.name}, {campaign.steps} steps, at commit {commit}"
     if campaign.preset.specs:
         lines = spec_table(rows, task.metric)
+    elif campaign.preset.tuned:
+        lines = tuned_table(rows)
     else:
         lines = accuracy_table(rows) if task.metric == "accuracy" else loss_table(rows)
     runs = [result for _, found in rows for result in found]
