@@ -264,3 +264,12 @@ def test_the_plan_says_the_degree_where_updates_are_pushed() -> None:
             DistributedOptimizer(adamw(net), net)
             planned = started.cluster.servers[0].shard.planned
             assert planned is not None and planned.plan.degree == degree
+
+
+@pytest.mark.parametrize(("optimizer", "degree"), [(adamw, 0.0), (sgd, 1.0)])
+def test_a_cluster_that_steps_on_gradients_tells_above_of_its_optimizer(optimizer: Any, degree: float) -> None:
+    """What it sends up are updates of that optimizer, though its workers push gradients."""
+    with run(Settings(sync="bsp", workers=1)) as started:
+        started.together(lambda worker: train(2, optimizer))
+        planned = started.cluster.servers[0].shard.planned
+        assert planned is not None and planned.plan.degree == degree
