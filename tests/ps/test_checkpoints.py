@@ -336,7 +336,8 @@ def train(
             return flat(net)
 
     results = started.together(script)
-    assert all(np.array_equal(results[0], other) for other in results)
+    if finish or settings.mode().barrier:  # without either each sees the model as it was when it asked
+        assert all(np.array_equal(results[0], other) for other in results)
     return cast(Array, results[0])
 
 

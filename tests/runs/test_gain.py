@@ -16,7 +16,7 @@ from kit.scripts import build, flat, loss_of, run, train
 from torch import nn
 
 from narrows.protocols.settings import Settings
-from narrows.worker import DistributedOptimizer, session
+from narrows.worker import session
 from narrows.worker.command.recording import Recording
 from narrows.worker.degree import degree_of
 from narrows.worker.optimizers import as_one
@@ -257,19 +257,11 @@ def test_one_worker_has_its_own_optimizers_steps() -> None:
     np.testing.assert_allclose(model, flat(net), atol=2e-6)
 
 
-def test_the_plan_says_the_degree_where_updates_are_pushed() -> None:
-    for flags, degree in (({"sync": "ssp"}, 0.0), ({"sync": "ssp", "push": "gradient"}, 1.0)):
-        with run(Settings(**cast(Any, flags))) as started:
-            net = build()
-            DistributedOptimizer(adamw(net), net)
-            planned = started.cluster.servers[0].shard.planned
-            assert planned is not None and planned.plan.degree == degree
-
-
+@pytest.mark.parametrize("sync", ["ssp", "bsp"])
 @pytest.mark.parametrize(("optimizer", "degree"), [(adamw, 0.0), (sgd, 1.0)])
-def test_a_cluster_that_steps_on_gradients_tells_above_of_its_optimizer(optimizer: Any, degree: float) -> None:
-    """What it sends up are updates of that optimizer, though its workers push gradients."""
-    with run(Settings(sync="bsp", workers=1)) as started:
+def test_the_plan_says_the_degree_of_the_optimizer(optimizer: Any, degree: float, sync: str) -> None:
+    """Where workers push gradients too: what their cluster sends up are updates of that optimizer."""
+    with run(Settings(sync=sync, workers=1)) as started:
         started.together(lambda worker: train(2, optimizer))
         planned = started.cluster.servers[0].shard.planned
         assert planned is not None and planned.plan.degree == degree

@@ -309,8 +309,8 @@ def test_the_record_is_what_the_design_says(tmp_path: Path) -> None:
         own = [event for event in between if event["worker"] == index and "how" not in event]
         assert [event["clock"] for event in own] == list(range(1, 21))
         for event in own:
-            assert event.keys() == {
-                *("worker", "clock", "push_bytes", "pull_bytes", "wait_seconds", "staleness", "loss"),
+            assert event.keys() - {"gain", "agreement"} == {
+                *("held_back", "worker", "clock", "push_bytes", "pull_bytes", "wait_seconds", "staleness", "loss"),
                 *(["accuracy"] if event["clock"] == 20 else []),
             }
             assert 0 <= event["staleness"] <= 1 and event["wait_seconds"] >= 0
