@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,16 +23,10 @@ from torch import Tensor
 
 from narrows.ps.gain import WINDOW
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 MODEL = {"layers": 2, "width": 16, "heads": 2, "context": 8}
 RUNS = [(0.1, 0), (0.2, 0), (0.1, 3)]  # large ones: they warm up over 40 steps
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

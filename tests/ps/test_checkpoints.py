@@ -37,6 +37,8 @@ from narrows.ps.reports import COORDINATOR
 from narrows.ps.server import Server
 from narrows.worker import DistributedOptimizer, clock
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 STEPS = 14
 PLAN = Plan(
     (
@@ -51,14 +53,6 @@ PLAN = Plan(
     (("tied", 0),),
 )
 FACTS: dict[str, Any] = {"publication": 3, "shards": 1, "plan": PLAN.packed(), "buffers": b""}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def values(count: int, seed: int = 1) -> Array:

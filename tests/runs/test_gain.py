@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,15 +21,9 @@ from narrows.worker.command.recording import Recording
 from narrows.worker.degree import degree_of
 from narrows.worker.optimizers import as_one
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 STEPS = 40  # four windows and what comes late
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # The degree of an optimizer. Two that no plain step is possible of count as 1: LBFGS wants a closure, SparseAdam a sparse

@@ -11,7 +11,7 @@ import io
 import math
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,8 @@ from narrows.protocols.modes import ELEMENTWISE
 from narrows.protocols.settings import Settings
 from narrows.worker import DistributedOptimizer, clock, rank, session, step_count, world_size
 from narrows.worker.gradients import Gradients
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 STEPS = 12
 EQUAL = 1e-5
@@ -48,15 +50,6 @@ MODES = {
     "local": Settings(sync="local", local_steps=4, outer_lr=1.0, outer_momentum=0.0),
     "local ssp": Settings(sync="local", local_steps=3, staleness=2, outer_lr=1.0, outer_momentum=0.0),
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Torch's sums depend on its number of threads; workers have one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def each_step(model: nn.Module, optimizer: Any, worker: int, of: int) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,8 @@ from narrows.protocols.errors import UsageError
 from narrows.protocols.settings import Settings
 from narrows.worker import DistributedOptimizer, clock
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 STEPS = 12
 EQUAL = 1e-5
 CLOSE = 1e-4  # Muon computes in bfloat16: float32's last bit may move one of its values by 1/256
@@ -30,15 +32,6 @@ Make = Callable[[nn.Module], list[Optimizer]]
 SSP1 = Settings(sync="ssp", staleness=2)
 TOPK = Settings(sync="ssp", compress="topk:0.05+int8", workers=2, shards=2)
 BSP = Settings(sync="bsp", workers=2, shards=2)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Torch's sums depend on its number of threads; workers have one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def split(net: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
