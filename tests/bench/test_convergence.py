@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
+import math
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import bytelm
 import pytest
 from click.testing import CliRunner
-from convergence import CONTENDERS, PRESETS, RATES, Campaign, at_rate, main, tuned_table
+from convergence import Campaign, main
+from presets import CONTENDERS, PRESETS, RATES, SCRIPT_RATE, at_rate
+from tables import tuned_table
+from wan import ROWS
 
 from narrows.protocols.modes import MODES
 
@@ -30,12 +35,12 @@ def table(**runs: dict[str, list[dict[str, Any]]]) -> dict[str, list[str]]:
     return {cells[0]: cells[1:] for cells in lines[1:]}
 
 
-def test_every_contender_runs_at_every_rate_under_a_name_of_its_own() -> None:
-    keys = [row.key for row in TUNED.rows]
-    assert len(set(keys)) == len(keys) == len(CONTENDERS) * len(RATES) == 13 * 3
-    rates = Counter(bytelm.arguments(row.script).lr for row in TUNED.rows)
-    assert rates == dict.fromkeys((0.002, 0.0028, 0.004), 13)
-    assert float(RATES[0]) == bytelm.arguments([]).lr
+def test_every_contender_begins_on_the_ladder_under_a_name_of_its_own() -> None:
+    keys = [at_rate(row, rate).key for row in CONTENDERS for rate in RATES]
+    assert len(set(keys)) == len(keys) == len(CONTENDERS) * len(RATES)
+    assert all(RATES.index(row.start) for row in CONTENDERS)
+    assert float(SCRIPT_RATE) == bytelm.arguments([]).lr
+    assert all(1.35 < float(b) / float(a) < 1.46 for a, b in pairwise(RATES))
 
 
 @pytest.mark.parametrize("row", CONTENDERS, ids=lambda row: row.name)
@@ -44,6 +49,42 @@ def test_a_name_says_what_runs(row: Any) -> None:
     assert row.flags == () or (flags["--sync"] in MODES and row.name.startswith(flags["--sync"]))
     assert flags.get("--compress", "") in row.name
     assert ("muon" in row.name) == (bytelm.arguments(row.script).optimizer == "muon")
+    assert row.wan == "" or row.wan in {each.name for each in ROWS}
+
+
+class Tried(Campaign):
+    """Whose runs end at a loss that a function of rate and seed knows."""
+
+    def __init__(self, path: Path, loss: Callable[[float, int], float | None]) -> None:
+        super().__init__(TUNED, TUNED.tasks[0], 400, path, 0.0, 0.0)
+        self.loss, self.order = loss, list[tuple[str, int]]()
+
+    def run(self, row: Any, seed: int, again: bool) -> None:
+        rate = row.script[-1]
+        self.order.append((rate, seed))
+        if (loss := self.loss(float(rate), seed)) is not None:
+            key = {"task": "bytelm", "row": row.key, "steps": 400, "workers": 2, "commit": self.facts["commit"]}
+            self.results.append(key | run(loss, seed))
+
+
+def test_the_first_seed_climbs_to_the_best_rate_and_the_next_runs_what_is_near_it(tmp_path: Path) -> None:
+    row = BY_NAME["bsp"]
+    tried = Tried(tmp_path / "none", lambda rate, seed: 2 + 0.1 * abs(math.log2(rate / 0.0052)))
+    tried.tune(row, [], 0, False)
+    assert tried.order == [(rate, 0) for rate in ("0.0028", "0.002", "0.004", "0.0056", "0.008")]
+    tried.order.clear()
+    tried.tune(row, [0], 1, False)
+    assert tried.order == [("0.0056", 1)]
+    assert tried.rows(tried.facts["commit"])[-2][1] == tried.found(tried.facts["commit"], at_rate(row, "0.0056"))
+
+
+def test_a_rate_that_fails_counts_as_the_worst(tmp_path: Path) -> None:
+    tried = Tried(tmp_path / "none", lambda rate, seed: None if rate > 0.002 else 2 + rate)
+    tried.tune(BY_NAME["bsp"], [], 0, False)
+    assert tried.order[0] == ("0.0028", 0) and tried.order[-1] == (RATES[0], 0)
+    tried.order.clear()
+    tried.tune(BY_NAME["bsp"], [0], 1, False)
+    assert {rate for rate, _ in tried.order} == set(RATES[: RATES.index("0.0028")])
 
 
 def test_a_contender_is_shown_at_its_best_rate_beside_the_better_dense_one() -> None:
