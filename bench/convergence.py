@@ -2,6 +2,7 @@
 
     python bench/convergence.py --preset modes                 # MNIST-5k, 4 workers, each mode at its default flags
     python bench/convergence.py --preset modes --task digits
+    python bench/convergence.py --preset sgd                   # the same with batch norm, SGD and its momentum
     python bench/convergence.py --preset gossip --workers 8    # MNIST-5k, each topology, full and low precision
     python bench/convergence.py --preset sparse                # byte GPT, 2 workers, 5 % and 1 % of each update
     python bench/convergence.py --preset compress --workers 4  # byte GPT and MNIST-5k, one SPEC after the other

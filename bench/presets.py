@@ -153,14 +153,24 @@ CONTENDERS = (
     *(muon(row) for row in (SINGLE, ssp(1, "topk:0.11+sign"), ssp(2, "cycle:0.15+sign"), LOCAL)),
 )
 
+# SGD's updates are linear in the gradient: the gain is 1, and every mode is what it was without one.
+SGD = ("--optimizer", "sgd", "--batch-norm", "--lr", "0.02")
+MNIST5K = Task("mnist5k", "accuracy", 744, steps_per_epoch=62)
+MODES = (SINGLE, *(Row(mode, ("--sync", mode)) for mode in ("bsp", "ssp", "async", "local")))
+
 PRESETS = {
     "modes": Preset(
-        (Task("mnist5k", "accuracy", 744, steps_per_epoch=62), Task("digits", "accuracy", 600)),
+        (MNIST5K, Task("digits", "accuracy", 600)),
         workers=4,
-        rows=(SINGLE, *(Row(mode, ("--sync", mode)) for mode in ("bsp", "ssp", "async", "local"))),
+        rows=MODES,
+    ),
+    "sgd": Preset(
+        (MNIST5K,),
+        workers=4,
+        rows=tuple(replace(row, script=SGD) for row in (*MODES, ssp(1, "topk:0.05+int8"))),
     ),
     "gossip": Preset(
-        (Task("mnist5k", "accuracy", 744, steps_per_epoch=62),),
+        (MNIST5K,),
         workers=4,
         rows=(SINGLE, DENSE, *GOSSIP),
     ),
@@ -170,7 +180,7 @@ PRESETS = {
         rows=(SINGLE, *(replace(row, held=held) for row in (DENSE, *SPARSE) for held in (False, True))),
     ),
     "compress": Preset(
-        (Task("bytelm", "loss", 400), Task("mnist5k", "accuracy", 744, steps_per_epoch=62)),
+        (Task("bytelm", "loss", 400), MNIST5K),
         workers=2,
         rows=(SINGLE, DENSE, *TABLE, *CURVE),
         specs=True,
