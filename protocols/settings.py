@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields, replace
 
 from narrows.protocols.errors import RemoteProtocolError, UsageError
-from narrows.protocols.gossip.topology import RANDOM, TOPOLOGIES
+from narrows.protocols.gossip.topology import RANDOM, TOPOLOGIES, TOPOLOGY
 from narrows.protocols.messages import WORKERS_MAX
 from narrows.protocols.modes import GAIN_MAX, MODES, OUTER_LR, Mode, Rule, outer_momentum
 from narrows.protocols.wire import pack, unpack
@@ -116,7 +116,7 @@ class Settings:
             local_steps=steps,
             push=self.push or row.push_choices[0],
             compress_down=self.compress_down or ("dense" if row.name == "bsp" or mixes else self.compress),
-            topology=self.topology or ("matching" if mixes else ""),
+            topology=self.topology or (TOPOLOGY if mixes else ""),
         )
         if self.quorum > 0 and filled.mode().streams:
             raise UsageError(

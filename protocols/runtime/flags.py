@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import click
 
 from narrows.protocols.errors import NarrowsError, UsageError
-from narrows.protocols.gossip.topology import RANDOM, TOPOLOGIES
+from narrows.protocols.gossip.topology import RANDOM, TOPOLOGIES, TOPOLOGY
 from narrows.protocols.modes import MODES
 
 # How glibc is to keep memory in the processes that ps-serve and ps-worker start, unless the user says otherwise: messages
@@ -59,7 +59,7 @@ RUN_FLAGS: tuple[tuple[str, Any, str, str], ...] = (
     (
         "topology",
         str,
-        "matching",
+        TOPOLOGY,
         f"who mixes with whom (gossip): {', '.join(TOPOLOGIES)}, or {RANDOM}, where nobody waits",
     ),
     ("lease", float, "10", "seconds of silence after which a worker is taken for dead; never under three of its steps"),
