@@ -64,11 +64,11 @@ class HostReplica:
             return raw_pieces(update, begin, self.cut(begin, end))
         feedback.memory.step = clock  # alike on all workers, whenever they joined
         at = self.samples[clock % len(self.feedbacks)]
-        moved = update[at]
+        moved = update[at].astype(np.float64)  # whose square is finite
         piece = coded_piece(feedback.encode(update), begin, end)
         if feedback.residual is not None and moved.any():
-            with np.errstate(over="ignore"):
-                self.held_back = float(np.linalg.norm(feedback.residual[at]) / np.linalg.norm(moved))
+            left = feedback.residual[at].astype(np.float64)
+            self.held_back = float(np.linalg.norm(left) / np.linalg.norm(moved))
         return [piece]
 
     def give_back(self, pieces: Iterable[PieceLike], clock: int) -> None:

@@ -402,7 +402,8 @@ class Roster(Message):
 class Offer(Message):
     """Peer to peer: one part of the sender's side of exchange `number` of this pair, keys [begin, end).
 
-    `whole`: the model itself; else its difference to what the two share.
+    `whole`: the model itself; else its difference to what the two share. `sample`: float32, what the sender's updates of
+    its newest window sum up to at a sample of the keys, in part 0 of the first offer after that; else empty.
     """
 
     worker: int
@@ -418,6 +419,7 @@ class Offer(Message):
     whole: bool
     codec: int
     payload: Buffer
+    sample: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

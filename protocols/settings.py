@@ -159,10 +159,14 @@ class Settings:
             )
 
     def _check_gain(self, row: Mode) -> None:
-        """Raise UsageError where no updates are added, and so no mean of them is scaled."""
+        """Raise UsageError where no updates are added one by one, and so no mean of them is scaled."""
         if self.update_gain != -1 and not 0 < self.update_gain <= GAIN_MAX:
             raise UsageError(f"--update-gain {self.update_gain}: give a value above 0, at most {GAIN_MAX:g}")
         given = [name for name in ("update_gain", "look_ahead") if getattr(self, name) != -1]
+        if given == ["update_gain"] and row.update_rule is Rule.MIX:
+            if self.local_steps > 1:
+                raise UsageError("--update-gain: gossip scales updates of one step; leave it out, or --local-steps")
+            return
         if given and (row.update_rule is not Rule.ADD or (self.push or row.push_choices[0]) != "update"):
             adding = ", ".join(m.name for m in MODES.values() if m.update_rule is Rule.ADD)
             raise UsageError(

@@ -20,6 +20,7 @@ from narrows.compression.replica import HostReplica
 from narrows.protocols import messages as m
 from narrows.protocols.effects import Log, MemberEffect, Send, ServerEffect, Tell
 from narrows.protocols.errors import RemoteProtocolError
+from narrows.protocols.gossip.gain import Gain
 from narrows.protocols.keys import parts
 from narrows.protocols.member.exchange import Exchange
 from narrows.protocols.member.member import Member
@@ -64,11 +65,13 @@ class Place:
 @dataclass(frozen=True, slots=True)
 class Kept:
     """What outlives a place. `start`: what the weights were at the last push, or the base that they were set to; `renewed`:
-    nobody here has a state of before."""
+    nobody here has a state of before; `degree`: of the optimizer here, see `Plan`."""
 
     start: FloatArray | None = None
     feedback: ErrorFeedback | None = None
     model: FloatArray | None = None  # of clusters that gossip
+    gain: Gain | None = None  # the same
+    degree: float = 1.0
     renewed: bool = False
 
 

@@ -17,14 +17,17 @@ from dataclasses import replace
 
 from narrows.compression import Memory, codecs, parse
 from narrows.compression.replica import HostReplica
+from narrows.compression.sampling import gossip_sample
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
 from narrows.protocols.effects import NS, Log, MemberEffect, PeerSay, Tell
 from narrows.protocols.gossip import mixing
 from narrows.protocols.gossip.driver import Driver, Phase
+from narrows.protocols.gossip.gain import Gain
 from narrows.protocols.gossip.peers import Peers
 from narrows.protocols.keys import Keys, parts
 from narrows.protocols.member.member import Member
+from narrows.protocols.settings import Settings
 from narrows.protocols.timing import Timing
 from narrows.protocols.wire import decode
 from narrows.ps.above import Asks, Kept, Place, Seated, asks
@@ -37,17 +40,27 @@ class Mixing(Seated):
     """Keys [begin, end) toward the same shard of other clusters. The first weights come from the server above, and the last
     model goes to it. `member`: in process 0, whose peers are ours too; what they see comes to `take`."""
 
+    _kept: Kept
+
     def __init__(self, index: int, place: Place, keys: Keys, kept: Kept, member: Member | None, timing: Timing) -> None:
         super().__init__(index, place, kept, member, timing, HostReplica(*keys, [], parts), whole=True)
         settings, worker = place.settings, place.worker
         compressor = None if settings.compress == "dense" else parse(settings.compress).contraction()
         seed, lease_ns = worker << 16 | index, int(settings.lease * NS)
-        model = mixing.Mixing(*keys, compressor, codecs, lambda: Memory(seed=seed))
+        gain = self._gain(settings, keys[1] - keys[0])
+        self._kept = replace(self._kept, gain=gain)
+        model = mixing.Mixing(*keys, compressor, codecs, lambda: Memory(seed=seed), gain)
         self.driver = Driver(settings.topology, worker, self.mode.bound or 0, lease_ns, model, place.round)
         ours = member.peers if member is not None else None
         self.peers = ours if ours is not None else Peers(worker, lease_ns, index)
         self.alone = self.handed_over = False
         self.roster = b""
+
+    def _gain(self, settings: Settings, size: int) -> Gain | None:
+        """Of updates of one clock; the one of the place before, where there was one."""
+        if self.mode.local_steps > 1:
+            return None
+        return self._kept.gain or Gain(gossip_sample(size), self._kept.degree, max(settings.update_gain, 0.0))
 
     @property
     def kept(self) -> Kept:

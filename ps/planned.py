@@ -96,7 +96,7 @@ class Planned:
         )
         self.publications = Publications(index, mode, store, inbox, self.folding, down.specs, means.timing)
         self.publications.begin(clock)
-        self.upward = Upward(index, store.whole, means.child, means.member, means.timing)
+        self.upward = Upward(index, store.whole, means.child, means.member, means.timing, plan.degree)
         self.first: dict[int, m.FirstWeights] = {}  # parts of the first weights, by number
         self.weights_from = -1  # whose are here whole
         self.stage = Stage.FOLD

@@ -18,7 +18,7 @@ from narrows.protocols.keys import Keys
 from narrows.protocols.member.member import Member
 from narrows.protocols.modes import Rule
 from narrows.protocols.timing import Timing
-from narrows.ps.above import Above, Asks, Place
+from narrows.ps.above import Above, Asks, Kept, Place
 from narrows.ps.changes import FloatArray
 from narrows.ps.mixing import Mixing
 from narrows.ps.pushing import Pushing
@@ -27,11 +27,14 @@ ABOVE: dict[Rule, type[Pushing | Mixing]] = {Rule.MIX: Mixing}  # by the rule of
 
 
 class Upward:
-    """Of shard `index`, keys [begin, end). `child`: the cluster is a member of a run above; `member`: which (process 0)."""
+    """Of shard `index`, keys [begin, end). `child`: the cluster is a member of a run above; `member`: which (process 0).
+    `degree`: of the optimizer here."""
 
-    def __init__(self, index: int, keys: Keys, child: bool, member: Member | None, timing: Timing) -> None:
+    def __init__(
+        self, index: int, keys: Keys, child: bool, member: Member | None, timing: Timing, degree: float
+    ) -> None:
         self.index, self.keys, self.child, self.member, self.timing = index, keys, child, member, timing
-        self.above = Above()
+        self.above = Above(Kept(degree=degree))
         self.taken = b""  # the place, as the ledger has it; b"": none
         self.finishes = 0  # of those that the ledger counts, how many were done at this place
         self.early: deque[m.Message] = deque(maxlen=EARLY_MAX)

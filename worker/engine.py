@@ -106,9 +106,8 @@ class Engine:
         self.overlaps = overlap > 0 and self.mode.rule is Rule.OPTIMIZER  # gradients leave before step()
         gradients = self.mode.rule is Rule.OPTIMIZER
         declared = (rebuilt_by(inner), max_grad_norm) if gradients else ("", 0.0)
-        plan = self.flat.plan(
-            *declared, degree_of(inner)
-        )  # of a cluster's steps too, which are updates to a server above
+        self.degree = degree_of(inner)
+        plan = self.flat.plan(*declared, self.degree)  # of a cluster's steps too, which are updates to a server above
         self.sync = self._sync(overlap)
         packed = plan.packed()
         link.call(lambda member, now: member.declare(packed, now))

@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from narrows.compression import Memory, codecs, parse
+from narrows.compression.sampling import gossip_sample
 from narrows.protocols import effects as e
 from narrows.protocols.effects import NS, Log, MemberEffect, PeerSay
 from narrows.protocols.errors import NarrowsError
 from narrows.protocols.gossip.driver import Driver, Phase, Says
+from narrows.protocols.gossip.gain import Gain
 from narrows.protocols.gossip.mixing import Mixing
 from narrows.protocols.keys import parts
 from narrows.protocols.member.member import Member
@@ -44,18 +46,26 @@ class Gossiping:
         self.engine, self.mode = engine, engine.mode
         self.arrays = Arrays(engine.flat, shared=False, direct=False, rounds=0)
         self.shards = Shards(engine.link, engine.mode, self.arrays, engine.tuning, engine.wait)
+        self.gain = self._gain()
         self.driver = self._driver(-1, 0)
         self.local_step = 0
         self.wait_s = 0.0
         self.staleness = 0
-        self.merging: dict[str, float] = {}  # nobody averages updates
         self.kept: FloatArray | None = None  # our model, while the first weights are on their way to us again
         self.finishing = self.server_gone = self.handed_over = False
+
+    def _gain(self) -> Gain | None:
+        """Of updates of one step: a round of several is averaged as under `local`."""
+        if self.mode.local_steps > 1:
+            return None
+        return Gain(
+            gossip_sample(self.engine.flat.size), self.engine.degree, max(self.engine.settings.update_gain, 0.0)
+        )
 
     def _driver(self, worker: int, round: int) -> Driver:
         settings = self.engine.settings
         compressor = None if settings.compress == "dense" else parse(settings.compress).contraction()
-        mixing = Mixing(0, self.engine.flat.size, compressor, codecs, lambda: Memory(seed=worker))
+        mixing = Mixing(0, self.engine.flat.size, compressor, codecs, lambda: Memory(seed=worker), self.gain)
         lease_ns = int(settings.lease * NS)
         return Driver(settings.topology, worker, self.mode.bound or 0, lease_ns, mixing, round)
 
@@ -67,6 +77,12 @@ class Gossiping:
     @property
     def final_clock(self) -> int:
         return self.shards.clock + self.handed_over
+
+    @property
+    def merging(self) -> dict[str, float]:
+        if self.gain is None or not self.gain.agreement:
+            return {}
+        return {"gain": round(self.gain.factor, 4), "agreement": round(self.gain.agreement, 4)}
 
     def weigh(self, samples: int) -> None:
         """Who mixes has no weight."""

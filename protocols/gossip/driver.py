@@ -189,7 +189,7 @@ class Driver:
         return self.exchanges.waits and self.exchanges.waiting(number)
 
     def _absorb(self, moved: FloatArray) -> None:
-        self.mixing.model = self.mixing.model + moved
+        self.mixing.absorb(moved, len(self.exchanges.pairs) + 1)
         if not np.isfinite(self.mixing.model).all():
             self._not_finite()
 

@@ -187,7 +187,8 @@ class Exchanges:
             due, complete = self.due(), self.complete(number)
             for each in due:
                 whole, coded = self.mixing.offer(each.peer, each.number, each.fresh, each.label.round == LAST)
-                offers.append(self._offer(each, whole, coded))
+                sample = b"" if each.label.round == LAST else self.mixing.sample(each.peer)
+                offers.append(self._offer(each, whole, coded, sample))
             for done in complete:
                 if not done.last:
                     self._mix(done)
@@ -210,11 +211,12 @@ class Exchanges:
         """The answer to Adopt: the model as it is, for one who begins with round `number`."""
         return self._offer(Due(peer, WHOLE, Label(self.epoch, number), HALF, True), True, self.mixing.whole())
 
-    def _offer(self, due: Due, whole: bool, pieces: Sequence[Piece]) -> list[m.Offer]:
+    def _offer(self, due: Due, whole: bool, pieces: Sequence[Piece], sample: bytes = b"") -> list[m.Offer]:
         what = (self.worker, due.peer, due.label.epoch, due.label.round, due.number)
+        how = (due.weight, whole)
         return [
-            m.Offer(*what, part, len(pieces), each.begin, each.end, due.weight, whole, each.codec, each.payload)
-            for part, each in enumerate(pieces)
+            m.Offer(*what, i, len(pieces), each.begin, each.end, *how, each.codec, each.payload, b"" if i else sample)
+            for i, each in enumerate(pieces)
         ]
 
     def due(self) -> list[Due]:

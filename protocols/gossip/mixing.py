@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from narrows.protocols import messages as m
 from narrows.protocols.errors import RemoteProtocolError
+from narrows.protocols.gossip.gain import Gain
 from narrows.protocols.keys import Keys, covers, parts
 from narrows.protocols.member.replica import Piece
 
@@ -48,10 +49,19 @@ class Mixing:
     """One model, float32[end - begin], and the references of its pairs, each as large.
 
     `compressor`: of differences; None: offers are the model itself. `remember` makes the memory of a pair's compressor.
+    `gain`: of own updates; None: they are added as they are.
     """
 
-    def __init__(self, begin: int, end: int, compressor: Compressor | None, codecs: Any, remember: Any) -> None:
-        self.begin, self.end = begin, end
+    def __init__(
+        self,
+        begin: int,
+        end: int,
+        compressor: Compressor | None,
+        codecs: Any,
+        remember: Any,
+        gain: Gain | None = None,
+    ) -> None:
+        self.begin, self.end, self.gain = begin, end, gain
         self.compressor, self.remember = compressor, remember
         self.codecs: Codecs = codecs
         self.model: FloatArray = np.zeros(end - begin, np.float32)
@@ -70,6 +80,10 @@ class Mixing:
         for table in (self.references, self.memories, self.sent):
             table.pop(peer, None)
 
+    def absorb(self, moved: FloatArray, members: int) -> None:
+        """Add an own update, one of those of so many workers."""
+        self.model = self.model + (moved if self.gain is None else self.gain.scaled(moved, members))
+
     # One exchange.
 
     def offer(self, peer: int, number: int, fresh: bool, last: bool) -> tuple[bool, Sequence[Piece]]:
@@ -87,6 +101,10 @@ class Mixing:
         self.sent[peer] = (False, [self.codecs.coded_piece(payload, self.begin, self.end)])
         return self.sent[peer]
 
+    def sample(self, peer: int) -> bytes:
+        """What an offer to this peer says of own updates, once a window; see `Gain`."""
+        return b"" if self.gain is None else self.gain.tell(peer)
+
     def whole(self) -> Sequence[Piece]:
         """The model in parts, raw; a copy, which may be sent at leisure."""
         return self.codecs.raw_pieces(self.model.copy(), self.begin, parts(self.begin, self.end))
@@ -99,6 +117,8 @@ class Mixing:
         whole = offers[0].whole
         if any(offer.whole != whole for offer in offers) or (self.compressor is None and not whole):
             raise RemoteProtocolError(f"{who} offers a model that is half a difference")
+        if self.gain is not None:
+            self.gain.check(offers[0].sample)
         for offer in offers:
             try:
                 self.codecs.check(offer, finite=True)
@@ -115,6 +135,8 @@ class Mixing:
         self._add(offers, weight, moved)
         self._add(mine, -weight, moved)
         self.model += moved
+        if self.gain is not None:
+            self.gain.heard(offers[0].sample)
         if self.compressor is None:
             return
         reference = np.zeros_like(self.model) if whole else self.references[peer]

@@ -51,10 +51,10 @@ def _exponential(seed: int, number: int, members: Sequence[int]) -> list[Edge]:
 
 
 TOPOLOGIES: dict[str, Callable[[int, int, Sequence[int]], list[Edge]]] = {
-    "exponential": _exponential,
     "matching": _matching,
     "shift-one": _shift_one,
     "ring": _ring,
+    "exponential": _exponential,
 }
 # Few partners, met often: what is coded for a pair has come up since it last met. The random matching has n - 1.
 TOPOLOGY = "exponential"

@@ -74,6 +74,19 @@ def test_what_was_sent_and_the_residual_are_what_was_given(member: str, spec: st
     np.testing.assert_allclose(sent[: MIDDLE - BEGIN], given[: MIDDLE - BEGIN], atol=2e-5)
 
 
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e25])
+def test_what_is_held_back_is_the_residual_in_norms_of_an_update(size: float) -> None:
+    """Of float32 values whose squares are none."""
+    feedback = ErrorFeedback(parse("topk:0.1"), 300)
+    update = np.full(300, size, np.float32)
+    replica = HostReplica(0, 300, [((0, 300), feedback)], parts)
+    for clock in range(3):
+        replica.encode(update, clock)
+    assert feedback.residual is not None
+    left = np.linalg.norm(feedback.residual.astype(np.float64)) / np.linalg.norm(update.astype(np.float64))
+    assert replica.held_back == pytest.approx(left, rel=1e-6) and left > 1
+
+
 @pytest.mark.parametrize("member", MEMBERS)
 def test_what_was_not_sent_is_in_the_residual_again(member: str) -> None:
     replica, rng = made(member, "topk:0.1+int8"), np.random.default_rng(4)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from kit.scripts import Array, build, flat, loss_of
+from narrows.compression.sampling import gossip_sample
+from narrows.protocols.gossip.gain import SMOOTHING, WINDOW
 from narrows.protocols.gossip.topology import edges
 
 Matrix = npt.NDArray[np.float64]
@@ -30,20 +34,80 @@ def sgd(net: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(net.parameters(), lr=0.1)
 
 
-def reference(topology: str, count: int, bound: int) -> Array:
-    """All workers of D-SGD in one loop, float32 models."""
+def adamw(net: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(net.parameters(), lr=0.01, eps=1e-4)
+
+
+class Gains:
+    """The gains of all workers, from what they tell their partners: the reference of protocols/gossip/gain.py."""
+
+    def __init__(self, count: int, size: int, degree: float) -> None:
+        self.degree, self.at = degree, gossip_sample(size)
+        self.made: list[Matrix] = []
+        self.common: list[float | None] = [None] * count
+        self.knows: set[tuple[int, int]] = set()  # who has told whom of the newest window
+
+    def factors(self) -> Matrix:
+        """float64[count, 1]."""
+        count = len(self.common)
+        share = [min(max(c, 0.0), 1.0) if c is not None else 1.0 for c in self.common]
+        return np.array([[(c + (1 - c) / count) ** (-(1 - self.degree) / 2)] for c in share])
+
+    def took(self, moved: Matrix) -> None:
+        self.made.append(moved[:, self.at])
+        if len(self.made) % WINDOW == 0:
+            self.knows.clear()
+
+    @property
+    def sums(self) -> Matrix:
+        """Of the newest whole window."""
+        whole = len(self.made) // WINDOW * WINDOW
+        total: Matrix = np.sum(self.made[whole - WINDOW : whole], axis=0)
+        return total
+
+    def told(self, topology: str, number: int) -> dict[tuple[int, int], Matrix]:
+        """By who tells and who hears."""
+        pairs = {pair for a, b, _ in edges(topology, number, range(len(self.common))) for pair in ((a, b), (b, a))}
+        told = {pair: self.sums[pair[0]] for pair in pairs - self.knows if len(self.made) >= WINDOW}
+        self.knows |= told.keys()
+        return told
+
+    def heard(self, told: dict[tuple[int, int], Matrix]) -> None:
+        for (_, worker), theirs in sorted(told.items(), key=lambda each: each[0]):
+            mine = self.sums[worker]
+            common = float(2 * (mine @ theirs) / (mine @ mine + theirs @ theirs))
+            before = self.common[worker]
+            self.common[worker] = common if before is None else SMOOTHING * before + (1 - SMOOTHING) * common
+
+
+def reference(
+    topology: str,
+    count: int,
+    bound: int,
+    make: Callable[[torch.nn.Module], torch.optim.Optimizer] = sgd,
+    degree: float = 1.0,
+    steps: int = STEPS,
+) -> Array:
+    """All workers of D-SGD, or with another optimizer, in one loop; float32 models."""
     nets = [build() for _ in range(count)]
+    optimizers = [make(net) for net in nets]
     x = np.stack([flat(net) for net in nets]).astype(np.float64)
     late = np.zeros_like(x)
-    for step in range(STEPS):
+    gains, telling = Gains(count, x.shape[1], degree), dict[tuple[int, int], Matrix]()
+    for step in range(steps):
         for worker, net in enumerate(nets):
             torch.nn.utils.vector_to_parameters(torch.from_numpy(x[worker].astype(np.float32)), net.parameters())
-            optimizer = sgd(net)
-            optimizer.zero_grad()
+            optimizers[worker].zero_grad()
             loss_of(net, step, worker, count).backward()
-            optimizer.step()
-        moved = np.stack([flat(net) for net in nets])
-        x = x + (moved - x.astype(np.float32)) + late
+            optimizers[worker].step()
+        moved = np.stack([flat(net) for net in nets]).astype(np.float64) - x.astype(np.float32)
+        x = x + gains.factors() * moved + late
+        gains.took(moved)
+        if bound:
+            gains.heard(telling)
+        telling = gains.told(topology, step)
+        if not bound:
+            gains.heard(telling)
         mixed = matrix(topology, step, count) @ x - x
         x, late = (x + mixed, late) if bound == 0 else (x, mixed)
     mean: Array = (x + late).mean(0).astype(np.float32)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 from kit.in_process import Cluster, member_of, store_of
-from kit.mixed import STEPS, TRAINS, ends, reference, sgd
+from kit.mixed import STEPS, TRAINS, adamw, ends, reference, sgd
 from kit.processes import serving, started, until
 from kit.pumped import Held, Script, finished, pump, steps, waits
 from kit.scripts import Array, build, distance, flat, loss_of, mean_loss, train, tree
@@ -18,6 +18,7 @@ from kit.trees import family, one_process, root_model
 from narrows.compression.codecs import RAW
 from narrows.protocols import messages as m
 from narrows.protocols.effects import Log
+from narrows.protocols.gossip.gain import WINDOW
 from narrows.protocols.member.member import Phase
 from narrows.protocols.settings import Settings
 from narrows.protocols.timing import Timing
@@ -52,6 +53,22 @@ def trained(above: Settings, below: Settings, clusters: int) -> tuple[Cluster, l
         everyone = [*families, root]
         assert pump(run, everyone, lambda: all(cluster.stopped for cluster in everyone), 60.0), "they end"
     return root, families, models
+
+
+def test_clusters_scale_their_updates_by_what_others_tell() -> None:
+    """Each shard by its own keys; of SGD the gain is 1, and the reference above holds."""
+
+    def gains(make: Any, **more: Any) -> list[float | None]:
+        root, families = family(gossip(workers=2, shards=2, **more), Settings(shards=2), 2)
+        with tree(root, *families) as run:
+            run.together(lambda worker: train(3 * WINDOW, make))
+            found = [cast(Any, server).shard.above.kept.gain for each in families for server in each.servers]
+        return [gain and gain.factor for gain in found]
+
+    assert all(gain is not None and 1.01 < gain <= 2**0.5 for gain in gains(adamw))
+    assert gains(sgd) == [1.0] * 4
+    assert gains(adamw, update_gain=1.125) == [1.125] * 4
+    assert gains(adamw, local_steps=2) == [None] * 4
 
 
 def assert_ended(root: Cluster, clusters: list[Cluster], models: list[Array]) -> None:

@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +19,7 @@ import torch
 import zmq
 from kit import in_process
 from kit.in_process import store_of, together
-from kit.mixed import STEPS, TRAINS, ends, matrix, reference, sgd
+from kit.mixed import STEPS, TRAINS, adamw, ends, matrix, reference, sgd
 from kit.processes import Worker, descendants, serving, started, until
 from kit.scripts import Array, Run, alone, build, distance, flat, loss_of, run
 from simulation.gossips import COUNT, LEASE_NS, Campaign, Net, bad
@@ -31,6 +32,7 @@ from narrows.protocols.effects import NS, AdoptAsked, OfferArrived, PeerLost, Ro
 from narrows.protocols.errors import NarrowsError, UsageError
 from narrows.protocols.gossip.driver import Driver
 from narrows.protocols.gossip.exchanges import LAST, Exchanges
+from narrows.protocols.gossip.gain import WINDOW, Gain
 from narrows.protocols.gossip.peers import Peers
 from narrows.protocols.gossip.topology import RANDOM, TOPOLOGIES, edges, partners
 from narrows.protocols.member.member import Member
@@ -370,9 +372,9 @@ def test_bad_offers_end_that_pair_and_change_nothing() -> None:
 # The engine, whole.
 
 
-def script(worker: int, after: Any = None, steps: int = STEPS) -> Array:
+def script(worker: int, after: Any = None, steps: int = STEPS, make: Any = sgd) -> Array:
     net = build()
-    optimizer = DistributedOptimizer(sgd(net), net)
+    optimizer = DistributedOptimizer(make(net), net)
     for step in range(steps):
         optimizer.zero_grad()
         loss_of(net, step, rank(), world_size()).backward()
@@ -398,6 +400,81 @@ def test_the_engine_is_decentralized_sgd(topology: str, bound: int, count: int) 
         ends.append(models[0])
     assert np.array_equal(ends[0], ends[1]), "two runs are the same, bit for bit"
     assert distance(models[0], reference(topology, count, bound)) < 1e-5
+
+
+@pytest.mark.parametrize(("topology", "count"), [("exponential", 4), ("matching", 3), ("ring", 4)])
+@pytest.mark.parametrize("bound", [0, 1])
+def test_updates_that_are_too_short_are_scaled_by_what_partners_tell(topology: str, count: int, bound: int) -> None:
+    settings = Settings(sync="gossip", topology=topology, workers=count, staleness=bound)
+    steps = 4 * WINDOW + 2
+    with run(settings) as started_:
+        models = started_.together(partial(script, steps=steps, make=adamw))
+        gains = [cast(Any, joined.engine).sync.merging["gain"] for joined in started_.sessions]
+    assert all(np.array_equal(model, models[0]) for model in models)
+    assert all(1 < gain <= count**0.5 for gain in gains)
+    expected = reference(topology, count, bound, adamw, 0.0, steps)
+    plain = reference(topology, count, bound, adamw, 1.0, steps)
+    assert distance(models[0], expected) < 1e-4 < distance(plain, expected) / 10
+
+
+def test_a_gain_that_was_given_is_that_of_gossip_and_rounds_of_steps_have_none() -> None:
+    for flags, merging in (({"update_gain": 1.25}, {"gain": 1.25}), ({"local_steps": 2}, {})):
+        with run(Settings(sync="gossip", workers=2, **flags)) as started_:
+            started_.together(partial(script, steps=2 * WINDOW, make=adamw))
+            for joined in started_.sessions:
+                found = cast(Any, joined.engine).sync.merging
+                assert {name: found[name] for name in merging} == merging and bool(found) == bool(merging)
+
+
+@pytest.mark.parametrize("degree", [0.0, 0.5, 1.0])
+def test_the_gain_of_a_pair_is_that_of_all_their_updates(degree: float) -> None:
+    """Of updates that share a known part."""
+    random, workers, size = np.random.default_rng(0), 6, 4000
+    at = np.arange(size)
+    for shared in (0.0, 0.3, 1.0):
+        signal = shared**0.5 * random.standard_normal(size)
+        updates = [
+            (signal + (1 - shared) ** 0.5 * random.standard_normal(size)).astype(np.float32) for _ in range(workers)
+        ]
+        gains = [Gain(at, degree) for _ in updates]
+        for _ in range(WINDOW):
+            scaled = [gain.scaled(update, workers) for gain, update in zip(gains, updates, strict=True)]
+            assert all(np.array_equal(a, b) for a, b in zip(scaled, updates, strict=True)), "not measured yet"
+        told = [gain.tell(0) for gain in gains]
+        assert all(gain.tell(0) == b"" for gain in gains), "once"
+        for worker, gain in enumerate(gains):
+            gain.heard(told[worker - 1])
+        length = float(np.mean([np.linalg.norm(update) for update in updates]))
+        agreement = float(np.linalg.norm(np.mean(updates, 0))) / length
+        for gain in gains:
+            assert gain.agreement == pytest.approx(agreement, abs=0.03)
+            assert gain.factor == gain.agreement ** -(1 - degree)
+        if degree == 1:
+            assert np.array_equal(gains[0].scaled(updates[0], workers), updates[0])
+
+
+def test_updates_that_oppose_each_other_count_as_having_nothing_in_common() -> None:
+    one, other = Gain(np.arange(8), 0.0), Gain(np.arange(8), 0.0)
+    for _ in range(WINDOW):
+        one.scaled(np.ones(8, np.float32), 4)
+        other.scaled(-np.ones(8, np.float32), 4)
+    one.heard(other.tell(0))
+    assert one.common == -1 and one.agreement == 0.5 and one.factor == 2
+    still = Gain(np.arange(8), 0.0)
+    for _ in range(WINDOW):
+        still.scaled(np.zeros(8, np.float32), 4)
+    still.heard(still.tell(0))
+    assert still.common is None and still.factor == 1, "nobody moved"
+
+
+@pytest.mark.parametrize("sample", [bytes(4), np.full(COUNT, np.nan, np.float32).tobytes(), bytes(4 * COUNT + 1)])
+def test_a_sample_that_is_none_ends_that_pair_alone(sample: bytes) -> None:
+    net = Net("matching", degree=0.0)
+    begun(net, 2, 3)
+    node = net.nodes[0]
+    node.take(node.peers.roster(m.Roster(0, 1, True, ((0, 1, 0, 0), (1, 1, 1, 0)), ("0", "1")), 0))
+    node.take(node.peers.receive(offer(sample=sample), 0))
+    assert not node.exchanges.pairs and not node.peers.peers
 
 
 @everyone

@@ -157,7 +157,11 @@ NAN = float("nan")
             {"sync": "ssp", "push": "gradient", "update_gain": 1.5},
             "--update-gain: here no updates of workers are added",
         ),
-        ({"sync": "gossip", "update_gain": 1.5}, "--update-gain: here no updates of workers are added"),
+        (
+            {"sync": "gossip", "update_gain": 1.5, "local_steps": 2},
+            "--update-gain: gossip scales updates of one step; leave it out, or --local-steps",
+        ),
+        ({"sync": "gossip", "look_ahead": 1.5}, "--look-ahead: here no updates of workers are added"),
         ({"outer_momentum": 1.0}, "--outer-momentum 1.0: give a value from 0 up to, not including, 1"),
         ({"outer_momentum": -0.1}, "--outer-momentum -0.1: give a value from 0 up to, not including, 1"),
         ({"outer_momentum": NAN}, "--outer-momentum nan: give a value from 0 up to, not including, 1"),

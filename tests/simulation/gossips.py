@@ -10,12 +10,14 @@ import numpy as np
 import numpy.typing as npt
 
 from narrows.compression import Memory, codecs, parse
+from narrows.compression.sampling import gossip_sample
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
 from narrows.protocols.effects import NS, Log, MemberEffect
 from narrows.protocols.errors import NarrowsError
 from narrows.protocols.gossip.driver import Driver, Phase, Says
 from narrows.protocols.gossip.exchanges import ARRIVED_MAX
+from narrows.protocols.gossip.gain import Gain
 from narrows.protocols.gossip.mixing import Mixing
 from narrows.protocols.gossip.peers import Peers
 from narrows.protocols.gossip.topology import RANDOM, TOPOLOGIES, partners
@@ -157,7 +159,8 @@ class Node:
         self.name, self.wire = f"{worker}", wire  # all that it sends passes this wire
         spec = net.spec
         compressor = None if spec == "dense" else parse(spec).contraction()
-        self.mixing = Watched(net.books, 0, COUNT, compressor, codecs, lambda: Memory(seed=worker))
+        gain = None if net.degree is None else Gain(gossip_sample(COUNT), net.degree)
+        self.mixing = Watched(net.books, 0, COUNT, compressor, codecs, lambda: Memory(seed=worker), gain)
         self.driver = net.driver(net.topology, worker, bound, LEASE_NS, self.mixing)
         self.exchanges = self.driver.exchanges
         self.exchanges.alone = not net.serves
@@ -266,8 +269,9 @@ class Node:
         self.computing = False
         if self.alive:
             before, update = self.mixing.model, self.net.update(self.worker, self.number)
-            after = before + update
-            self.came(before, update, after)
+            gain = self.mixing.gain
+            scaled = update if gain is None else update * np.float32(gain.factor)
+            self.came(before, scaled, before + scaled)
             self.say(self.driver.step(np.zeros(COUNT, np.float32) + update, self.net.now_ns))
 
 
@@ -290,8 +294,9 @@ class Net:
         update: Callable[[int, int], Any] = lambda worker, number: np.float32(0),
         tick_ns: int = TICK_NS,
         trace: Trace | None = None,
+        degree: float | None = None,  # of an optimizer; None: updates are added as they are
     ) -> None:
-        self.topology, self.spec, self.faults, self.update = topology, spec, faults, update
+        self.topology, self.spec, self.faults, self.update, self.degree = topology, spec, faults, update, degree
         self.sim: Simulator[m.Message] = Simulator(seed, faults, tick_ns, trace)
         self.at, self.random = self.sim.at, self.sim.random
         self.books = Books(self)
@@ -443,6 +448,7 @@ class Campaign(Served):
             seed,
             lambda worker, number: drift[(worker * 7 + number) % 64],
             trace=trace,
+            degree=None if seed % 3 == 0 else 0.0,
         )
         count, rounds, bound = random.between(1, 6), random.between(1, 30), one([0, 1, 1, 2, 3])
         self.case = (
