@@ -371,6 +371,7 @@ def plot(results: list[Result], commit: str, path: Path) -> None:
 @click.option("--rounds", default=3)
 @click.option("--seed", default=0)
 @click.option("--rate", default=0.002, help="the script's peak learning rate")
+@click.option("--optimizer", type=click.Choice(["adamw", "muon"]), default="adamw", help="the script's inner optimizer")
 @click.option("--size", type=click.Choice([*SIZES]), default="1.3M", help="parameters of the model")
 @click.option("--show", is_flag=True, help="run nothing, print the tables of the newest commit")
 @click.option("--plot", "picture", type=click.Path(path_type=Path), help="run nothing, draw the newest commit's runs")
@@ -383,6 +384,7 @@ def main(
     rounds: int,
     seed: int,
     rate: float,
+    optimizer: str,
     size: str,
     show: bool,
     picture: Path | None,
@@ -408,16 +410,20 @@ def main(
         raise click.UsageError(
             f"no such link or row; links: {', '.join(LINKS)}; rows: {', '.join(r.name for r in ROWS)}"
         )
-    for row in chosen:
-        if lack := row.lacks():
+    lacks = {
+        row: row.lacks() or ("it trains with AdamW" if row.script and optimizer != "adamw" else "") for row in chosen
+    }
+    for row, lack in lacks.items():
+        if lack:
             click.echo(f"SKIPPED {row.name}: {lack}", err=True)
-    chosen = [row for row in chosen if not row.lacks()]
-    args = ["--steps", str(steps), "--seed", str(seed), "--lr", str(rate), *SIZES[size]]
+    chosen = [row for row, lack in lacks.items() if not lack]
+    args = ["--steps", str(steps), "--seed", str(seed), "--lr", str(rate), "--optimizer", optimizer, *SIZES[size]]
     failed = False
     for number in range(rounds):
         for link in links.split(","):
             for row in chosen:
                 key = {"row": row.name, "link": link, "size": size, "round": number, "seed": seed, "rate": rate}
+                key |= {"optimizer": optimizer}
                 try:
                     result = measure(row, LINKS[link], args, limit_s)
                 except (CommandFailed, OSError) as error:
