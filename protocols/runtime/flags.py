@@ -40,12 +40,7 @@ RUN_FLAGS: tuple[tuple[str, Any, str, str], ...] = (
         "rate of the outer optimizer (local); 1 with momentum 0 is local SGD",
     ),
     ("outer_momentum", float, "0.6; 0 below 8 local steps", "Nesterov momentum of the outer optimizer (local)"),
-    (
-        "update_gain",
-        float,
-        "measured",
-        "what a mean of updates is scaled by; 1: a plain mean (ssp, async, bsp, gossip)",
-    ),
+    ("update_gain", float, "measured", "factor of a mean of updates; 1: a plain mean (ssp, async, bsp, gossip)"),
     ("look_ahead", float, "0.5 with a bound", "clocks that a worker computes ahead of what is folded (ssp)"),
     (
         "quorum",
