@@ -220,6 +220,18 @@ def test_whatever_comes_it_ends_with_one_model_and_the_right_mean() -> None:
         assert sum(run_.sim.struck[fault] > 0 for run_ in runs) > 0.1 * len(runs), fault
 
 
+def test_a_gain_that_is_applied_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    once = Gain.scaled
+
+    def twice(gain: Gain, moved: Array, members: int) -> Array:
+        return once(gain, moved, members) * np.float32(gain.factor)
+
+    monkeypatch.setattr(Gain, "scaled", twice)
+    with pytest.raises(Violation, match="mean has moved|moves beside mixes"):
+        for seed in range(20):
+            Campaign(seed).run()
+
+
 DEADLOCKS: dict[str, tuple[int, type, str, Callable[..., Any]]] = {
     "three on a ring, each of which keeps back a complete exchange of another round for one that the next keeps back": (
         337, Exchanges, "_in_step", lambda exchanges, peer: True),

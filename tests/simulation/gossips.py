@@ -269,8 +269,10 @@ class Node:
         self.computing = False
         if self.alive:
             before, update = self.mixing.model, self.net.update(self.worker, self.number)
-            gain = self.mixing.gain
-            scaled = update if gain is None else update * np.float32(gain.factor)
+            scaled = update
+            if (gain := self.mixing.gain) is not None:
+                gain.members = len(self.exchanges.pairs) + 1  # as it will find them
+                scaled = update * np.float32(gain.factor)
             self.came(before, scaled, before + scaled)
             self.say(self.driver.step(np.zeros(COUNT, np.float32) + update, self.net.now_ns))
 
