@@ -226,10 +226,13 @@ def test_a_gain_that_is_applied_twice_is_found(monkeypatch: pytest.MonkeyPatch) 
     def twice(gain: Gain, moved: Array, members: int) -> Array:
         return once(gain, moved, members) * np.float32(gain.factor)
 
-    monkeypatch.setattr(Gain, "scaled", twice)
-    with pytest.raises(Violation, match="mean has moved|moves beside mixes"):
+    def some_runs() -> None:
         for seed in range(20):
             Campaign(seed).run()
+
+    monkeypatch.setattr(Gain, "scaled", twice)
+    with pytest.raises(Violation, match=r"mean has moved|moves beside mixes"):
+        some_runs()
 
 
 DEADLOCKS: dict[str, tuple[int, type, str, Callable[..., Any]]] = {
