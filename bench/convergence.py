@@ -42,7 +42,7 @@ import wan
 from launch import CommandFailed
 from presets import DENSE, PRESETS, RATES, Preset, Row, Task, at_rate
 from proxy import LISTEN, Proxy
-from tables import Result, Runs, markdown, plot_specs
+from tables import Result, Runs, markdown, plot_specs, plot_tuned
 
 PROBE_STEPS = 40
 HOPEFUL = 0.005  # of a loss: seeds of one rate differ by as much
@@ -186,7 +186,9 @@ class Campaign(Runs):
 @click.option("--steps", type=int, help="for quick looks; whole epochs where the script counts those")
 @click.option("--again", is_flag=True, help="run what the JSON already holds for this commit")
 @click.option("--show", is_flag=True, help="run nothing, print the table")
-@click.option("--plot", "plot_path", type=click.Path(path_type=Path), help="as --show, as a PNG; --preset compress")
+@click.option(
+    "--plot", "plot_path", type=click.Path(path_type=Path), help="as --show, as a PNG; --preset compress or tuned"
+)
 @click.option("--commit", help="whose runs --show prints; the newest by default")
 @click.option("--out", type=click.Path(path_type=Path), help="the JSON; bench/out/PRESET.json by default")
 @click.option("--hold-ms", default=0.0, help="of held rows, each way; 0: the median step of bsp, measured first")
@@ -215,7 +217,8 @@ def main(
     path = out or launch.OUT / f"{name}.json"
     campaign = Campaign(preset, task, task.rounded(steps or task.steps), path, limit_s, hold_ms)
     if plot_path:
-        plot_specs(campaign, commit or campaign.newest_commit(), plot_path)
+        plot = plot_tuned if preset.tuned else plot_specs
+        plot(campaign, commit or campaign.newest_commit(), plot_path)
         return
     if show:
         click.echo(markdown(campaign, commit or campaign.newest_commit()))

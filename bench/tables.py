@@ -157,10 +157,16 @@ def best_rate(row: Row, by_key: dict[str, list[Result]]) -> tuple[str, list[Resu
     )
 
 
+def best_of(rows: list[tuple[Row, list[Result]]]) -> dict[Row, tuple[str, list[Result]]]:
+    """Contenders that were run, each with its best rate and the runs there."""
+    by_key = {row.key: found for row, found in rows}
+    return {row: chosen for row in CONTENDERS if (chosen := best_rate(row, by_key))}
+
+
 def tuned_table(rows: list[tuple[Row, list[Result]]]) -> list[str]:
     """Each contender at its best rate, beside the better of the single process and bsp at theirs."""
     by_key = {row.key: found for row, found in rows}
-    best = {row: chosen for row in CONTENDERS if (chosen := best_rate(row, by_key))}
+    best = best_of(rows)
     lines = [
         f"| contender | rate | loss | seeds | to dense | loss at {SCRIPT_RATE} | kB a step up, down |",
         "|---|---|---|---|---|---|---|",
@@ -209,6 +215,46 @@ def plot_specs(campaign: Runs, commit: str, path: Path) -> None:
     )
     axis.grid(alpha=0.3)
     axis.legend()
+    figure.savefig(path, dpi=110)
+
+
+def plot_tuned(campaign: Runs, commit: str, path: Path) -> None:
+    """Loss at the best rate against bytes a step, the mean of up and down; a line where no bytes are counted."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(10, 6.5), layout="constrained")
+    best = best_of(campaign.rows(commit))
+    for place, row in enumerate(sorted(best, key=lambda row: (bool(row.script), mean(best[row][1], "metric") or 0.0))):
+        rate, found = best[row]
+        loss, colour = mean(found, "metric") or 0.0, "C1" if row.script else "C0"
+        ways = [each for name in ("step_bytes_up", "step_bytes_down") if (each := mean(found, name))]
+        label: dict[str, Any] = {"text": f"{row.name} ({rate})", "fontsize": 7, "color": colour}
+        if ways:
+            at = (statistics.fmean(ways) / 1e3, loss)
+            left = at[0] > 1e3 or (place % 2 and at[0] > 10)  # neighbours have theirs on either side
+            axis.plot(*at, marker="o", color=colour)
+            axis.annotate(
+                xy=at,
+                textcoords="offset points",
+                xytext=(-6 if left else 6, -2),
+                ha="right" if left else "left",
+                **label,
+            )
+        else:
+            axis.axhline(loss, color=colour, linewidth=0.7, linestyle="--")
+            axis.annotate(
+                xy=(0.99 - 0.3 * (place % 2), loss),
+                xycoords=("axes fraction", "data"),
+                ha="right",
+                va="bottom",
+                **label,
+            )
+    axis.set(xscale="log", xlabel="kB a step of a worker, mean of up and down", ylabel="held-out loss after 400 steps")
+    axis.set(title=f"{campaign.task.name}, {campaign.preset.workers} workers, each at its best peak rate (in brackets)")
+    axis.grid(alpha=0.3)
     figure.savefig(path, dpi=110)
 
 
