@@ -115,6 +115,8 @@ ROWS = (
     flat("ssp", "cycle:0.15+sign"),
     flat("ssp", "cycle:0.15+sign", "--staleness", "2"),
     flat("ssp", "cycle:0.06+sign"),
+    flat("ssp", "cycle:0.03+sign", "--staleness", "2"),
+    flat("ssp", "cycle:0.06+sign", "--staleness", "3"),
     flat("ssp", "cycle:0.06+sign", "--staleness", "4"),
     flat("ssp", "cycle:0.09+sign", "--staleness", "4"),
     flat("async", "topk:0.05+int8"),
