@@ -345,7 +345,7 @@ GATE_S = 30.0
 def test_a_late_worker_goes_on_from_the_run() -> None:
     """Two go on for five rounds while the third computes; its update joins the sixth, and it is where they are."""
     settings = Settings(sync="local", local_steps=2, workers=3, shards=2, quorum=2, grace=0.0, compress="topk:0.3+int8")
-    ahead, pushed = threading.Barrier(3), threading.Event()
+    joined, ahead, pushed = threading.Barrier(3), threading.Barrier(3), threading.Event()
     told: list[tuple[int, int]] = []
 
     with run(settings) as started_:
@@ -363,6 +363,7 @@ def test_a_late_worker_goes_on_from_the_run() -> None:
                     loss_of(net, narrows.step_count(), worker, 3).backward()
                     optimizer.step()
 
+            joined.wait(GATE_S)  # two are a quorum, and would not wait for the third
             if worker < 2:
                 rounds(5)
                 assert (narrows.clock(), narrows.step_count()) == (5, 10)
