@@ -60,7 +60,9 @@ class Mixing(Seated):
         """Of updates of one clock; the one of the place before, where there was one."""
         if self.mode.local_steps > 1:
             return None
-        return self._kept.gain or Gain(gossip_sample(size), self._kept.degree, max(settings.update_gain, 0.0))
+        gain = self._kept.gain or Gain(gossip_sample(size), self._kept.degree)
+        gain.fixed = max(settings.update_gain, 0.0)
+        return gain
 
     @property
     def kept(self) -> Kept:

@@ -69,7 +69,7 @@ class Gain:
                 self.whole, self.rounds = self.total, 0
                 self.total = np.zeros(self.at.size, np.float32)
                 self.told.clear()
-            return moved * factor
+            return moved if factor == 1 else moved * factor
 
     def tell(self, peer: int) -> bytes:
         """The newest window, float32[n]; empty where this peer was told."""
