@@ -20,7 +20,9 @@ from statistics import median
 from narrows.compression.errors import SpecError
 from narrows.compression.spec import parse
 
-FLOOR = 0.01  # docs/results.md says what 1 % costs (6 % of loss), and nothing below
+FLOOR = 0.004  # of fp32's bytes, unless auto:FLOOR says another: docs/results.md says what 1/210 costs
+LEAST = 0.001  # the lowest FLOOR
+WHOLE = 0.25  # pushed gradients go no lower: every value as int8
 NEAR = 0.05  # a clock so little longer than the shortest is as good: the bytes are worth more
 # The present rung is left for a sparser one only if the shortest clock is so much shorter: four times NEAR, or noise would
 # find its way back.
@@ -29,7 +31,7 @@ PATIENCE = 5  # decisions in a row that must agree, each on a median: noise agre
 PATIENCE_MAX = 16 * PATIENCE  # on the edge between two rungs every way back doubles the patience, up to this
 WINDOW = 9  # measurements that a median is of: 4 outliers do not move it, +-20 % of noise become 6 % (one sigma)
 FIRST = 3  # clocks before the first choice: one may be anything (first touch of memory), the median of three is not
-# A parameter, of a SPEC that was not timed yet: that of the slowest rungs (topk:0.2+int8 2.4, topk:0.1+int8 1.6, int8 0.3
+# A parameter, of a SPEC that was not timed yet: that of the slowest rungs (topk:0.5+2bit 3.2, topk:0.27+sign 2.1, int8 0.9
 # with its residual; a million values, one core of the machine in README.md).
 ENCODE_NS = 2.0
 LEAST_S = 1e-4  # bytes that took less count as this: the delays of busy processes tell no finer
@@ -38,23 +40,28 @@ LEAST_S = 1e-4  # bytes that took less count as this: the delays of busy process
 @dataclass(frozen=True, slots=True)
 class Rung:
     spec: str  # canonical
-    density: float  # share of the values that is sent
     bytes: float  # of a payload, per parameter
+
+    @property
+    def share(self) -> float:
+        """Of fp32's bytes."""
+        return self.bytes / 4
 
 
 # Densest first, which is the order of loss too: a new row goes where its bytes put it. tests/runs/test_auto.py measures them.
+# Bits beside selections: updates want many values and few bits. bench/held_back.py ranks SPECs of equal bytes.
 LADDER: tuple[Rung, ...] = (
-    Rung("dense", 1.0, 4.0),
-    Rung("fp16", 1.0, 2.0),
-    Rung("int8", 1.0, 1.008),
-    Rung("topk:0.2+int8", 0.2, 0.294),
-    Rung("topk:0.1+int8", 0.1, 0.160),
-    Rung("topk:0.05+int8", 0.05, 0.0866),
-    Rung("topk:0.02+int8", 0.02, 0.0379),
-    Rung("topk:0.01+int8", 0.01, 0.0202),
-    Rung("topk:0.005+int8", 0.005, 0.01075),
-    Rung("topk:0.002+int8", 0.002, 0.00466),
-    Rung("topk:0.001+int8", 0.001, 0.00246),
+    Rung("dense", 4.0),
+    Rung("fp16", 2.0),
+    Rung("int8", 1.008),
+    Rung("int4", 0.531),
+    Rung("topk:0.5+2bit", 0.253),
+    Rung("topk:0.27+sign", 0.142),
+    Rung("topk:0.11+sign", 0.0786),
+    Rung("cycle:0.25/0.24+sign", 0.0333),
+    Rung("cycle:0.15+sign", 0.0190),
+    Rung("cycle:0.06+sign", 0.00783),
+    Rung("cycle:0.03+sign", 0.00404),
 )
 
 
@@ -87,15 +94,15 @@ def ladder(spec: str, sparse: bool = True) -> Ladder:
     """
     if re.split("[:+]", spec, maxsplit=1)[0] != "auto":
         fixed = parse(spec)
-        return Ladder([Rung(fixed.spec, 1.0, fixed.payload_bytes_max(_COUNT) / _COUNT)])
+        return Ladder([Rung(fixed.spec, fixed.payload_bytes_max(_COUNT) / _COUNT)])
     written = _AUTO.fullmatch(spec)
     floor = FLOOR if written is None or written[1] is None else float(written[1])
-    if written is None or not LADDER[-1].density <= floor <= 1.0:
+    if written is None or not LEAST <= floor <= 1.0:
         raise SpecError(
-            f"SPEC {spec!r}: auto chains with no stage and takes a density floor from {LADDER[-1].density:g} to 1; "
-            "write auto or auto:FLOOR"
+            f"SPEC {spec!r}: auto chains with no stage and takes a FLOOR from {LEAST:g} to 1, the least share of the bytes of "
+            "fp32; write auto or auto:FLOOR"
         )
-    return Ladder(rung for rung in LADDER if rung.density >= (floor if sparse else 1.0))
+    return Ladder(rung for rung in LADDER if rung.share >= (floor if sparse else max(floor, WHOLE)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from narrows.worker import DistributedOptimizer
 from narrows.worker.session import Connected
 
 MBIT = 125e3  # bytes a second
+SPARSEST = ladder("auto")[-1].spec
 
 
 class Link:
@@ -79,21 +80,21 @@ def test_the_ladder_is_what_its_payloads_are() -> None:
         assert compressor.spec == rung.spec
         assert len(compressor.encode(values)) / values.size == pytest.approx(rung.bytes, rel=0.03), rung
     for denser, sparser in pairwise(LADDER):
-        assert denser.bytes > sparser.bytes and denser.density >= sparser.density
+        assert denser.bytes > sparser.bytes
 
 
 @pytest.mark.parametrize(("spec", "last"), [
-    ("auto", "topk:0.01+int8"),
-    ("auto:0.01", "topk:0.01+int8"),
-    ("auto:.05", "topk:0.05+int8"),
-    ("auto:0.03", "topk:0.05+int8"),  # the floor is never gone below
-    ("auto:1", "int8"),
-    ("auto:1e-3", "topk:0.001+int8"),
+    ("auto", "cycle:0.15+sign"),
+    ("auto:0.0047", "cycle:0.15+sign"),
+    ("auto:.01", "topk:0.11+sign"),  # the floor is never gone below
+    ("auto:0.05", "topk:0.5+2bit"),
+    ("auto:1", "dense"),
+    ("auto:1e-3", "cycle:0.03+sign"),
 ])  # fmt: skip
 def test_a_floor_cuts_the_ladder(spec: str, last: str) -> None:
     rungs = ladder(spec)
     assert rungs == LADDER[: len(rungs)] and rungs[-1].spec == last
-    assert [rung.spec for rung in ladder(spec, sparse=False)] == ["dense", "fp16", "int8"]
+    assert ladder(spec, sparse=False) == rungs[:3] and LADDER[2].spec == "int8"
 
 
 def test_any_other_spec_is_a_ladder_of_one() -> None:
@@ -114,10 +115,10 @@ def test_a_wrong_auto_is_one_sentence(spec: str) -> None:
 
 @pytest.mark.parametrize(("mbit", "specs"), [
     # of 1.32 M parameters, 125 ms of computing, 60 ms of round trip; 1, 2 and 3 updates in flight
-    (1, ("topk:0.01+int8", "topk:0.01+int8", "topk:0.01+int8")),
-    (15, ("topk:0.01+int8", "topk:0.02+int8", "topk:0.05+int8")),
-    (150, ("topk:0.02+int8", "topk:0.2+int8", "int8")),
-    (1_000, ("topk:0.2+int8", "fp16", "dense")),
+    (1, ("cycle:0.15+sign", "cycle:0.15+sign", "cycle:0.15+sign")),
+    (15, ("cycle:0.15+sign", "cycle:0.25/0.24+sign", "topk:0.27+sign")),
+    (150, ("cycle:0.25/0.24+sign", "int4", "int8")),
+    (1_000, ("topk:0.5+2bit", "fp16", "dense")),
     (100_000, ("dense", "dense", "dense")),
 ])  # fmt: skip
 def test_the_link_decides(mbit: float, specs: Sequence[str]) -> None:
@@ -157,24 +158,24 @@ def test_encoding_counts_once_it_was_timed() -> None:
     """A machine that takes 0.5 s to select sends all values on a link that would rather have few."""
     auto = Auto(ladder("auto"), ladder("auto"), 1_000_000, 1)
     for _ in range(10 * PATIENCE):
-        encode_s = 0.5 if auto.up.startswith("topk") else 0.002
+        encode_s = 0.5 if auto.up.startswith(("topk", "cycle")) else 0.002
         size = int(auto.choices[auto.at][0].bytes * 1e6)
         auto.clock(Clock(0.1, encode_s, size, size / 12.5e6, size, size / 12.5e6, 0.01))
-    assert auto.up == "int8"
+    assert auto.up == "int4"
 
 
 @pytest.mark.parametrize(("up", "down", "ends"), [
-    ("auto", "auto", ("topk:0.01+int8", "topk:0.01+int8")),
-    ("auto", "auto:0.05", ("topk:0.01+int8", "topk:0.05+int8")),
-    ("auto", "dense", ("topk:0.1+int8", "dense")),  # beside dense states nothing sparser saves more than NEAR
-    ("fp16", "auto:0.1", ("fp16", "topk:0.1+int8")),
+    ("auto", "auto", ("cycle:0.15+sign", "cycle:0.15+sign")),
+    ("auto", "auto:0.02", ("cycle:0.15+sign", "topk:0.27+sign")),
+    ("auto", "dense", ("topk:0.27+sign", "dense")),  # beside dense states nothing sparser saves more than NEAR
+    ("fp16", "auto:0.05", ("fp16", "topk:0.5+2bit")),
 ])  # fmt: skip
 def test_each_direction_keeps_to_its_own_ladder(up: str, down: str, ends: tuple[str, str]) -> None:
     auto = Link(1 * MBIT, spec=up, down=down, window=1).train(30).auto
     assert (auto.up, auto.down) == ends
     wide = Link(1e12, spec=up, down=down, window=1).train(20)
     assert (wide.auto.up, wide.auto.down) == ("fp16" if up == "fp16" else "dense", "dense")
-    assert wide.switches[0][1].before == ("topk:0.01+int8" if up == "auto" else "topk:0.1+int8")
+    assert wide.switches[0][1].before == ("cycle:0.15+sign" if up == "auto" else "topk:0.5+2bit")
 
 
 def test_what_a_fixed_coding_takes_is_measured() -> None:
@@ -202,10 +203,12 @@ def test_a_link_that_changes_is_followed_both_ways_and_each_switch_says_why() ->
     assert [s.after for _, s in link.switches] == ["fp16"]
     link.rate = 15 * MBIT
     link.train(WINDOW // 2 + PATIENCE)
-    assert [s.after for _, s in link.switches[1:]] == ["topk:0.02+int8"], "as soon as most of a window and patience say"
+    assert [s.after for _, s in link.switches[1:]] == ["cycle:0.25/0.24+sign"], (
+        "as soon as most of a window and patience say"
+    )
     reason = link.switches[-1][1].reason
     assert "1.88 MB/s up, 1.88 MB/s down, a round trip of 60 ms and 125 ms of computing" in reason
-    assert "128 ms with topk:0.02+int8, 1.5 s with fp16" in reason and "\n" not in reason
+    assert "128 ms with cycle:0.25/0.24+sign, 1.5 s with fp16" in reason and "\n" not in reason
     link.rate = 1_000 * MBIT
     link.train(100)
     assert link.auto.up == "fp16"
@@ -273,7 +276,7 @@ def test_publications_of_any_coding_lead_to_the_same_state() -> None:
     store.apply(Load({"x": np.zeros(2_000, np.float32), "p": np.zeros(2_000, np.float32)}, 0))
     followed = store.p.copy()
     values = np.random.default_rng(4)
-    for spec in ("topk:0.1+int8", "int8", "dense", "topk:0.01+int8", "fp16", "dense"):
+    for spec in ("topk:0.11+sign", "int8", "dense", "cycle:0.15+sign", "fp16", "dense"):
         store.x += values.standard_normal(2_000, dtype=np.float32)
         store.apply(Publish(spec=spec))
         news = store.since(store.publication - 1)
@@ -366,7 +369,7 @@ class Trainer:
 @pytest.mark.parametrize("flags", [
     {"sync": "ssp", "shards": 2},
     {"sync": "async"},
-    {"sync": "ssp", "staleness": 0, "compress_down": "topk:0.01+int8"},
+    {"sync": "ssp", "staleness": 0, "compress_down": "topk:0.05+int8"},
     {"sync": "bsp", "push": "update", "compress_down": "auto"},
 ], ids=str)  # fmt: skip
 def test_a_run_follows_its_link_and_loses_nothing(flags: dict[str, object]) -> None:
@@ -376,7 +379,7 @@ def test_a_run_follows_its_link_and_loses_nothing(flags: dict[str, object]) -> N
         patch.setattr("narrows.worker.session._tell", lambda event, **values: told.append((event, values)))
         started.become(0)
         worker = Trainer(started.sessions[0], rate=300.0)
-        for rate, spec in ((300.0, "topk:0.01+int8"), (1e9, "dense"), (300.0, "topk:0.01+int8")):
+        for rate, spec in ((300.0, SPARSEST), (1e9, "dense"), (300.0, SPARSEST)):
             worker.limit(rate)
             worker.train(60)
             assert worker.tuning.auto.up == spec
@@ -389,7 +392,7 @@ def test_a_run_follows_its_link_and_loses_nothing(flags: dict[str, object]) -> N
     gradient = np.linspace(-1.0, 1.0, updates.size, dtype=np.float32)
     np.testing.assert_allclose(updates, -0.5 * 180 * gradient, rtol=1e-4, atol=1e-3)
     switches = [values for event, values in told if event == "compress"]
-    assert len(switches) >= 2 and switches[0]["from"] == "topk:0.01+int8" == switches[-1]["to"]
+    assert len(switches) >= 2 and switches[0]["from"] == SPARSEST == switches[-1]["to"]
     assert [set(values) for values in switches] == [{"clock", "from", "to", "reason"}] * len(switches)
     assert all(before["to"] == after["from"] for before, after in pairwise(switches))
 
@@ -409,11 +412,11 @@ def test_states_are_coded_for_the_slowest_link() -> None:
             trainer.optimizer.finish()
             return chosen
 
-        assert started.together(script) == [("topk:0.01+int8", "topk:0.01+int8"), ("dense", "topk:0.01+int8")]
+        assert started.together(script) == [(SPARSEST, SPARSEST), ("dense", SPARSEST)]
 
 
 def test_a_coding_that_the_downlink_does_not_have_is_refused() -> None:
-    with run(Settings(sync="ssp", compress="auto", compress_down="auto:0.1")) as started:
+    with run(Settings(sync="ssp", compress="auto", compress_down="auto:0.05")) as started:
         started.become(0)
         worker = Trainer(started.sessions[0], rate=1e9)
         worker.train(2)
@@ -460,6 +463,6 @@ def test_a_switch_is_on_the_console_and_in_the_record(tmp_path: Path) -> None:
     assert switches, err
     first = switches[0]
     assert set(first) == {"event", "seconds", "worker", "clock", "from", "to", "reason"}
-    assert (first["worker"], first["from"]) == (0, "topk:0.01+int8") and first["clock"] >= 3
+    assert (first["worker"], first["from"]) == (0, SPARSEST) and first["clock"] >= 3
     said = "ps-worker: worker 0 codes with {to}, not {from}, from clock {clock} on: {reason}"
     assert err.count(said.format(**first)) == 1
