@@ -384,6 +384,9 @@ class Report(Message):
     at_rest: bool = True  # the server above has all that this shard has for it
     ended: bool = False  # it has done its last round with other clusters, but for that of all (gossip)
     trouble: str = ""  # what ended the session of this shard
+    # Of checkpoints:
+    tried: int = -1  # the clock of the newest that it has tried to write
+    wrote_ns: int = 0  # how long that took
 
 
 @dataclass(frozen=True, slots=True)

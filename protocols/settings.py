@@ -42,7 +42,7 @@ class Settings:
     merge_delay: int = -1  # inner steps
     merge_alpha: float = -1.0
     lease: float = 10.0  # seconds
-    checkpoint_every: float = 0.0  # seconds; 0: at the end and on Ctrl-C only
+    checkpoint_every: float = -1.0  # seconds; 0: at the end and on Ctrl-C only; -1: adaptive
 
     def validated(self) -> Settings:
         """Return the settings with every default filled in. Raises UsageError: one sentence that names the flag."""
@@ -57,7 +57,7 @@ class Settings:
             ("fragments", 1, FRAGMENTS_MAX),
             ("merge_delay", -1, STALENESS_MAX),
             ("lease", 0.1, 86400.0),
-            ("checkpoint_every", 0.0, 1e9),
+            ("checkpoint_every", -1.0, 1e9),
             ("outer_lr", -1.0, 1e6),
             ("look_ahead", -1.0, 1e3),
             ("quorum", -1, WORKERS_MAX),
@@ -89,7 +89,7 @@ class Settings:
             )
         if mixes and self.compress_down not in ("", "dense"):
             raise UsageError("--compress-down: --sync gossip has no downlink; --compress codes both ways")
-        if mixes and self.checkpoint_every:
+        if mixes and self.checkpoint_every > 0:
             raise UsageError("--checkpoint-every: under --sync gossip the server has no model until the end")
         if self.push and self.push not in row.push_choices:
             choices = " or ".join(row.push_choices)
@@ -117,6 +117,7 @@ class Settings:
             push=self.push or row.push_choices[0],
             compress_down=self.compress_down or ("dense" if row.name == "bsp" or mixes else self.compress),
             topology=self.topology or (TOPOLOGY if mixes else ""),
+            checkpoint_every=0.0 if mixes else self.checkpoint_every,
         )
         if self.quorum > 0 and filled.mode().streams:
             raise UsageError(

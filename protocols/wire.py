@@ -19,7 +19,7 @@ from narrows.protocols.errors import IncompatibleError, RemoteProtocolError
 from narrows.protocols.messages import KIND_OF, KINDS, Buffer, Message
 
 MAGIC = b"NRWS"
-VERSION = 4
+VERSION = 5
 PREFIX_BYTES = len(MAGIC) + 1
 HEADER_BYTES_MAX = 64 << 20  # a plan names every tensor; a ledger every member
 PAYLOAD_BYTES_MAX = 1 << 30  # one compressed push of a shard is one frame; dense ones are cut into FRAME_BYTES

@@ -34,6 +34,7 @@ class Shard:
         self.index, self.settings, self.mode, self.means = index, settings, settings.mode(), means
         self.incarnation, self.port = incarnation, port
         self.checkpoints = list(checkpoints)
+        self.tried, self.wrote_ns = -1, 0  # the newest checkpoint that was tried, and how long it took
         self.ledger = UNDECIDED
         self.inbox = Inbox(index, self.mode)
         self.planned: Planned | None = None
@@ -89,9 +90,8 @@ class Shard:
             where = {"shard": self.index, "from_clock": clock, "to_clock": reached}
             text = f"shard {self.index} goes back from clock {reached} to {clock}: what was folded since is lost"
             effects.append(Log("lost", where | {"text": text}))
-        load = ledger.restart_clock >= 0 or self.checkpoints
         self.checkpoints = [clock for clock in self.checkpoints if clock <= ledger.restart_clock]
-        return [*effects, Load(ledger.restart_clock)] if load else effects
+        return [*effects, Load(ledger.restart_clock)]
 
     def _members(self) -> list[Log]:
         logs, planned = self.inbox.members(self.ledger, self.min_clock), self.planned
@@ -114,9 +114,9 @@ class Shard:
             effects += self.service.serve(seat, self.ledger, now_ns)
         return effects
 
-    def wrote_checkpoint(self, clock: int, kept: tuple[int, ...]) -> None:
-        """The runner wrote it; `kept` are the clocks now on disk. The next tick reports it."""
-        self.checkpoints = list(kept)
+    def wrote_checkpoint(self, clock: int, kept: tuple[int, ...], took_ns: int = 0) -> None:
+        """The runner wrote it, or could not; `kept` are the clocks now on disk. The next tick reports it."""
+        self.checkpoints, self.tried, self.wrote_ns = list(kept), clock, took_ns
         self.reports.owe()
 
     # The run above, and other clusters.
@@ -203,6 +203,8 @@ class Shard:
             arrived=tuple((seat.worker, seat.clock) for seat in seats if seat.news > self.reports.seen),
             norms=tuple(planned.norms.items()) if planned is not None else (),
             checkpoints=tuple(self.checkpoints),
+            tried=self.tried,
+            wrote_ns=self.wrote_ns,
             from_above=above.place.epoch if above.ready and above.place is not None else 0,
             finishing=tuple(seat.worker for seat in seats if self.service is not None and self.service.finishing(seat)),
             finishes=planned.upward.finishes if planned is not None else 0,

@@ -4,7 +4,8 @@ Rules
 - It starts once so many workers have declared and all shards have the weights that it begins with: those of the
   longest-standing member, of a checkpoint, or of the run above.
 - A restarted shard begins a generation: every shard goes back to the newest checkpoint they share, all workers join again.
-- One checkpoint at a time: a shard keeps few, and the run can only go back to one that all shards have.
+- One checkpoint at a time: a shard keeps few, and the run can only go back to one that all shards have. Unless a time is
+  told, so long is left between two that writing them takes 2 % of it.
 - It ends when the last worker has left and one has finished. Every shard then writes a checkpoint of the clock reached.
 """
 
@@ -15,6 +16,9 @@ from narrows.protocols.cluster.above import Above
 from narrows.protocols.cluster.rounds import Rounds
 from narrows.protocols.cluster.run import Decision, Run, Seat
 from narrows.protocols.effects import NS, Log
+
+EVERY_TIMES = 50  # the time that a checkpoint takes, from one to the next: 2 % of the run
+EVERY_LEAST_NS = 5 * NS  # so much work is lost gladly
 
 
 class Generations(Decision):
@@ -105,12 +109,21 @@ class Generations(Decision):
         if self.deserted and self._waited(now_ns) and not self.run.over:
             self.end(version)  # all had finished when a shard was restarted: nobody comes back
             return True
-        every, open_ = int(self.run.settings.checkpoint_every * NS), self.run.started and not self.run.over
-        written = all(self.checkpoint in (-1, *report.checkpoints) for report in self.run.reports.values())
-        if not (every and written and open_) or now_ns - self.checkpoint_ns < every:
+        every, open_ = self._every_ns, self.run.started and not self.run.over
+        tried = all(self.checkpoint in (-1, report.tried) for report in self.run.reports.values())
+        if not (every and tried and open_) or now_ns - self.checkpoint_ns < every:
             return False
         self.checkpoint, self.checkpoint_ns = self.rounds.min_clock + 1, now_ns
         return True
+
+    @property
+    def _every_ns(self) -> int:
+        """From one checkpoint to the next, 0: none but the last. The first is due at once: it has what the run began with."""
+        told = self.run.settings.checkpoint_every
+        if told >= 0 or self.checkpoint < 0:
+            return int(told * NS) if told >= 0 else 1
+        slowest = max((report.wrote_ns for report in self.run.reports.values()), default=0)
+        return max(EVERY_LEAST_NS, slowest * EVERY_TIMES)
 
     # The end.
 

@@ -63,7 +63,12 @@ RUN_FLAGS: tuple[tuple[str, Any, str, str], ...] = (
         f"who mixes with whom (gossip): {', '.join(TOPOLOGIES)}, or {RANDOM}, where nobody waits",
     ),
     ("lease", float, "10", "seconds of silence after which a worker is taken for dead; never under three of its steps"),
-    ("checkpoint_every", float, "only at the end and on Ctrl-C", "seconds between two checkpoints"),
+    (
+        "checkpoint_every",
+        float,
+        "adaptive: 2 % of the run",
+        "seconds between two checkpoints; 0: only at the end and on Ctrl-C",
+    ),
 )
 
 

@@ -9,8 +9,10 @@ import contextlib
 import ipaddress
 import json
 import os
+import shutil
 import signal
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -23,22 +25,33 @@ import click
 from narrows.protocols.addresses import ANY_HOSTS, parse_address
 from narrows.protocols.errors import LocalProtocolError, NarrowsError, UsageError
 from narrows.protocols.modes import Rule
-from narrows.protocols.runtime.children import Child, Children
+from narrows.protocols.runtime.children import Child, Children, signal_name
 from narrows.protocols.runtime.flags import ALLOCATOR, given
 from narrows.protocols.settings import Settings
 
 START_S = 120.0  # a cold machine compiles kernels first
 END_S = 40.0  # a shard that does not end within this after the stop is killed
+RESTARTS_MAX = 5  # of all shards of one run: more is no accident
+EPOCHS = 1 << 32  # more than shard 0 has in one life
 EMBEDDED = os.environ.get("NARROWS_EMBEDDED") == "1"  # in a ps-worker, which ends us by closing our stdin
 NAME = "ps-worker" if EMBEDDED else "ps-serve"
 
 SHOWN = {
     "member": "worker {worker} (rank {rank}, {host}) {how} at clock {clock}; {live} live",
     "discarded": "update {clock} of worker {worker} was discarded on shard {shard}: {why}",
-    "restart": "shard {shard} was restarted: clocks {from_clock} to {to_clock} are lost",
+    "restart": "shard {shard} was restarted: the run goes back from clock {to_clock} to {from_clock}",
     "checkpoint": "shard {shard}: checkpoint of clock {clock}",
 }  # any other event has its own text
-SHOWN_EMBEDDED = ("discarded", "restart", "lost", "refused", "hyper", "dropped")  # what a user of ps-worker must know
+SHOWN_EMBEDDED = (
+    "discarded",
+    "restart",
+    "lost",
+    "refused",
+    "hyper",
+    "dropped",
+    "disk",
+    "damaged",
+)  # what a user of ps-worker must know
 
 
 NEEDS = [("loading kernels ...", "narrows.compression:warm_up"), ("", "narrows.ps.process.runner")]
@@ -83,15 +96,20 @@ class Cluster:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.host, self.port = "", 0
+        self.address = ""  # that workers were told
+        self.ready_file = ""
         self.told: dict[str, Any] = {}  # what every shard is told
         self.children = Children()
         self.ready = False  # shards can be started
-        self.shards: list[Child] = []
+        self.shards: dict[int, Child] = {}
+        self.stopping = False
         self.ports: dict[int, int] = {}  # of those that are bound
         self.done: set[int] = set()  # that said so
         self.ended: set[int] = set()
+        self.restarts = 0
         self.errors: list[tuple[int, int, str]] = []  # shard, exit code, sentence
         self.checkpoint = -1  # clock of the newest
+        self.disk = ""  # why the newest could not be written
         self.signals: list[int] = []
         self.asked: list[int] = []  # to show the tree
 
@@ -134,25 +152,52 @@ class Cluster:
                 raise NarrowsError(f"a shard process did not start within {START_S:.0f} s")
 
     def _start(self, index: int) -> None:
+        """Start a shard; the second time on the port that it had, from its checkpoints."""
         here = "127.0.0.1" if self.host in ANY_HOSTS else self.host
         told = self.told | {
             "index": index,
             "settings": asdict(self.settings),
-            "bind": f"tcp://{self.host}:{self.port + index if self.port else 0}",
+            "bind": f"tcp://{self.host}:{self.ports.get(index, self.port + index if self.port else 0)}",
             "coordinator": f"tcp://{here}:{self.ports[0]}" if index else "",
+            "first_epoch": self.told["first_epoch"] + self.restarts * EPOCHS,
+            "resume": self.told["resume"] or self.restarts > 0,
         }
         words, name = ["-m", "narrows.ps.process.main"], f"ps-shard-{index}"
-        self.shards.append(
-            self.children.start(index, words, environment(), listens={1: "event"}, stdin=True, name=name)
+        self.shards[index] = self.children.start(
+            index, words, environment(), listens={1: "event"}, stdin=True, name=name
         )
         self.shards[index].write(json.dumps(told))
 
+    def _exited(self, index: int, code: int) -> None:
+        """A shard that died is started again, if the run goes on without an error of its own."""
+        if index in self.done or self.errors or self.signals or self.stopping or self.restarts >= RESTARTS_MAX:
+            self.ended.add(index)
+            return
+        self.shards[index].close_stdin()
+        self.restarts += 1
+        how = signal_name(-code) if code < 0 else f"exit code {code}"
+        say(f"shard {index} died ({how}) and is started again", error=True)
+        self._start(index)
+
+    def write_ready(self) -> None:
+        """What --ready-file is to hold."""
+        if self.ready_file:
+            ports, pids = ([which[index] for index in sorted(which)] for which in (self.ports, self.pids))
+            temporary = Path(f"{self.ready_file}.{os.getpid()}.tmp")
+            told = {"address": self.address, "ports": ports, "pid": os.getpid(), "shard_pids": pids}
+            temporary.write_text(json.dumps(told))
+            os.replace(temporary, self.ready_file)
+
+    @property
+    def pids(self) -> dict[int, int]:
+        return {index: shard.pid for index, shard in self.shards.items()}
+
     def watch(self) -> int:
         """Show events until every process has ended; one that ends before the others is an error."""
-        stopping, deadline = False, float("inf")
+        deadline = float("inf")
         while len(self.ended) < self.settings.shards:
-            if self.signals and not stopping:
-                stopping, deadline = True, time.monotonic() + END_S
+            if self.signals and not self.stopping:
+                self.stopping, deadline = True, time.monotonic() + END_S
                 self.shards[0].close_stdin()  # it writes a checkpoint and ends the run; the others follow
             if self.asked:
                 self.asked.clear()
@@ -187,9 +232,13 @@ class Cluster:
                 doing(text)
             case (index, "bound", {"port": port}):
                 self.ports[index] = port
+                if self.address:
+                    self.write_ready()  # it is another process
             case (index, "log", {"name": name, "values": values}):
                 if name == "checkpoint" and index == 0:
-                    self.checkpoint = values["clock"]
+                    self.checkpoint, self.disk = values["clock"], ""
+                elif name == "disk":
+                    self.disk = values["text"]
                 show(name, values)
             case (_, "err", line):
                 click.echo(line, err=True)
@@ -197,8 +246,8 @@ class Cluster:
                 self.errors.append((index, code, text))
             case (index, "done", _):
                 self.done.add(index)
-            case (index, "exit", _):
-                self.ended.add(index)
+            case (index, "exit", code):
+                self._exited(index, code)
             case (index, kind, value):
                 raise LocalProtocolError(f"shard {index} says {kind!r}: {value}")
 
@@ -206,15 +255,23 @@ class Cluster:
         """Write the whole model of the last checkpoint."""
         from narrows.ps.process import checkpoints
 
-        clock, told = self.checkpoint, self.told["checkpoint_dir"]
-        if clock >= 0 and told:
-            path = checkpoints.merge(Path(told), self.settings.shards, clock, checkpoints.buffers(Path(told), clock))
+        clock, folder = self.checkpoint, Path(self.told["checkpoint_dir"])
+        if not self.told["keeps"]:
+            return
+        if self.disk:
+            raise NarrowsError(f"the last checkpoint is missing: {self.disk}; the newest is of clock {clock}")
+        if clock >= 0:
+            try:
+                path = checkpoints.merge(folder, self.settings.shards, clock, checkpoints.buffers(folder, clock))
+            except OSError as error:
+                text = f"{folder}/model.safetensors: {error.strerror or error}; its checkpoints are of clock {clock}"
+                raise NarrowsError(text) from None
             at = "that the workers ended with" if self.settings.mode().rule is Rule.MIX else f"at clock {clock}"
             say(f"the model {at} is in {path}")
 
     def kill(self) -> None:
         """End what is left."""
-        for shard in self.shards:
+        for shard in self.shards.values():
             if shard.code is None:
                 shard.kill()
             shard.wait()
@@ -266,13 +323,16 @@ def serve(
     cluster.prepare()
     from narrows.ps.process import checkpoints  # and NumPy, while others import
 
-    folder = ""
+    folder = scratch = ""
     try:
         cluster.host, cluster.port = checked(cluster.settings, bind, parent, insecure, resume)
         folder = checkpoints.make_folder(checkpoint_dir, resume)
+        scratch = "" if folder else tempfile.mkdtemp(prefix="narrows-")  # a shard that dies goes on from there
+        cluster.ready_file = ready_file
         cluster.told = {
             "first_epoch": time.time_ns() // 1_000_000 << 10,  # greater than in any earlier life of this run
-            "checkpoint_dir": folder,
+            "checkpoint_dir": folder or scratch,
+            "keeps": bool(folder),
             "resume": resume,
             "parent": parent,
             "parent_timeout": parent_timeout,
@@ -280,29 +340,26 @@ def serve(
         cluster.listen()
         cluster.start()
         if not cluster.signals:
-            announce(cluster, ready_file)
+            announce(cluster)
             if code := cluster.watch():
                 return code
             cluster.merge()
         return 128 + cluster.signals[0] if cluster.signals and not EMBEDDED else 0
     finally:
         cluster.kill()
+        if scratch:
+            shutil.rmtree(scratch, ignore_errors=True)
         if not checkpoint_dir and folder:
             for empty in (folder, checkpoints.DEFAULT):
                 with contextlib.suppress(OSError):
                     os.rmdir(empty)
 
 
-def announce(cluster: Cluster, ready_file: str) -> None:
+def announce(cluster: Cluster) -> None:
     """Say that workers can join, and where."""
     shown = socket.gethostname() if cluster.host in ANY_HOSTS else cluster.host
-    ports = [cluster.ports[index] for index in sorted(cluster.ports)]
-    address = f"tcp://{shown}:{ports[0]}"
-    if ready_file:
-        pids = [shard.pid for shard in cluster.shards]
-        temporary = Path(f"{ready_file}.{os.getpid()}.tmp")
-        temporary.write_text(json.dumps({"address": address, "ports": ports, "pid": os.getpid(), "shard_pids": pids}))
-        os.replace(temporary, ready_file)
+    cluster.address = address = f"tcp://{shown}:{cluster.ports[0]}"
+    cluster.write_ready()
     if EMBEDDED:
         print(json.dumps({"event": "serves", "address": address}), flush=True)
     else:

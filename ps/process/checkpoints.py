@@ -44,13 +44,17 @@ def _write(path: Path, tensors: Mapping[str, NamedArray], metadata: dict[str, st
     packed = json.dumps(header).encode()
     packed += b" " * (-len(packed) % 8)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "wb") as file:
-        file.write(struct.pack("<Q", len(packed)) + packed)
-        for _, (_, _, raw) in ordered:
-            file.write(raw)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "wb") as file:
+            file.write(struct.pack("<Q", len(packed)) + packed)
+            for _, (_, _, raw) in ordered:
+                file.write(raw)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)  # a full disk needs the room
+        raise
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)  # the new name too
@@ -68,17 +72,37 @@ def clocks(folder: Path, shard: int) -> tuple[int, ...]:
     return tuple(sorted(int(match[2]) for match in found if match and int(match[1]) == shard))
 
 
-def newest(folder: Path, shards: int) -> int:
-    """The newest clock of which all shards have a checkpoint, -1: none. IncompatibleError for another number of shards."""
-    have = [clocks(folder, shard) for shard in range(shards)]
-    if have[0]:
-        _, facts = read(folder, 0, have[0][-1], only=())
+def sound(folder: Path, shard: int, shards: int) -> tuple[tuple[int, ...], list[str]]:
+    """Of `clocks`, those whose files hold what was written; and a sentence for each that does not.
+
+    Raises IncompatibleError for the checkpoints of another number of shards.
+    """
+    whole, sentences = [], []
+    for clock in clocks(folder, shard):
+        try:
+            facts = read(folder, shard, clock)[1]
+        except IncompatibleError as error:
+            sentences.append(str(error))
+            continue
         if facts.get("shards", shards) != shards:
             raise IncompatibleError(
                 f"the checkpoints in {folder} are those of a run with --shards {facts['shards']}, this one has --shards "
                 f"{shards}: resume with theirs"
             )
-    return max(set(have[0]).intersection(*have[1:]), default=-1)
+        whole.append(clock)
+    return tuple(whole), sentences
+
+
+def newest(folder: Path, shards: int) -> int:
+    """The newest clock of which all shards have a sound checkpoint, -1: they share none.
+
+    Raises IncompatibleError as `sound` does, and where the damaged are all that they share.
+    """
+    found = [sound(folder, shard, shards) for shard in range(shards)]
+    shared = max(set.intersection(*(set(whole) for whole, _ in found)), default=-1)
+    if shared < 0 and set.intersection(*(set(clocks(folder, shard)) for shard in range(shards))):
+        raise IncompatibleError(next(text for _, sentences in found for text in sentences))
+    return shared
 
 
 def make_folder(told: str, resume: bool) -> str:
@@ -164,7 +188,7 @@ def read(
         raise IncompatibleError(f"{path} is missing: the other shards have a checkpoint of clock {clock}") from None
     except (OSError, SafetensorError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise IncompatibleError(
-            f"{path} is damaged or no checkpoint of Narrows ({error}): remove it, and --resume goes on from the one before"
+            f"{path} is damaged or no checkpoint of Narrows ({error}): only one before it can be gone on from"
         ) from None
     return arrays, facts
 

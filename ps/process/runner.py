@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import socket
 import sys
 import time
@@ -33,6 +34,7 @@ from narrows.protocols.wire import decode, encode
 from narrows.ps.changes import Load as LoadArrays
 from narrows.ps.planned import Means
 from narrows.ps.process import checkpoints
+from narrows.ps.process.writer import Writer
 from narrows.ps.reports import COORDINATOR
 from narrows.ps.server import OF_CLUSTERS, Server
 from narrows.ps.shard import Shard
@@ -40,6 +42,7 @@ from narrows.ps.store import ServerOptimizer
 
 TICK_MS = 20  # longest time without a tick
 STOP_S = 20.0  # shards that do not come to rest within this are ended as they are
+EPOCHS = 1 << 40  # more than one life of a run has
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ class Process:
     first_epoch: int
     checkpoint_dir: str
     resume: bool
+    keeps: bool = True  # checkpoints outlive the run: the last one is written too
     parent: str = ""  # address of process 0 of the server above, where there is one
     parent_timeout: float = 30.0
 
@@ -82,14 +86,22 @@ def emit(event: str, **values: Any) -> None:
 def machine(process: Process, port: int, lent: Callable[[], bool]) -> Server:
     """The machine of a process that listens on `port`, with the newest checkpoint of the run where it resumes one."""
     folder, settings, child = process.folder, process.settings, bool(process.parent)
-    restart = -1
+    restart, first_epoch = -1, process.first_epoch
+    kept: tuple[int, ...] = ()
+    facts: dict[str, Any] = {}
     coordinator = member = None
-    if not process.index:
-        if folder is not None and process.resume:
+    if folder is not None and process.resume:
+        kept, damaged = checkpoints.sound(folder, process.index, settings.shards)
+        for text in damaged:
+            emit("log", name="damaged", values={"shard": process.index, "text": text})
+        if not process.index:
             restart = checkpoints.newest(folder, settings.shards)
-        coordinator = Coordinator(settings, process.first_epoch, restart, child, keys_that_fit())
+    if not process.index:
         if restart >= 0 and folder is not None:
             _, facts = checkpoints.read(folder, 0, restart, only=())
+            first_epoch = max(first_epoch, facts.get("epoch", 0) + EPOCHS)  # a clock may have been set back
+        coordinator = Coordinator(settings, first_epoch, restart, child, keys_that_fit())
+        if facts:
             coordinator.roster.adopt(facts["plan"])
             coordinator.buffers = facts["buffers"]
         if child:
@@ -103,7 +115,6 @@ def machine(process: Process, port: int, lent: Callable[[], bool]) -> Server:
         member=member,
         coordinator=coordinator,
     )
-    kept = checkpoints.clocks(folder, process.index) if folder is not None and process.resume else ()
     shard = Shard(process.index, settings, time.time_ns(), port, kept, means)
     return Server(shard, coordinator, member, process.parent, reached(process.bind, process.parent) if member else "")
 
@@ -120,7 +131,10 @@ class Runner:
         self.end = Stop()
         self.running = True
         self.stop_by = float("inf")
+        self.stopped = False
         self.server = machine(process, number, self._lent)
+        self.writer = Writer(process.folder, process.index) if process.folder is not None else None
+        self.trouble = ""  # of the disk, said once
 
     def _lent(self) -> bool:
         self.lending = [receipt for receipt in self.lending if receipt.lent]
@@ -178,23 +192,42 @@ class Runner:
         return sum(map(len, frames))
 
     def _checkpoint(self, clock: int) -> None:
-        shard, folder, planned = self.server.shard, self.process.folder, self.server.shard.planned
-        if folder is None or planned is None or planned.store.publication < 0:
+        """Begin to write one; the last of a run is waited for."""
+        planned, coordinator = self.server.shard.planned, self.server.coordinator
+        last = self.server.over
+        if self.writer is None or planned is None or planned.store.publication < 0 or (last and not self.process.keeps):
             return
-        coordinator = self.server.coordinator
         facts = {
             "publication": planned.store.publication,
             "shards": self.process.settings.shards,
             "plan": planned.plan.packed(),
             "buffers": coordinator.buffers if coordinator is not None else b"",
+            "epoch": coordinator.run.epoch if coordinator is not None else 0,
         }
-        kept = checkpoints.write(folder, shard.index, clock, planned.store.arrays(), facts)
-        shard.wrote_checkpoint(clock, kept)
-        emit("log", name="checkpoint", values={"shard": shard.index, "clock": clock})
+        self.writer.write(clock, planned.store.arrays(), facts)
+        if last:
+            self.writer.wait()
+            self.wrote()
+
+    def wrote(self) -> None:
+        """Tell of a checkpoint that is on disk by now, or could not be written."""
+        written = self.writer.take() if self.writer is not None else None
+        if written is None:
+            return
+        shard = self.server.shard
+        shard.wrote_checkpoint(written.clock, written.kept, written.took_ns)
+        if not written.trouble:
+            emit("log", name="checkpoint", values={"shard": shard.index, "clock": written.clock})
+        elif written.trouble != self.trouble:
+            text = f"shard {shard.index} cannot write a checkpoint and tries again: {written.trouble}"
+            emit("log", name="disk", values={"shard": shard.index, "clock": written.clock, "text": text})
+        self.trouble = written.trouble
 
     def _load(self, clock: int) -> None:
         planned, folder = self.server.shard.planned, self.process.folder
-        assert folder is not None
+        if folder is None or self.writer is None:
+            return
+        self.writer.forget()
         checkpoints.drop_after(folder, self.process.index, clock)
         if clock < 0:
             return
@@ -234,6 +267,7 @@ class Runner:
     def stop(self) -> None:
         """Ctrl-C or the end of the parent."""
         self.stop_by = time.monotonic() + STOP_S
+        self.stopped = True
         self.apply(self.server.stop(time.monotonic_ns()))
 
     def loop(self, sockets: Sockets) -> None:
@@ -253,6 +287,7 @@ class Runner:
         while self.running and not self.server.ended and time.monotonic() < self.stop_by:
             for peer, frames in sockets.receive(TICK_MS):
                 self.receive(peer, frames)
+            self.wrote()
             now_ns = time.monotonic_ns()
             if now_ns - ticked >= TICK_MS * NS // 1000:
                 ticked = now_ns
@@ -277,6 +312,8 @@ def run(process: Process, ready: Callable[[int], None]) -> None:
         runner = Runner(process, sockets, number)
         ready(number)
         runner.loop(sockets)
+    if runner.stopped and not process.keeps and process.folder is not None:
+        shutil.rmtree(process.folder, ignore_errors=True)  # whoever would do it may have been killed
     if runner.end.code:
         raise BY_EXIT_CODE.get(runner.end.code, NarrowsError)(runner.end.text)
     runner.totals()

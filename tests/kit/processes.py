@@ -19,9 +19,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
+from kit.scripts import flat
 from narrows.worker.session import Connected
 
 BIN = Path(sys.executable).parent
@@ -167,14 +170,27 @@ def free_ports(count: int) -> int:
 class Server:
     """A ps-serve that workers can join."""
 
-    def __init__(self, command: Command, told: dict[str, Any]) -> None:
-        self.command = command
+    def __init__(self, command: Command, ready: Path) -> None:
+        self.command, self.ready = command, ready
+        told = json.loads(ready.read_text())
         self.address: str = told["address"]
         self.port: int = told["ports"][0]
-        self.pids: list[int] = [told["pid"], *told["shard_pids"]]
+
+    @property
+    def pids(self) -> list[int]:
+        """Of ps-serve, and of its shards as they are now."""
+        told = json.loads(self.ready.read_text())
+        return [told["pid"], *told["shard_pids"]]
+
+    def kill_shard(self, index: int) -> None:
+        """And wait until another is in its place."""
+        old = self.pids[1 + index]
+        os.kill(old, signal.SIGKILL)
+        until(lambda: self.pids[1 + index] != old, f"another shard {index}")
 
     def kill(self) -> None:
         """All of it at once, as when its machine loses power."""
+        os.kill(self.pids[0], signal.SIGSTOP)  # it would start them again
         for pid in reversed(self.pids):  # shards first: one whose parent is gone says good-bye
             os.kill(pid, signal.SIGKILL)
         until(lambda: not any(map(alive, self.pids)), "the server to be gone", GONE_S)
@@ -190,7 +206,7 @@ def serving(*flags: str, cwd: Path | None = None, port: int = 0) -> Iterator[Ser
         with started("ps-serve", "--bind", bind, "--ready-file", str(ready), *where, *flags, cwd=cwd) as command:
             until(lambda: ready.exists() or command.process.poll() is not None, str(command))
             assert ready.exists(), command
-            server = Server(command, json.loads(ready.read_text()))
+            server = Server(command, ready)
             try:
                 yield server
             finally:
@@ -208,6 +224,17 @@ def loss_of(model: nn.Module, step: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(step)
     loss: torch.Tensor = model(torch.randn(4, 6, generator=generator)).square().sum()
     return loss
+
+
+def trained_alone(steps: int) -> npt.NDArray[np.float32]:
+    """What a `Worker` of a run of bsp ends with."""
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+    return flat(model)
 
 
 class Worker:

@@ -12,7 +12,7 @@ import pytest
 from narrows.protocols import messages as m
 from narrows.protocols.cluster import coordinator
 from narrows.protocols.cluster.above import Above
-from narrows.protocols.cluster.generations import Generations
+from narrows.protocols.cluster.generations import EVERY_LEAST_NS, Generations
 from narrows.protocols.cluster.meeting import Meeting
 from narrows.protocols.cluster.rounds import Rounds
 from narrows.protocols.cluster.run import RUN_LIFE, SEAT_LIFE, Run, RunPhase, Seat, SeatPhase
@@ -165,10 +165,24 @@ def test_one_checkpoint_at_a_time() -> None:
     decision.wake(0)
     report(run, 0), report(run, 1)
     assert not decision.tick(NS - 1, 0) and decision.tick(NS, 0) and decision.checkpoint == 1
-    report(run, 0, checkpoints=(1,))
+    report(run, 0, checkpoints=(1,), tried=1)
     assert not decision.tick(5 * NS, 0), "shard 1 has yet to write it"
-    report(run, 1, checkpoints=(1,))
+    report(run, 1, tried=1)  # it could not write it: the next one is asked for all the same
     assert decision.tick(5 * NS, 0)
+
+
+def test_so_long_is_left_between_checkpoints_that_writing_them_takes_2_percent() -> None:
+    run = run_of()
+    decision = generations(run)
+    report(run, 0), report(run, 1)
+    decision.wake(0)
+    assert not decision.tick(100 * NS, 0), "the run has not begun"
+    run.move("start")
+    assert decision.tick(100 * NS, 0), "what it began with"
+    for took_ns, waits_ns in ((0, EVERY_LEAST_NS), (NS, 50 * NS)):
+        before_ns = decision.checkpoint_ns
+        report(run, 0, tried=1, wrote_ns=took_ns // 2), report(run, 1, tried=1, wrote_ns=took_ns)
+        assert not decision.tick(before_ns + waits_ns - 1, 0) and decision.tick(before_ns + waits_ns, 0)
 
 
 # Above.

@@ -279,7 +279,11 @@ class OnDisk(in_process.Cluster):
         self._carry_out(index, [effect])
 
     def _apply(self, index: int, effects: Iterable[ServerEffect]) -> None:
-        self.runners[index].apply(list(effects))
+        runner = self.runners[index]
+        runner.apply(list(effects))
+        if runner.writer is not None:
+            runner.writer.wait()
+        runner.wrote()
 
     def checkpoint_soon(self) -> None:
         """The time of a checkpoint has come: one is written at the next clock."""

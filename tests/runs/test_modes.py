@@ -141,7 +141,7 @@ NAN = float("nan")
         ({"workers": -1}, "--workers -1: give a value from 1 to 65536"),
         ({"lease": 0.0}, "--lease 0.0: give a value from 0.1 to 86400"),
         ({"lease": NAN}, "--lease nan: give a value from 0.1 to 86400"),
-        ({"checkpoint_every": -1.0}, "--checkpoint-every -1.0: give a value from 0"),
+        ({"checkpoint_every": -2.0}, "--checkpoint-every -2.0: give a value from 0"),
         ({"checkpoint_every": float("inf")}, "--checkpoint-every inf: give a value from 0"),
         ({"outer_lr": -0.1}, "--outer-lr -0.1: give a value from 0"),
         ({"outer_lr": NAN}, "--outer-lr nan: give a value from 0"),

@@ -79,9 +79,14 @@ class PlainSGD:
 
 @dataclass(slots=True)
 class Disk:
-    """What ps/checkpoints.py is: (shard, clock) -> arrays, publication, plan."""
+    """What ps/checkpoints.py is: (shard, clock) -> arrays, publication, plan. A write takes less than `slow_ns`."""
 
     files: dict[tuple[int, int], tuple[dict[str, FloatArray], int, bytes]] = field(default_factory=dict)
+    slow_ns: int = NS // 5
+
+    def takes_ns(self, shard: int, clock: int) -> int:
+        """Not drawn: the other faults of a seed stay what they were."""
+        return (7 * clock + 3 * shard) % 8 * self.slow_ns // 8
 
     def clocks(self, shard: int) -> tuple[int, ...]:
         return tuple(sorted(clock for owner, clock in self.files if owner == shard))
@@ -98,6 +103,9 @@ class Disk:
     def drop_after(self, shard: int, clock: int) -> None:
         for late in [c for c in self.clocks(shard) if c > clock]:
             del self.files[shard, late]
+
+
+Writing = tuple[int, dict[str, FloatArray], int, bytes]  # clock, arrays, publication, plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +209,7 @@ class Process:
         )
         self.shard = run.kit.shard(index, settings, life + 1, 1 + index, disk.clocks(index), means)
         self.server = Server(self.shard, self.coordinator, member, self.above)
+        self.writing: Writing | None = None  # a checkpoint that the disk does not have yet
         run.checker.server_started(self)
         run.sim.start(self, self.port, self.up)
         self._apply(self.server.start(run.sim.now_ns), "start")
@@ -253,16 +262,31 @@ class Process:
                 run.over = True
 
     def _checkpoint(self, clock: int) -> None:
-        shard, planned, disk = self.shard, self.shard.planned, self.run.disk
+        planned = self.shard.planned
         if planned is None or planned.store.publication < 0:
             return
+        self._on_disk(self.writing)  # the one before is waited for
         self.run.checker.follow(self)
-        disk.write(self.index, clock, planned.store.arrays(), planned.store.publication, planned.plan.packed())
         self.run.checker.saved(self, clock)
+        arrays = {name: array.copy() for name, array in planned.store.arrays().items()}
+        self.writing = (clock, arrays, planned.store.publication, planned.plan.packed())
+        takes_ns = 0 if self.server.over else self.run.disk.takes_ns(self.index, clock)
+        if takes_ns:
+            self.run.sim.at(self.run.sim.now_ns + takes_ns, self._on_disk, self.writing)
+        else:
+            self._on_disk(self.writing)
+
+    def _on_disk(self, writing: Writing | None) -> None:
+        """It is written, as by ps/process/writer.py, unless this life is over, or it belongs to a run that went back."""
+        if writing is None or writing is not self.writing or not self.run.sim.alive(self.up):
+            return
+        (clock, arrays, publication, plan), self.writing = writing, None
+        self.run.disk.write(self.index, clock, arrays, publication, plan)
         self.run.sim.note(f"{self.port} checkpoint {clock}")
-        shard.wrote_checkpoint(clock, disk.clocks(self.index))
+        self.shard.wrote_checkpoint(clock, self.run.disk.clocks(self.index))
 
     def _load(self, clock: int) -> None:
+        self.writing = None
         self.run.disk.drop_after(self.index, clock)
         if clock < 0:
             return

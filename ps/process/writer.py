@@ -1,0 +1,75 @@
+"""Writes the checkpoints of one shard in a thread of its own, so that folding goes on. One at a time.
+
+Rules
+- What is written is a copy: the store changes meanwhile.
+- A disk that refuses ends nothing. What it said is in `Written`, and the coordinator asks again in time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from narrows.ps.process import checkpoints
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """`kept`: the clocks now on disk. `trouble`: why `clock` is not among them, "" where it is. `took_ns`: copy and all."""
+
+    clock: int
+    kept: tuple[int, ...]
+    took_ns: int
+    trouble: str = ""
+
+
+class Writer:
+    """Of shard `index`, into `folder`."""
+
+    def __init__(self, folder: Path, index: int) -> None:
+        self.folder, self.index = folder, index
+        self._thread: Thread | None = None
+        self._written: Written | None = None
+
+    def write(self, clock: int, arrays: Mapping[str, npt.NDArray[np.float32]], facts: dict[str, Any]) -> None:
+        """Copy the arrays, and begin to write them; returns before that is done. Waits for the one before."""
+        self.wait()
+        began_ns = time.monotonic_ns()
+        copies = {name: array.copy() for name, array in arrays.items()}
+        self._thread = Thread(target=self._run, args=(clock, copies, facts, began_ns), daemon=True)
+        self._thread.start()
+
+    def _run(
+        self, clock: int, arrays: dict[str, npt.NDArray[np.float32]], facts: dict[str, Any], began_ns: int
+    ) -> None:
+        trouble = ""
+        try:
+            kept = checkpoints.write(self.folder, self.index, clock, arrays, facts)
+        except OSError as error:
+            kept = checkpoints.clocks(self.folder, self.index)
+            trouble = f"{self.folder}: {error.strerror or error}"
+        self._written = Written(clock, kept, time.monotonic_ns() - began_ns, trouble)
+
+    def wait(self) -> None:
+        """Until nothing is being written. A disk that hangs holds its process, as it would hold any other."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def take(self) -> Written | None:
+        """What was written since the last call."""
+        if self._thread is None or self._thread.is_alive():
+            return None
+        self._thread, written, self._written = None, self._written, None
+        return written
+
+    def forget(self) -> None:
+        """What is written belongs to a life of the run that is over."""
+        self.wait()
+        self.take()

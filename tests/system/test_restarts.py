@@ -1,0 +1,221 @@
+"""A shard process that dies is started again, and the run goes on from its newest checkpoint."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from kit.processes import (
+    GONE_S,
+    SCRIPT,
+    Server,
+    Worker,
+    alive,
+    descendants,
+    serving,
+    small_model,
+    started,
+    trained_alone,
+    until,
+)
+from kit.scripts import distance, flat
+from safetensors.torch import load_file
+
+from narrows.ps.command.serve import RESTARTS_MAX
+from narrows.ps.process import checkpoints
+from narrows.ps.process.writer import Writer
+
+
+def stepped(worker: Worker, done: Callable[[], bool]) -> Callable[[], bool]:
+    """One more step, and then whether it is done."""
+
+    def step() -> bool:
+        worker.step()
+        return done()
+
+    return step
+
+
+def written(folder: Path, shards: int = 2) -> int:
+    """The newest clock that all shards have on disk."""
+    return max(set.intersection(*(set(checkpoints.clocks(folder, shard)) for shard in range(shards))), default=-1)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_bsp_is_what_it_would_have_been(index: int, tmp_path: Path) -> None:
+    """Killed twice, soon after it began: steps are done again, and nothing else is changed."""
+    with serving("--sync", "bsp", "--shards", "2", "--checkpoint-dir", str(tmp_path)) as server:
+        worker = Worker(server.address)
+        until(stepped(worker, lambda: written(tmp_path) > 0), "what the run began with")
+        server.kill_shard(index)
+        until(stepped(worker, lambda: server.command.out.count(" joined at clock ") > 1), "the second life")
+        worker.train(5)
+        server.kill_shard(index)
+        until(stepped(worker, lambda: server.command.out.count(" joined at clock ") > 2), "the third life")
+        worker.train(10)
+        worker.close()
+        assert server.command.wait() == 0, server.command
+        said = server.command.err + server.command.out
+    assert said.count(f"shard {index} died (signal 9 (SIGKILL)) and is started again") == 2
+    model = small_model()
+    model.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    assert distance(flat(model), trained_alone(worker.clock)) < 1e-5
+
+
+@pytest.mark.parametrize(("flags", "index"), [
+    ("--sync ssp --compress topk:0.2+int8", 1),
+    ("--sync async", 0),
+    ("--sync local --local-steps 3", 0),
+    ("--sync local --local-steps 4 --fragments 2 --compress 2bit", 1),
+])  # fmt: skip
+def test_every_mode_goes_on(flags: str, index: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With no folder named: a shard that is started again goes on from a folder that the run removes."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with serving(*flags.split(), "--shards", "2", "--checkpoint-every", "0.2") as server:
+        (scratch,) = tmp_path.glob("narrows-*")
+        worker = Worker(server.address)
+        until(stepped(worker, lambda: written(scratch) > 0), "a checkpoint")
+        server.kill_shard(index)
+        until(stepped(worker, lambda: server.command.out.count(" joined at clock ") > 1), "the second life")
+        reached = worker.clock
+        worker.train(24)
+        worker.close()
+        assert server.command.wait() == 0, server.command
+        assert worker.clock > reached
+        assert not scratch.exists() and "the model" not in server.command.out
+
+
+def test_gossip_goes_on(tmp_path: Path) -> None:
+    """The workers have the model: they need the server only to be found by others."""
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT % "time.sleep(0.01); record(at=step_count())")
+    with (
+        serving("--sync", "gossip", "--workers", "2") as server,
+        started("ps-worker", "--server", server.address, "-n", "2", str(path), "400") as two,
+    ):
+        until(lambda: "clock " in two.err or two.process.poll() is not None, str(two))
+        server.kill_shard(0)
+        assert two.wait() == 0, two
+        assert server.command.wait() == 0, server.command
+        assert "2 of 2 workers done" in two.err
+
+
+@pytest.mark.parametrize("whose", ["the root's", "a cluster's"])
+def test_two_levels_go_on(whose: str, tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT % "time.sleep(0.01); record(at=step_count())")
+    every = ("--checkpoint-every", "0.2")
+    with (
+        serving("--sync", "ssp", "--workers", "2", *every) as root,
+        serving("--sync", "bsp", "--parent", root.address, *every) as first,
+        serving("--sync", "bsp", "--parent", root.address, *every) as second,
+        started("ps-worker", "--server", first.address, str(path), "300") as one,
+        started("ps-worker", "--server", second.address, str(path), "300") as two,
+    ):
+        until(lambda: "clock " in one.err or one.process.poll() is not None, str(one))
+        struck: Server = root if whose == "the root's" else first
+        struck.kill_shard(0)
+        for command in (one, two, first.command, second.command, root.command):
+            assert command.wait() == 0, f"{command}\n{root.command}\n{first.command}\n{second.command}"
+        assert "1 of 1 workers done" in one.err and "1 of 1 workers done" in two.err
+
+
+def test_a_shard_that_is_killed_while_it_starts_is_started_again() -> None:
+    with started("ps-serve", "--bind", "tcp://127.0.0.1:0", "--shards", "2", "--checkpoint-dir", "none") as command:
+
+        def shard() -> list[int]:
+            names = {pid: Path(f"/proc/{pid}/comm") for pid in descendants(command.pid)}
+            return [pid for pid, name in names.items() if name.exists() and name.read_text() == "ps-shard-0\n"]
+
+        (pid,) = until(shard, "shard 0")
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: "ps-worker --server" in command.out, str(command))
+        assert "shard 0 died (signal 9 (SIGKILL)) and is started again" in command.err
+        command.process.send_signal(signal.SIGINT)
+        assert command.wait(GONE_S) == 130
+
+
+def test_it_is_not_started_again_for_ever(tmp_path: Path) -> None:
+    with serving("--checkpoint-dir", str(tmp_path)) as server:
+        for _ in range(RESTARTS_MAX):
+            server.kill_shard(0)
+        pids = server.pids
+        os.kill(pids[1], signal.SIGKILL)
+        assert server.command.wait(GONE_S) == 1, server.command
+        assert "ps-serve: shard 0 died and the run ends\n" in server.command.err
+        until(lambda: not any(map(alive, pids)), "all processes to be gone", GONE_S)
+
+
+# The disk.
+
+
+def test_a_disk_that_refuses_ends_nothing(tmp_path: Path) -> None:
+    """It is said once, and the next checkpoints are written when it takes them again."""
+    folder = tmp_path / "here"
+    flags = ("--sync", "bsp", "--checkpoint-every", "0.1", "--checkpoint-dir", str(folder))
+    with serving(*flags) as server, Worker(server.address) as worker:
+        until(stepped(worker, lambda: written(folder, 1) > 0), "a checkpoint")
+        shutil.rmtree(folder)
+        folder.write_text("no folder")
+        until(stepped(worker, lambda: "cannot write" in server.command.out), "the trouble to be told")
+        worker.train(30)
+        folder.unlink()
+        until(stepped(worker, lambda: written(folder, 1) > 0), "another checkpoint")
+        assert len(re.findall(r"shard 0 cannot write a checkpoint and tries again: .*here: ", server.command.out)) == 1
+        assert "Traceback" not in server.command.err
+
+
+def test_a_full_disk_loses_what_was_not_written_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, values = Writer(tmp_path, 0), np.arange(4, dtype=np.float32)
+    facts = {"publication": 0, "shards": 1, "plan": b"", "buffers": b""}
+
+    def write(clock: int) -> tuple[int, tuple[int, ...], str]:
+        writer.write(clock, {"x": values, "p": values}, facts)
+        writer.wait()
+        written = writer.take()
+        assert written is not None and written.took_ns > 0 and writer.take() is None
+        return written.clock, written.kept, written.trouble
+
+    assert write(3) == (3, (3,), "")
+
+    def full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("narrows.ps.process.checkpoints.os.fsync", full)
+        assert write(5) == (5, (3,), f"{tmp_path}: No space left on device")
+    assert [path.name for path in tmp_path.iterdir()] == ["shard-0.clock-3.safetensors"], "it needs the room"
+    assert write(7) == (7, (3, 7), "")
+
+
+def test_what_is_written_is_a_copy(tmp_path: Path) -> None:
+    writer, values = Writer(tmp_path, 0), np.zeros(1 << 20, np.float32)
+    writer.write(1, {"x": values, "p": values}, {"publication": 0, "shards": 1, "plan": b"", "buffers": b""})
+    values += 1
+    writer.forget()
+    arrays, _ = checkpoints.read(tmp_path, 0, 1)
+    assert not arrays["x"].any() and not arrays["p"].any()
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(tmp_path: Path) -> None:
+    flags = ("--sync", "bsp", "--shards", "2", "--checkpoint-every", "0.1", "--checkpoint-dir", str(tmp_path))
+    with serving(*flags) as server:
+        worker = Worker(server.address)
+        until(stepped(worker, lambda: len(checkpoints.clocks(tmp_path, 1)) == 2), "two checkpoints")
+        server.kill()
+        worker.session.link.close()
+    before, newest = checkpoints.clocks(tmp_path, 1)
+    path = checkpoints.path_of(tmp_path, 1, newest)
+    path.write_bytes(path.read_bytes()[:-5])
+    with serving(*flags, "--resume") as server, Worker(server.address) as again:
+        assert f"{path} is damaged" in server.command.out
+        assert again.clock == before or before not in checkpoints.clocks(tmp_path, 0)
