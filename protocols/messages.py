@@ -77,6 +77,7 @@ CHECKS: dict[str, Callable[[Any], bool]] = {
     "float": lambda v: type(v) is float,
     "bool": lambda v: type(v) is bool,
     "str": lambda v: type(v) is str and len(v) <= TEXT_MAX,
+    "Name": lambda v: type(v) is str and len(v) <= TEXT_MAX and v.isprintable(),
     "bytes": lambda v: type(v) is bytes,
     "Buffer": lambda v: isinstance(v, (bytes, bytearray, memoryview)),
     "Ints": _is_ints,
@@ -85,8 +86,9 @@ CHECKS: dict[str, Callable[[Any], bool]] = {
     "Quads": lambda v: _is_rows(v, 4, int),
     "Weights": lambda v: _is_rows(v, 2, float),
     "Sets": lambda v: type(v) is tuple and len(v) <= LIST_MAX and all(map(_is_ints, v)),
-    "Texts": lambda v: type(v) is tuple and len(v) <= LIST_MAX and all(map(CHECKS["str"], v)),
+    "Texts": lambda v: type(v) is tuple and len(v) <= LIST_MAX and all(map(CHECKS["Name"], v)),
 }
+Name = str  # of one line, which may be shown as it is
 Texts = tuple[str, ...]
 Triples = tuple[tuple[int, int, int], ...]
 Quads = tuple[tuple[int, int, int, int], ...]
@@ -121,8 +123,8 @@ def _annotations(kind: Any) -> tuple[tuple[str, str], ...]:
 class Hello(Message):
     """Worker to coordinator: I want to join. `expect` is a msgpack map of the flags it was started with."""
 
-    token: str  # names this process and this attempt to join; a retry repeats it
-    host: str
+    token: Name  # names this process and this attempt to join; a retry repeats it
+    host: Name
     expect: bytes = b""
 
 
@@ -146,7 +148,7 @@ class Declare(Message):
     worker: int
     epoch: int
     plan: bytes
-    address: str = ""  # where its peers reach it (gossip); of a cluster one for each shard, with spaces between them
+    address: Name = ""  # where its peers reach it (gossip); of a cluster one for each shard, with spaces between them
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +229,7 @@ class Follow(Message):
     clock: int  # that the next whole state is for
     have: int  # the publication that is here, and with it all before, -1: none
     credit: int
-    coding: str = ""  # SPEC that suits this worker's link, where published states are coded with `auto`
+    coding: Name = ""  # SPEC that suits this worker's link, where published states are coded with `auto`
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,7 +301,7 @@ class HeartbeatAck(Message):
 class Leave(Message):
     """Worker (or the launcher, for a child that died) to coordinator. `clock`: its clock when it is done, else -1."""
 
-    token: str
+    token: Name
     clock: int
 
 

@@ -21,7 +21,10 @@ from narrows.protocols.messages import KIND_OF, KINDS, Buffer, Message
 MAGIC = b"NRWS"
 VERSION = 5
 PREFIX_BYTES = len(MAGIC) + 1
-HEADER_BYTES_MAX = 64 << 20  # a plan names every tensor; a ledger every member
+HEADER_BYTES_MAX = 64 << 20  # a plan names every tensor, and a Ready holds the buffers of a model, as bytes both
+FIELDS_BYTES_MAX = 4 << 20  # of a header, bytes aside: unpacked they are up to forty times as much
+FIELDS_MAX = 64  # no message has more
+BYTES = (0xC4, 0xC5, 0xC6)  # how a field of bytes begins
 PAYLOAD_BYTES_MAX = 1 << 30  # one compressed push of a shard is one frame; dense ones are cut into FRAME_BYTES
 FRAME_BYTES = 2 << 20  # dense parts: on loopback ZeroMQ moves 1-2 MiB frames 3-4 times faster than 64 MiB ones
 FRAME_VALUES = FRAME_BYTES // 4
@@ -60,10 +63,11 @@ def decode(frames: Sequence[Buffer]) -> Message:
             f"the peer speaks Narrows protocol version {header[len(MAGIC)]}, this one speaks {VERSION}: "
             "install the same release of narrows on both machines"
         )
+    packed = memoryview(header)[PREFIX_BYTES:]
     try:
-        body = msgpack.unpackb(
-            memoryview(header)[PREFIX_BYTES:], use_list=False, raw=False, strict_map_key=True, max_ext_len=0
-        )
+        if len(packed) > FIELDS_BYTES_MAX and (size := _fields_bytes(packed)) > FIELDS_BYTES_MAX:
+            raise RemoteProtocolError(f"the fields of the header have {size} bytes, more than {FIELDS_BYTES_MAX}")
+        body = msgpack.unpackb(packed, use_list=False, raw=False, strict_map_key=True, max_ext_len=0)
     except (ValueError, msgpack.exceptions.UnpackException, UnicodeDecodeError, RecursionError) as error:
         raise RemoteProtocolError(f"the header is not msgpack: {type(error).__name__}") from None
     if type(body) is not tuple or not body or type(body[0]) is not int or body[0] not in KINDS:
@@ -80,6 +84,20 @@ def decode(frames: Sequence[Buffer]) -> Message:
             raise RemoteProtocolError(f"the payload has {len(frames[1])} bytes, more than {PAYLOAD_BYTES_MAX}")
         values["payload"] = frames[1]
     return kind(**values)
+
+
+def _fields_bytes(packed: Buffer) -> int:
+    """Of a header, how much is not bytes. Nothing is made of it yet."""
+    unpacker = msgpack.Unpacker(max_buffer_size=HEADER_BYTES_MAX)
+    unpacker.feed(packed)
+    size, count = 0, unpacker.read_array_header()
+    if count > FIELDS_MAX:
+        raise RemoteProtocolError(f"the header has {count} fields, more than {FIELDS_MAX}")
+    for _ in range(count):
+        begin = unpacker.tell()
+        unpacker.skip()
+        size += 0 if packed[begin] in BYTES else unpacker.tell() - begin
+    return size
 
 
 def pack(value: object) -> bytes:

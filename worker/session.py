@@ -171,6 +171,7 @@ class Connected:
 _session: Alone | Connected | None = None
 _failed = False
 _launcher: TextIO | None = None  # where ps-worker listens, if it started us
+_orphaned = threading.Event()  # that ps-worker has ended
 
 
 def current() -> Alone | Connected:
@@ -206,11 +207,19 @@ def _watch_launcher(address: str, token: str) -> None:
 
     def watch() -> None:
         os.read(int(parent_fd), 1)  # nothing is ever written: it returns at the end
+        _orphaned.set()
         tell_left(address, token)
-        os.killpg(os.getpid(), signal.SIGKILL)
+        _end_group()
 
     if parent_fd:
+        atexit.register(_end_group)  # its server may tell us of its end first
         threading.Thread(target=watch, name="narrows-launcher", daemon=True).start()
+
+
+def _end_group() -> None:
+    """Where the ps-worker is gone nobody else ends what this script has started."""
+    if _orphaned.is_set():
+        os.killpg(os.getpid(), signal.SIGKILL)
 
 
 def _end(error: NarrowsError) -> NoReturn:
@@ -222,6 +231,7 @@ def _end(error: NarrowsError) -> NoReturn:
     _tell("error", code=error.exit_code, text=str(error))
     sys.stdout.flush()
     sys.stderr.flush()
+    _end_group()
     os._exit(error.exit_code)
 
 

@@ -9,6 +9,7 @@ import contextlib
 import ipaddress
 import json
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -72,8 +73,13 @@ def is_loopback(host: str) -> bool:
 
 
 def say(text: str, error: bool = False) -> None:
-    """One line for the console. That of an embedded server is ps-worker's, whose stdout is the script's."""
-    click.echo(f"{NAME}: {text}", err=error or EMBEDDED)
+    """Lines for the console. Those of an embedded server are ps-worker's, whose stdout is the script's."""
+    click.echo(f"{NAME}: {printable(text)}", err=error or EMBEDDED)
+
+
+def printable(text: str) -> str:
+    """Nothing that a stranger has named itself moves the cursor or rings the bell."""
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
 
 
 def doing(text: str) -> None:
@@ -333,6 +339,7 @@ def serve(
             "first_epoch": time.time_ns() // 1_000_000 << 10,  # greater than in any earlier life of this run
             "checkpoint_dir": folder or scratch,
             "keeps": bool(folder),
+            "secret": secrets.token_hex(16),
             "resume": resume,
             "parent": parent,
             "parent_timeout": parent_timeout,

@@ -23,7 +23,7 @@ from narrows.protocols import messages as m
 from narrows.protocols.addresses import is_address
 from narrows.protocols.cluster.coordinator import Coordinator
 from narrows.protocols.effects import NS, Checkpoint, Load, Log, Send, ServerEffect, Stop, Tell
-from narrows.protocols.errors import BY_EXIT_CODE, NarrowsError
+from narrows.protocols.errors import BY_EXIT_CODE, NarrowsError, RemoteProtocolError
 from narrows.protocols.member.member import Member
 from narrows.protocols.modes import Rule
 from narrows.protocols.plan import Plan
@@ -57,6 +57,7 @@ class Process:
     checkpoint_dir: str
     resume: bool
     keeps: bool = True  # checkpoints outlive the run: the last one is written too
+    secret: str = ""  # of the shards of this server: who reports must know it
     parent: str = ""  # address of process 0 of the server above, where there is one
     parent_timeout: float = 30.0
 
@@ -257,6 +258,8 @@ class Runner:
     def _receive_below(self, peer: bytes, frames: list[m.Buffer], now_ns: int) -> None:
         try:
             message = decode(frames)
+            if isinstance(message, m.Report) and not peer.startswith(self.process.secret.encode()):
+                raise RemoteProtocolError("a report comes from the shards of this server alone")
             if isinstance(message, OF_CLUSTERS):
                 self.bytes_down += sum(map(len, frames))
             effects = self.server.handle(peer, message, now_ns)
@@ -307,7 +310,7 @@ class Runner:
 
 def run(process: Process, ready: Callable[[int], None]) -> None:
     """Serve until the run is over or stdin ends. `ready` is called with the port once it is bound."""
-    with contextlib.closing(Sockets()) as sockets:
+    with contextlib.closing(Sockets(known_as={process.coordinator: process.secret.encode()})) as sockets:
         number = sockets.listen(process.bind)
         runner = Runner(process, sockets, number)
         ready(number)

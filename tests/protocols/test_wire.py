@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import sys
+import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields, replace
 from itertools import pairwise
@@ -25,6 +26,7 @@ from narrows.protocols.keys import covers, parts, split
 from narrows.protocols.plan import NamedArray, Plan, TensorSpec, pack_arrays, unpack_arrays
 from narrows.protocols.settings import Settings
 from narrows.protocols.wire import (
+    FIELDS_BYTES_MAX,
     FRAME_BYTES,
     FRAME_VALUES,
     HEADER_BYTES_MAX,
@@ -43,6 +45,7 @@ NAMED = (RemoteProtocolError, IncompatibleError)
 INT = st.integers(-1, (1 << 63) - 1)
 FLOAT = st.floats(allow_nan=False)
 INTS = st.lists(INT, max_size=4).map(tuple)
+NAME = st.text(max_size=20).filter(str.isprintable)
 
 
 def rows(*columns: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
@@ -55,6 +58,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "float": FLOAT,
     "bool": st.booleans(),
     "str": st.text(max_size=20),
+    "Name": NAME,
     "bytes": st.binary(max_size=20),
     "Buffer": st.binary(max_size=20),
     "Ints": INTS,
@@ -63,7 +67,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "Quads": rows(INT, INT, INT, INT),
     "Weights": rows(INT, FLOAT),
     "Sets": st.lists(INTS, max_size=4).map(tuple),
-    "Texts": st.lists(st.text(max_size=20), max_size=4).map(tuple),
+    "Texts": st.lists(NAME, max_size=4).map(tuple),
 }
 
 # Values of every type that msgpack knows, and which annotations each is right for.
@@ -74,13 +78,16 @@ INTRUDERS: tuple[tuple[object, frozenset[str]], ...] = (
     (-2, frozenset()),
     (1 << 63, frozenset()),
     (0.5, frozenset({"float"})),
-    ("text", frozenset({"str"})),
+    ("text", frozenset({"str", "Name"})),
+    ("two\nlines", frozenset({"str"})),
+    ("\x1b[2Jgone", frozenset({"str"})),
     ("x" * (m.TEXT_MAX + 1), frozenset()),
     (b"raw", frozenset({"bytes", "Buffer"})),
     ({"a": 1}, frozenset()),
     ((1, 2), frozenset({"Ints"})),
     ((True,), frozenset()),
     (("1",), frozenset({"Texts"})),
+    (("1\r",), frozenset()),
     (((1,),), frozenset({"Sets"})),
     (((1, 2),), frozenset({"Pairs", "Sets"})),
     (((1, 0.5),), frozenset({"Weights"})),
@@ -108,6 +115,7 @@ PLAIN: dict[str, object] = {
     "float": 0.5,
     "bool": True,
     "str": "text",
+    "Name": "text",
     "bytes": b"raw",
     "Buffer": b"payload!",
     "Ints": (1, 300),
@@ -272,6 +280,36 @@ def test_oversized_messages_are_refused_before_they_are_read() -> None:
         ("Pairs", ((0, 0),) * len(long)),
     ):
         assert not m.CHECKS[name](value)
+
+
+@pytest.mark.parametrize(
+    ("unit", "why"),
+    [
+        (b"\x01", "more than 4194304"),
+        (b"\x91\x01", "more than 4194304"),
+        (b"\xa1a", "more than 4194304"),
+        (b"\x81\xa1a\x01", "more than 4194304"),
+        (b"\xc4\x00", "more than 64"),
+    ],
+    ids=["ints", "rows", "texts", "maps", "fields"],
+)
+def test_a_header_of_many_small_values_is_refused_before_they_are_made(unit: bytes, why: str) -> None:
+    """Five million of them: made, they would take 160 MiB and more."""
+    count = 5_000_000
+    head = b"" if "64" in why[-2:] else b"\x92\x01"
+    frame = MAGIC + bytes((VERSION,)) + head + b"\xdd" + count.to_bytes(4, "big") + unit * count
+    tracemalloc.start()
+    try:
+        with pytest.raises(RemoteProtocolError, match=why):
+            decode([frame])
+        assert tracemalloc.get_traced_memory()[1] < 4 * len(frame)
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_header_may_hold_many_bytes() -> None:
+    ready = m.Ready(1, 1, 1, (), bytes(FIELDS_BYTES_MAX + 1))
+    assert decode(encode(ready)) == ready
 
 
 @pytest.mark.parametrize(
