@@ -30,7 +30,9 @@ class Stage(Run):
         flags = dict(word.split("=") for word in words)
         step_ms = int(flags.pop("step_ms", 30))  # from half of it to all: how long a worker computes
         known = {name: type(getattr(Settings(), name)) for name in Settings.__slots__}
-        settings = Settings(**{"lease": 2.0} | {name: known[name](value) for name, value in flags.items()}).validated()
+        settings = Settings(
+            **{"lease": 2.0, "checkpoint_every": 0.0} | {name: known[name](value) for name, value in flags.items()}
+        ).validated()
         self.lines: list[str] = []
         self.filters: list[tuple[str, str, str, str]] = []
         self.held: list[tuple[str, str, m.Message]] = []
