@@ -28,6 +28,11 @@ def warm_up(say: Callable[[str], None] = lambda text: None) -> None:
     torch.optim.SGD([torch.zeros(1)], lr=0.1)
 
 
+def _kinds(values: dict[str, Any]) -> dict[str, object]:
+    """What state an optimizer has hangs on these: flags, and whether a number is 0."""
+    return {name: bool(value) if isinstance(value, (bool, int, float)) else value for name, value in values.items()}
+
+
 class TorchOptimizer:
     """Steps the pieces of one shard. Raises RemoteProtocolError for hyper-parameters that torch refuses."""
 
@@ -37,6 +42,7 @@ class TorchOptimizer:
         self.kind: Any = getattr(torch.optim, plan.optimizer)
         self.known = set(inspect.signature(self.kind.__init__).parameters) - {"self", "params"}
         self.checked: bytes | None = None  # what `check` saw last
+        self.first: list[dict[str, Any]] | None = None  # and what it saw first
         offsets = plan.offsets()
         self.pieces: list[list[tuple[int, int, int, torch.nn.Parameter]]] = []  # per group: tensor, low, high, view
         for group in plan.groups:
@@ -79,15 +85,27 @@ class TorchOptimizer:
         if hyper == self.checked:
             return
         groups = self._groups(hyper)
+        first = self.first or groups
         try:
-            for values in groups:  # as arguments: in a group, torch looks at none of them
-                stand_in = torch.zeros(1, requires_grad=True)
-                stand_in.grad = torch.zeros(1)
-                self.kind([stand_in], **values).step()  # a step too: some are looked at only there
+            for before, values in zip(first, groups, strict=True):
+                self._try(values)
+                if _kinds(values) != _kinds(before):  # whose state the other may not have: amsgrad, for one
+                    self._try(before, values)
+                    self._try(values, before)
         except Exception as error:  # whatever torch says to values of any type
             text = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise RemoteProtocolError(f"{self.kind.__name__} refuses its hyper-parameters: {text[:200]}") from None
-        self.checked = hyper
+        self.checked, self.first = hyper, first
+
+    def _try(self, made: dict[str, Any], then: dict[str, Any] | None = None) -> None:
+        """Step with these, and with what a group may have become."""
+        stand_in = torch.zeros(1, requires_grad=True)
+        stand_in.grad = torch.zeros(1)
+        optimizer = self.kind([stand_in], **made)  # as arguments: in a group, torch looks at none of them
+        optimizer.step()  # a step too: some are looked at only there
+        if then is not None:
+            optimizer.param_groups[0].update(then)
+            optimizer.step()
 
     def _groups(self, hyper: bytes) -> list[dict[str, Any]]:
         value = unpack(hyper) if hyper else None

@@ -150,6 +150,11 @@ class Server:
             return []
         return [Log("tree", {"text": f"the run:\n{coordinator.tree_above() or coordinator.tree()}"})]
 
+    def wrote_checkpoint(self, clock: int, kept: tuple[int, ...], took_ns: int, now_ns: int) -> list[ServerEffect]:
+        """The runner wrote it, or could not. That is told at once: a shard that dies next must not take it along."""
+        self.shard.wrote_checkpoint(clock, kept, took_ns)
+        return self._route([self.shard.report(now_ns)], now_ns)
+
     def stop(self, now_ns: int) -> list[ServerEffect]:
         """Ctrl-C, told to the coordinator, and to the server above."""
         if self.coordinator is None:

@@ -175,8 +175,12 @@ class Cluster:
         self.shards[index].write(json.dumps(told))
 
     def _exited(self, index: int, code: int) -> None:
-        """A shard that died is started again, if the run goes on without an error of its own."""
-        if index in self.done or self.errors or self.signals or self.stopping or self.restarts >= RESTARTS_MAX:
+        """A shard that died is started again, if the run goes on without an error of its own.
+
+        Not under gossip: the workers have the model, and go on alone.
+        """
+        ends = index in self.done or self.errors or self.signals or self.stopping
+        if ends or self.restarts >= RESTARTS_MAX or self.settings.mode().rule is Rule.MIX:
             self.ended.add(index)
             return
         self.shards[index].close_stdin()
@@ -217,8 +221,9 @@ class Cluster:
                 say(f"shard {index}: {text}", error=True)
             for index in self.ended - self.done:
                 if not self.errors:
+                    kept = self.checkpoint >= 0 and self.told["keeps"]
                     go_on = f"; --checkpoint-dir {self.told['checkpoint_dir']} --resume goes on from clock {self.checkpoint}"
-                    say(f"shard {index} died and the run ends{go_on if self.checkpoint >= 0 else ''}", error=True)
+                    say(f"shard {index} died and the run ends{go_on if kept else ''}", error=True)
                 return self.code or 1
             if self.ended:
                 deadline = min(deadline, time.monotonic() + END_S)

@@ -208,20 +208,24 @@ class Runner:
         self.writer.write(clock, planned.store.arrays(), facts)
         if last:
             self.writer.wait()
-            self.wrote()
+            self.wrote(at_once=False)  # effects are being carried out, and a report is among them
 
-    def wrote(self) -> None:
+    def wrote(self, at_once: bool = True) -> None:
         """Tell of a checkpoint that is on disk by now, or could not be written."""
         written = self.writer.take() if self.writer is not None else None
         if written is None:
             return
-        shard = self.server.shard
-        shard.wrote_checkpoint(written.clock, written.kept, written.took_ns)
+        index, now_ns = self.process.index, time.monotonic_ns()
+        told = (written.clock, written.kept, written.took_ns)
+        if at_once:
+            self.apply(self.server.wrote_checkpoint(*told, now_ns))
+        else:
+            self.server.shard.wrote_checkpoint(*told)
         if not written.trouble:
-            emit("log", name="checkpoint", values={"shard": shard.index, "clock": written.clock})
+            emit("log", name="checkpoint", values={"shard": index, "clock": written.clock})
         elif written.trouble != self.trouble:
-            text = f"shard {shard.index} cannot write a checkpoint and tries again: {written.trouble}"
-            emit("log", name="disk", values={"shard": shard.index, "clock": written.clock, "text": text})
+            text = f"shard {index} cannot write a checkpoint and tries again: {written.trouble}"
+            emit("log", name="disk", values={"shard": index, "clock": written.clock, "text": text})
         self.trouble = written.trouble
 
     def _load(self, clock: int) -> None:

@@ -1,0 +1,41 @@
+"""The script's optimizer on a shard: what a worker may ask of it, step after step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from narrows.protocols.errors import RemoteProtocolError
+from narrows.protocols.plan import Plan, TensorSpec
+from narrows.protocols.wire import pack
+from narrows.ps.optimizers import TorchOptimizer
+
+
+def server_side(kind: str) -> TorchOptimizer:
+    return TorchOptimizer(Plan((TensorSpec("weight", (2, 4), "float32"),), kind, ((0,),)), 0, 8)
+
+
+@pytest.mark.parametrize(("kind", "first", "later", "fits"), [
+    ("AdamW", {"amsgrad": False}, {"amsgrad": True}, False),
+    ("AdamW", {"amsgrad": True}, {"amsgrad": False}, False),
+    ("RMSprop", {"centered": False}, {"centered": True}, False),
+    ("AdamW", {"weight_decay": 0.0}, {"weight_decay": 0.1}, True),
+    ("AdamW", {"lr": 0.1}, {"lr": 0.0}, True),
+    ("SGD", {"momentum": 0.0}, {"momentum": 0.9}, True),
+])  # fmt: skip
+def test_what_needs_state_that_is_not_there_is_refused_before_a_step(
+    kind: str, first: dict[str, Any], later: dict[str, Any], fits: bool
+) -> None:
+    optimizer = server_side(kind)
+    weights, gradient = np.zeros(8, np.float32), np.ones(8, np.float32)
+    optimizer.check(pack([first]))
+    optimizer.step(weights, gradient, pack([first]), (), 1.0)
+    if not fits:
+        with pytest.raises(RemoteProtocolError, match=f"{kind} refuses its hyper-parameters"):
+            optimizer.check(pack([later]))
+        return
+    optimizer.check(pack([later]))
+    optimizer.step(weights, gradient, pack([later]), (), 1.0)
+    assert np.isfinite(weights).all()
