@@ -355,6 +355,7 @@ class Ledger(Message):
     finish_at: int = 0
     roster: bytes = b""  # the newest Roster of that run, encoded (gossip among clusters)
     alone: bool = False  # the server above is gone, and the run goes on without it (gossip)
+    shared: int = -1  # the newest checkpoint that all shards have, -1: none
 
     def decides_as(self, other: Ledger) -> bool:
         """Only the numbers of the messages differ."""

@@ -148,6 +148,7 @@ class Generations(Decision):
             "started": self.run.started,
             "initialiser": self.initialiser,
             "checkpoint": self.checkpoint,
+            "shared": self._shared() if self.run.complete else -1,
             "over": self.run.over,
             "weights": self.weights,
         }

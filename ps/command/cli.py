@@ -7,7 +7,8 @@ from typing import Any
 import click
 
 from narrows.protocols.runtime.flags import COMMAND, run, run_flags
-from narrows.ps.command.serve import NAME, serve
+from narrows.ps.command.cluster import NAME
+from narrows.ps.command.serve import serve
 
 
 @click.command(context_settings=COMMAND)

@@ -1,7 +1,4 @@
-"""ps-serve at work: it starts the shard processes of a cluster, shows what happens, and ends them.
-
-It owns the processes and the console; each process owns its shard. Exit codes: docs/reference.md.
-"""
+"""ps-serve at work: what its flags mean, where its files go, and how it ends. Exit codes: docs/reference.md."""
 
 from __future__ import annotations
 
@@ -11,58 +8,19 @@ import json
 import os
 import secrets
 import shutil
-import signal
 import socket
 import tempfile
-import threading
 import time
-from collections.abc import Callable
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import click
 
 from narrows.protocols.addresses import ANY_HOSTS, parse_address
-from narrows.protocols.errors import LocalProtocolError, NarrowsError, UsageError
+from narrows.protocols.errors import UsageError
 from narrows.protocols.modes import Rule
-from narrows.protocols.runtime.children import Child, Children, signal_name
-from narrows.protocols.runtime.flags import ALLOCATOR, given
+from narrows.protocols.runtime.flags import given
 from narrows.protocols.settings import Settings
-
-START_S = 120.0  # a cold machine compiles kernels first
-END_S = 40.0  # a shard that does not end within this after the stop is killed
-RESTARTS_MAX = 5  # of all shards of one run: more is no accident
-EPOCHS = 1 << 32  # more than shard 0 has in one life
-EMBEDDED = os.environ.get("NARROWS_EMBEDDED") == "1"  # in a ps-worker, which ends us by closing our stdin
-NAME = "ps-worker" if EMBEDDED else "ps-serve"
-
-SHOWN = {
-    "member": "worker {worker} (rank {rank}, {host}) {how} at clock {clock}; {live} live",
-    "discarded": "update {clock} of worker {worker} was discarded on shard {shard}: {why}",
-    "restart": "shard {shard} was restarted: the run goes back from clock {to_clock} to {from_clock}",
-    "checkpoint": "shard {shard}: checkpoint of clock {clock}",
-}  # any other event has its own text
-SHOWN_EMBEDDED = (
-    "discarded",
-    "restart",
-    "lost",
-    "refused",
-    "hyper",
-    "dropped",
-    "disk",
-    "damaged",
-)  # what a user of ps-worker must know
-
-
-NEEDS = [("loading kernels ...", "narrows.compression:warm_up"), ("", "narrows.ps.process.runner")]
-OPTIMIZERS = [("importing torch ...", "narrows.ps.optimizers:warm_up")]  # where gradients are pushed
-
-
-def environment() -> dict[str, str]:
-    """Each shard has one thread, and no module of the folder in which ps-serve was started."""
-    ones = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS", "PYTHONSAFEPATH"), "1")
-    return ALLOCATOR | os.environ | ones
+from narrows.ps.command.cluster import EMBEDDED, Cluster, say
 
 
 def is_loopback(host: str) -> bool:
@@ -70,223 +28,6 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def say(text: str, error: bool = False) -> None:
-    """Lines for the console. Those of an embedded server are ps-worker's, whose stdout is the script's."""
-    click.echo(f"{NAME}: {printable(text)}", err=error or EMBEDDED)
-
-
-def printable(text: str) -> str:
-    """Nothing that a stranger has named itself moves the cursor or rings the bell."""
-    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
-
-
-def doing(text: str) -> None:
-    """Say what the run has to wait for."""
-    if EMBEDDED:
-        print(json.dumps({"event": "say", "text": text}), flush=True)
-    else:
-        say(text)
-
-
-def show(name: str, values: dict[str, Any]) -> None:
-    """An event of a shard on the console; of an embedded server only some."""
-    if not EMBEDDED or name in SHOWN_EMBEDDED or values.get("how") == "expired":
-        say(SHOWN[name].format(**values) if name in SHOWN else str(values.get("text", values)))
-
-
-class Cluster:
-    """The shard processes of one ps-serve."""
-
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
-        self.host, self.port = "", 0
-        self.address = ""  # that workers were told
-        self.ready_file = ""
-        self.told: dict[str, Any] = {}  # what every shard is told
-        self.children = Children()
-        self.ready = False  # shards can be started
-        self.shards: dict[int, Child] = {}
-        self.stopping = False
-        self.ports: dict[int, int] = {}  # of those that are bound
-        self.done: set[int] = set()  # that said so
-        self.ended: set[int] = set()
-        self.restarts = 0
-        self.errors: list[tuple[int, int, str]] = []  # shard, exit code, sentence
-        self.checkpoint = -1  # clock of the newest
-        self.disk = ""  # why the newest could not be written
-        self.signals: list[int] = []
-        self.asked: list[int] = []  # to show the tree
-
-    def listen(self) -> None:
-        """Hear what this process is told: signals, and the end of stdin where it is embedded."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda number, frame: self.signals.append(number))
-        signal.signal(signal.SIGUSR1, lambda number, frame: self.asked.append(number))
-
-        def until_stdin_ends() -> None:
-            while os.read(0, 4096):
-                pass
-            self.signals.append(signal.SIGTERM)
-
-        if EMBEDDED:
-            threading.Thread(target=until_stdin_ends, daemon=True).start()
-
-    def prepare(self) -> None:
-        """Begin to import what shards need."""
-        needs = NEEDS + OPTIMIZERS if self.settings.mode().rule is Rule.OPTIMIZER else NEEDS
-        self.children.prepare(environment(), needs)
-
-    def start(self) -> None:
-        """Start all shards; return once they can be dialled, or a signal has come. Shard 0 first: the others dial it."""
-        deadline = time.monotonic() + START_S
-        self._until(lambda: self.ready, deadline)
-        for indices in (range(1), range(1, self.settings.shards)):
-            for index in indices if not self.signals else ():
-                self._start(index)
-            self._until(lambda: len(self.ports) == indices.stop, deadline)  # noqa: B023 - called at once
-
-    def _until(self, done: Callable[[], bool], deadline: float) -> None:
-        while not done() and not self.signals:
-            self._take(min(0.1, deadline - time.monotonic()))
-            for _, code, text in self.errors:
-                raise (UsageError if code == UsageError.exit_code else NarrowsError)(text)
-            if self.ended:
-                raise NarrowsError(f"shard {min(self.ended)} ended while it started; its message is above")
-            if time.monotonic() > deadline:
-                raise NarrowsError(f"a shard process did not start within {START_S:.0f} s")
-
-    def _start(self, index: int) -> None:
-        """Start a shard; the second time on the port that it had, from its checkpoints."""
-        here = "127.0.0.1" if self.host in ANY_HOSTS else self.host
-        told = self.told | {
-            "index": index,
-            "settings": asdict(self.settings),
-            "bind": f"tcp://{self.host}:{self.ports.get(index, self.port + index if self.port else 0)}",
-            "coordinator": f"tcp://{here}:{self.ports[0]}" if index else "",
-            "first_epoch": self.told["first_epoch"] + self.restarts * EPOCHS,
-            "resume": self.told["resume"] or self.restarts > 0,
-        }
-        words, name = ["-m", "narrows.ps.process.main"], f"ps-shard-{index}"
-        self.shards[index] = self.children.start(
-            index, words, environment(), listens={1: "event"}, stdin=True, name=name
-        )
-        self.shards[index].write(json.dumps(told))
-
-    def _exited(self, index: int, code: int) -> None:
-        """A shard that died is started again, if the run goes on without an error of its own.
-
-        Not under gossip: the workers have the model, and go on alone.
-        """
-        ends = index in self.done or self.errors or self.signals or self.stopping
-        if ends or self.restarts >= RESTARTS_MAX or self.settings.mode().rule is Rule.MIX:
-            self.ended.add(index)
-            return
-        self.shards[index].close_stdin()
-        self.restarts += 1
-        how = signal_name(-code) if code < 0 else f"exit code {code}"
-        say(f"shard {index} died ({how}) and is started again", error=True)
-        self._start(index)
-
-    def write_ready(self) -> None:
-        """What --ready-file is to hold."""
-        if self.ready_file:
-            ports, pids = ([which[index] for index in sorted(which)] for which in (self.ports, self.pids))
-            temporary = Path(f"{self.ready_file}.{os.getpid()}.tmp")
-            told = {"address": self.address, "ports": ports, "pid": os.getpid(), "shard_pids": pids}
-            temporary.write_text(json.dumps(told))
-            os.replace(temporary, self.ready_file)
-
-    @property
-    def pids(self) -> dict[int, int]:
-        return {index: shard.pid for index, shard in self.shards.items()}
-
-    def watch(self) -> int:
-        """Show events until every process has ended; one that ends before the others is an error."""
-        deadline = float("inf")
-        while len(self.ended) < self.settings.shards:
-            if self.signals and not self.stopping:
-                self.stopping, deadline = True, time.monotonic() + END_S
-                self.shards[0].close_stdin()  # it writes a checkpoint and ends the run; the others follow
-            if self.asked:
-                self.asked.clear()
-                self.shards[0].write("")
-            if time.monotonic() > deadline or len(self.signals) > 1:
-                say("a shard did not end in time and was killed")
-                return 1
-            known = len(self.errors)
-            self._take(0.1)
-            for index, _, text in self.errors[known:]:
-                say(f"shard {index}: {text}", error=True)
-            for index in self.ended - self.done:
-                if not self.errors:
-                    kept = self.checkpoint >= 0 and self.told["keeps"]
-                    go_on = f"; --checkpoint-dir {self.told['checkpoint_dir']} --resume goes on from clock {self.checkpoint}"
-                    say(f"shard {index} died and the run ends{go_on if kept else ''}", error=True)
-                return self.code or 1
-            if self.ended:
-                deadline = min(deadline, time.monotonic() + END_S)
-        return self.code
-
-    @property
-    def code(self) -> int:
-        return self.errors[-1][1] if self.errors else 0
-
-    def _take(self, timeout_s: float) -> None:
-        match self.children.next(timeout_s):
-            case (_, "ready", {"why": why}):
-                self.ready = True
-                if why:
-                    say(f"each shard starts in an interpreter of its own: {why}")
-            case (_, "say", {"text": text}):
-                doing(text)
-            case (index, "bound", {"port": port}):
-                self.ports[index] = port
-                if self.address:
-                    self.write_ready()  # it is another process
-            case (index, "log", {"name": name, "values": values}):
-                if name == "checkpoint" and index == 0:
-                    self.checkpoint, self.disk = values["clock"], ""
-                elif name == "disk":
-                    self.disk = values["text"]
-                show(name, values)
-            case (_, "err", line):
-                click.echo(line, err=True)
-            case (index, "error", {"code": code, "text": text}):
-                self.errors.append((index, code, text))
-            case (index, "done", _):
-                self.done.add(index)
-            case (index, "exit", code):
-                self._exited(index, code)
-            case (index, kind, value):
-                raise LocalProtocolError(f"shard {index} says {kind!r}: {value}")
-
-    def merge(self) -> None:
-        """Write the whole model of the last checkpoint."""
-        from narrows.ps.process import checkpoints
-
-        clock, folder = self.checkpoint, Path(self.told["checkpoint_dir"])
-        if not self.told["keeps"]:
-            return
-        if self.disk:
-            raise NarrowsError(f"the last checkpoint is missing: {self.disk}; the newest is of clock {clock}")
-        if clock >= 0:
-            try:
-                path = checkpoints.merge(folder, self.settings.shards, clock, checkpoints.buffers(folder, clock))
-            except OSError as error:
-                text = f"{folder}/model.safetensors: {error.strerror or error}; its checkpoints are of clock {clock}"
-                raise NarrowsError(text) from None
-            at = "that the workers ended with" if self.settings.mode().rule is Rule.MIX else f"at clock {clock}"
-            say(f"the model {at} is in {path}")
-
-    def kill(self) -> None:
-        """End what is left."""
-        for shard in self.shards.values():
-            if shard.code is None:
-                shard.kill()
-            shard.wait()
-        self.children.close()
 
 
 def checked(settings: Settings, bind: str, parent: str, insecure: bool, resume: bool) -> tuple[str, int]:

@@ -138,9 +138,17 @@ def path_of(folder: Path, shard: int, clock: int) -> Path:
 
 
 def write(
-    folder: Path, shard: int, clock: int, arrays: dict[str, npt.NDArray[np.float32]], facts: dict[str, Any]
+    folder: Path,
+    shard: int,
+    clock: int,
+    arrays: dict[str, npt.NDArray[np.float32]],
+    facts: dict[str, Any],
+    shared: int = -1,
 ) -> tuple[int, ...]:
-    """Write a shard's checkpoint, drop later ones and all but the newest KEPT, and return the clocks on disk."""
+    """Write a shard's checkpoint, drop later ones and all but the newest KEPT, and return the clocks on disk.
+
+    `shared`: the newest that all shards are known to have, which is not dropped: another shard's disk may refuse for long.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for left in folder.glob(f"shard-{shard}.clock-*.tmp"):
         left.unlink(missing_ok=True)  # of a process that was killed while it wrote
@@ -151,7 +159,8 @@ def write(
     _write(path_of(folder, shard, clock), tensors, {"narrows": json.dumps(plain | {"clock": clock, "crc32": sums})})
     drop_after(folder, shard, clock)  # of an earlier run: they would count as newer, and this one be dropped for them
     for old in clocks(folder, shard)[:-KEPT]:
-        path_of(folder, shard, old).unlink(missing_ok=True)
+        if old != shared:
+            path_of(folder, shard, old).unlink(missing_ok=True)
     return clocks(folder, shard)
 
 

@@ -42,7 +42,7 @@ from narrows.ps.store import ServerOptimizer
 
 TICK_MS = 20  # longest time without a tick
 STOP_S = 20.0  # shards that do not come to rest within this are ended as they are
-EPOCHS = 1 << 40  # more than one life of a run has
+RUN_EPOCHS = 1 << 40  # more than a run has until it is resumed
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def machine(process: Process, port: int, lent: Callable[[], bool]) -> Server:
     if not process.index:
         if restart >= 0 and folder is not None:
             _, facts = checkpoints.read(folder, 0, restart, only=())
-            first_epoch = max(first_epoch, facts.get("epoch", 0) + EPOCHS)  # a clock may have been set back
+            first_epoch = max(first_epoch, facts.get("epoch", 0) + RUN_EPOCHS)  # a clock may have been set back
         coordinator = Coordinator(settings, first_epoch, restart, child, keys_that_fit())
         if facts:
             coordinator.roster.adopt(facts["plan"])
@@ -132,7 +132,6 @@ class Runner:
         self.end = Stop()
         self.running = True
         self.stop_by = float("inf")
-        self.stopped = False
         self.server = machine(process, number, self._lent)
         self.writer = Writer(process.folder, process.index) if process.folder is not None else None
         self.trouble = ""  # of the disk, said once
@@ -205,7 +204,7 @@ class Runner:
             "buffers": coordinator.buffers if coordinator is not None else b"",
             "epoch": coordinator.run.epoch if coordinator is not None else 0,
         }
-        self.writer.write(clock, planned.store.arrays(), facts)
+        self.writer.write(clock, planned.store.arrays(), facts, self.server.shard.ledger.shared)
         if last:
             self.writer.wait()
             self.wrote(at_once=False)  # effects are being carried out, and a report is among them
@@ -274,7 +273,6 @@ class Runner:
     def stop(self) -> None:
         """Ctrl-C or the end of the parent."""
         self.stop_by = time.monotonic() + STOP_S
-        self.stopped = True
         self.apply(self.server.stop(time.monotonic_ns()))
 
     def loop(self, sockets: Sockets) -> None:
@@ -319,7 +317,7 @@ def run(process: Process, ready: Callable[[int], None]) -> None:
         runner = Runner(process, sockets, number)
         ready(number)
         runner.loop(sockets)
-    if runner.stopped and not process.keeps and process.folder is not None:
+    if runner.stop_by < float("inf") and not process.keeps and process.folder is not None:
         shutil.rmtree(process.folder, ignore_errors=True)  # whoever would do it may have been killed
     if runner.end.code:
         raise BY_EXIT_CODE.get(runner.end.code, NarrowsError)(runner.end.text)

@@ -38,20 +38,28 @@ class Writer:
         self._thread: Thread | None = None
         self._written: Written | None = None
 
-    def write(self, clock: int, arrays: Mapping[str, npt.NDArray[np.float32]], facts: dict[str, Any]) -> None:
-        """Copy the arrays, and begin to write them; returns before that is done. Waits for the one before."""
+    def write(
+        self, clock: int, arrays: Mapping[str, npt.NDArray[np.float32]], facts: dict[str, Any], shared: int = -1
+    ) -> None:
+        """Copy the arrays, and begin to write them; returns before that is done. Waits for the one before. `shared` as in
+        checkpoints.write."""
         self.wait()
         began_ns = time.monotonic_ns()
         copies = {name: array.copy() for name, array in arrays.items()}
-        self._thread = Thread(target=self._run, args=(clock, copies, facts, began_ns), daemon=True)
+        self._thread = Thread(target=self._run, args=(clock, copies, facts, shared, began_ns), daemon=True)
         self._thread.start()
 
     def _run(
-        self, clock: int, arrays: dict[str, npt.NDArray[np.float32]], facts: dict[str, Any], began_ns: int
+        self,
+        clock: int,
+        arrays: dict[str, npt.NDArray[np.float32]],
+        facts: dict[str, Any],
+        shared: int,
+        began_ns: int,
     ) -> None:
         trouble = ""
         try:
-            kept = checkpoints.write(self.folder, self.index, clock, arrays, facts)
+            kept = checkpoints.write(self.folder, self.index, clock, arrays, facts, shared)
         except OSError as error:
             kept = checkpoints.clocks(self.folder, self.index)
             trouble = f"{self.folder}: {error.strerror or error}"

@@ -442,6 +442,26 @@ def test_another_number_of_shards_is_refused_in_one_sentence(shards: int, tmp_pa
         OnDisk(Settings(sync="bsp", workers=2, shards=shards), tmp_path, resume=True)
 
 
+def test_a_disk_that_refuses_for_long_costs_no_checkpoint_that_all_shards_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trace: clock 3 on both shards; the disk of shard 1 refuses 6 and 9; shard 0, which keeps two, must keep 3 too."""
+    settings = Settings(sync="bsp", shards=2, checkpoint_every=1.0)
+    cluster = OnDisk(settings, tmp_path)
+    whole = checkpoints._write
+
+    def refuses(path: Path, *rest: Any) -> None:
+        if path.name in ("shard-1.clock-6.safetensors", "shard-1.clock-9.safetensors"):
+            raise OSError(28, "No space left on device")
+        whole(path, *rest)
+
+    monkeypatch.setattr(checkpoints, "_write", refuses)
+    with run(settings, cluster) as started:
+        train(started, OPTIMIZERS["SGD"], 11, finish=False, checkpoint_at=(2, 5, 8))
+    assert [clocks(tmp_path, shard) for shard in range(2)] == [(3, 6, 9), (3,)]
+    assert newest(tmp_path, 2) == 3
+
+
 def resume_once(folder: Path) -> None:
     with run(BSP, OnDisk(BSP, folder, resume=True)) as started:
         train(started, OPTIMIZERS["SGD"], STEPS, finish=True)

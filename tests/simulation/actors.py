@@ -94,11 +94,14 @@ class Disk:
     def shared(self, shards: int) -> int:
         return max(set.intersection(*(set(self.clocks(shard)) for shard in range(shards))), default=-1)
 
-    def write(self, shard: int, clock: int, arrays: dict[str, FloatArray], publication: int, plan: bytes) -> None:
+    def write(
+        self, shard: int, clock: int, arrays: dict[str, FloatArray], publication: int, plan: bytes, shared: int
+    ) -> None:
         self.files[shard, clock] = ({name: array.copy() for name, array in arrays.items()}, publication, plan)
         self.drop_after(shard, clock)
         for old in self.clocks(shard)[:-KEPT]:
-            del self.files[shard, old]
+            if old != shared:
+                del self.files[shard, old]
 
     def drop_after(self, shard: int, clock: int) -> None:
         for late in [c for c in self.clocks(shard) if c > clock]:
@@ -281,7 +284,7 @@ class Process:
         if writing is None or writing is not self.writing or not self.run.sim.alive(self.up):
             return
         (clock, arrays, publication, plan), self.writing = writing, None
-        self.run.disk.write(self.index, clock, arrays, publication, plan)
+        self.run.disk.write(self.index, clock, arrays, publication, plan, self.shard.ledger.shared)
         self.run.sim.note(f"{self.port} checkpoint {clock}")
         self.shard.wrote_checkpoint(clock, self.run.disk.clocks(self.index))
 

@@ -376,9 +376,10 @@ def test_a_late_need_for_weights_moves_no_member_that_has_a_state() -> None:
 def test_the_disk_keeps_what_the_real_one_keeps(tmp_path: Path) -> None:
     disk, x = Disk(), np.zeros(3, np.float32)
     facts = {"publication": 0, "plan": b"", "buffers": b"", "shards": 1}
-    for clock in (4, 8, 9, 6, 7):  # the run has gone back from 9 to some clock before 6
-        disk.write(0, clock, {"x": x, "p": x}, 0, b"")
-        assert checkpoints.write(tmp_path, 0, clock, {"x": x, "p": x}, facts) == disk.clocks(0)
+    # The run has gone back from 9 to some clock before 6; then the disk of another shard refuses 7 and 8.
+    for clock, shared in ((4, -1), (8, 4), (9, 8), (6, 4), (7, 6), (8, 6), (10, 6), (11, 10), (12, 11)):
+        disk.write(0, clock, {"x": x, "p": x}, 0, b"", shared)
+        assert checkpoints.write(tmp_path, 0, clock, {"x": x, "p": x}, facts, shared) == disk.clocks(0)
     for clock in (6, -1):
         disk.drop_after(0, clock)
         checkpoints.drop_after(tmp_path, 0, clock)
