@@ -69,6 +69,9 @@ class Settings:
                 raise UsageError(f"{_flag(name)} {value}: give a value from {least} to {high}")
         if self.outer_momentum != -1 and not 0 <= self.outer_momentum < 1:
             raise UsageError(f"--outer-momentum {self.outer_momentum}: give a value from 0 up to, not including, 1")
+        for name, plain in (("outer_lr", 1.0), ("outer_momentum", 0.0)):
+            if getattr(self, name) not in (-1, plain) and row.update_rule is Rule.ADD:
+                raise UsageError(f"{_flag(name)}: --sync {self.sync} has no outer step; local and gossip have one")
         if self.staleness not in (-1, row.bound) and not row.takes_staleness:
             have = ", ".join(m.name for m in MODES.values() if m.takes_staleness)
             raise UsageError(f"--staleness: --sync {self.sync} has no staleness bound to set; {have} have one")

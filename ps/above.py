@@ -21,6 +21,7 @@ from narrows.protocols import messages as m
 from narrows.protocols.effects import Log, MemberEffect, Send, ServerEffect, Tell
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.gossip.gain import Gain
+from narrows.protocols.gossip.outer import Outer
 from narrows.protocols.keys import parts
 from narrows.protocols.member.exchange import Exchange
 from narrows.protocols.member.member import Member
@@ -71,6 +72,7 @@ class Kept:
     feedback: ErrorFeedback | None = None
     model: FloatArray | None = None  # of clusters that gossip
     gain: Gain | None = None  # the same
+    outer: Outer | None = None  # the same
     degree: float = 1.0
     renewed: bool = False
 

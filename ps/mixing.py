@@ -24,6 +24,7 @@ from narrows.protocols.effects import NS, Log, MemberEffect, PeerSay, Tell
 from narrows.protocols.gossip import mixing
 from narrows.protocols.gossip.driver import Driver, Phase
 from narrows.protocols.gossip.gain import Gain
+from narrows.protocols.gossip.outer import outer
 from narrows.protocols.gossip.peers import Peers
 from narrows.protocols.keys import Keys, parts
 from narrows.protocols.member.member import Member
@@ -47,9 +48,9 @@ class Mixing(Seated):
         settings, worker = place.settings, place.worker
         compressor = None if settings.compress == "dense" else parse(settings.compress).contraction()
         seed, lease_ns = worker << 16 | index, int(settings.lease * NS)
-        gain = self._gain(settings, keys[1] - keys[0])
-        self._kept = replace(self._kept, gain=gain)
-        model = mixing.Mixing(*keys, compressor, codecs, lambda: Memory(seed=seed), gain)
+        gain, step = self._gain(settings, keys[1] - keys[0]), self._kept.outer or outer(settings)
+        self._kept = replace(self._kept, gain=gain, outer=step)
+        model = mixing.Mixing(*keys, compressor, codecs, lambda: Memory(seed=seed), gain, step)
         self.driver = Driver(settings.topology, worker, self.mode.bound or 0, lease_ns, model, place.round)
         ours = member.peers if member is not None else None
         self.peers = ours if ours is not None else Peers(worker, lease_ns, index)

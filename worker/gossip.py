@@ -24,6 +24,7 @@ from narrows.protocols.errors import NarrowsError
 from narrows.protocols.gossip.driver import Driver, Phase, Says
 from narrows.protocols.gossip.gain import Gain
 from narrows.protocols.gossip.mixing import Mixing
+from narrows.protocols.gossip.outer import outer
 from narrows.protocols.keys import parts
 from narrows.protocols.member.member import Member
 from narrows.worker.arrays import Arrays
@@ -46,7 +47,7 @@ class Gossiping:
         self.engine, self.mode = engine, engine.mode
         self.arrays = Arrays(engine.flat, shared=False, direct=False, rounds=0)
         self.shards = Shards(engine.link, engine.mode, self.arrays, engine.tuning, engine.wait)
-        self.gain = self._gain()
+        self.gain, self.outer = self._gain(), outer(engine.settings)
         self.driver = self._driver(-1, 0)
         self.local_step = 0
         self.wait_s = 0.0
@@ -65,7 +66,8 @@ class Gossiping:
     def _driver(self, worker: int, round: int) -> Driver:
         settings = self.engine.settings
         compressor = None if settings.compress == "dense" else parse(settings.compress).contraction()
-        mixing = Mixing(0, self.engine.flat.size, compressor, codecs, lambda: Memory(seed=worker), self.gain)
+        size = self.engine.flat.size
+        mixing = Mixing(0, size, compressor, codecs, lambda: Memory(seed=worker), self.gain, self.outer)
         lease_ns = int(settings.lease * NS)
         return Driver(settings.topology, worker, self.mode.bound or 0, lease_ns, mixing, round)
 

@@ -188,14 +188,14 @@ class Driver:
     def _waits(self, number: int) -> bool:
         return self.exchanges.waits and self.exchanges.waiting(number)
 
-    def _absorb(self, moved: FloatArray) -> None:
-        self.mixing.absorb(moved, len(self.exchanges.pairs) + 1)
+    def _absorb(self, moved: FloatArray, whole: bool) -> None:
+        self.mixing.absorb(moved, len(self.exchanges.pairs) + 1, whole)
         if not np.isfinite(self.mixing.model).all():
             self._not_finite()
 
     def step(self, moved: FloatArray, now_ns: int) -> Says:
         """The steps of a round are done, and have moved the model by so much; it `may_step` now."""
-        self._absorb(moved)
+        self._absorb(moved, whole=True)
         self._go("stepped")
         return self.go_on(now_ns)
 
@@ -203,7 +203,7 @@ class Driver:
         """The last step is done; what was computed since the last round has moved the model by so much."""
         if self.phase not in (Phase.COMPUTING, Phase.OVER):
             return []
-        self._absorb(moved)
+        self._absorb(moved, whole=False)
         if self.phase is Phase.COMPUTING:
             self._go("finished")
         return self.go_on(now_ns)

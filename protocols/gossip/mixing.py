@@ -21,6 +21,7 @@ import numpy.typing as npt
 from narrows.protocols import messages as m
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.gossip.gain import Gain
+from narrows.protocols.gossip.outer import Outer
 from narrows.protocols.keys import Keys, covers, parts
 from narrows.protocols.member.replica import Piece
 
@@ -49,7 +50,7 @@ class Mixing:
     """One model, float32[end - begin], and the references of its pairs, each as large.
 
     `compressor`: of differences; None: offers are the model itself. `remember` makes the memory of a pair's compressor.
-    `gain`: of own updates; None: they are added as they are.
+    `gain`: of own updates; None: they are added as they are. `outer`: the step that a round of them makes; None: their sum.
     """
 
     def __init__(
@@ -60,8 +61,9 @@ class Mixing:
         codecs: Any,
         remember: Any,
         gain: Gain | None = None,
+        outer: Outer | None = None,
     ) -> None:
-        self.begin, self.end, self.gain = begin, end, gain
+        self.begin, self.end, self.gain, self.outer = begin, end, gain, outer
         self.compressor, self.remember = compressor, remember
         self.codecs: Codecs = codecs
         self.model: FloatArray = np.zeros(end - begin, np.float32)
@@ -80,9 +82,11 @@ class Mixing:
         for table in (self.references, self.memories, self.sent):
             table.pop(peer, None)
 
-    def absorb(self, moved: FloatArray, members: int) -> None:
-        """Add an own update, one of those of so many workers."""
-        self.model = self.model + (moved if self.gain is None else self.gain.scaled(moved, members))
+    def absorb(self, moved: FloatArray, members: int, whole: bool = True) -> None:
+        """Add an own update, one of those of so many workers. `whole`: of a whole round; else there is no outer step."""
+        if self.gain is not None:
+            moved = self.gain.scaled(moved, members)
+        self.model = self.model + (self.outer.step(moved) if whole and self.outer is not None else moved)
 
     # One exchange.
 

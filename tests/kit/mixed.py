@@ -87,12 +87,13 @@ def reference(
     make: Callable[[torch.nn.Module], torch.optim.Optimizer] = sgd,
     degree: float = 1.0,
     steps: int = STEPS,
+    outer: tuple[float, float] = (1.0, 0.0),
 ) -> Array:
-    """All workers of D-SGD, or with another optimizer, in one loop; float32 models."""
+    """All workers of D-SGD, or with another optimizer, in one loop; float32 models. `outer`: rate and momentum."""
     nets = [build() for _ in range(count)]
     optimizers = [make(net) for net in nets]
     x = np.stack([flat(net) for net in nets]).astype(np.float64)
-    late = np.zeros_like(x)
+    late, velocity = np.zeros_like(x), np.zeros_like(x)
     gains, telling = Gains(count, x.shape[1], degree), dict[tuple[int, int], Matrix]()
     for step in range(steps):
         for worker, net in enumerate(nets):
@@ -101,7 +102,9 @@ def reference(
             loss_of(net, step, worker, count).backward()
             optimizers[worker].step()
         moved = np.stack([flat(net) for net in nets]).astype(np.float64) - x.astype(np.float32)
-        x = x + gains.factors() * moved + late
+        scaled = gains.factors() * moved
+        velocity = outer[1] * velocity + scaled
+        x = x + outer[0] * (scaled + outer[1] * velocity) + late
         gains.took(moved)
         if bound:
             gains.heard(telling)

@@ -95,6 +95,13 @@ def test_barriers_below_are_decentralized_sgd(clusters: int, workers: int, bound
     assert distance(ends[0], reference("matching", clusters, bound)) < 1e-5
 
 
+def test_clusters_make_an_outer_step_of_each_round() -> None:
+    above = gossip(workers=2, staleness=0, outer_lr=0.7, outer_momentum=0.6)
+    ended = trained(above, Settings(sync="bsp", workers=2), 2)
+    assert_ended(*ended)
+    assert distance(ended[2][0], reference("matching", 2, 0, outer=(0.7, 0.6))) < 1e-5
+
+
 BELOW = {
     "bsp": Settings(sync="bsp", workers=2),
     "ssp": Settings(sync="ssp", staleness=1, compress="topk:0.3", workers=2),

@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -430,6 +431,26 @@ def test_updates_that_are_too_short_are_scaled_by_what_partners_tell(topology: s
     expected = reference(topology, count, bound, adamw, 0.0, steps)
     plain = reference(topology, count, bound, adamw, 1.0, steps)
     assert distance(models[0], expected) < 1e-4 < distance(plain, expected) / 10
+
+
+@pytest.mark.parametrize("bound", [0, 1])
+def test_rounds_make_an_outer_step_of_what_they_moved_by(bound: int) -> None:
+    flags: dict[str, Any] = {"outer_lr": 0.7, "outer_momentum": 0.6}
+    with run(Settings(sync="gossip", workers=4, staleness=bound, **flags)) as started_:
+        models = started_.together(script)
+    assert all(np.array_equal(model, models[0]) for model in models)
+    expected = reference("exponential", 4, bound, outer=(0.7, 0.6))
+    assert distance(models[0], expected) < 1e-5 < distance(reference("exponential", 4, bound), expected) / 100
+
+
+def test_steps_that_make_no_whole_round_are_added_as_they_are() -> None:
+    """One round of 16 steps: its outer step would add 0.7 * 1.6 times as much."""
+    ends = []
+    plain = Settings(sync="gossip", workers=2, local_steps=STEPS + 4, outer_lr=1.0, outer_momentum=0.0)
+    for settings in (plain, replace(plain, outer_lr=0.7, outer_momentum=0.6)):
+        with run(settings) as started_:
+            ends.append(started_.together(script)[0])
+    assert np.array_equal(*ends)
 
 
 def test_a_gain_that_was_given_is_that_of_gossip_and_rounds_of_steps_have_none() -> None:

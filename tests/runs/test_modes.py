@@ -145,6 +145,8 @@ NAN = float("nan")
         ({"checkpoint_every": float("inf")}, "--checkpoint-every inf: give a value from 0"),
         ({"outer_lr": -0.1}, "--outer-lr -0.1: give a value from 0"),
         ({"outer_lr": NAN}, "--outer-lr nan: give a value from 0"),
+        ({"outer_lr": 0.5}, "--outer-lr: --sync ssp has no outer step; local and gossip have one"),
+        ({"sync": "bsp", "outer_momentum": 0.5}, "--outer-momentum: --sync bsp has no outer step"),
         ({"sync": "ssp", "update_gain": 0.0}, "--update-gain 0.0: give a value above 0, at most 1000"),
         ({"sync": "ssp", "update_gain": -2.0}, "--update-gain -2.0: give a value above 0"),
         ({"sync": "ssp", "update_gain": 1001.0}, "--update-gain 1001.0: give a value above 0, at most 1000"),

@@ -19,6 +19,7 @@ from narrows.protocols.gossip.driver import Driver, Phase, Says
 from narrows.protocols.gossip.exchanges import ARRIVED_MAX
 from narrows.protocols.gossip.gain import Gain
 from narrows.protocols.gossip.mixing import Mixing
+from narrows.protocols.gossip.outer import Outer
 from narrows.protocols.gossip.peers import Peers
 from narrows.protocols.gossip.topology import RANDOM, TOPOLOGIES, partners
 from narrows.protocols.wire import decode, encode
@@ -160,7 +161,10 @@ class Node:
         spec = net.spec
         compressor = None if spec == "dense" else parse(spec).contraction()
         gain = None if net.degree is None else Gain(gossip_sample(COUNT), net.degree)
-        self.mixing = Watched(net.books, 0, COUNT, compressor, codecs, lambda: Memory(seed=worker), gain)
+        self.mixing = Watched(
+            net.books, 0, COUNT, compressor, codecs, lambda: Memory(seed=worker), gain, net.outer and Outer(*net.outer)
+        )
+        self.velocity: Array = np.zeros(COUNT, np.float32)  # of the outer step, as it should be
         self.driver = net.driver(net.topology, worker, bound, LEASE_NS, self.mixing)
         self.exchanges = self.driver.exchanges
         self.exchanges.alone = not net.serves
@@ -207,6 +211,7 @@ class Node:
         """With the model and the round that it had under another number."""
         self.driver.round = before.number
         self.driver.keep(before.mixing.model)
+        self.mixing.outer, self.velocity = before.mixing.outer, before.velocity
         self.came(np.float32(0), self.mixing.model, self.mixing.model)
 
     def came(self, before: Array | np.float32, values: Array, after: Array) -> None:
@@ -273,6 +278,10 @@ class Node:
             if (gain := self.mixing.gain) is not None:
                 gain.members = len(self.exchanges.pairs) + 1  # as it will find them
                 scaled = update * np.float32(gain.factor)
+            if self.net.outer is not None:
+                rate, momentum = map(np.float32, self.net.outer)
+                self.velocity = momentum * self.velocity + scaled
+                scaled = rate * (scaled + momentum * self.velocity)
             self.came(before, scaled, before + scaled)
             self.say(self.driver.step(np.zeros(COUNT, np.float32) + update, self.net.now_ns))
 
@@ -297,8 +306,10 @@ class Net:
         tick_ns: int = TICK_NS,
         trace: Trace | None = None,
         degree: float | None = None,  # of an optimizer; None: updates are added as they are
+        outer: tuple[float, float] | None = None,  # rate and momentum; None: no outer step
     ) -> None:
-        self.topology, self.spec, self.faults, self.update, self.degree = topology, spec, faults, update, degree
+        self.topology, self.spec, self.faults, self.update = topology, spec, faults, update
+        self.degree, self.outer = degree, outer
         self.sim: Simulator[m.Message] = Simulator(seed, faults, tick_ns, trace)
         self.at, self.random = self.sim.at, self.sim.random
         self.books = Books(self)
@@ -451,6 +462,7 @@ class Campaign(Served):
             lambda worker, number: drift[(worker * 7 + number) % 64],
             trace=trace,
             degree=None if seed % 3 == 0 else 0.0,
+            outer=(0.7, 0.6) if seed % 4 == 0 else None,
         )
         count, rounds, bound = random.between(1, 6), random.between(1, 30), one([0, 1, 1, 2, 3])
         self.case = (
