@@ -78,9 +78,6 @@ class Case:
     scaled: bool = False  # the mean of updates has a gain
 
 
-OUTER = {"outer_lr": 0.5, "outer_momentum": 0.5}
-
-
 def case_of(seed: int, restart: bool = False) -> Case:
     random = Random(seed * 2 + restart)
     between, chance = random.between, random.chance
@@ -101,7 +98,8 @@ def case_of(seed: int, restart: bool = False) -> Case:
         lease=LEASE_S,
         checkpoint_every=between(100, 600) / 1000 if restart or chance(0.5) else 0.0,
         compress_down="dense" if dense_down else "topk:0.5",
-        **(OUTER if row["sync"] == "local" else {}),
+        outer_lr=0.5 if row["sync"] == "local" else -1.0,
+        outer_momentum=0.5 if row["sync"] == "local" else -1.0,
     ).validated()
     gradients, unbound = settings.mode().rule is Rule.OPTIMIZER, settings.mode().bound is None
     return Case(
