@@ -25,6 +25,7 @@ LIST_MAX = 1 << 20  # items of one list: a million tensors or members is beyond 
 WORKERS_MAX = 1 << 16  # a rank fits 16 bits; the table of members is sent whole
 PARTS_MAX = 1 << 14  # messages of one push or state: 32 GiB of fp32 in frames of 2 MiB
 CLOCK_MAX = 1 << 53  # exact in every language that reads a record
+NAME_BYTES = 8  # of a routing id: a secret of who dials, by which a server knows it again
 
 
 class RefuseCode(IntEnum):
@@ -93,6 +94,17 @@ Texts = tuple[str, ...]
 Triples = tuple[tuple[int, int, int], ...]
 Quads = tuple[tuple[int, int, int, int], ...]
 Sets = tuple[Ints, ...]
+
+
+def name_of(peer: bytes) -> bytes:
+    """bytes[NAME_BYTES]: how the routing id of a peer begins."""
+    return peer[:NAME_BYTES].ljust(NAME_BYTES, b"\0")
+
+
+def check_name(peer: bytes, name: bytes, worker: int) -> None:
+    """Raise RemoteProtocolError unless `peer` has the name of this worker."""
+    if name_of(peer) != name:
+        raise RemoteProtocolError(f"it is not from worker {worker}, whose number it has")
 
 
 class Message:
@@ -356,6 +368,7 @@ class Ledger(Message):
     roster: bytes = b""  # the newest Roster of that run, encoded (gossip among clusters)
     alone: bool = False  # the server above is gone, and the run goes on without it (gossip)
     shared: int = -1  # the newest checkpoint that all shards have, -1: none
+    names: bytes = b""  # of each member, NAME_BYTES: who speaks for it has this name
 
     def decides_as(self, other: Ledger) -> bool:
         """Only the numbers of the messages differ."""

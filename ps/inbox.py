@@ -30,6 +30,7 @@ class Seat:
     clock: int
     taken: int  # updates of it below are in x (barrier)
     settled: int  # and below this in the published state, or min_clock is here, before which it was no member
+    name: bytes = b""  # of its routing ids
     peer: bytes = b""
     samples: int = 0
     news: int = 0  # the first report that tells of its last update
@@ -71,9 +72,10 @@ class Inbox:
         for worker in self.seats.keys() - live:
             for clock, pieces in self.seats.pop(worker).partial.items():
                 logs.append(self.discard(worker, clock, f"{len(pieces)} of its parts had come"))
-        for worker, epoch, clock in ledger.members:
+        for place, (worker, epoch, clock) in enumerate(ledger.members):
             if worker not in self.seats:
-                self.seats[worker] = Seat(worker, epoch, clock, clock, min(clock, min_clock))
+                name = ledger.names[place * m.NAME_BYTES : (place + 1) * m.NAME_BYTES]
+                self.seats[worker] = Seat(worker, epoch, clock, clock, min(clock, min_clock), name)
         return logs
 
     def discard(self, worker: int, clock: int, why: str) -> Log:

@@ -119,9 +119,9 @@ class Server:
                 raise RemoteProtocolError("a ledger comes from the coordinator alone")
             effects = self.shard.handle_ledger(message, now_ns)
         else:
+            effects = self.shard.handle(peer, message, now_ns)
             if coordinator is not None and isinstance(message, (m.Push, m.Follow, m.Pull, m.FirstWeights)):
                 coordinator.roster.heard(message.worker, now_ns)
-            effects = self.shard.handle(peer, message, now_ns)
         return self._route(effects, now_ns)
 
     def tick(self, now_ns: int) -> list[ServerEffect]:

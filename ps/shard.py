@@ -167,6 +167,7 @@ class Shard:
                 return []  # who is a member has not reached this shard yet; it will ask again
             text = f"worker {message.worker} is no member (its lease expired, or the server was restarted)"
             return [Send(peer, m.Refuse(m.RefuseCode.NOT_A_MEMBER, message.worker, message.epoch, text))]
+        m.check_name(peer, seat.name, seat.worker)
         if self.service is None:
             return []  # nor the model
         peer_before, clock = seat.peer, seat.clock

@@ -8,6 +8,7 @@ too, and they dial us.
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 import time
@@ -49,7 +50,8 @@ class Link:
         self._changed = threading.Condition()
         self._error: BaseException | None = None
         self._closing = False
-        self._sockets = Sockets(io_threads=2)
+        name = os.urandom(m.NAME_BYTES)  # that the server knows us by; no peer hears it
+        self._sockets = Sockets(io_threads=2, known_as=lambda address: name if address in self._shards else b"")
         self._thread = threading.Thread(target=self._main, name="narrows-io", daemon=True)
         self._thread.start()
         self.call(lambda member, now: member.join(now))

@@ -4,6 +4,7 @@ Rules
 - A worker joins in two steps: Hello reserves a rank; Declare makes it a member in a new epoch, at the members' min_clock.
 - Ready is sent once every shard knows that epoch.
 - A plan is adopted after it was checked, or never.
+- Who said Hello for a worker speaks for it, by the name that its routing ids begin with, and nobody else does.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from narrows.protocols.cluster.run import Decision, Run, Seat
 from narrows.protocols.effects import NS, Log, Send, ServerEffect
 from narrows.protocols.errors import IncompatibleError
 from narrows.protocols.keys import split
-from narrows.protocols.messages import RefuseCode
+from narrows.protocols.messages import RefuseCode, check_name
 from narrows.protocols.modes import ELEMENTWISE, Rule
 from narrows.protocols.plan import Plan
 from narrows.protocols.settings import contradiction
@@ -51,6 +52,8 @@ class Roster(Decision):
             if len(self.waiting) < WAITING_MAX:
                 self.waiting[hello.token] = (peer, hello)
             return []
+        if seat is not None:
+            check_name(peer, seat.name, seat.worker)
         if not text and seat is None and len(self.run.seats) >= m.WORKERS_MAX:
             text = "the run is full"
         if text:
@@ -142,10 +145,11 @@ class Roster(Decision):
     # Those who are here, and those who go.
 
     def seated(self, peer: bytes, message: m.Declare | m.Heartbeat | m.Buffers, now_ns: int) -> Seat | None:
-        """Who sent this, and lives. Worker numbers begin anew in each life of the coordinator."""
+        """Who sent this, and lives. Worker numbers begin anew in each life of the coordinator. Raises RemoteProtocolError."""
         seat = self.run.seats.get(message.worker)
         if seat is None or message.epoch < self.run.first_epoch:
             return None
+        check_name(peer, seat.name, seat.worker)
         seat.peer, seat.seen_ns = peer, now_ns
         if isinstance(message, m.Heartbeat):
             seat.below = message.below
@@ -197,4 +201,5 @@ class Roster(Decision):
     def fields(self, shard: int) -> dict[str, object]:
         members = tuple((seat.worker, seat.epoch, seat.start) for seat in self.run.declared)
         plan = b"" if self.run.planned(shard) else self.plan_packed
-        return {"epoch": self.run.epoch, "members": members, "plan": plan}
+        names = b"".join(seat.name for seat in self.run.declared)
+        return {"epoch": self.run.epoch, "members": members, "names": names, "plan": plan}

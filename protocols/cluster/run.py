@@ -62,6 +62,7 @@ class Seat:
     below: str = ""  # of a cluster: itself and all below it, a line each
     ready_sent: bool = False
     last: int = -1  # its final clock, while it is leaving
+    name: bytes = b""  # of its routing ids: nobody else speaks for it
 
     @property
     def leaving(self) -> bool:
@@ -125,7 +126,8 @@ class Run:
         """A seat at the lowest free rank."""
         taken = {seat.rank for seat in self.seats.values()}
         rank = next(rank for rank in range(len(taken) + 1) if rank not in taken)
-        seat = self.seats[self.next_worker] = Seat(self.next_worker, hello.token, hello.host, rank, peer, now_ns)
+        seat = Seat(self.next_worker, hello.token, hello.host, rank, peer, now_ns, name=m.name_of(peer))
+        self.seats[self.next_worker] = seat
         self.next_worker += 1
         return seat
 

@@ -13,7 +13,7 @@ import os
 import socket
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -97,11 +97,11 @@ class Drops:
 class Sockets:
     """A `Port` over ZeroMQ: a ROUTER for those who dial us, and a DEALER for each address that we dial.
 
-    `known_as`: by address, how the routing id begins by which we are known there.
+    `known_as`: for an address, how the routing id begins by which we are known there; b"": by any.
     """
 
-    def __init__(self, io_threads: int = 1, known_as: Mapping[str, bytes] | None = None) -> None:
-        self._known_as = known_as or {}
+    def __init__(self, io_threads: int = 1, known_as: Callable[[str], bytes] = lambda address: b"") -> None:
+        self.known_as = known_as
         self._context = zmq.Context(io_threads=io_threads)
         self._poller = zmq.Poller()
         self._opened: dict[tuple[str, bool], Socket] = {}  # by the address dialled and `control`; ROUTER: the router
@@ -138,7 +138,7 @@ class Sockets:
     def _dial(self, key: tuple[str, bool]) -> Socket:
         """A DEALER of its own for each address: several connects on one socket would take turns."""
         dealer = self._open(key, zmq.DEALER)
-        if name := self._known_as.get(key[0]):
+        if name := self.known_as(key[0]):
             dealer.setsockopt(zmq.ROUTING_ID, name + os.urandom(8))
         dealer.connect(key[0])
         return dealer

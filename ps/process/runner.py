@@ -7,6 +7,7 @@ Workers (and, with process 0, the other shards, and other clusters that gossip) 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import shutil
@@ -135,6 +136,14 @@ class Runner:
         self.server = machine(process, number, self._lent)
         self.writer = Writer(process.folder, process.index) if process.folder is not None else None
         self.trouble = ""  # of the disk, said once
+
+    def name_at(self, address: str) -> bytes:
+        """How the routing ids of this process begin at an address: for the coordinator by the secret of its own shards, for the
+        servers above by one name of all shards, for other clusters by any."""
+        if address == self.process.coordinator:
+            return self.process.secret.encode()
+        known = hashlib.sha256(self.process.secret.encode()).digest()[: m.NAME_BYTES]
+        return known if address == self.server.above else b""
 
     def _lent(self) -> bool:
         self.lending = [receipt for receipt in self.lending if receipt.lent]
@@ -312,9 +321,10 @@ class Runner:
 
 def run(process: Process, ready: Callable[[int], None]) -> None:
     """Serve until the run is over or stdin ends. `ready` is called with the port once it is bound."""
-    with contextlib.closing(Sockets(known_as={process.coordinator: process.secret.encode()})) as sockets:
+    with contextlib.closing(Sockets()) as sockets:
         number = sockets.listen(process.bind)
         runner = Runner(process, sockets, number)
+        sockets.known_as = runner.name_at
         ready(number)
         runner.loop(sockets)
     if runner.stop_by < float("inf") and not process.keeps and process.folder is not None:

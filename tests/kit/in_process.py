@@ -16,7 +16,7 @@ from narrows.compression import warm_up
 from narrows.protocols.cluster.coordinator import Coordinator
 from narrows.protocols.effects import NS, Checkpoint, Failed, Joined, MemberEffect, Send, ServerEffect, Stop, Tell
 from narrows.protocols.member.member import Member
-from narrows.protocols.messages import TIMED, Buffer, Message, Push, State
+from narrows.protocols.messages import NAME_BYTES, TIMED, Buffer, Message, Push, State
 from narrows.protocols.runtime.sockets import Drops
 from narrows.protocols.settings import Settings
 from narrows.protocols.wire import decode, encode
@@ -122,7 +122,7 @@ class Cluster:
                 if isinstance(peer, int):
                     assert self.parent is not None and peer == index
                     self.bytes_above[0] += sum(map(len, frames)) if isinstance(message, Push) else 0
-                    mine = b"%s.%d" % (self.name.encode(), index)
+                    mine = b"%s.%d" % (self.name.encode().ljust(NAME_BYTES), index)
                     self.parent.children[mine] = (self, index)
                     self.parent.arrive(index, mine, message)
                 elif peer in self.children:

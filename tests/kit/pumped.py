@@ -144,7 +144,7 @@ class Faults:
         parent = child.parent
         assert parent is not None
         for index, (below, above) in enumerate(zip(child.servers, parent.servers, strict=True)):
-            down, up, name = below.handle_above, above.handle, child.name.encode() + b"."
+            down, up, name = below.handle_above, above.handle, child.name.encode().ljust(m.NAME_BYTES) + b"."
 
             def handle_above(message: m.Message, now_ns: int, index: int = index, real: Any = down) -> Any:
                 later = lambda: child._apply(index, real(message, child.now()))  # noqa: E731

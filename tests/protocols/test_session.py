@@ -237,4 +237,4 @@ def test_a_word_that_no_child_says_is_refused(wrong: dict[str, Any]) -> None:
         member, server = started.sessions[0].link.member, started.cluster.servers[0]
         follow = replace(m.Follow(0, member.epoch, 0, 0, 1), **wrong)
         with pytest.raises(RemoteProtocolError, match="none has come so far"):
-            server.handle(b"peer", follow, 0)
+            server.handle(server.shard.inbox.seats[0].peer, follow, 0)

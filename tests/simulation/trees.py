@@ -128,7 +128,7 @@ def tree_of(
     lease = 2.0 if faulty else 10.0
 
     def settings(flags: dict[str, Any], children: int) -> Settings:
-        rates = {"outer_lr": 0.5, "outer_momentum": 0.5}
+        rates = {"outer_lr": 0.5, "outer_momentum": 0.5} if flags["sync"] == "local" else {}
         return Settings(**rates | flags, workers=children, shards=shards, lease=lease).validated()
 
     def road(delay_ns: tuple[int, int], megabytes: tuple[int, int]) -> Road:

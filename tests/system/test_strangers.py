@@ -1,0 +1,66 @@
+"""Who reaches a port of a run and is not one of its members: what it says changes nothing, and is named."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import zmq
+from kit.processes import Worker, serving, trained_alone, until
+from kit.scripts import distance, flat
+
+from narrows.compression import codecs
+from narrows.protocols import messages as m
+from narrows.protocols.wire import decode, encode
+
+LIMIT_MS = 10_000
+
+
+def said(port: int, messages: Sequence[m.Message]) -> list[m.Message]:
+    """What a stranger hears that says so."""
+    context = zmq.Context()
+    try:
+        dealer = context.socket(zmq.DEALER)
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.connect(f"tcp://127.0.0.1:{port}")
+        heard = []
+        for message in messages:
+            dealer.send_multipart(encode(message))
+            assert dealer.poll(LIMIT_MS), f"no answer to {message}"
+            heard.append(decode(dealer.recv_multipart()))
+        return heard
+    finally:
+        context.destroy(0)
+
+
+@pytest.mark.parametrize("sync", ["bsp", "ssp"])
+def test_nobody_speaks_for_a_worker_but_itself(sync: str) -> None:
+    """It knows all numbers: worker, epoch, clock, keys. The run ends as if it had not been there."""
+    with serving("--sync", sync, "--shards", "2") as server:
+        worker = Worker(server.address)
+        worker.train(5)
+        member, clock = worker.session.link.member, worker.clock
+        who = {"worker": member.worker, "epoch": member.epoch}
+        ports = member.ports
+        for shard, exchange in enumerate(worker.engine.sync.shards.exchanges):
+            begin, end = exchange.replica.begin, exchange.replica.end
+            huge = np.full(end - begin, 1e30, np.float32)
+            push = m.Push(**who, clock=clock, part=0, parts=1, begin=begin, end=end, samples=1, hyper=b"", codec=codecs.RAW,
+                          payload=huge.tobytes())  # fmt: skip
+            forged: list[m.Message] = [push, m.Pull(**who, request=99, clock=0), m.Follow(**who, clock=9, have=0, credit=1)]
+            if not shard:
+                forged += [
+                    m.Heartbeat(**who, sent_ns=1, ended=True),
+                    m.Declare(member.worker, member.epoch, member.plan, "tcp://10.0.0.1:1"),
+                    m.Buffers(**who, payload=b"none"),
+                ]
+            for answer in said(ports[shard], forged):
+                assert isinstance(answer, m.Refuse) and "not from worker 0" in answer.text
+        worker.train(7)
+        worker.engine.finish()
+        until(lambda: server.command.process.poll() is not None, "the run to end")
+        assert "is not from worker 0, whose number it has" in server.command.out
+        if sync == "bsp":
+            assert distance(flat(worker.model), trained_alone(12)) < 1e-6
+        assert np.isfinite(flat(worker.model)).all()
