@@ -77,6 +77,17 @@ class PlainSGD:
         assert not state
 
 
+def peer_of(source: str) -> bytes:
+    """The routing id of who is called `source`: all shards of a cluster have one name above."""
+    member, _, shard = source.partition(".s")
+    return member.encode().ljust(m.NAME_BYTES) + b"/" + shard.encode()
+
+
+def source_of(peer: bytes) -> str:
+    member, _, shard = peer.decode().partition("/")
+    return f"{member.rstrip()}.s{shard}" if shard else member.rstrip()
+
+
 @dataclass(slots=True)
 class Disk:
     """What ps/checkpoints.py is: (shard, clock) -> arrays, publication, plan. A write takes less than `slow_ns`."""
@@ -223,7 +234,7 @@ class Process:
             if source == self.above:
                 effects = self.server.handle_above(message, now_ns)
             else:
-                peer = COORDINATOR if source == self.first_port else source.encode()
+                peer = COORDINATOR if source == self.first_port else peer_of(source)
                 effects = self.server.handle(peer, message, now_ns)
             self._apply(effects, f"{type(message).__name__} of {source}")
         except NarrowsError as error:
@@ -253,7 +264,7 @@ class Process:
                 elif effect.peer == COORDINATOR:
                     run.send(self.up, self.first_port, effect.message)
                 else:
-                    run.send(self.port, effect.peer.decode(), effect.message)
+                    run.send(self.port, source_of(effect.peer), effect.message)
             elif isinstance(effect, e.Log):
                 told = " ".join(f"{k}={v}" for k, v in effect.values.items() if k not in ("host", "text"))
                 run.sim.note(f"{self.port} log {effect.event} {told}")
