@@ -1,6 +1,9 @@
-"""Addresses as they are written: tcp://HOST:PORT, and the Unix socket beside it on the same machine."""
+"""Addresses as they are written: tcp://HOST:PORT, and the Unix socket beside it on the same machine. Peers tell each other
+tcp://HOST:PORT/KEY where the run has keys: the public key that answers there, in 64 hex digits."""
 
 from __future__ import annotations
+
+import re
 
 from narrows.protocols.errors import UsageError
 
@@ -18,10 +21,19 @@ def parse_address(flag: str, address: str, any_port: bool = False) -> tuple[str,
     return host, int(port)
 
 
+KEYED = re.compile(r"(tcp://[^/]*)(?:/([0-9a-f]{64}))?")
+
+
+def parted(address: str) -> tuple[str, str]:
+    """tcp://host:port of an address that a peer told, and the key that answers there; "" where it names none."""
+    match = KEYED.fullmatch(address)
+    return (match[1], match[2] or "") if match else (address, "")
+
+
 def is_address(address: str) -> bool:
     """Whether an address that a peer told is one."""
     try:
-        parse_address("", address)
+        parse_address("", parted(address)[0])
     except UsageError:
         return False
     return True

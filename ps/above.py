@@ -114,6 +114,10 @@ class Above:
         """Where other clusters are reached."""
         return set()
 
+    def address_of(self, worker: int) -> str:
+        """Where one of them is; "" where it is not known."""
+        return ""
+
     # What comes.
 
     def begin(self, now_ns: int) -> Asks:

@@ -24,9 +24,13 @@ from narrows.ps.shard import Shard
 
 
 class Membership:
-    """`member`: in the run of the server at `parent`. `host`: by which other clusters reach this one."""
+    """`member`: in the run of the server at `parent`. `host`: by which other clusters reach this one, and `public` the key that
+    they find there."""
 
-    def __init__(self, shard: Shard, coordinator: Coordinator, member: Member, parent: str, host: str) -> None:
+    def __init__(
+        self, shard: Shard, coordinator: Coordinator, member: Member, parent: str, host: str, public: str
+    ) -> None:
+        self.public = public
         self.shard, self.coordinator, self.member, self.parent, self.host = shard, coordinator, member, parent, host
         self.place: Place | None = None
         self.leaves = False  # all is done, and the server above has been told
@@ -44,7 +48,8 @@ class Membership:
             return []
         # Only updates go up: what steps the weights is ours alone.
         ports = [coordinator.reports[shard].port for shard in range(coordinator.shards)]
-        member.address = " ".join(f"tcp://{self.host}:{port}" for port in ports)
+        there = f"/{self.public}" if self.public else ""
+        member.address = " ".join(f"tcp://{self.host}:{port}{there}" for port in ports)
         upward = replace(coordinator.roster.plan, optimizer="", max_grad_norm=0.0)
         return asks(member.declare(upward.packed(), now_ns))
 

@@ -109,6 +109,9 @@ class Mixing(Seated):
     def addresses(self) -> set[str]:
         return {peer.address for peer in self.peers.peers.values()}
 
+    def address_of(self, worker: int) -> str:
+        return self.peers.peers[worker].address if worker in self.peers.peers else ""
+
     def introduce(self, roster: bytes, alone: bool, now_ns: int) -> Asks:
         effects: Asks = []
         if self.own and roster != self.roster:

@@ -15,7 +15,7 @@ from collections import deque
 from narrows.protocols import messages as m
 from narrows.protocols.cluster.coordinator import Coordinator
 from narrows.protocols.effects import Log, Send, ServerEffect, Stop
-from narrows.protocols.errors import IncompatibleError, NarrowsError, RemoteProtocolError
+from narrows.protocols.errors import AuthenticationError, IncompatibleError, NarrowsError, RemoteProtocolError
 from narrows.protocols.member.member import Member
 from narrows.ps.membership import Membership
 from narrows.ps.reports import COORDINATOR
@@ -29,7 +29,7 @@ class Server:
     """Routes messages to its machines; what they tell each other in one process never leaves it.
 
     `member`: of process 0, where this cluster is a worker of the server at `parent`. `host`: by which other clusters reach
-    this one.
+    this one; `public`: the key that they find there, "" where it has none.
     """
 
     def __init__(
@@ -39,11 +39,12 @@ class Server:
         member: Member | None = None,
         parent: str = "",
         host: str = "",
+        public: str = "",
     ) -> None:
         self.shard, self.coordinator, self.parent = shard, coordinator, parent
         self.membership: Membership | None = None  # in the run above
         if member is not None and coordinator is not None:
-            self.membership = Membership(shard, coordinator, member, parent, host)
+            self.membership = Membership(shard, coordinator, member, parent, host, public)
         self.inner: deque[m.Message] = deque()  # between shard 0 and the coordinator, not handled yet
         self.tree_shown = False
 
@@ -69,12 +70,22 @@ class Server:
             return self.parent
         return f"{self.parent.rpartition(':')[0]}:{place.ports[index]}"
 
+    @property
+    def clusters(self) -> frozenset[str]:
+        """The addresses of those that this shard mixes with."""
+        return frozenset(self.shard.above.addresses)
+
+    def cluster(self, worker: int) -> str:
+        """The address of one of them; "" where there is none."""
+        return self.shard.above.address_of(worker)
+
     def refused(self, peer: bytes, error: NarrowsError) -> list[ServerEffect]:
         """The effects of a message in which `error` was found; its sender is told where that is the sender's fault."""
         log: list[ServerEffect] = [Log("refused", {"text": str(error)})]
-        if not isinstance(error, (RemoteProtocolError, IncompatibleError)):
+        if not isinstance(error, (RemoteProtocolError, IncompatibleError, AuthenticationError)):
             return log
-        return [*log, Send(peer, m.Refuse(m.RefuseCode.INCOMPATIBLE, -1, 0, str(error)[: m.TEXT_MAX]))]
+        code = m.RefuseCode.AUTHENTICATION if isinstance(error, AuthenticationError) else m.RefuseCode.INCOMPATIBLE
+        return [*log, Send(peer, m.Refuse(code, -1, 0, str(error)[: m.TEXT_MAX]))]
 
     # Events.
 
@@ -173,10 +184,10 @@ class Server:
             return self.fail_above(message.text, now_ns)
         return self._route(self.shard.from_above(self.shard.above.receive(message, now_ns), now_ns), now_ns)
 
-    def fail_above(self, text: str, now_ns: int) -> list[ServerEffect]:
+    def fail_above(self, text: str, now_ns: int, code: int = m.RefuseCode.INCOMPATIBLE) -> list[ServerEffect]:
         """The session of this shard is over, and with it the cluster's; process 0 is told."""
         if self.membership is not None:
-            return self._route(self.membership.end(m.RefuseCode.INCOMPATIBLE, text, now_ns), now_ns)
+            return self._route(self.membership.end(code, text, now_ns), now_ns)
         self.shard.trouble = text[: m.TEXT_MAX]
         return self._route([self.shard.report(now_ns)], now_ns)
 

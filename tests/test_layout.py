@@ -20,7 +20,7 @@ ARROWS = {
 
 # module -> files and folders that may import it; a rule for the packages, not for tests and bench.
 OWNERS = {
-    "zmq": ("protocols/runtime/sockets.py",),
+    "zmq": ("protocols/runtime/sockets.py", "protocols/runtime/curve.py"),
     "torch": ("ps/optimizers.py", "worker/"),
     "pickle": (),  # no pickle on the wire or on disk
     "cloudpickle": (),

@@ -16,11 +16,13 @@ from collections import deque
 from collections.abc import Callable
 
 from narrows.protocols import messages as m
-from narrows.protocols.addresses import is_address, parse_address
+from narrows.protocols.addresses import is_address, parse_address, parted
 from narrows.protocols.effects import NS, Failed, Joined, MemberEffect, RosterNews, Send, Tell
-from narrows.protocols.errors import BY_EXIT_CODE, NarrowsError, RemoteProtocolError
+from narrows.protocols.errors import BY_EXIT_CODE, AuthenticationError, NarrowsError, RemoteProtocolError
 from narrows.protocols.member.member import Member
-from narrows.protocols.runtime.sockets import LINGER_MS, Drops, Peer, Sockets, endpoint, own_host
+from narrows.protocols.runtime.curve import Curve, Dialler, KeyPair, Why
+from narrows.protocols.runtime.keys import Secret, keyed, refusal
+from narrows.protocols.runtime.sockets import LINGER_MS, Drops, Peer, Receipt, Sockets, endpoint, own_host
 from narrows.protocols.timing import Timing
 from narrows.protocols.wire import decode, encode
 
@@ -37,21 +39,35 @@ def say(sentence: str) -> None:
 class Link:
     """The session of this process with its server. Close it; it is a context manager of nothing but its own thread."""
 
-    def __init__(self, address: str, token: str, host: str, expect: bytes, timing: Timing | None = None) -> None:
-        self.address = address
+    def __init__(
+        self,
+        address: str,
+        token: str,
+        host: str,
+        expect: bytes,
+        timing: Timing | None = None,
+        key: Secret | None = None,
+    ) -> None:
+        self.address, self.key = address, key
         self.host, self.port = parse_address("--server", address)
         self.member = Member(token, host, expect, timing)
         self.bytes_up = self.bytes_down = 0
         self.drops = Drops(say)
         self._shards = [endpoint(self.host, self.port)]  # where each is dialled
         self._peers: set[str] = set()  # of gossip, that are dialled
+        self._admitted: frozenset[str] = frozenset()  # their keys
         self._commands: deque[Command] = deque()
         self._events: deque[MemberEffect] = deque()
         self._changed = threading.Condition()
         self._error: BaseException | None = None
         self._closing = False
         name = os.urandom(m.NAME_BYTES)  # that the server knows us by; no peer hears it
-        self._sockets = Sockets(io_threads=2, known_as=lambda address: name if address in self._shards else b"")
+        self._sockets = Sockets(
+            io_threads=2,
+            known_as=lambda address: name if address in self._shards else b"",
+            curve=Curve(key.pair, self._keys_at, lambda public: public in self._admitted) if key is not None else None,
+            failed=self._shut_out,
+        )
         self._thread = threading.Thread(target=self._main, name="narrows-io", daemon=True)
         self._thread.start()
         self.call(lambda member, now: member.join(now))
@@ -68,7 +84,7 @@ class Link:
 
         def open_to_peers(member: Member, now_ns: int) -> list[MemberEffect]:
             host = own_host(self.host, self.port)
-            member.address = f"tcp://{host}:{self._sockets.listen(f'tcp://{host}:0')}"
+            member.address = keyed(f"tcp://{host}:{self._sockets.listen(f'tcp://{host}:0')}", self.key)
             return []
 
         self.call(open_to_peers)
@@ -120,7 +136,9 @@ class Link:
         elif isinstance(peer, bytes):
             self.bytes_down += sum(map(len, frames))
             try:
-                effects = self.member.receive_peer(decode(frames), time.monotonic_ns())
+                message = decode(frames)
+                self._check_speaker(peer, message)
+                effects = self.member.receive_peer(message, time.monotonic_ns())
             except NarrowsError as error:  # of another version too: who dials must not end what others began
                 say(f"a peer's message was refused: {error}")
             else:
@@ -159,7 +177,30 @@ class Link:
         named = {address for address in roster.addresses if is_address(address)} - {self.member.address}
         for gone in self._peers - named:
             self._sockets.hang_up(gone)
-        self._peers = named
+        self._peers, self._admitted = named, frozenset(parted(address)[1] for address in named) - {""}
+
+    # Keys.
+
+    def _keys_at(self, address: str) -> tuple[KeyPair, str] | None:
+        assert self.key is not None
+        there = parted(address)[1] if address in self._peers else self.key.server
+        return (self.key.pair, there) if there else None
+
+    def _check_speaker(self, peer: bytes, message: m.Message) -> None:
+        """Raise RemoteProtocolError where a peer speaks with another's number."""
+        peers = self.member.peers
+        known = peers.peers.get(getattr(message, "worker", -1)) if peers is not None else None
+        if isinstance(peer, Dialler) and known is not None and parted(known.address)[1] != peer.key:
+            raise RemoteProtocolError("its number is not that of the worker whose key it has")
+
+    def _shut_out(self, address: str, why: Why, public: str) -> None:
+        """A handshake has failed. A peer may not know of us yet: the next message to it dials anew."""
+        if not address:
+            self.drops.note("stranger", Receipt(why.value))
+        elif address in self._peers:
+            self._sockets.hang_up(address)
+        elif text := refusal(why, self.key, "--key"):
+            self._fail(AuthenticationError(f"{self.address}: {text}"))
 
     def _put(self, to: str, message: m.Message) -> None:
         frames = encode(message)
@@ -168,8 +209,9 @@ class Link:
         self.drops.note(type(message).__name__, receipt)
 
 
-def tell_left(address: str, token: str) -> None:
+def tell_left(address: str, token: str, key: Secret | None = None) -> None:
     """Tell a coordinator that the worker of `token` is gone, and wait a little for its answer."""
-    with contextlib.closing(Sockets()) as sockets:
+    curve = Curve(None, lambda address: (key.pair, key.server), lambda public: False) if key is not None else None
+    with contextlib.closing(Sockets(curve=curve)) as sockets:
         sockets.send(endpoint(*parse_address("--server", address)), encode(m.Leave(token, -1)))
         next(iter(sockets.receive(LINGER_MS)), None)

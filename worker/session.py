@@ -26,6 +26,7 @@ from narrows import compression
 from narrows.protocols.effects import NS, Joined, MemberEffect
 from narrows.protocols.errors import NarrowsError, UnreachableError
 from narrows.protocols.modes import Rule
+from narrows.protocols.runtime.keys import Secret, member_key
 from narrows.protocols.settings import Settings
 from narrows.protocols.timing import Timing
 from narrows.worker.engine import Engine
@@ -69,9 +70,11 @@ class Connected:
         # Not for processes that the script starts: they are not this worker.
         token = os.environ.pop("NARROWS_TOKEN", "") or uuid.uuid4().hex
         expect = bytes.fromhex(os.environ.get("NARROWS_EXPECT", ""))
-        _watch_launcher(address, token)
+        file = os.environ.pop("NARROWS_KEY", "")
+        key = member_key(file, "--key") if file else None
+        _watch_launcher(address, token, key)
         timing = Timing(connect_ns=int(connect_s * NS), lost_ns=int(lost_s * NS))
-        self.link = Link(address, token, socket.gethostname(), expect, timing)
+        self.link = Link(address, token, socket.gethostname(), expect, timing, key)
         joined: MemberEffect | None = None
         deadline = time.monotonic() + connect_s + 1
         while not isinstance(joined, Joined):
@@ -201,14 +204,14 @@ def _tell(event: str, **values: Any) -> None:
             _launcher = None  # it is gone
 
 
-def _watch_launcher(address: str, token: str) -> None:
+def _watch_launcher(address: str, token: str, key: Secret | None) -> None:
     """Leave the run and end this process group, which is ours alone, once the ps-worker that started it has ended."""
     parent_fd = os.environ.pop("NARROWS_PARENT_FD", "")
 
     def watch() -> None:
         os.read(int(parent_fd), 1)  # nothing is ever written: it returns at the end
         _orphaned.set()
-        tell_left(address, token)
+        tell_left(address, token, key)
         _end_group()
 
     if parent_fd:

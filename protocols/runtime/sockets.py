@@ -1,4 +1,4 @@
-"""The door to the network, and the only file that imports zmq. It carries frames and knows no message.
+"""The door to the network. It carries frames and knows no message. With curve.py it is all that imports zmq.
 
 Rules
 - One thread owns a `Sockets`; any other may only `wake` it.
@@ -12,7 +12,7 @@ import contextlib
 import os
 import socket
 import sys
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,9 +20,11 @@ from typing import Protocol
 import zmq
 import zmq.utils.garbage  # its own exit handler, needed for zero-copy sends, must be registered before our last push at exit
 
-from narrows.protocols.addresses import ANY_HOSTS, LOCAL_HOSTS, local_endpoint, parse_address
+from narrows.protocols.addresses import ANY_HOSTS, LOCAL_HOSTS, local_endpoint, parse_address, parted
 from narrows.protocols.errors import UsageError
 from narrows.protocols.messages import PARTS_MAX, Buffer
+from narrows.protocols.runtime import curve as keys
+from narrows.protocols.runtime.curve import Curve, Dialler, Door, Failures, Why
 from narrows.protocols.wire import HEADER_BYTES_MAX, PAYLOAD_BYTES_MAX
 
 QUEUE_MESSAGES_MAX = 4 * PARTS_MAX  # one state of the largest shard, four times: beyond it a slow peer loses messages
@@ -31,6 +33,7 @@ BURST = 64  # messages of one socket in a row: then the others, the commands and
 ZERO_COPY_BYTES = 1 << 16  # below it pyzmq copies anyway
 RECONNECT_MS_MAX = 2000  # a peer that comes back is found within this
 MESSAGE_BYTES_MAX = max(PAYLOAD_BYTES_MAX, HEADER_BYTES_MAX)  # of one frame: longer ones end their connection
+REFUSED_MAX = 64  # refusals that are remembered until they are told
 PROBE_S = 1.0  # a Unix socket of this machine answers at once, or not at all
 OPTIONS = {
     zmq.LINGER: LINGER_MS,
@@ -97,11 +100,22 @@ class Drops:
 class Sockets:
     """A `Port` over ZeroMQ: a ROUTER for those who dial us, and a DEALER for each address that we dial.
 
-    `known_as`: for an address, how the routing id begins by which we are known there; b"": by any.
+    `known_as`: for an address, how the routing id begins by which we are known there; b"": by any. `curve`: the keys of this
+    process; None: all is in the open. `failed` is told of handshakes that fail: the address that we dialled, or "" where others
+    dialled us, why, and the key that was refused, where there is one.
     """
 
-    def __init__(self, io_threads: int = 1, known_as: Callable[[str], bytes] = lambda address: b"") -> None:
-        self.known_as = known_as
+    def __init__(
+        self,
+        io_threads: int = 1,
+        known_as: Callable[[str], bytes] = lambda address: b"",
+        curve: Curve | None = None,
+        failed: Callable[[str, Why, str], None] = lambda address, why, key: None,
+    ) -> None:
+        self.known_as, self.curve, self.failed = known_as, curve, failed
+        self._door: Door | None = None
+        self._refused: deque[str] = deque(maxlen=REFUSED_MAX)  # keys, by the thread of the door
+        self._failures: dict[Socket, Failures] = {}
         self._context = zmq.Context(io_threads=io_threads)
         self._poller = zmq.Poller()
         self._opened: dict[tuple[str, bool], Socket] = {}  # by the address dialled and `control`; ROUTER: the router
@@ -116,7 +130,21 @@ class Sockets:
         for option, value in OPTIONS.items():
             made.setsockopt(option, value)
         self._poller.register(made, zmq.POLLIN)
+        self._failures[made] = watched = Failures(made, key[0])
+        self._poller.register(watched.monitor, zmq.POLLIN)
         return made
+
+    def _close(self, opened: Socket) -> None:
+        watched = self._failures.pop(opened)
+        self._poller.unregister(watched.monitor)
+        self._poller.unregister(opened)
+        watched.close()
+        opened.close()
+
+    def _refuse(self, key: str) -> None:
+        """A key was refused; the thread of the door says so."""
+        self._refused.append(key)
+        self.wake()
 
     def listen(self, address: str) -> int:
         """Let others dial tcp://host:port, where port 0 takes any, and the Unix socket beside it; return the port.
@@ -125,6 +153,9 @@ class Sockets:
         """
         router = self._open(ROUTER, zmq.ROUTER)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        if self.curve is not None and self.curve.own is not None:
+            self._door = Door(self._context, self.curve, self._refuse)
+            keys.listens(router, self.curve.own)
         try:
             router.bind(address.removesuffix(":0") + ":*" if address.endswith(":0") else address)
         except zmq.ZMQError as error:
@@ -140,14 +171,14 @@ class Sockets:
         dealer = self._open(key, zmq.DEALER)
         if name := self.known_as(key[0]):
             dealer.setsockopt(zmq.ROUTING_ID, name + os.urandom(8))
-        dealer.connect(key[0])
+        if self.curve is not None and (there := self.curve.dials(key[0])):
+            keys.dials(dealer, *there)
+        dealer.connect(parted(key[0])[0])
         return dealer
 
     def hang_up(self, address: str) -> None:
         for key in [key for key in self._opened if key[0] == address]:
-            dealer = self._opened.pop(key)
-            self._poller.unregister(dealer)
-            dealer.close()
+            self._close(self._opened.pop(key))
 
     def send(self, to: Peer, frames: Sequence[Buffer], *, control: bool = False) -> Receipt:
         key, head = ((to, control), frames[:1]) if isinstance(to, str) else (ROUTER, [to, frames[0]])
@@ -167,6 +198,13 @@ class Sockets:
 
     def receive(self, limit_ms: int) -> Iterator[tuple[Peer, list[Buffer]]]:
         ready = dict(self._poller.poll(limit_ms))
+        for each in [each for each in self._failures.values() if each.monitor in ready]:
+            for why in each.take():
+                # The thread of the door knows more of a key that was refused.
+                if each.address or why is not Why.REFUSED:
+                    self.failed(each.address, why, "")
+        while self._refused:
+            self.failed("", Why.REFUSED, self._refused.popleft())
         for fd, called in [*self._watched.items()]:
             if fd in ready:
                 called()
@@ -178,7 +216,7 @@ class Sockets:
                     frames = source.recv_multipart(zmq.NOBLOCK, copy=False)
                 except zmq.Again:
                     break
-                peer = frames.pop(0).bytes if key == ROUTER else key[0]
+                peer = Dialler.of(frames.pop(0)) if key == ROUTER else key[0]
                 yield peer, [frame.buffer for frame in frames]
 
     def watch(self, fd: int, called: Callable[[], object]) -> None:
@@ -197,7 +235,9 @@ class Sockets:
 
     def close(self) -> None:
         for opened in self._opened.values():
-            opened.close()
+            self._close(opened)
+        if self._door is not None:
+            self._door.close()
         self._awake.close()
         self._waker.close()
         self._context.term()

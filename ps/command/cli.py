@@ -11,7 +11,7 @@ from narrows.ps.command.cluster import NAME
 from narrows.ps.command.serve import serve
 
 
-@click.command(context_settings=COMMAND)
+@click.group(context_settings=COMMAND, invoke_without_command=True)
 @click.option("--bind", default="tcp://127.0.0.1:5555", show_default=True,
               help="address of shard 0; shard i takes the port i above it")  # fmt: skip
 @run_flags
@@ -23,18 +23,76 @@ from narrows.ps.command.serve import serve
 )
 @click.option("--parent-timeout", type=click.FloatRange(0.1), default=30.0, show_default=True,
               help="seconds of silence after which the server above is lost")  # fmt: skip
-@click.option("--insecure", is_flag=True, help="allow other than loopback addresses without authentication")
+@click.option("--keys", default="", help="folder of keys, made by ps-serve keys: who is not on its list is not let in")
+@click.option("--parent-key", default="", help="the file that ps-serve keys add made there, with --role cluster")
+@click.option("--insecure", is_flag=True, help="allow other than loopback addresses without keys")
 @click.option("--checkpoint-dir", default="", help="where checkpoints and the final model.safetensors go; none: nowhere "
               "[checkpoints/DATE-TIME]")  # fmt: skip
 @click.option("--resume", is_flag=True, help="go on from the newest checkpoint in --checkpoint-dir, if it has one")
 @click.option("--ready-file", default="", help="written, as JSON, once workers can join")
-def command(**flags: Any) -> int:
+@click.pass_context
+def command(context: click.Context, /, **flags: Any) -> int:
     """Serve one cluster's model: N shards in N processes, one sync mode.
 
     Each flag has a variable, NARROWS_<FLAG>, for example NARROWS_BIND; the flag wins. It ends with its last worker; Ctrl-C
     writes a checkpoint and ends it; SIGUSR1 prints all levels of the run.
     """
-    return serve(**flags)
+    return serve(**flags) if context.invoked_subcommand is None else 0
+
+
+@command.group()
+def keys() -> None:
+    """Make keys, so that nobody else joins and nobody listens."""
+
+
+FOLDER = click.option(
+    "--keys", "folder", required=True, envvar="NARROWS_KEYS", metavar="DIR", help="folder of the server's keys"
+)
+
+
+@keys.command()
+@click.argument("folder", metavar="DIR")
+def init(folder: str) -> None:
+    """Make the keys of a server, in a new folder DIR; ps-serve --keys DIR serves with them."""
+    from narrows.protocols.runtime.keys import make
+
+    make(folder)
+    click.echo(f"{folder} has the keys of a server. For each machine: ps-serve keys add NAME --keys {folder}")
+
+
+@keys.command()
+@click.argument("name")
+@FOLDER
+@click.option("--role", type=click.Choice(["worker", "cluster"]), default="worker", show_default=True,
+              help="cluster: of a ps-serve below")  # fmt: skip
+def add(name: str, folder: str, role: str) -> None:
+    """Let NAME in; print the one file to hand over. A running server knows it at once."""
+    from narrows.protocols.runtime.keys import add as added
+
+    flag = "ps-worker --key" if role == "worker" else "ps-serve --parent-key"
+    path = added(folder, name, role)
+    click.echo(f"{path}\nhand it to {name} by a safe way, for {flag} {path.name}; it is a secret", err=False)
+
+
+@keys.command()
+@click.argument("name")
+@FOLDER
+def revoke(name: str, folder: str) -> None:
+    """Let NAME in no more; its connections to a running server are refused within a second."""
+    from narrows.protocols.runtime.keys import revoke as revoked
+
+    revoked(folder, name)
+    click.echo(f"{name} is not let in any more")
+
+
+@keys.command("list")
+@FOLDER
+def names(folder: str) -> None:
+    """Print who is let in."""
+    from narrows.protocols.runtime.keys import listed, server_key
+
+    server_key(folder)
+    click.echo("\n".join(listed(folder)) or "nobody")
 
 
 def main() -> None:

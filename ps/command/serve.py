@@ -30,7 +30,7 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def checked(settings: Settings, bind: str, parent: str, insecure: bool, resume: bool) -> tuple[str, int]:
+def checked(settings: Settings, bind: str, parent: str, open_to_all: bool, resume: bool) -> tuple[str, int]:
     """(host, port) to bind. Raises UsageError where the flags do not go together."""
     from narrows.compression import SpecError, ladder
 
@@ -41,8 +41,11 @@ def checked(settings: Settings, bind: str, parent: str, insecure: bool, resume: 
             raise UsageError(f"--{name.replace('_', '-')} {getattr(settings, name)}: {error}") from None
     host, port = parse_address("--bind", bind, any_port=True)
     mixes = settings.mode().rule is Rule.MIX
-    if not is_loopback(host) and not insecure:
-        raise UsageError(f"--bind {bind}: anyone who reaches it could join; keep to loopback or say --insecure")
+    if not is_loopback(host) and open_to_all:
+        raise UsageError(
+            f"--bind {bind}: anyone who reaches it could join; ps-serve keys init DIR makes keys for --keys DIR, and "
+            "--insecure goes without them"
+        )
     if resume and mixes:
         raise UsageError(
             "--resume: under --sync gossip the model is with the workers, and a run begins with theirs; load model.safetensors "
@@ -61,11 +64,28 @@ def checked(settings: Settings, bind: str, parent: str, insecure: bool, resume: 
     return host, port
 
 
+def secrets_checked(keys: str, parent: str, parent_key: str) -> None:
+    """Raises UsageError where the keys are none."""
+    from narrows.protocols.runtime.keys import member_key, server_key
+
+    if keys:
+        server_key(keys)
+    if parent_key:
+        if not parent:
+            raise UsageError("--parent-key: it is for the server above; give --parent too")
+        if member_key(parent_key, "--parent-key").role != "cluster":
+            raise UsageError(
+                f"--parent-key {parent_key}: this key is a worker's; its owner makes one with --role cluster"
+            )
+
+
 def serve(
     bind: str,
     parent: str,
     parent_timeout: float,
     insecure: bool,
+    keys: str,
+    parent_key: str,
     checkpoint_dir: str,
     resume: bool,
     ready_file: str,
@@ -77,7 +97,8 @@ def serve(
 
     folder = scratch = ""
     try:
-        cluster.host, cluster.port = checked(cluster.settings, bind, parent, insecure, resume)
+        cluster.host, cluster.port = checked(cluster.settings, bind, parent, not (keys or insecure), resume)
+        secrets_checked(keys, parent, parent_key)
         folder = checkpoints.make_folder(checkpoint_dir, resume)
         scratch = "" if folder else tempfile.mkdtemp(prefix="narrows-")  # a shard that dies goes on from there
         cluster.ready_file = ready_file
@@ -89,6 +110,8 @@ def serve(
             "resume": resume,
             "parent": parent,
             "parent_timeout": parent_timeout,
+            "keys": os.path.abspath(keys) if keys else "",
+            "parent_key": os.path.abspath(parent_key) if parent_key else "",
         }
         cluster.listen()
         cluster.start()
@@ -117,5 +140,6 @@ def announce(cluster: Cluster) -> None:
         print(json.dumps({"event": "serves", "address": address}), flush=True)
     else:
         noun = "shard" if cluster.settings.shards == 1 else "shards"
+        key = "--key NAME.key " if cluster.told["keys"] else ""
         say(f"serves {cluster.settings.shards} {noun}, --sync {cluster.settings.sync}; on a worker machine:")
-        click.echo(f"    ps-worker --server {address} SCRIPT.py")
+        click.echo(f"    ps-worker --server {address} {key}SCRIPT.py")

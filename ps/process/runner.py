@@ -7,7 +7,6 @@ Workers (and, with process 0, the other shards, and other clusters that gossip) 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import shutil
@@ -24,10 +23,12 @@ from narrows.protocols import messages as m
 from narrows.protocols.addresses import is_address
 from narrows.protocols.cluster.coordinator import Coordinator
 from narrows.protocols.effects import NS, Checkpoint, Load, Log, Send, ServerEffect, Stop, Tell
-from narrows.protocols.errors import BY_EXIT_CODE, NarrowsError, RemoteProtocolError
+from narrows.protocols.errors import BY_EXIT_CODE, NarrowsError
 from narrows.protocols.member.member import Member
 from narrows.protocols.modes import Rule
 from narrows.protocols.plan import Plan
+from narrows.protocols.runtime.curve import Why
+from narrows.protocols.runtime.keys import SERVER, Secret, refusal
 from narrows.protocols.runtime.sockets import Drops, Peer, Port, Receipt, Sockets, reached
 from narrows.protocols.settings import Settings
 from narrows.protocols.timing import Timing
@@ -35,6 +36,7 @@ from narrows.protocols.wire import decode, encode
 from narrows.ps.changes import Load as LoadArrays
 from narrows.ps.planned import Means
 from narrows.ps.process import checkpoints
+from narrows.ps.process.gate import Gate
 from narrows.ps.process.writer import Writer
 from narrows.ps.reports import COORDINATOR
 from narrows.ps.server import OF_CLUSTERS, Server
@@ -61,6 +63,8 @@ class Process:
     secret: str = ""  # of the shards of this server: who reports must know it
     parent: str = ""  # address of process 0 of the server above, where there is one
     parent_timeout: float = 30.0
+    keys: str = ""  # folder; "": in the open
+    parent_key: str = ""  # file
 
     @property
     def folder(self) -> Path | None:
@@ -85,8 +89,9 @@ def emit(event: str, **values: Any) -> None:
         os.write(sys.stdout.fileno(), json.dumps({"event": event, **values}).encode() + b"\n")
 
 
-def machine(process: Process, port: int, lent: Callable[[], bool]) -> Server:
-    """The machine of a process that listens on `port`, with the newest checkpoint of the run where it resumes one."""
+def machine(process: Process, port: int, lent: Callable[[], bool], own: Secret | None) -> Server:
+    """The machine of a process that listens on `port`, with the newest checkpoint of the run where it resumes one. `own`: the
+    key that other clusters find here."""
     folder, settings, child = process.folder, process.settings, bool(process.parent)
     restart, first_epoch = -1, process.first_epoch
     kept: tuple[int, ...] = ()
@@ -118,14 +123,16 @@ def machine(process: Process, port: int, lent: Callable[[], bool]) -> Server:
         coordinator=coordinator,
     )
     shard = Shard(process.index, settings, time.time_ns(), port, kept, means)
-    return Server(shard, coordinator, member, process.parent, reached(process.bind, process.parent) if member else "")
+    host = reached(process.bind, process.parent) if member else ""
+    return Server(shard, coordinator, member, process.parent, host, own.public if own is not None else "")
 
 
 class Runner:
     """Carries out the effects of one `Server`, which listens on `number`."""
 
-    def __init__(self, process: Process, port: Port, number: int) -> None:
+    def __init__(self, process: Process, port: Port, number: int, gate: Gate | None = None) -> None:
         self.process, self.port = process, port
+        self.gate = gate or Gate("", "", process.secret, process.coordinator)
         self.bytes_up = self.bytes_down = 0  # to and from the server above, and other clusters
         self.drops = Drops(self._say_dropped)
         self.lending: list[Receipt] = []  # of views of the store
@@ -133,17 +140,10 @@ class Runner:
         self.end = Stop()
         self.running = True
         self.stop_by = float("inf")
-        self.server = machine(process, number, self._lent)
+        self.server = machine(process, number, self._lent, self.gate.guard.own if self.gate.guard is not None else None)
+        self.gate.known = self.server
         self.writer = Writer(process.folder, process.index) if process.folder is not None else None
         self.trouble = ""  # of the disk, said once
-
-    def name_at(self, address: str) -> bytes:
-        """How the routing ids of this process begin at an address: for the coordinator by the secret of its own shards, for the
-        servers above by one name of all shards, for other clusters by any."""
-        if address == self.process.coordinator:
-            return self.process.secret.encode()
-        known = hashlib.sha256(self.process.secret.encode()).digest()[: m.NAME_BYTES]
-        return known if address == self.server.above else b""
 
     def _lent(self) -> bool:
         self.lending = [receipt for receipt in self.lending if receipt.lent]
@@ -269,15 +269,26 @@ class Runner:
 
     def _receive_below(self, peer: bytes, frames: list[m.Buffer], now_ns: int) -> None:
         try:
-            message = decode(frames)
-            if isinstance(message, m.Report) and not peer.startswith(self.process.secret.encode()):
-                raise RemoteProtocolError("a report comes from the shards of this server alone")
+            message, size = decode(frames), sum(map(len, frames))
+            self.gate.check(peer, message, size)
             if isinstance(message, OF_CLUSTERS):
-                self.bytes_down += sum(map(len, frames))
+                self.bytes_down += size
             effects = self.server.handle(peer, message, now_ns)
         except NarrowsError as error:
             effects = self.server.refused(peer, error)
+            if not self.gate.counted(str(error)):
+                effects = [effect for effect in effects if not isinstance(effect, Log)]
         self.apply(effects)
+
+    def shut_out(self, address: str, why: Why, public: str) -> None:
+        """A handshake has failed. Another cluster may not know of us yet: the next message to it dials anew."""
+        if not address:
+            self.gate.stranger(why, public, lambda text: emit("log", name="stranger", values={"text": text}))
+        elif address in self.told:
+            self.port.hang_up(address)
+            self.told.remove(address)
+        elif address == self.server.above and (text := refusal(why, self.gate.parent_key, "--parent-key")):
+            self.apply(self.server.fail_above(text, time.monotonic_ns(), m.RefuseCode.AUTHENTICATION))
 
     def stop(self) -> None:
         """Ctrl-C or the end of the parent."""
@@ -306,6 +317,7 @@ class Runner:
             if now_ns - ticked >= TICK_MS * NS // 1000:
                 ticked = now_ns
                 self.apply(self.server.tick(now_ns))
+                self.gate.tick()
 
     def totals(self) -> None:
         """Tell the parent that this process is done, and what moved and was dropped."""
@@ -316,15 +328,22 @@ class Runner:
             values = {"bytes_up": self.bytes_up, "bytes_down": self.bytes_down, "dropped": dropped}
             text = f"shard {self.process.index} {moved}"
             emit("log", name="above", values={"shard": self.process.index, **values, "text": text})
-        emit("done", dropped=dropped)
+        for name, size in sorted(self.gate.sent.items()):
+            text = f"shard {self.process.index}: {name} sent {size / 1e6:.2f} MB"
+            if name != SERVER:
+                emit(
+                    "log", name="sent", values={"shard": self.process.index, "name": name, "bytes": size, "text": text}
+                )
+        emit("done", dropped=dropped, refused=dict(self.gate.refused))
 
 
 def run(process: Process, ready: Callable[[int], None]) -> None:
     """Serve until the run is over or stdin ends. `ready` is called with the port once it is bound."""
-    with contextlib.closing(Sockets()) as sockets:
+    gate = Gate(process.keys, process.parent_key, process.secret, process.coordinator)
+    with contextlib.closing(Sockets(known_as=gate.name_at, curve=gate.curve)) as sockets:
         number = sockets.listen(process.bind)
-        runner = Runner(process, sockets, number)
-        sockets.known_as = runner.name_at
+        runner = Runner(process, sockets, number, gate)
+        sockets.failed = runner.shut_out
         ready(number)
         runner.loop(sockets)
     if runner.stop_by < float("inf") and not process.keeps and process.folder is not None:

@@ -240,8 +240,9 @@ def trained_alone(steps: int) -> npt.NDArray[np.float32]:
 class Worker:
     """One worker, in this process: no import of torch to wait for."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, key: str = "") -> None:
         self.model = small_model()
+        os.environ["NARROWS_KEY"] = key  # which the session takes out again
         self.session = Connected(address)
         inner = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
         self.engine = self.session.attach(self.model, inner, 0.0, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -41,14 +42,18 @@ def test_nobody_speaks_for_a_worker_but_itself(sync: str) -> None:
         worker = Worker(server.address)
         worker.train(5)
         member, clock = worker.session.link.member, worker.clock
-        who = {"worker": member.worker, "epoch": member.epoch}
+        who: dict[str, Any] = {"worker": member.worker, "epoch": member.epoch}
         ports = member.ports
-        for shard, exchange in enumerate(worker.engine.sync.shards.exchanges):
+        for shard, exchange in enumerate(cast(Any, worker.engine.sync).shards.exchanges):
             begin, end = exchange.replica.begin, exchange.replica.end
             huge = np.full(end - begin, 1e30, np.float32)
             push = m.Push(**who, clock=clock, part=0, parts=1, begin=begin, end=end, samples=1, hyper=b"", codec=codecs.RAW,
                           payload=huge.tobytes())  # fmt: skip
-            forged: list[m.Message] = [push, m.Pull(**who, request=99, clock=0), m.Follow(**who, clock=9, have=0, credit=1)]
+            forged: list[m.Message] = [
+                push,
+                m.Pull(**who, request=99, clock=0),
+                m.Follow(**who, clock=9, have=0, credit=1),
+            ]
             if not shard:
                 forged += [
                     m.Heartbeat(**who, sent_ns=1, ended=True),

@@ -16,6 +16,7 @@ from narrows.worker.command.options import checked
 @click.option("-n", "--nproc", type=int, default=1, help="copies of the script on this machine [1]")
 @click.option("--device", default="auto", help="auto, cpu or cuda[:i], set for the script as NARROWS_DEVICE [auto]")
 @click.option("--record", default="", help="write one JSON object a line to this file")
+@click.option("--key", default="", help="the file that ps-serve keys add made for this machine [none]")
 @click.option("--connect-timeout", type=float, default=30.0, help="seconds until a server must have answered [30]")
 @click.option("--server-timeout", type=float, default=30.0, help="seconds of silence until a server is lost [30]")
 @click.option("--checkpoint-dir", default="", help="of the embedded server [none]")

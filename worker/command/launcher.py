@@ -121,6 +121,7 @@ class Launcher:
             "LOCAL_RANK": str(local_rank * options.nproc + index),
             "WORLD_SIZE": str(world_size * options.nproc),
             "NARROWS_SERVER": self.server,
+            "NARROWS_KEY": os.path.abspath(options.key) if options.key else "",
             "NARROWS_TOKEN": self.tokens[index],
             "NARROWS_EXPECT": pack(options.run).hex() if options.run else "",
             "NARROWS_CONNECT_TIMEOUT": str(options.connect_timeout),
@@ -220,9 +221,10 @@ class Launcher:
 
     def _tell_left(self, token: str) -> None:
         """Tell the coordinator that a child died, so that nobody waits for its lease."""
+        from narrows.protocols.runtime.keys import member_key
         from narrows.worker.runner import tell_left
 
-        tell_left(self.server, token)
+        tell_left(self.server, token, member_key(self.options.key, "--key") if self.options.key else None)
 
     # The end.
 

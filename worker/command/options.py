@@ -29,6 +29,7 @@ class Options:
     checkpoint_dir: str
     resume: bool
     fresh: bool
+    key: str
     words: list[str]
     run: dict[str, Any]
 
@@ -55,6 +56,12 @@ def checked(command: tuple[str, ...], module: bool, **flags: Any) -> Options:
         raise UsageError(f"{command[0]}: there is no such script")
     for name, default in RANKS.items():
         above(name, default)
+    if options.key:
+        if not options.server:
+            raise UsageError("--key: the embedded server is on this machine alone and has none; give --server too")
+        from narrows.protocols.runtime.keys import member_key  # and ZeroMQ, which most commands do without
+
+        member_key(options.key, "--key")
     if options.server:
         parse_address("--server", options.server)
         if run.get("sync", "ssp") not in MODES:

@@ -1,0 +1,136 @@
+"""The gate of one server process: by which key and name it is known where it dials, and who may say what to it.
+
+Rules
+- What is in the list of `--keys` is let in. A key that was taken off is refused with its next message.
+- A key has a role: shards report, members train, clusters hand updates up; other clusters of a run above mix and do no more.
+- The first refusal of each kind is told, and all are counted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable
+from typing import Protocol
+
+from narrows.protocols import messages as m
+from narrows.protocols.addresses import parted
+from narrows.protocols.errors import AuthenticationError, RemoteProtocolError
+from narrows.protocols.runtime.curve import Curve, Dialler, KeyPair, Why
+from narrows.protocols.runtime.keys import SERVER, Guard, Identity, member_key
+from narrows.ps.server import OF_CLUSTERS
+
+REFUSED_MAX = 64  # kinds of refusals that are told
+OTHERS = "others"
+PEER = "cluster of the run above"  # the role of a key that the server above has told us of
+
+
+class Known(Protocol):
+    """What the gate asks its process's machine."""
+
+    @property
+    def above(self) -> str: ...
+
+    def cluster(self, worker: int) -> str:
+        """The address of another cluster of the run above; "" where there is none."""
+
+    @property
+    def clusters(self) -> frozenset[str]:
+        """The addresses of all of them."""
+
+
+class Gate:
+    """`keys`: the folder of this ps-serve, "": all is in the open. `parent_key`: a file. `secret`: of the shards of this
+    server. Raises UsageError for keys that are none."""
+
+    def __init__(self, keys: str, parent_key: str, secret: str, coordinator: str) -> None:
+        self.guard = Guard(keys) if keys else None
+        self.parent_key = member_key(parent_key, "--parent-key") if parent_key else None
+        self.secret, self.coordinator = secret.encode(), coordinator
+        self.known: Known | None = None  # the machine, once there is one
+        self.clusters = frozenset[str]()  # keys of other clusters; read by the thread of the door
+        self.names: dict[str, str] = {}  # of keys that were let in
+        self.refused: Counter[str] = Counter()
+        self.sent: Counter[str] = Counter()  # bytes of each name
+
+    @property
+    def curve(self) -> Curve | None:
+        if self.guard is None and self.parent_key is None:
+            return None
+        own = self.guard.own.pair if self.guard is not None else None
+        return Curve(own, self._keys_at, lambda public: self._who(public) is not None)
+
+    @property
+    def _above(self) -> str:
+        return self.known.above if self.known is not None else ""
+
+    def name_at(self, address: str) -> bytes:
+        """How our routing ids begin at an address: for the coordinator by the secret of its own shards, for the servers above
+        by one name of all shards, for other clusters by any."""
+        if address == self.coordinator:
+            return self.secret
+        known = hashlib.sha256(self.secret).digest()[: m.NAME_BYTES]
+        return known if address == self._above else b""
+
+    def _keys_at(self, address: str) -> tuple[KeyPair, str] | None:
+        if address == self._above:
+            return (self.parent_key.pair, self.parent_key.server) if self.parent_key is not None else None
+        there = self.guard.own.public if self.guard and address == self.coordinator else parted(address)[1]
+        return (self.guard.own.pair, there) if self.guard is not None and there else None
+
+    def _who(self, public: str) -> Identity | None:
+        assert self.guard is not None
+        who = self.guard.who(public)
+        return Identity(PEER, PEER) if who is None and public in self.clusters else who
+
+    def tick(self) -> None:
+        """Who mixes with us may have changed."""
+        if self.guard is not None and self.known is not None:
+            self.clusters = frozenset(parted(address)[1] for address in self.known.clusters)
+
+    def check(self, peer: bytes, message: m.Message, size: int) -> None:
+        """Whether who sent a message of so many bytes may say that. Raises AuthenticationError and RemoteProtocolError."""
+        reports = isinstance(message, m.Report)
+        if reports and not peer.startswith(self.secret):
+            raise RemoteProtocolError("a report comes from the shards of this server alone")
+        if self.guard is None:
+            return
+        who = self._who(peer.key) if isinstance(peer, Dialler) else None
+        if who is None:
+            name = self.names.get(getattr(peer, "key", ""), "nobody")
+            raise AuthenticationError(f"the key of {name} was taken off the list of the server")
+        if isinstance(peer, Dialler):
+            self.names[peer.key] = who.name
+        self.sent[who.name] += size
+        if reports != (who.role == SERVER):
+            raise AuthenticationError(f"the key of a {who.role} cannot send a {type(message).__name__}")
+        mixes = isinstance(message, OF_CLUSTERS)
+        if mixes != (who.role == PEER):
+            raise AuthenticationError(f"the key of a {who.role} cannot send a {type(message).__name__}")
+        if isinstance(message, m.Heartbeat) and message.below and who.role != "cluster":
+            raise AuthenticationError(
+                f"the key of {who.name} is that of a {who.role}: a cluster needs one with --role cluster"
+            )
+        if mixes and isinstance(peer, Dialler) and self.known is not None:
+            theirs = self.known.cluster(getattr(message, "worker", -1))
+            if theirs and parted(theirs)[1] != peer.key:
+                raise RemoteProtocolError("its number is not that of the cluster whose key it has")
+
+    def stranger(self, why: Why, public: str, tell: Callable[[str], None]) -> None:
+        """Somebody who dialled us was not let in."""
+        if self.guard is None and why is not Why.KEYLESS:
+            return
+        if why is Why.REFUSED:
+            text = f"a key that is not on the list was refused ({public[:16]}...)"
+        elif self.guard is not None:
+            text = "a connection without the keys of this run was refused"
+        else:
+            text = "a connection with a key, where this server has none, was refused"
+        if self.counted(text):
+            tell(f"{text}; more of them are only counted")
+
+    def counted(self, text: str) -> bool:
+        """Count a refusal; whether it is the first of its kind, and is to be told. Others may say what they like, and often."""
+        known = text in self.refused or len(self.refused) >= REFUSED_MAX
+        self.refused[text if text in self.refused or not known else OTHERS] += 1
+        return not known

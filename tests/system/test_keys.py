@@ -1,0 +1,292 @@
+"""A closed wire: with keys nobody joins, speaks or listens who is not on the list; whoever is refused learns it at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+from kit.processes import LIMIT_S, SCRIPT, Server, Worker, finished, serving, started, trained_alone, until
+from kit.scripts import distance, flat
+
+from narrows.protocols.errors import AuthenticationError, UsageError
+from narrows.protocols.runtime import keys
+from narrows.protocols.runtime.keys import LIST_S, Guard, Identity
+
+AT_ONCE_S = 3.0  # refused within a second; the rest is the start of a process on a busy machine
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Of a server that lets in `city`."""
+    keys.make(str(tmp_path / "K"))
+    keys.add(str(tmp_path / "K"), "city", "worker")
+    return tmp_path / "K"
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT % "time.sleep(0.01)")
+    return str(path)
+
+
+def key_of(folder: Path, name: str = "city") -> str:
+    return str(folder / f"{name}.key")
+
+
+# Files.
+
+
+def test_what_is_handed_over_is_one_file_that_nobody_else_can_read(tmp_path: Path) -> None:
+    code, out, _ = finished("ps-serve", "keys", "init", "K", cwd=tmp_path)
+    assert code == 0 and "ps-serve keys add NAME --keys K" in out
+    code, out, _ = finished("ps-serve", "keys", "add", "leipzig", cwd=tmp_path, env={"NARROWS_KEYS": "K"})
+    path = tmp_path / out.splitlines()[0]
+    assert code == 0 and path.stat().st_mode & 0o777 == 0o600
+    assert keys.member_key(str(path), "--key").name == "leipzig"
+    assert finished("ps-serve", "keys", "list", "--keys", "K", cwd=tmp_path)[1] == "leipzig\n"
+    assert finished("ps-serve", "keys", "revoke", "leipzig", "--keys", "K", cwd=tmp_path)[0] == 0
+    assert finished("ps-serve", "keys", "list", "--keys", "K", cwd=tmp_path)[1] == "nobody\n"
+
+
+def test_bad_keys_are_named_with_the_way_out(folder: Path, tmp_path: Path, script: str) -> None:
+    os.chmod(key_of(folder), 0o640)
+    with pytest.raises(UsageError, match=r"others can read this secret; chmod 600"):
+        keys.member_key(key_of(folder), "--key")
+    with pytest.raises(UsageError, match=r"server.key: this is the key of a server; give the file that"):
+        keys.member_key(str(folder / "server.key"), "--key")
+    for bad in ("", "{}", "[]", '{"name": 1}', "nonsense", json.dumps({"name": "x", "role": "worker", "public": "0" * 64,
+                "secret": "1" * 64, "server": "2" * 64})):  # fmt: skip
+        path = tmp_path / "bad.key"
+        path.write_text(bad)
+        os.chmod(path, 0o600)
+        with pytest.raises(UsageError, match="this is no key; ps-serve keys makes them"):
+            keys.member_key(str(path), "--key")
+    with pytest.raises(UsageError, match="a name has letters"):
+        keys.add(str(folder), "../city", "worker")
+    with pytest.raises(UsageError, match="city is on the list already"):
+        keys.add(str(folder), "city", "worker")
+    with pytest.raises(UsageError, match=r"nobody2 is not on the list of .*: it has city"):
+        keys.revoke(str(folder), "nobody2")
+    with pytest.raises(UsageError, match="there are no keys of a server; ps-serve keys init"):
+        keys.server_key(str(tmp_path))
+    os.chmod(key_of(folder), 0o600)
+    os.replace(key_of(folder), folder / "server.key")
+    with pytest.raises(UsageError, match=r"server\.key is the key of a worker, and no server can have it"):
+        keys.server_key(str(folder))
+    for words, text in (
+        (("ps-serve", "--bind", "tcp://0.0.0.0:0"), "ps-serve keys init DIR makes keys for --keys DIR"),
+        (("ps-serve", "--parent-key", "x"), "--parent-key: it is for the server above; give --parent too"),
+        (("ps-worker", "--key", "x", script), "--key: the embedded server is on this machine alone"),
+        (("ps-worker", "--server", "tcp://127.0.0.1:1", "--key", "x", script), "--key x: No such file"),
+    ):
+        code, _, err = finished(*words)
+        assert code == 2 and text in err, err
+
+
+def test_the_list_is_read_again_and_a_torn_file_lets_nobody_in(folder: Path) -> None:
+    guard, public = Guard(str(folder)), keys.member_key(key_of(folder), "--key").public
+    assert guard.who(public) == Identity("city", "worker") and guard.who("0" * 64) is None
+    (folder / "members" / "torn.json").write_text('{"name": "torn", "role"')
+    other = keys.member_key(str(keys.add(str(folder), "other", "cluster")), "--key").public
+    until(lambda: guard.who(other), "the list to be read again")
+    keys.revoke(str(folder), "city")
+    until(lambda: guard.who(public) is None, "the revoked key to be gone", 4 * LIST_S)
+    assert guard.who(guard.own.public) == Identity("server", "server")
+
+
+# Runs.
+
+
+@pytest.mark.parametrize("sync", ["bsp", "ssp"])
+def test_who_is_on_the_list_trains_as_ever(sync: str, folder: Path) -> None:
+    with serving("--sync", sync, "--shards", "2", "--keys", str(folder)) as server:
+        worker = Worker(server.address, key_of(folder))
+        worker.train(6)
+        worker.engine.finish()
+        assert server.command.wait() == 0, server.command
+        said = server.command.out
+    assert "shard 1: city sent " in said and "refused" not in said
+    if sync == "bsp":
+        assert distance(flat(worker.model), trained_alone(6)) < 1e-6
+    assert np.isfinite(flat(worker.model)).all()
+
+
+class Strangers:
+    """Tries to join a run that goes on meanwhile."""
+
+    def __init__(self, server: Server, script: str) -> None:
+        self.server, self.script = server, script
+
+    def refused(self, *flags: str) -> str:
+        """What a command of ours says that ends with 4, at once."""
+        words = ("ps-worker", "--server", self.server.address, *flags, self.script, "3")
+        with started(*words) as command:
+            until(lambda: "starting 1 worker" in command.err or command.process.poll() is not None, "its start")
+            before = time.monotonic()
+            assert command.wait(LIMIT_S) == 4, command
+            assert time.monotonic() - before < AT_ONCE_S + 4, command
+            return command.err
+
+
+def test_strangers_are_refused_at_once_and_the_run_is_undisturbed(folder: Path, tmp_path: Path, script: str) -> None:
+    """No key, a key of nobody's list, a key for another server, and one that is revoked while it trains."""
+    keys.make(str(tmp_path / "other"))
+    foreign = keys.add(str(tmp_path / "other"), "city", "worker")
+    unlisted = json.loads(Path(key_of(folder)).read_text()) | json.loads(foreign.read_text())
+    unlisted["server"] = keys.server_key(str(folder)).public
+    path = tmp_path / "unlisted.key"
+    path.write_text(json.dumps(unlisted))
+    os.chmod(path, 0o600)
+    gone = str(keys.add(str(folder), "gone", "worker"))
+    with serving("--sync", "async", "--keys", str(folder), "--lease", "2") as server:
+        worker = Worker(server.address, key_of(folder))
+        worker.train(3)
+        strangers = Strangers(server, script)
+        assert "the server lets in keys only: give --key FILE" in strangers.refused()
+        assert "the server does not let in the key of city" in strangers.refused("--key", str(path))
+        assert "is not the one that --key was made for" in strangers.refused("--key", str(foreign))
+        other = Worker(server.address, gone)
+        other.train(2)
+        keys.revoke(str(folder), "gone")
+        with pytest.raises(AuthenticationError, match="taken off the list"):
+            until(lambda: other.step(), "the key to be refused", AT_ONCE_S)
+        other.session.link.close()
+        worker.train(3)
+        worker.engine.finish()
+        until(lambda: server.command.process.poll() is not None, "the run to end")
+        assert server.command.process.returncode == 0, server.command
+        said = server.command.out
+    for text in ("without the keys of this run", "that is not on the list", "the key of gone was taken off the list"):
+        assert said.count(text) == 1, said
+
+
+def test_a_server_without_keys_is_not_trusted_with_one(folder: Path, script: str) -> None:
+    with serving("--sync", "async") as server:
+        words = ("ps-worker", "--server", server.address, "--key", key_of(folder), script, "3")
+        code, _, err = finished(*words)
+    assert code == 4 and "the server has no keys: leave --key out" in err
+
+
+@contextmanager
+def tapped(port: int) -> Iterator[tuple[int, list[bytes]]]:
+    """A port that leads to `port`, and what the first who dialled it has sent."""
+    sent: list[bytes] = []
+
+    def carry(source: socket.socket, target: socket.socket, keep: bool) -> None:
+        try:
+            while piece := source.recv(1 << 16):
+                if keep:
+                    sent.append(piece)
+                target.sendall(piece)
+        except OSError:
+            pass
+        finally:
+            for each in (source, target):
+                with suppress(OSError):
+                    each.shutdown(socket.SHUT_RDWR)
+
+    def accept() -> None:
+        try:
+            while True:
+                near, _ = listener.accept()
+                stack.enter_context(closing(near))
+                far = stack.enter_context(closing(socket.create_connection(("127.0.0.1", port))))
+                first = not threads
+                for ends in ((near, far, first), (far, near, False)):
+                    threads.append(threading.Thread(target=carry, args=ends, daemon=True))
+                    threads[-1].start()
+        except OSError:
+            pass
+
+    threads: list[threading.Thread] = []
+    with ExitStack() as stack:
+        listener = stack.enter_context(closing(socket.create_server(("127.0.0.1", 0))))
+        threading.Thread(target=accept, daemon=True).start()
+        yield listener.getsockname()[1], sent
+
+
+def test_what_is_sent_cannot_be_read_and_a_recording_opens_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("narrows.worker.runner.endpoint", lambda host, port: f"tcp://{host}:{port}")
+    with serving("--sync", "async", "--keys", str(folder)) as server, tapped(server.port) as (port, sent):
+        worker = Worker(f"tcp://127.0.0.1:{port}", key_of(folder))
+        worker.train(4)
+        recorded = b"".join(sent)
+        assert len(recorded) > 500 and b"NRWS" not in recorded and socket.gethostname().encode() not in recorded
+        with socket.create_connection(("127.0.0.1", server.port)) as again:
+            again.settimeout(LIMIT_S)
+            again.sendall(recorded)
+            answered = 0
+            while piece := again.recv(1 << 16):  # until the server hangs up
+                answered += len(piece)
+        assert answered < 1000, "greeting and WELCOME at most"
+        worker.train(2)
+        worker.engine.finish()
+        until(lambda: server.command.process.poll() is not None, "the run to end")
+        assert server.command.process.returncode == 0 and "refused" in server.command.out, server.command
+
+
+def clusters(tmp_path: Path, folder: Path) -> list[str]:
+    """Folders of two clusters that a root lets in, each of which lets in `one`."""
+    made = []
+    for name in ("north", "south"):
+        keys.add(str(folder), name, "cluster")
+        keys.make(str(tmp_path / name))
+        keys.add(str(tmp_path / name), "one", "worker")
+        made.append(str(tmp_path / name))
+    return made
+
+
+@pytest.mark.parametrize("sync", ["ssp", "gossip"])
+def test_two_levels_with_keys_of_their_own(sync: str, folder: Path, tmp_path: Path, script: str) -> None:
+    north, south = clusters(tmp_path, folder)
+    with serving("--sync", sync, "--workers", "2", "--keys", str(folder)) as root, ExitStack() as stack:
+        commands = []
+        for name, own in (("north", north), ("south", south)):
+            flags = ("--parent", root.address, "--parent-key", key_of(folder, name), "--keys", own)
+            below = stack.enter_context(serving("--sync", "bsp", *flags))
+            words = ("ps-worker", "--server", below.address, "--key", f"{own}/one.key", script, "12")
+            commands.append(stack.enter_context(started(*words)))
+        for command in commands:
+            assert command.wait() == 0, f"{command} {root.command}"
+        assert root.command.wait() == 0
+        said = root.command.out
+    if sync == "ssp":
+        assert "north sent " in said and "south sent " in said
+    assert "refused" not in said
+
+
+def test_a_cluster_needs_the_key_of_a_cluster(folder: Path, tmp_path: Path) -> None:
+    """ps-serve looks at the file; a server that was tampered with looks at what it is told."""
+    with serving("--sync", "ssp", "--keys", str(folder)) as root:
+        words = ("ps-serve", "--bind", "tcp://127.0.0.1:0", "--parent", root.address, "--parent-key", key_of(folder))
+        code, _, err = finished(*words)
+        assert code == 2 and "this key is a worker's; its owner makes one with --role cluster" in err
+        disguised = json.loads(Path(key_of(folder)).read_text()) | {"role": "cluster"}
+        path = tmp_path / "disguised.key"
+        path.write_text(json.dumps(disguised))
+        os.chmod(path, 0o600)
+        code, _, err = finished(*words[:-1], str(path), "--checkpoint-dir", "none")
+        assert code == 4 and "the key of city is that of a worker: a cluster needs one with --role cluster" in err
+
+
+def test_workers_that_gossip_know_each_other_by_their_keys(folder: Path, script: str) -> None:
+    keys.add(str(folder), "second", "worker")
+    with serving("--sync", "gossip", "--workers", "2", "--keys", str(folder)) as server, ExitStack() as stack:
+        commands = []
+        for name in ("city", "second"):
+            words = ("ps-worker", "--server", server.address, "--key", key_of(folder, name), script, "12")
+            commands.append(stack.enter_context(started(*words)))
+        for command in commands:
+            assert command.wait() == 0, f"{command} {server.command}"
+        assert server.command.wait() == 0
