@@ -2,6 +2,7 @@
 
     python bench/transport.py                       1, 4, 25 and 100 MiB, 1 and 2 workers, under bsp
     python bench/transport.py --sync ssp --sizes 25
+    python bench/transport.py --keys                with what keys cost (CURVE), in two more columns
 
 Rules
 - What is timed is `optimizer.step()` whole: gradient out of p.grad, to the server, folded there (a step of SGD, or the
@@ -33,6 +34,7 @@ import torch
 import zmq
 from torch import nn
 
+from narrows.protocols.runtime.keys import add, make
 from narrows.worker import DistributedOptimizer, rank
 
 MIB = 1 << 20
@@ -70,9 +72,12 @@ def echo_once(socket: zmq.Socket[bytes], values: memoryview, frame: int, turn: b
 @click.option("--sync", default="bsp", help="mode of the server [bsp]")
 @click.option("--shards", default=1, help="server processes [1]")
 @click.option("--rounds", default=0, help="rounds of 9 steps and 9 echoes [so that each takes some seconds]")
+@click.option("--keys", "keyed", is_flag=True, help="run each row once more with keys")
 @click.option("--json", "json_file", default="bench/out/transport.json", help="where the figures go")
 @click.pass_context
-def main(context: click.Context, sizes: str, workers: str, sync: str, shards: int, rounds: int, json_file: str) -> None:
+def main(
+    context: click.Context, sizes: str, workers: str, sync: str, shards: int, rounds: int, keyed: bool, json_file: str
+) -> None:
     """Time push + pull against a raw echo."""
     if context.invoked_subcommand:
         return
@@ -89,17 +94,22 @@ def main(context: click.Context, sizes: str, workers: str, sync: str, shards: in
         "turn",
         "of it",
         "memcpy ms",
+        *(("keys: step ms", "of the step without") if keyed else ()),
     )
     click.echo("| " + " | ".join(columns) + " |\n|" + "---|" * len(columns))
     for size in map(int, sizes.split(",")):
         for count in map(int, workers.split(",")):
             row = measure(size, count, sync, shards, rounds or max(4, min(30, 400 // size)))
+            more = ""
+            if keyed:
+                row["keyed_ms"] = measure(size, count, sync, shards, row["rounds"], True)["step_ms"]
+                more = f" {row['keyed_ms']:.2f} | {row['keyed_ms'] / row['step_ms']:.2f} |"
             rows.append(row)
             click.echo(
                 f"| {size} | {count} | {row['step_ms']:.2f} | {row['mib_per_second']:.0f} | "
                 f"{row['tcp_ms']:.2f} ({row['tcp_frame_mib']}) | {row['of_tcp']:.2f} | "
                 f"{row['unix_ms']:.2f} ({row['unix_frame_mib']}) | {row['of_unix']:.2f} | "
-                f"{row['turn_ms']:.2f} ({row['turn_frame_mib']}) | {row['of_turn']:.2f} | {row['memcpy_ms']:.2f} |"
+                f"{row['turn_ms']:.2f} ({row['turn_frame_mib']}) | {row['of_turn']:.2f} | {row['memcpy_ms']:.2f} |{more}"
             )
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=HERE.parent)
     machine = {"cores": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version()}
@@ -108,9 +118,13 @@ def main(context: click.Context, sizes: str, workers: str, sync: str, shards: in
     Path(json_file).write_text(json.dumps(facts, indent=1) + "\n")
 
 
-def measure(size: int, count: int, sync: str, shards: int, rounds: int) -> dict[str, Any]:
+def measure(size: int, count: int, sync: str, shards: int, rounds: int, keyed: bool = False) -> dict[str, Any]:
     """Run `count` workers of `size` MiB; one row of the table."""
     with tempfile.TemporaryDirectory() as folder:
+        keys = key = list[str]()
+        if keyed:
+            make(folder)
+            keys, key = ["--keys", folder], ["--key", str(add(folder, "bench", "worker"))]
         ready = Path(folder) / "ready"
         serve: list[str] = [
             str(BIN / "ps-serve"),
@@ -123,7 +137,7 @@ def measure(size: int, count: int, sync: str, shards: int, rounds: int) -> dict[
         ]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         server = subprocess.Popen(
-            [*serve, "--workers", str(count), "--shards", str(shards)],
+            [*serve, *keys, "--workers", str(count), "--shards", str(shards)],
             stdout=subprocess.DEVNULL,
             env=environment,
             cwd=folder,
@@ -152,7 +166,7 @@ def measure(size: int, count: int, sync: str, shards: int, rounds: int) -> dict[
                 "--out",
                 folder,
             ]
-            worker = [str(BIN / "ps-worker"), "--server", address, "-n", str(count), *script]
+            worker = [str(BIN / "ps-worker"), "--server", address, *key, "-n", str(count), *script]
             subprocess.run(worker, check=True, timeout=LIMIT_S, stdout=subprocess.DEVNULL, env=environment)
         finally:
             for process in (server, echo):

@@ -30,7 +30,7 @@ needs_lab = pytest.mark.skipif(bool(lab.available()), reason=lab.available() or 
 HEADERS = 28  # of UDP over IPv4
 SILENCE_S = 0.3  # beyond every delay here: after it nothing comes any more
 BENCH = str(Path(lab.__file__).parent)
-WHERE = ("--bind", "--insecure", "--parent", "--server")
+WHERE = ("--bind", "--insecure", "--keys", "--parent", "--parent-key", "--server")
 
 
 Arrivals = list[tuple[int, float]]  # (number of the packet, seconds since the first was sent), in the order of arrival
@@ -256,7 +256,7 @@ def test_what_no_link_can_be_is_refused(words: list[str], said: str) -> None:
 
 
 def flags(words: list[str]) -> dict[str, str]:
-    """Names and values, without what says where: addresses, and that no keys are needed."""
+    """Names and values, without what says where, and for whom: addresses and keys."""
     told = dict(pairwise([*words, ""]))
     return {name: value for name, value in told.items() if name[:1] == "-" and name not in WHERE}
 
