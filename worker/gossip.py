@@ -103,7 +103,7 @@ class Gossiping:
             self._say(self.driver.late(self._now()))
 
     def _now(self) -> int:
-        return time.monotonic_ns()
+        return self.engine.link.clock.now()
 
     def handle(self, event: MemberEffect) -> None:
         if isinstance(event, e.ServerGone):

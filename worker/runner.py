@@ -11,7 +11,6 @@ import contextlib
 import os
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 
@@ -20,6 +19,7 @@ from narrows.protocols.addresses import is_address, parse_address, parted
 from narrows.protocols.effects import NS, Failed, Joined, MemberEffect, RosterNews, Send, Tell
 from narrows.protocols.errors import BY_EXIT_CODE, AuthenticationError, NarrowsError, RemoteProtocolError
 from narrows.protocols.member.member import Member
+from narrows.protocols.runtime.clock import Awake
 from narrows.protocols.runtime.curve import Curve, Dialler, KeyPair, Why
 from narrows.protocols.runtime.keys import Secret, keyed, refusal
 from narrows.protocols.runtime.sockets import LINGER_MS, Drops, Peer, Receipt, Sockets, endpoint, own_host
@@ -51,6 +51,7 @@ class Link:
         self.address, self.key = address, key
         self.host, self.port = parse_address("--server", address)
         self.member = Member(token, host, expect, timing)
+        self.clock = Awake()
         self.bytes_up = self.bytes_down = 0
         self.drops = Drops(say)
         self._shards = [endpoint(self.host, self.port)]  # where each is dialled
@@ -109,14 +110,14 @@ class Link:
     # The I/O thread.
 
     def _main(self) -> None:
-        ticked = time.monotonic_ns()
+        ticked = self.clock.turn()
         try:
             while not self._closing or self._commands:
                 for peer, frames in self._sockets.receive(TICK_MS):
                     self._run_commands()  # however much there is to hear
                     self._hear(peer, frames)
                 self._run_commands()
-                now = time.monotonic_ns()
+                now = self.clock.turn()
                 if now - ticked >= TICK_MS * NS // 1000:
                     ticked = now
                     self._apply(self.member.tick(now))
@@ -127,18 +128,18 @@ class Link:
 
     def _run_commands(self) -> None:
         while self._commands:
-            self._apply(self._commands.popleft()(self.member, time.monotonic_ns()))
+            self._apply(self._commands.popleft()(self.member, self.clock.now()))
 
     def _hear(self, peer: Peer, frames: list[m.Buffer]) -> None:
         if peer in self._shards:
             self.bytes_down += sum(map(len, frames))
-            self._apply(self.member.receive(self._shards.index(peer), decode(frames), time.monotonic_ns()))
+            self._apply(self.member.receive(self._shards.index(peer), decode(frames), self.clock.now()))
         elif isinstance(peer, bytes):
             self.bytes_down += sum(map(len, frames))
             try:
                 message = decode(frames)
                 self._check_speaker(peer, message)
-                effects = self.member.receive_peer(message, time.monotonic_ns())
+                effects = self.member.receive_peer(message, self.clock.now())
             except NarrowsError as error:  # of another version too: who dials must not end what others began
                 say(f"a peer's message was refused: {error}")
             else:

@@ -27,6 +27,7 @@ from narrows.protocols.errors import BY_EXIT_CODE, NarrowsError
 from narrows.protocols.member.member import Member
 from narrows.protocols.modes import Rule
 from narrows.protocols.plan import Plan
+from narrows.protocols.runtime.clock import Awake
 from narrows.protocols.runtime.curve import Why
 from narrows.protocols.runtime.keys import SERVER, Secret, refusal
 from narrows.protocols.runtime.sockets import Drops, Peer, Port, Receipt, Sockets, reached
@@ -133,6 +134,7 @@ class Runner:
     def __init__(self, process: Process, port: Port, number: int, gate: Gate | None = None) -> None:
         self.process, self.port = process, port
         self.gate = gate or Gate("", "", process.secret, process.coordinator)
+        self.clock = Awake()
         self.bytes_up = self.bytes_down = 0  # to and from the server above, and other clusters
         self.drops = Drops(self._say_dropped)
         self.lending: list[Receipt] = []  # of views of the store
@@ -159,7 +161,7 @@ class Runner:
         """Carry out what the machine asks for, and what follows from that inside it."""
         self._carry_out(effects)
         while self.server.inner:
-            self._carry_out(self.server.advance(time.monotonic_ns()))
+            self._carry_out(self.server.advance(self.clock.now()))
 
     def _carry_out(self, effects: Iterable[ServerEffect]) -> None:
         for effect in effects:
@@ -192,7 +194,7 @@ class Runner:
     def _put(self, to: Peer, message: m.Message) -> int:
         """Send `message`; return its bytes."""
         if isinstance(message, m.TIMED):
-            message = replace(message, sent_ns=time.monotonic_ns())
+            message = replace(message, sent_ns=self.clock.now())
         frames = encode(message)
         receipt = self.port.send(to, frames, control=isinstance(message, m.CONTROL))
         if receipt.lent and not isinstance(frames[-1], bytes):  # bytes never change
@@ -223,7 +225,7 @@ class Runner:
         written = self.writer.take() if self.writer is not None else None
         if written is None:
             return
-        index, now_ns = self.process.index, time.monotonic_ns()
+        index, now_ns = self.process.index, self.clock.now()
         told = (written.clock, written.kept, written.took_ns)
         if at_once:
             self.apply(self.server.wrote_checkpoint(*told, now_ns))
@@ -254,7 +256,7 @@ class Runner:
     # Events.
 
     def receive(self, peer: Peer, frames: list[m.Buffer]) -> None:
-        now_ns = time.monotonic_ns()
+        now_ns = self.clock.now()
         if isinstance(peer, bytes):
             self._receive_below(peer, frames, now_ns)
         elif peer == self.process.coordinator:
@@ -288,12 +290,12 @@ class Runner:
             self.port.hang_up(address)
             self.told.remove(address)
         elif address == self.server.above and (text := refusal(why, self.gate.parent_key, "--parent-key")):
-            self.apply(self.server.fail_above(text, time.monotonic_ns(), m.RefuseCode.AUTHENTICATION))
+            self.apply(self.server.fail_above(text, self.clock.now(), m.RefuseCode.AUTHENTICATION))
 
     def stop(self) -> None:
         """Ctrl-C or the end of the parent."""
         self.stop_by = time.monotonic() + STOP_S
-        self.apply(self.server.stop(time.monotonic_ns()))
+        self.apply(self.server.stop(self.clock.now()))
 
     def loop(self, sockets: Sockets) -> None:
         """Until the run is over. A line on stdin: show the tree; its end: stop."""
@@ -307,13 +309,13 @@ class Runner:
                 self.stop()
 
         sockets.watch(stdin, hear_parent)
-        self.apply(self.server.start(time.monotonic_ns()))
-        ticked = time.monotonic_ns()
+        self.apply(self.server.start(self.clock.now()))
+        ticked = self.clock.turn()
         while self.running and not self.server.ended and time.monotonic() < self.stop_by:
             for peer, frames in sockets.receive(TICK_MS):
                 self.receive(peer, frames)
             self.wrote()
-            now_ns = time.monotonic_ns()
+            now_ns = self.clock.turn()
             if now_ns - ticked >= TICK_MS * NS // 1000:
                 ticked = now_ns
                 self.apply(self.server.tick(now_ns))

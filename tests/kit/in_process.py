@@ -17,6 +17,7 @@ from narrows.protocols.cluster.coordinator import Coordinator
 from narrows.protocols.effects import NS, Checkpoint, Failed, Joined, MemberEffect, Send, ServerEffect, Stop, Tell
 from narrows.protocols.member.member import Member
 from narrows.protocols.messages import NAME_BYTES, TIMED, Buffer, Message, Push, State
+from narrows.protocols.runtime.clock import Awake
 from narrows.protocols.runtime.sockets import Drops
 from narrows.protocols.settings import Settings
 from narrows.protocols.wire import decode, encode
@@ -163,6 +164,7 @@ class Link:
     """What worker.engine needs of worker.runner.Link."""
 
     def __init__(self, cluster: Cluster, token: str) -> None:
+        self.clock = Awake(lambda: 0)  # no lease runs out here
         self.cluster = cluster
         self.member = Member(token, "here")
         self.member.address = f"worker-{id(self)}"

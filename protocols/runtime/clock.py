@@ -1,0 +1,35 @@
+"""The time that a runner gives to its machines: that in which this process ran.
+
+A machine that was suspended, or a process that was stopped, has heard nobody meanwhile. By the clock on the wall all others would
+be lost. So what a loop misses of its turns is left out, and everybody has a whole lease again to say a word.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from narrows.protocols.effects import NS
+
+TURN_NS = NS // 4  # a turn of the loop takes some tens of ms; of a longer one no more counts
+
+
+class Awake:
+    """`clock`: ns, never back. One thread turns; any may ask."""
+
+    def __init__(self, clock: Callable[[], int] = time.monotonic_ns) -> None:
+        self.clock = clock
+        self.turned = clock()
+        self.missed = 0
+
+    def now(self) -> int:
+        """Nanoseconds. A turn counts no longer than TURN_NS, while it lasts and after it."""
+        now = self.clock()
+        return min(now, self.turned + TURN_NS) - self.missed
+
+    def turn(self) -> int:
+        """The loop is here again; the time now."""
+        now = self.clock()
+        self.missed += max(0, now - self.turned - TURN_NS)
+        self.turned = now
+        return now - self.missed
