@@ -36,6 +36,7 @@ class Settings:
     outer_momentum: float = -1.0
     update_gain: float = -1.0  # of a mean of updates; -1: measured
     look_ahead: float = -1.0  # clocks
+    max_update_norm: float = -1.0  # times the median of recent updates; -1: no limit
     quorum: int = -1  # -1: all live members
     grace: float = -1.0  # seconds; -1: adaptive
     fragments: int = 1
@@ -77,6 +78,10 @@ class Settings:
             raise UsageError(f"--staleness: --sync {self.sync} has no staleness bound to set; {have} have one")
         if self.local_steps not in (-1, row.local_steps) and not row.takes_local_steps:
             raise UsageError(f"--local-steps: --sync {self.sync} pushes every step; --sync local takes local steps")
+        if self.max_update_norm != -1 and not 1 <= self.max_update_norm <= GAIN_MAX:
+            raise UsageError(f"--max-update-norm {self.max_update_norm}: give a value from 1 to {GAIN_MAX:g}")
+        if self.max_update_norm != -1 and row.update_rule is Rule.MIX:
+            raise UsageError("--max-update-norm: under --sync gossip no update goes through the server")
         self._check_merging(row)
         self._check_gain(row)
         mixes = row.update_rule is Rule.MIX

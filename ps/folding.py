@@ -22,8 +22,10 @@ from narrows.protocols.wire import unpack
 from narrows.ps.changes import Change, FirstWeights, Fold, Outer, Step, Terms
 from narrows.ps.gain import GONE, Gain
 from narrows.ps.inbox import Inbox, Seat, Update
+from narrows.ps.limit import Limit
 from narrows.ps.store import Mean
 
+Shares = tuple[float, ...]
 Clip = Callable[[Terms, int], float | None]  # of the mean of a clock, once the norm over all shards is known
 
 
@@ -54,17 +56,18 @@ class Folding(Protocol):
 class AtOnce:
     """Folds each update as it comes. `keys`: of the shard."""
 
-    def __init__(self, mode: Mode, inbox: Inbox, keys: Keys, gain: Gain) -> None:
-        self.mode, self.inbox, self.keys, self.gain = mode, inbox, keys, gain
+    def __init__(self, mode: Mode, inbox: Inbox, keys: Keys, gain: Gain, limit: Limit) -> None:
+        self.mode, self.inbox, self.keys, self.gain, self.limit = mode, inbox, keys, gain, limit
         self.folded: dict[int, deque[tuple[int, float, int]]] = {}  # by worker: clock, weight, publication that has it
 
     def accept(self, seat: Seat, update: Update, publication: int) -> list[Change]:
         share = seat.samples / self.inbox.samples(seat.samples)
-        weight = share * self.gain.factor if self.mode.rule is Rule.ADD else share
+        (factor,) = self.limit.factors([(seat.worker, seat.clock, update)])
+        weight = share * self.gain.factor * factor if self.mode.rule is Rule.ADD else share * factor
         # A few more than may be in flight: those that some child's state lacks.
         kept = self.folded.setdefault(seat.worker, deque(maxlen=4 * self.mode.window))
         kept.append((seat.clock, weight, publication))
-        return [self._change(seat, update, weight, share)]
+        return [self._change(seat, update, weight, share)] if factor else []
 
     def _change(self, seat: Seat, update: Update, weight: float, share: float) -> Change:
         rule = self.mode.rule
@@ -93,10 +96,12 @@ class AtOnce:
 class Barrier:
     """Folds the sets that the ledger names. `turn`: the keys whose turn a clock is. `mean`: where sums may be taken early."""
 
-    def __init__(self, mode: Mode, inbox: Inbox, turn: Callable[[int], Keys], mean: Mean, gain: Gain) -> None:
-        self.mode, self.inbox, self.turn, self.mean, self.gain = mode, inbox, turn, mean, gain
+    def __init__(
+        self, mode: Mode, inbox: Inbox, turn: Callable[[int], Keys], mean: Mean, gain: Gain, limit: Limit
+    ) -> None:
+        self.mode, self.inbox, self.turn, self.mean, self.gain, self.limit = mode, inbox, turn, mean, gain, limit
         self.held: dict[int, dict[int, Update]] = {}  # update -> worker
-        self.closing: dict[int, Terms] = {}  # clock -> its set, which waits for the norm
+        self.closing: dict[int, tuple[Terms, Shares]] = {}  # clock -> its set, which waits for the norm
         self.hyper_differs = False  # between workers of one set; said once
         self.samples = 0  # of the newest set
 
@@ -136,11 +141,11 @@ class Barrier:
         """The ledger closes a clock over these (worker, update); None: a norm is awaited."""
         if clock not in self.closing:
             self.closing[clock] = self._terms(clock, list(pairs))
-        terms = self.closing[clock]
+        terms, shares = self.closing[clock]
         if not terms:
             changes: list[Change] = []
         elif self.mode.rule is Rule.ADD:
-            changes = [self._fold(terms)]
+            changes = [self._fold(terms, shares)]
         elif self.mode.rule is Rule.OUTER:
             changes = [Outer(terms, self.turn(clock))]
         else:
@@ -151,13 +156,14 @@ class Barrier:
         del self.closing[clock]
         return changes
 
-    def _fold(self, terms: Terms) -> Fold:
+    def _fold(self, terms: Terms, shares: Shares) -> Fold:
         workers = [update[0].worker for _, update in terms]  # type: ignore[attr-defined]
         seated = [worker if worker in self.inbox.seats else GONE for worker in workers]
         scaled = tuple((share * self.gain.factor, update) for share, update in terms)
-        return Fold(scaled, tuple(zip(seated, [share for share, _ in terms], strict=True)))
+        return Fold(scaled, tuple(zip(seated, shares, strict=True)))
 
-    def _terms(self, clock: int, pairs: list[m.Pair]) -> Terms:
+    def _terms(self, clock: int, pairs: list[m.Pair]) -> tuple[Terms, Shares]:
+        """Of a set: each update that counts with its weight, and with its share before it was shortened."""
         missing = [(worker, update) for worker, update in pairs if worker not in self.held.get(update, {})]
         assert not missing, f"updates {missing} of the set of clock {clock} are not here"
         updates = [self._take(worker, update) for worker, update in pairs]
@@ -165,7 +171,10 @@ class Barrier:
             if worker in self.inbox.seats:
                 self.inbox.seats[worker].taken = update + 1
         self.samples = sum(update[0].samples for update in updates)
-        return tuple((update[0].samples / self.samples, update) for update in updates)
+        factors = self.limit.factors([(*pair, update) for pair, update in zip(pairs, updates, strict=True)])
+        found = [(update[0].samples / self.samples, factor, update)
+                 for update, factor in zip(updates, factors, strict=True) if factor]  # fmt: skip
+        return tuple((share * factor, update) for share, factor, update in found), tuple(each[0] for each in found)
 
     def _hyper(self, terms: Terms) -> tuple[bytes, tuple[int, ...]]:
         """Hyper-parameters of the longest-standing member, and the tensors that no one has a gradient of."""

@@ -34,6 +34,7 @@ from narrows.ps.changes import Change, FirstWeights, Load, Terms
 from narrows.ps.folding import AtOnce, Barrier, Folding
 from narrows.ps.gain import Gain
 from narrows.ps.inbox import Inbox, Seat, Update, check_part
+from narrows.ps.limit import Limit
 from narrows.ps.publications import Publications
 from narrows.ps.store import ServerOptimizer, Store
 from narrows.ps.upward import Upward
@@ -89,10 +90,11 @@ class Planned:
             lent=means.lent,
             gain=gain,
         )
+        self.limit = limit = Limit(index, max(settings.max_update_norm, 0.0), store.length, store.weights_length)
         self.folding: Folding = (
-            Barrier(mode, inbox, self.turn, store.mean, gain)
+            Barrier(mode, inbox, self.turn, store.mean, gain, limit)
             if mode.barrier
-            else AtOnce(mode, inbox, store.whole, gain)
+            else AtOnce(mode, inbox, store.whole, gain, limit)
         )
         self.publications = Publications(index, mode, store, inbox, self.folding, down.specs, means.timing)
         self.publications.begin(clock)
@@ -158,6 +160,7 @@ class Planned:
                 return effects, False
             clip, differed = self._clip(dict(ledger.norms)), self.folding.hyper_differs
             changes = self.folding.close(self.min_clock, pairs(rows[self.min_clock]), clip)
+            effects += self.limit.take()
             if changes is None:
                 return effects, False
             self.apply(changes)
@@ -264,10 +267,11 @@ class Planned:
         if changes:
             self.above.moved()
         seat.clock += 1
+        told = self.limit.take()
         if self.mode.bound is not None:
-            return []
+            return [*told]
         self.folds += 1
-        return [*self.publish()] if self.folds >= len(self.inbox.seats) else []
+        return [*told, *self.publish()] if self.folds >= len(self.inbox.seats) else [*told]
 
 
 def pairs(row: m.Ints) -> list[m.Pair]:

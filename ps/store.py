@@ -12,6 +12,7 @@ Rules
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -22,7 +23,7 @@ from narrows.compression import Memory, NonFiniteError, accumulate, codecs, pars
 from narrows.compression.codecs import PieceLike
 from narrows.protocols.keys import Keys
 from narrows.protocols.messages import CREDIT_MAX
-from narrows.ps.changes import Change, FirstWeights, FloatArray, Fold, Load, Outer, Publish, Rebase, Step, Terms
+from narrows.ps.changes import Change, FirstWeights, FloatArray, Fold, Load, Outer, Publish, Rebase, Step, Terms, Update
 from narrows.ps.gain import Gain
 
 DELTAS_MAX = CREDIT_MAX  # publications kept encoded: a child further behind gets the whole state
@@ -136,6 +137,14 @@ class Store:
     def apply(self, change: Change) -> None:
         APPLY[type(change)](self, change)
 
+    def length(self, update: Update) -> float:
+        """The L2 norm of an update."""
+        return math.sqrt(self.norm(((1.0, update),)))
+
+    def weights_length(self) -> float:
+        """The L2 norm of x."""
+        return math.sqrt(float(np.dot(self.x, self.x)))
+
     def norm(self, terms: Terms) -> float:
         """The squared L2 norm of the sum of `terms`."""
         mean = self.mean.of(terms)
@@ -169,7 +178,8 @@ class Store:
             before = x[self.gain.at]
             for piece in update:
                 codecs.add(piece, weight, x, self.begin)
-            self.gain.saw(worker, share, weight, before, x[self.gain.at])
+            # As it was folded: one that was shortened counts as long as it is now.
+            self.gain.saw(worker, share, share * self.gain.factor, before, x[self.gain.at])
 
     def _outer(self, change: Outer) -> None:
         assert self.outer is not None and self.momentum is not None

@@ -1,7 +1,7 @@
 """The time that a runner gives to its machines: that in which this process ran.
 
-A machine that was suspended, or a process that was stopped, has heard nobody meanwhile. By the clock on the wall all others would
-be lost. So what a loop misses of its turns is left out, and everybody has a whole lease again to say a word.
+A machine that was suspended, or a process that was stopped, has heard nobody meanwhile. By the clock on the wall all others
+would be lost. So what a loop misses of its turns is left out, and everybody has a whole lease again to say a word.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ class Mirror:
         folding = self.process.shard.planned.folding if self.process.shard.planned is not None else None
         if not isinstance(folding, Barrier):
             return False
-        waiting = [update[0] for terms in folding.closing.values() for _, update in terms]
+        waiting = [update[0] for terms, _ in folding.closing.values() for _, update in terms]
         return worker in folding.held.get(clock, {}) or any(
             (push.worker, push.clock) == (worker, clock) for push in waiting if isinstance(push, m.Push)
         )

@@ -65,7 +65,9 @@ def test_everything_may_be_suspended_for_longer_than_any_limit(flags: str, tmp_p
     path.write_text(SCRIPT % "time.sleep(0.02)")
     with (
         serving(*flags.split(), "--workers", "2", "--lease", "1") as server,
-        started("ps-worker", "--server", server.address, "-n", "2", "--server-timeout", "2", str(path), "150") as command,
+        started(
+            "ps-worker", "--server", server.address, "-n", "2", "--server-timeout", "2", str(path), "150"
+        ) as command,
     ):
         until(lambda: re.search(r"clock [1-9]", command.err) or command.process.poll() is not None, str(command))
         pids = [*descendants(command.pid), command.pid, *descendants(server.command.pid), server.command.pid]
