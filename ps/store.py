@@ -173,13 +173,13 @@ class Store:
         self.deltas.clear()
 
     def _fold(self, change: Fold) -> None:
-        x = self._own_x()
+        x, gain = self._own_x(), self.gain.factor  # which the first of them may change
         for (weight, update), (worker, share) in zip(change.terms, change.of, strict=True):
             before = x[self.gain.at]
             for piece in update:
                 codecs.add(piece, weight, x, self.begin)
             # As it was folded: one that was shortened counts as long as it is now.
-            self.gain.saw(worker, share, share * self.gain.factor, before, x[self.gain.at])
+            self.gain.saw(worker, share, share * gain, before, x[self.gain.at])
 
     def _outer(self, change: Outer) -> None:
         assert self.outer is not None and self.momentum is not None
