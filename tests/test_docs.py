@@ -88,6 +88,15 @@ def test_files_that_are_named_are_there(heading: str) -> None:
     assert not missing(text)
 
 
+def test_each_guarantee_names_a_test_that_is_there() -> None:
+    text = (ROOT / "docs/guarantees.md").read_text("utf-8")
+    rows = [line for line in text.splitlines() if line.startswith("| ") and not line.endswith("| test |")]
+    named = re.findall(r"\| (?:(tests/\S+\.py): (test_\w+)|the same) \|$", "\n".join(rows), re.M)
+    assert len(named) == len(rows) > 20
+    for file, name in named:
+        assert not file or f"def {name}(" in (ROOT / file).read_text("utf-8"), f"{file} has no {name}"
+
+
 @pytest.mark.parametrize("path", pages())
 def test_links_lead_somewhere(path: str) -> None:
     assert not broken(path, (ROOT / path).read_text("utf-8"))
