@@ -10,6 +10,7 @@ import os
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -26,7 +27,8 @@ from narrows.protocols.settings import Settings
 
 START_S = 120.0  # a cold machine compiles kernels first
 END_S = 40.0  # a shard that does not end within this after the stop is killed
-RESTARTS_MAX = 5  # of all shards of one run: more is no accident
+RESTARTS_MAX = 5  # of all shards within RESTARTS_S: more is no accident
+RESTARTS_S = 600.0
 LIFE_EPOCHS = 1 << 32  # more than shard 0 has in one life
 EMBEDDED = os.environ.get("NARROWS_EMBEDDED") == "1"  # in a ps-worker, which ends us by closing our stdin
 NAME = "ps-worker" if EMBEDDED else "ps-serve"
@@ -92,6 +94,7 @@ class Cluster:
         self.done: set[int] = set()  # that said so
         self.ended: set[int] = set()
         self.restarts = 0
+        self.died: deque[float] = deque(maxlen=RESTARTS_MAX)  # when, of the last that were started again
         self.errors: list[tuple[int, int, str]] = []  # shard, exit code, sentence
         self.checkpoint = -1  # clock of the newest
         self.disk: dict[int, str] = {}  # by shard, why its newest could not be written
@@ -159,9 +162,12 @@ class Cluster:
         Not under gossip: the workers have the model, and go on alone.
         """
         ends = index in self.done or self.errors or self.signals or self.stopping
-        if ends or self.restarts >= RESTARTS_MAX or self.settings.mode().rule is Rule.MIX:
+        now = time.monotonic()
+        often = len(self.died) == RESTARTS_MAX and now - self.died[0] < RESTARTS_S
+        if ends or often or self.settings.mode().rule is Rule.MIX:
             self.ended.add(index)
             return
+        self.died.append(now)
         self.shards[index].close_stdin()
         self.restarts += 1
         how = signal_name(-code) if code < 0 else f"exit code {code}"

@@ -5,13 +5,27 @@ It prints one JSON object a line. The end of stdin means: checkpoint and stop; s
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import sys
 
+DESCRIPTORS_MAX = 1 << 16
+
+
+def may_open_more() -> None:
+    """Connections that never speak must not take the last descriptor: as many as the system lets this process have."""
+    with contextlib.suppress(ImportError, OSError, ValueError):
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = DESCRIPTORS_MAX if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS_MAX)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
+
 
 def main() -> int:
+    may_open_more()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole foreground group; the parent decides
     told = json.loads(os.read(0, 1 << 20))  # the rest of stdin is watched by the runner, unbuffered
     from narrows.compression import warm_up

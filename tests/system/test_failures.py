@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -308,6 +310,29 @@ def test_bytes_that_are_no_zeromq(data: bytes, attacked: tuple[Server, Worker]) 
     server, worker = attacked
     raw(server, data)
     undisturbed(worker)
+
+
+def test_connections_that_never_speak_take_no_place(tmp_path: Path) -> None:
+    """More than the usual 1,024 descriptors of a process: others still join, and checkpoints are written."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 4096:
+        pytest.skip("this system lets no process open so many")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+    try:
+        flags = ("--sync", "async", "--checkpoint-dir", str(tmp_path), "--checkpoint-every", "0.5")
+        with serving(*flags) as server, ExitStack() as stack:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (4096, hard))
+            for _ in range(1200):
+                stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+            before = time.monotonic()
+            worker = Worker(server.address)
+            assert time.monotonic() - before < 20, "ZeroMQ hangs up on the silent after 30 s"
+            worker.train(3)
+            until(lambda: (worker.step(), clocks(tmp_path, 0))[1], "a checkpoint")
+            worker.engine.finish()
+            assert server.command.wait() == 0, server.command
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def forged(worker: Worker) -> dict[str, list[bytes]]:
