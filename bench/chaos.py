@@ -5,8 +5,8 @@
     python bench/chaos.py --strikes 'kill shard' --steps 200
 
 Rules
-- Both runs are real commands on this machine: one ps-serve, and one ps-worker for each worker, all of them told to make the same
-  number of steps. What is killed here is a worker with its ps-worker, or a shard process; who is stopped goes on after STOPPED_S.
+- Both runs are real commands on this machine: one ps-serve, and one ps-worker for each worker, all told to make the same number
+  of steps. A worker is killed with its ps-worker, a shard alone; who is stopped goes on after STOPPED_S.
 - The schedule follows from the seed: when, what, and whom. A worker that was killed comes back after BACK_S, as a spot machine.
 - Goodput is the time of the undisturbed run over that of the disturbed one: what was computed twice is no good.
 - A stall is the longest time in which no worker's clock moved beyond where the run had been. Clocks are read from the records.
@@ -252,9 +252,8 @@ def main(
         click.echo(
             f"| {name} | {row['seconds']:.0f} | {row['stall_s']:.1f} | {row['shard_mb']:.0f} | {row['loss']:.3f} | {struck} |"
         )
-    click.echo(
-        f"\ngoodput {found['undisturbed']['seconds'] / found['disturbed']['seconds']:.2f} of undisturbed; {launch.commit()}"
-    )
+    goodput = found["undisturbed"]["seconds"] / found["disturbed"]["seconds"]
+    click.echo(f"\ngoodput {goodput:.2f} of undisturbed; commit {launch.commit()}")
 
 
 if __name__ == "__main__":
