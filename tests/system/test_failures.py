@@ -328,7 +328,11 @@ def test_connections_that_never_speak_take_no_place(tmp_path: Path) -> None:
             worker = Worker(server.address)
             assert time.monotonic() - before < 20, "ZeroMQ hangs up on the silent after 30 s"
             worker.train(3)
-            until(lambda: (worker.step(), clocks(tmp_path, 0))[1], "a checkpoint")
+            for _ in range(10_000):
+                worker.step()
+                if clocks(tmp_path, 0):
+                    break
+            assert clocks(tmp_path, 0)
             worker.engine.finish()
             assert server.command.wait() == 0, server.command
     finally:
