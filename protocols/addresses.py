@@ -14,13 +14,14 @@ ANY_HOSTS = ("0.0.0.0", "*", "[::]")  # what binds to every address of a machine
 def parse_address(flag: str, address: str, any_port: bool = False) -> tuple[str, int]:
     """(host, port) of tcp://host:port; `any_port`: 0 is one too. Raises UsageError, one sentence that names the flag."""
     host, colon, port = address.removeprefix("tcp://").rpartition(":")
-    fits = port.isdigit() and (0 if any_port else 1) <= int(port) < 65536
-    if not address.startswith("tcp://") or not colon or not host or not fits:
+    fits = re.fullmatch(r"[0-9]{1,5}", port) and (0 if any_port else 1) <= int(port) < 65536
+    if not address.startswith("tcp://") or not colon or not HOST.fullmatch(host) or not fits:
         example = "for example tcp://127.0.0.1:5555" if any_port else "as ps-serve printed it"
         raise UsageError(f"{flag} {address}: write it as tcp://HOST:PORT, {example}")
     return host, int(port)
 
 
+HOST = re.compile(r"\*|[A-Za-z0-9][A-Za-z0-9._-]*|\[[0-9A-Fa-f:.]+(%[A-Za-z0-9._-]+)?\]")
 KEYED = re.compile(r"(tcp://[^/]*)(?:/([0-9a-f]{64}))?")
 
 
@@ -33,10 +34,10 @@ def parted(address: str) -> tuple[str, str]:
 def is_address(address: str) -> bool:
     """Whether an address that a peer told is one."""
     try:
-        parse_address("", parted(address)[0])
+        host, _ = parse_address("", parted(address)[0])
     except UsageError:
         return False
-    return True
+    return host != "*"
 
 
 def local_endpoint(port: int) -> str:

@@ -82,6 +82,10 @@ class Settings:
             raise UsageError(f"--max-update-norm {self.max_update_norm}: give a value from 1 to {GAIN_MAX:g}")
         if self.max_update_norm != -1 and row.update_rule is Rule.MIX:
             raise UsageError("--max-update-norm: under --sync gossip no update goes through the server")
+        if self.max_update_norm != -1 and self.fragments > 1:
+            raise UsageError(
+                "--max-update-norm: fragments differ in length, and are not compared; leave out one of the two"
+            )
         self._check_merging(row)
         self._check_gain(row)
         mixes = row.update_rule is Rule.MIX

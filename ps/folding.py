@@ -67,9 +67,9 @@ class AtOnce:
         # A few more than may be in flight: those that some child's state lacks.
         kept = self.folded.setdefault(seat.worker, deque(maxlen=4 * self.mode.window))
         kept.append((seat.clock, weight, publication))
-        return [self._change(seat, update, weight, share)] if factor else []
+        return [self._change(seat, update, weight, share, factor)] if factor else []
 
-    def _change(self, seat: Seat, update: Update, weight: float, share: float) -> Change:
+    def _change(self, seat: Seat, update: Update, weight: float, share: float, factor: float) -> Change:
         rule = self.mode.rule
         if rule is Rule.ADD:
             return Fold(((weight, update),), ((seat.worker, share),))
@@ -78,7 +78,7 @@ class AtOnce:
         if rule is Rule.MIX:
             return FirstWeights(update)  # the last model, of one worker for all
         hyper, absent = unpack_hyper(update[0].hyper)
-        return Step(((1.0, update),), hyper, absent, scale=weight)
+        return Step(((factor, update),), hyper, absent, scale=share)  # the optimizer's state sees what is shortened
 
     def weight(self, seat: Seat, clock: int) -> float | None:
         return next((weight for at, weight, _ in self.folded.get(seat.worker, ()) if at == clock), 0.0)
@@ -142,17 +142,14 @@ class Barrier:
         if clock not in self.closing:
             self.closing[clock] = self._terms(clock, list(pairs))
         terms, shares = self.closing[clock]
-        if not terms:
-            changes: list[Change] = []
-        elif self.mode.rule is Rule.ADD:
-            changes = [self._fold(terms, shares)]
-        elif self.mode.rule is Rule.OUTER:
-            changes = [Outer(terms, self.turn(clock))]
-        else:
-            shrink = clip(terms, clock)
+        changes: list[Change] = []
+        if self.mode.rule is Rule.OPTIMIZER:
+            shrink = clip(terms, clock)  # where nothing is left here too: the other shards wait for our norm
             if shrink is None:
                 return None
-            changes = [Step(terms, *self._hyper(terms), shrink=shrink)]
+            changes = [Step(terms, *self._hyper(terms), shrink=shrink)] if terms else []
+        elif terms:
+            changes = [self._fold(terms, shares) if self.mode.rule is Rule.ADD else Outer(terms, self.turn(clock))]
         del self.closing[clock]
         return changes
 

@@ -73,10 +73,16 @@ class Server:
     @property
     def clusters(self) -> frozenset[str]:
         """The addresses of those that this shard mixes with."""
+        member = self.membership.member if self.membership is not None else None
+        if member is not None and member.peers is not None:  # it asks them for the round before the shard has its place
+            return frozenset(peer.address for peer in member.peers.peers.values())
         return frozenset(self.shard.above.addresses)
 
     def cluster(self, worker: int) -> str:
         """The address of one of them; "" where there is none."""
+        member = self.membership.member if self.membership is not None else None
+        if member is not None and member.peers is not None and worker in member.peers.peers:
+            return member.peers.peers[worker].address
         return self.shard.above.address_of(worker)
 
     def refused(self, peer: bytes, error: NarrowsError) -> list[ServerEffect]:

@@ -147,6 +147,8 @@ class Store:
 
     def norm(self, terms: Terms) -> float:
         """The squared L2 norm of the sum of `terms`."""
+        if not terms:
+            return 0.0
         mean = self.mean.of(terms)
         return float(np.dot(mean, mean))
 

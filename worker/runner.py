@@ -20,7 +20,7 @@ from narrows.protocols.effects import NS, Failed, Joined, MemberEffect, RosterNe
 from narrows.protocols.errors import BY_EXIT_CODE, AuthenticationError, NarrowsError, RemoteProtocolError
 from narrows.protocols.member.member import Member
 from narrows.protocols.runtime.clock import Awake
-from narrows.protocols.runtime.curve import Curve, Dialler, KeyPair, Why
+from narrows.protocols.runtime.curve import NOBODY, Curve, Dialler, KeyPair, Why
 from narrows.protocols.runtime.keys import Secret, keyed, refusal
 from narrows.protocols.runtime.sockets import LINGER_MS, Drops, Peer, Receipt, Sockets, endpoint, own_host
 from narrows.protocols.timing import Timing
@@ -182,16 +182,17 @@ class Link:
 
     # Keys.
 
-    def _keys_at(self, address: str) -> tuple[KeyPair, str] | None:
+    def _keys_at(self, address: str) -> tuple[KeyPair, str]:
         assert self.key is not None
-        there = parted(address)[1] if address in self._peers else self.key.server
-        return (self.key.pair, there) if there else None
+        return self.key.pair, (parted(address)[1] or NOBODY) if address in self._peers else self.key.server
 
     def _check_speaker(self, peer: bytes, message: m.Message) -> None:
         """Raise RemoteProtocolError where a peer speaks with another's number."""
+        if not isinstance(peer, Dialler):
+            return
         peers = self.member.peers
         known = peers.peers.get(getattr(message, "worker", -1)) if peers is not None else None
-        if isinstance(peer, Dialler) and known is not None and parted(known.address)[1] != peer.key:
+        if known is None or parted(known.address)[1] != peer.key:  # it says it again, when our roster may have it
             raise RemoteProtocolError("its number is not that of the worker whose key it has")
 
     def _shut_out(self, address: str, why: Why, public: str) -> None:

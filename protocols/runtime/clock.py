@@ -19,17 +19,16 @@ class Awake:
 
     def __init__(self, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self.clock = clock
-        self.turned = clock()
-        self.missed = 0
+        self.at = (clock(), 0)  # when the loop was here last, and what was left out until then
 
     def now(self) -> int:
         """Nanoseconds. A turn counts no longer than TURN_NS, while it lasts and after it."""
-        now = self.clock()
-        return min(now, self.turned + TURN_NS) - self.missed
+        turned, missed = self.at
+        return min(self.clock(), turned + TURN_NS) - missed
 
     def turn(self) -> int:
         """The loop is here again; the time now."""
-        now = self.clock()
-        self.missed += max(0, now - self.turned - TURN_NS)
-        self.turned = now
-        return now - self.missed
+        now, (turned, missed) = self.clock(), self.at
+        missed += max(0, now - turned - TURN_NS)
+        self.at = (now, missed)
+        return now - missed

@@ -8,6 +8,8 @@ Rules
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -23,7 +25,9 @@ EVENTS = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
-STRANGE_MAX = 4  # handshakes in a row that end without a reason: that of a server which is starting may be one
+NOBODY = "0" * 64  # the key of nobody: who names none where there are keys is dialled in vain, and never in the open
+STRANGE_MAX = 4  # handshakes that end without a reason, for so many seconds: those of a server that is starting may too
+STRANGE_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -80,12 +84,14 @@ class Why(Enum):
 
 
 class Failures:
-    """Of one socket: its monitor, to be polled, and what the failures there mean."""
+    """Of one socket that dials `address`: its monitor, to be polled, and what the failures there mean."""
 
-    def __init__(self, watched: zmq.Socket[bytes], address: str) -> None:
-        self.watched, self.address = watched, address
+    def __init__(self, watched: zmq.Socket[bytes], address: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.watched, self.address, self.clock = watched, address, clock
         self.monitor: Any = watched.get_monitor_socket(EVENTS)
         self.strange = 0
+        self.since = 0.0  # the first of these
+        self.met = False  # a handshake has succeeded: who is there has the key
 
     def take(self) -> list[Why]:
         """What has happened since."""
@@ -94,17 +100,16 @@ class Failures:
             event = recv_monitor_message(self.monitor)
             match event["event"]:
                 case zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                    self.strange = 0
+                    self.met = True
                 case zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                     found.append(Why.REFUSED)
                 case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-                    mismatch = event["value"] == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
-                    found.append(Why.KEYLESS if mismatch else Why.STRANGE)
+                    found.append(_meant(event["value"]))
                 case _:
                     self.strange += 1
-                    # Who lives on this machine asks first whether there is a Unix socket, by a connection that says nothing.
-                    asks = not self.address and not event["endpoint"].startswith(b"ipc:")
-                    found += [Why.STRANGE] if asks or self.strange == STRANGE_MAX else []
+                    self.since = self.since if self.strange > 1 else self.clock()
+                    often = self.strange >= STRANGE_MAX and self.clock() - self.since > STRANGE_S
+                    found += [Why.STRANGE] if often and not self.met else []
         return found
 
     def close(self) -> None:
@@ -112,10 +117,43 @@ class Failures:
         self.monitor.close()
 
 
+def _meant(value: int) -> Why:
+    """By a failure of the protocol."""
+    return Why.KEYLESS if value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH else Why.STRANGE
+
+
+class Strangers:
+    """The thread that hears of those who dial a listening socket and are not let in.
+
+    It does nothing else: events that nobody takes would stop the thread of ZeroMQ that makes them, and they come as fast as
+    others dial.
+    """
+
+    def __init__(self, watched: zmq.Socket[bytes], refused: Callable[[Why], None]) -> None:
+        self.watched, self.refused = watched, refused
+        self.monitor: Any = watched.get_monitor_socket(EVENTS | zmq.EVENT_MONITOR_STOPPED)
+        self.thread = threading.Thread(target=self._main, name="narrows-strangers", daemon=True)
+        self.thread.start()
+
+    def _main(self) -> None:
+        while (event := recv_monitor_message(self.monitor))["event"] != zmq.EVENT_MONITOR_STOPPED:
+            # The door knows more of a key that was refused. Who lives on this machine asks first whether there is a Unix
+            # socket, by a connection that says nothing.
+            if event["event"] == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+                self.refused(_meant(event["value"]))
+            elif event["event"] == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and not event["endpoint"].startswith(b"ipc:"):
+                self.refused(Why.STRANGE)
+        self.monitor.close()
+
+    def close(self) -> None:
+        self.watched.disable_monitor()
+        self.thread.join()
+
+
 class Door:
     """The thread that asks `admits` about each connection to a listening socket of this context."""
 
-    def __init__(self, context: zmq.Context[Any], curve: Curve, refused: Callable[[str], None]) -> None:
+    def __init__(self, context: zmq.Context[Any], curve: Curve, refused: Callable[[Why, str], None]) -> None:
         from zmq.auth.thread import ThreadAuthenticator  # and asyncio, which others do without
 
         self.curve, self.refused = curve, refused
@@ -128,7 +166,7 @@ class Door:
         public = z85.decode(key).hex()
         admitted = self.curve.admits(public)
         if not admitted:
-            self.refused(public)
+            self.refused(Why.REFUSED, public)
         return admitted
 
     def close(self) -> None:

@@ -126,7 +126,10 @@ def add(folder: str, name: str, role: str) -> Path:
         raise UsageError(f"{name} is on the list already: ps-serve keys revoke {name} --keys {folder} takes it off")
     values = {"name": name, "role": role, "public": pair.public}
     _write(path, values | {"secret": pair.secret, "server": server.public})
-    _write(listed, values)
+    new = listed.with_suffix(".new")  # a running server must not read half of it
+    new.unlink(missing_ok=True)
+    _write(new, values)
+    os.replace(new, listed)
     return path
 
 
@@ -159,17 +162,17 @@ class Guard:
         if public == self.own.public:
             return Identity(SERVER, SERVER)
         now = time.monotonic()
-        if now - self.read_s > LIST_S:
+        if now - self.read_s > LIST_S or public not in self.members:
             self.read_s = now
             self._read_again()
         return self.members.get(public)
 
     def _read_again(self) -> None:
-        """A file that cannot be read lets nobody in."""
+        """A file that cannot be read lets nobody in, and is tried again."""
         try:
             stamp = self.folder.stat().st_mtime_ns
         except OSError:
-            stamp, self.members = -1, {}
+            return  # as it was
         if stamp == self.stamp:
             return
         found = {}
@@ -179,7 +182,7 @@ class Guard:
                 if values["role"] in ROLES and HEX.fullmatch(values["public"]):
                     found[values["public"]] = Identity(str(values["name"]), values["role"])
             except (OSError, ValueError, KeyError, TypeError):
-                continue
+                stamp = -1
         self.stamp, self.members = stamp, found
 
 

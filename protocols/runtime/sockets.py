@@ -12,10 +12,11 @@ import contextlib
 import os
 import socket
 import sys
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import zmq
 import zmq.utils.garbage  # its own exit handler, needed for zero-copy sends, must be registered before our last push at exit
@@ -24,7 +25,7 @@ from narrows.protocols.addresses import ANY_HOSTS, LOCAL_HOSTS, local_endpoint, 
 from narrows.protocols.errors import UsageError
 from narrows.protocols.messages import PARTS_MAX, Buffer
 from narrows.protocols.runtime import curve as keys
-from narrows.protocols.runtime.curve import Curve, Dialler, Door, Failures, Why
+from narrows.protocols.runtime.curve import Curve, Dialler, Door, Failures, Strangers, Why
 from narrows.protocols.wire import HEADER_BYTES_MAX, PAYLOAD_BYTES_MAX
 
 QUEUE_MESSAGES_MAX = 4 * PARTS_MAX  # one state of the largest shard, four times: beyond it a slow peer loses messages
@@ -64,6 +65,7 @@ class Receipt:
 SENT = Receipt()  # the frames were copied
 FULL = Receipt("its queue is full")
 NOBODY = Receipt("nobody is connected under its name")
+NOWHERE = Receipt("its address leads nowhere")
 
 
 class Port(Protocol):
@@ -114,7 +116,8 @@ class Sockets:
     ) -> None:
         self.known_as, self.curve, self.failed = known_as, curve, failed
         self._door: Door | None = None
-        self._refused: deque[str] = deque(maxlen=REFUSED_MAX)  # keys, by the thread of the door
+        self._strangers: Strangers | None = None
+        self._refused: deque[tuple[Why, str]] = deque(maxlen=REFUSED_MAX)  # by the threads of the door
         self._failures: dict[Socket, Failures] = {}
         self._context = zmq.Context(io_threads=io_threads)
         self._poller = zmq.Poller()
@@ -130,20 +133,21 @@ class Sockets:
         for option, value in OPTIONS.items():
             made.setsockopt(option, value)
         self._poller.register(made, zmq.POLLIN)
-        self._failures[made] = watched = Failures(made, key[0])
-        self._poller.register(watched.monitor, zmq.POLLIN)
+        if key != ROUTER:
+            self._failures[made] = watched = Failures(made, key[0])
+            self._poller.register(watched.monitor, zmq.POLLIN)
         return made
 
     def _close(self, opened: Socket) -> None:
-        watched = self._failures.pop(opened)
-        self._poller.unregister(watched.monitor)
         self._poller.unregister(opened)
-        watched.close()
+        if watched := self._failures.pop(opened, None):
+            self._poller.unregister(watched.monitor)
+            watched.close()
         opened.close()
 
-    def _refuse(self, key: str) -> None:
-        """A key was refused; the thread of the door says so."""
-        self._refused.append(key)
+    def _refuse(self, why: Why, key: str = "") -> None:
+        """Somebody who dialled us was refused; the threads of the door say so."""
+        self._refused.append((why, key))
         self.wake()
 
     def listen(self, address: str) -> int:
@@ -153,6 +157,7 @@ class Sockets:
         """
         router = self._open(ROUTER, zmq.ROUTER)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._strangers = Strangers(router, self._refuse)
         if self.curve is not None and self.curve.own is not None:
             self._door = Door(self._context, self.curve, self._refuse)
             keys.listens(router, self.curve.own)
@@ -173,7 +178,11 @@ class Sockets:
             dealer.setsockopt(zmq.ROUTING_ID, name + os.urandom(8))
         if self.curve is not None and (there := self.curve.dials(key[0])):
             keys.dials(dealer, *there)
-        dealer.connect(parted(key[0])[0])
+        try:
+            dealer.connect(parted(key[0])[0])
+        except zmq.ZMQError:
+            self._close(self._opened.pop(key))
+            raise
         return dealer
 
     def hang_up(self, address: str) -> None:
@@ -182,7 +191,10 @@ class Sockets:
 
     def send(self, to: Peer, frames: Sequence[Buffer], *, control: bool = False) -> Receipt:
         key, head = ((to, control), frames[:1]) if isinstance(to, str) else (ROUTER, [to, frames[0]])
-        target = self._opened.get(key) or self._dial(key)
+        try:
+            target = self._opened.get(key) or self._dial(key)
+        except zmq.ZMQError:
+            return NOWHERE
         try:
             if len(frames) == 2 and len(frames[1]) >= ZERO_COPY_BYTES:
                 target.send_multipart(head, zmq.SNDMORE | zmq.NOBLOCK)
@@ -196,15 +208,24 @@ class Sockets:
             return NOBODY
         return SENT
 
-    def receive(self, limit_ms: int) -> Iterator[tuple[Peer, list[Buffer]]]:
-        ready = dict(self._poller.poll(limit_ms))
-        for each in [each for each in self._failures.values() if each.monitor in ready]:
-            for why in each.take():
-                # The thread of the door knows more of a key that was refused.
-                if each.address or why is not Why.REFUSED:
+    def _ready(self, limit_ms: int) -> dict[Any, int]:
+        """What there is to read within `limit_ms`. How a handshake went is told here, and ends no wait."""
+        deadline = time.monotonic() + limit_ms / 1000
+        while True:
+            ready = dict(self._poller.poll(max(0, int(1000 * (deadline - time.monotonic())))))
+            monitors = [each for each in self._failures.values() if each.monitor in ready]
+            for each in monitors:
+                del ready[each.monitor]
+                for why in each.take() if not each.watched.closed else ():  # by what was told before
                     self.failed(each.address, why, "")
+            if ready or not monitors or time.monotonic() >= deadline:
+                return ready
+
+    def receive(self, limit_ms: int) -> Iterator[tuple[Peer, list[Buffer]]]:
+        ready = self._ready(limit_ms)
         while self._refused:
-            self.failed("", Why.REFUSED, self._refused.popleft())
+            why, public = self._refused.popleft()
+            self.failed("", why, public)
         for fd, called in [*self._watched.items()]:
             if fd in ready:
                 called()
@@ -216,7 +237,9 @@ class Sockets:
                     frames = source.recv_multipart(zmq.NOBLOCK, copy=False)
                 except zmq.Again:
                     break
-                peer = Dialler.of(frames.pop(0)) if key == ROUTER else key[0]
+                first = frames.pop(0) if key == ROUTER else None
+                # In the open a peer may call itself what it likes: there only the routing id counts.
+                peer = key[0] if first is None else Dialler.of(first) if self._door is not None else first.bytes
                 yield peer, [frame.buffer for frame in frames]
 
     def watch(self, fd: int, called: Callable[[], object]) -> None:
@@ -234,6 +257,8 @@ class Sockets:
             self._waker.send(b"\0")
 
     def close(self) -> None:
+        if self._strangers is not None:
+            self._strangers.close()
         for opened in self._opened.values():
             self._close(opened)
         if self._door is not None:

@@ -16,7 +16,7 @@ from typing import Protocol
 from narrows.protocols import messages as m
 from narrows.protocols.addresses import parted
 from narrows.protocols.errors import AuthenticationError, RemoteProtocolError
-from narrows.protocols.runtime.curve import Curve, Dialler, KeyPair, Why
+from narrows.protocols.runtime.curve import NOBODY, Curve, Dialler, KeyPair, Why
 from narrows.protocols.runtime.keys import SERVER, Guard, Identity, member_key
 from narrows.ps.server import OF_CLUSTERS
 
@@ -75,8 +75,11 @@ class Gate:
     def _keys_at(self, address: str) -> tuple[KeyPair, str] | None:
         if address == self._above:
             return (self.parent_key.pair, self.parent_key.server) if self.parent_key is not None else None
-        there = self.guard.own.public if self.guard and address == self.coordinator else parted(address)[1]
-        return (self.guard.own.pair, there) if self.guard is not None and there else None
+        own = self.guard.own if self.guard is not None else self.parent_key
+        assert own is not None
+        if address == self.coordinator:
+            return (own.pair, own.public) if self.guard is not None else None
+        return own.pair, parted(address)[1] or NOBODY
 
     def _who(self, public: str) -> Identity | None:
         assert self.guard is not None
@@ -113,7 +116,7 @@ class Gate:
             )
         if mixes and isinstance(peer, Dialler) and self.known is not None:
             theirs = self.known.cluster(getattr(message, "worker", -1))
-            if theirs and parted(theirs)[1] != peer.key:
+            if parted(theirs)[1] != peer.key:  # it says it again, when our roster may have it
                 raise RemoteProtocolError("its number is not that of the cluster whose key it has")
 
     def stranger(self, why: Why, public: str, tell: Callable[[str], None]) -> None:

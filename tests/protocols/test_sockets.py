@@ -252,3 +252,39 @@ def test_only_views_of_the_store_are_lent(server: Sockets) -> None:
     assert not runner._lent()
     runner.apply([Send(0, state(memoryview(bytearray(ZERO_COPY_BYTES))))])
     assert runner._lent()
+
+
+@pytest.mark.parametrize("name", [b"xxx", b"\xff\xfe", b"~~~~~", b"a" * 40])
+def test_a_peer_in_the_open_may_call_itself_what_it_likes(name: bytes, server: Sockets) -> None:
+    """ZeroMQ hands on what a peer says of its user as if it had been proved."""
+    port = server.listen("tcp://127.0.0.1:0")
+
+    def of(key: bytes, value: bytes) -> bytes:
+        return bytes([len(key)]) + key + len(value).to_bytes(4, "big") + value
+
+    said = b"\x05READY" + of(b"Socket-Type", b"DEALER") + of(b"Identity", b"") + of(b"User-Id", name)
+    with socket.create_connection(("127.0.0.1", port)) as raw:
+        raw.settimeout(10)
+        raw.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(52, b"\0"))
+        greeting = b""
+        while len(greeting) < 64:
+            greeting += raw.recv(64 - len(greeting))
+        raw.sendall(b"\x04" + bytes([len(said)]) + said)
+        assert raw.recv(256)
+        raw.sendall(b"\x00\x02hi")
+        heard = until(lambda: [frames for _, frames in server.receive(50)], "the message", 10)
+    assert bytes(heard[0][0]) == b"hi"
+
+
+@pytest.mark.parametrize("address", [
+    *("tcp://h:²", "tcp://*:5", "tcp://a(b:5", "tcp://%:5", "tcp://é:5", "tcp://h:٣", "tcp://h:99999999999", "tcp://-h:5"),
+    *("tcp://h:5/", "tcp://h:5/zz", "tcp:// h:5", "tcp://h:5;tcp://i:6", "ipc://x"),
+])  # fmt: skip
+def test_what_is_no_address_is_known_as_none_and_dialled_by_nobody(address: str, child: Sockets) -> None:
+    assert not is_address(address)
+    if not address.startswith("ipc"):
+        child.send(address, [b"x"])  # dropped or not: it raises nothing
+
+
+def test_an_address_may_have_a_key() -> None:
+    assert is_address(f"tcp://h:5/{'a' * 64}") and is_address("tcp://[::1]:5") and is_address("tcp://a-b.example:65535")

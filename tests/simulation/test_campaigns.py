@@ -261,9 +261,9 @@ def half_here(inbox: Inbox, seat: ShardSeat) -> Any:
     return next_whole(inbox, seat)
 
 
-def alike(folding: AtOnce, seat: Any, update: Any, weight: float, share: float) -> Change:
+def alike(folding: AtOnce, seat: Any, update: Any, weight: float, share: float, factor: float) -> Change:
     """Every update weighs the same."""
-    return change_of(folding, seat, update, 1 / len(folding.inbox.seats), share)
+    return change_of(folding, seat, update, 1 / len(folding.inbox.seats), share, factor)
 
 
 def taken_twice(exchange: Exchange[Any], event: Any) -> Any:
