@@ -150,7 +150,8 @@ class Store:
         if not terms:
             return 0.0
         mean = self.mean.of(terms)
-        return float(np.dot(mean, mean))
+        with np.errstate(over="ignore", invalid="ignore"):  # what is too long to be squared counts as not finite
+            return float(np.dot(mean, mean))
 
     def _own_x(self) -> FloatArray:
         """x, fit to be written."""

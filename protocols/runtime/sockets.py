@@ -157,6 +157,9 @@ class Sockets:
         """
         router = self._open(ROUTER, zmq.ROUTER)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        router.setsockopt(
+            zmq.ROUTER_HANDOVER, 1
+        )  # who dials anew keeps its name; the link before may seem alive for hours
         self._strangers = Strangers(router, self._refuse)
         if self.curve is not None and self.curve.own is not None:
             self._door = Door(self._context, self.curve, self._refuse)

@@ -147,7 +147,6 @@ class Cluster:
             "settings": asdict(self.settings),
             "bind": f"tcp://{self.host}:{self.ports.get(index, self.port + index if self.port else 0)}",
             "coordinator": f"tcp://{here}:{self.ports[0]}" if index else "",
-            "first_epoch": self.told["first_epoch"] + self.restarts * LIFE_EPOCHS,
             "resume": self.told["resume"] or self.restarts > 0,
         }
         words, name = ["-m", "narrows.ps.process.main"], f"ps-shard-{index}"
@@ -226,8 +225,10 @@ class Cluster:
                     say(f"each shard starts in an interpreter of its own: {why}")
             case (_, "say", {"text": text}):
                 doing(text)
-            case (index, "bound", {"port": port}):
+            case (index, "bound", {"port": port, "epoch": epoch}):
                 self.ports[index] = port
+                if not index:  # its next life begins later, whatever its checkpoints say
+                    self.told["first_epoch"] = epoch + LIFE_EPOCHS
                 if self.address:
                     self.write_ready()  # it is another process
             case (index, "log", {"name": name, "values": values}):

@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+from functools import partial
 
 DESCRIPTORS_MAX = 1 << 16
 
@@ -36,7 +37,7 @@ def main() -> int:
     settings = Settings(**told.pop("settings"))
     warm_up(lambda text: runner.emit("say", text=text))
     try:
-        runner.run(runner.Process(settings=settings, **told), lambda port: runner.emit("bound", port=port))
+        runner.run(runner.Process(settings=settings, **told), partial(runner.emit, "bound"))
     except NarrowsError as error:
         runner.emit("error", text=str(error), code=error.exit_code)
         return error.exit_code

@@ -339,14 +339,16 @@ class Runner:
         emit("done", dropped=dropped, refused=dict(self.gate.refused))
 
 
-def run(process: Process, ready: Callable[[int], None]) -> None:
-    """Serve until the run is over or stdin ends. `ready` is called with the port once it is bound."""
+def run(process: Process, ready: Callable[..., None]) -> None:
+    """Serve until the run is over or stdin ends. `ready` is told the port once it is bound, and the epoch that this life of the
+    coordinator begins in (0 where there is none)."""
     gate = Gate(process.keys, process.parent_key, process.secret, process.coordinator)
     with contextlib.closing(Sockets(known_as=gate.name_at, curve=gate.curve)) as sockets:
         number = sockets.listen(process.bind)
         runner = Runner(process, sockets, number, gate)
         sockets.failed = runner.shut_out
-        ready(number)
+        coordinator = runner.server.coordinator
+        ready(port=number, epoch=coordinator.run.first_epoch if coordinator is not None else 0)
         runner.loop(sockets)
     if runner.stop_by < float("inf") and not process.keeps and process.folder is not None:
         shutil.rmtree(process.folder, ignore_errors=True)  # whoever would do it may have been killed

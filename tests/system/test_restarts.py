@@ -70,6 +70,24 @@ def test_bsp_is_what_it_would_have_been(index: int, tmp_path: Path) -> None:
     assert distance(flat(model), trained_alone(worker.clock)) < 1e-5
 
 
+def test_shard_0_may_die_again_before_a_new_checkpoint(tmp_path: Path) -> None:
+    """Each life of its coordinator begins later than the one before, also from the same checkpoint."""
+    flags = ("--sync", "bsp", "--shards", "2", "--checkpoint-dir", str(tmp_path), "--checkpoint-every", "3")
+    with serving(*flags) as server:
+        worker = Worker(server.address)
+        until(stepped(worker, lambda: written(tmp_path) >= 0), "a checkpoint")
+        for lives in (2, 3):
+            server.kill_shard(0)
+            again = stepped(worker, lambda lives=lives: server.command.out.count(" joined at clock ") == lives)  # type: ignore[misc]
+            until(again, "the next life")
+            worker.train(30)  # less than the 3 s to the next checkpoint
+        worker.close()
+        assert server.command.wait() == 0, server.command
+    model = small_model()
+    model.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    assert distance(flat(model), trained_alone(worker.clock)) < 1e-5
+
+
 @pytest.mark.parametrize(("flags", "index"), [
     ("--sync ssp --compress topk:0.2+int8", 1),
     ("--sync async", 0),
