@@ -73,9 +73,10 @@ def cluster(task: Task, row: Row, workers: int, steps: int, seed: int, hold_s: f
     return read(events, task.metric) | {"seconds": seconds, "workers": workers, "flags": list(row.flags)} | held
 
 
-def beside(task: Task, row: Row, steps: int, seed: int, limit_s: float) -> Result:
-    """A row of wan.py, which no link holds up. Raises CommandFailed."""
+def beside(task: Task, row: Row, workers: int, steps: int, seed: int, limit_s: float) -> Result:
+    """A row of wan.py, which no link holds up. A script there has as many ranks as asked for. Raises CommandFailed."""
     theirs = next(each for each in wan.ROWS if each.name == row.wan)
+    theirs = replace(theirs, each=workers // 2) if theirs.script else theirs
     if lacks := theirs.lacks():
         raise CommandFailed(lacks)
     told = wan.measure(theirs, None, [*task.arguments(steps, seed)[1:], *row.script], limit_s)
@@ -132,7 +133,7 @@ class Campaign(Runs):
         name = f"{self.task.name}, {row.key}, {self.steps} steps, seed {seed}"
         try:
             if row.wan:
-                figures = beside(self.task, row, self.steps, seed, self.limit_s)
+                figures = beside(self.task, row, self.preset.workers, self.steps, seed, self.limit_s)
             elif row.flags:
                 hold_s = self.hold_s(seed) if row.held else 0.0
                 figures = cluster(self.task, row, self.preset.workers, self.steps, seed, hold_s, self.limit_s)

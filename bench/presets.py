@@ -34,7 +34,7 @@ class Row:
     flags: tuple[str, ...] = ()
     held: bool = False
     script: tuple[str, ...] = ()  # further arguments of the script
-    wan: str = ""  # a row there, run with no link; it has its own number of workers
+    wan: str = ""  # a row there, run with no link
     start: str = "0.0028"  # the rate that a tuned contender begins at
 
     @property
