@@ -70,9 +70,9 @@ LINKS: dict[str, Way | None] = {
 @dataclass(frozen=True)
 class Row:
     """`above`: flags of the root. `below`: of a server in each city; none where workers dial the root themselves.
-    `each`: workers in each city. `script`: a contender that is not Narrows, a file here and its first word; each rank is told of
-    itself by variables, and brings what other processes it needs. `venv`: where its packages are, in the repository's folder;
-    by default with ours."""
+    `each`: workers in each city. `script`: a contender that is not Narrows, a file here and its first word; each rank is told
+    of itself by variables, and brings what other processes it needs. `venv`: where its packages are, in the repository's
+    folder; by default with ours."""
 
     name: str
     above: tuple[str, ...] = ()
@@ -175,7 +175,12 @@ def workers(row: Row, hosts: Sequence[lab.Host], args: Sequence[str], folder: Pa
         host, record = hosts[rank % len(hosts)], folder / f"record{rank}"
         env = launch.environment()
         if row.script:
-            env |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": hosts[0].address, "MASTER_PORT": str(PORT)}
+            env |= {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(ranks),
+                "MASTER_ADDR": hosts[0].address,
+                "MASTER_PORT": str(PORT),
+            }
             env |= {"LAB_ADDRESS": host.address, "GLOO_SOCKET_IFNAME": "lo" if hosts[0] is hosts[1] else "wan0"}
             command = [row.python, str(BENCH / row.script[0]), *row.script[1:], str(record), *args]
         else:

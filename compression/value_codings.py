@@ -7,6 +7,7 @@ which take values, then sections, and sections, then values.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -181,8 +182,12 @@ def _valid_ranges(ranges: FloatArray) -> bool:
         return bool(np.all((step >= 0) & np.isfinite(low) & np.isfinite(low + np.float32(255) * step)))
 
 
+def _at_most(largest: int, scales: Any) -> bool:
+    return int(scales.max()) <= largest
+
+
 def _scale_at_most(largest: int) -> Callable[[Any], bool]:
-    return lambda scales: int(scales.max()) <= largest
+    return partial(_at_most, largest)
 
 
 BIT_PLANE = Section(np.uint8, 1, 8)

@@ -8,6 +8,7 @@ from narrows.protocols.effects import NS
 
 BYTES_PER_SECOND = 125_000  # of the slowest link: n bytes get n / this on top of every wait
 PATIENCE_MAX = 8
+LONG_AGO_NS = -(1 << 62)  # in the place of when something was sent: it is to be repeated with the next tick
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,6 +94,9 @@ class Above:
         """What ends this stream, and the cluster with it."""
         return ""
 
+    def repeat_soon(self) -> None:
+        """The connection to the shard above is another one."""
+
     @property
     def clock(self) -> int:
         """Updates pushed, counted from the first of the run above; -1: it has not begun here."""
@@ -212,6 +215,9 @@ class Seated(Above):
 
     def tick(self, now_ns: int) -> Asks:
         return asks(self.session.repeat(now_ns)) if self.own else []
+
+    def repeat_soon(self) -> None:
+        self.session.repeat_soon()
 
     @property
     def start(self) -> FloatArray:

@@ -37,7 +37,10 @@ class Membership:
         self.late: e.Started | None = None  # a run of gossip that had begun: it waits for a peer's round
         self.early: list[MemberEffect] = []  # of peers, before shard 0 has the newest place
         self.final = Stop()  # what this process ends with
-        coordinator.tree_above = lambda: member.tree
+        coordinator.tree_above = self._tree
+
+    def _tree(self) -> str:
+        return self.member.tree
 
     # Events.
 

@@ -39,6 +39,7 @@ class TorchOptimizer:
     def __init__(self, plan: Plan, begin: int, end: int) -> None:
         if plan.optimizer not in ELEMENTWISE:
             raise RemoteProtocolError(f"the server cannot rebuild optimizer {plan.optimizer!r}; use --push update")
+        self.made_of = (plan, begin, end)
         self.kind: Any = getattr(torch.optim, plan.optimizer)
         self.known = set(inspect.signature(self.kind.__init__).parameters) - {"self", "params"}
         self.checked: bytes | None = None  # what `check` saw last
@@ -56,6 +57,16 @@ class TorchOptimizer:
         self.optimizer: torch.optim.Optimizer | None = None
         self.base: FloatArray | None = None
         self.pending: dict[str, FloatArray] = {}
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        """Plain values: what torch has made are views of the weights, and would be copies of them."""
+        return (*self.made_of, self.state(), self.checked, self.first)
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        plan, begin, end, arrays, checked, first = state
+        self.__init__(plan, begin, end)  # type: ignore[misc]
+        self.load(arrays)
+        self.checked, self.first = checked, first
 
     def step(
         self, weights: FloatArray, gradient: FloatArray, hyper: bytes, absent: Sequence[int], scale: float

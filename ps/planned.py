@@ -36,7 +36,7 @@ from narrows.ps.gain import Gain
 from narrows.ps.inbox import Inbox, Seat, Update, check_part
 from narrows.ps.limit import Limit
 from narrows.ps.publications import Publications
-from narrows.ps.store import ServerOptimizer, Store
+from narrows.ps.store import ServerOptimizer, Store, assume_lent
 from narrows.ps.upward import Upward
 
 
@@ -61,7 +61,7 @@ class Means:
     session is this shard's, and `coordinator` is the one beside this shard."""
 
     optimizer: Callable[[Plan, int, int], ServerOptimizer] | None = None
-    lent: Callable[[], bool] = lambda: True
+    lent: Callable[[], bool] = assume_lent
     child: bool = False
     member: Member | None = None
     coordinator: Coordinator | None = None

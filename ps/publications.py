@@ -20,7 +20,7 @@ from narrows.protocols.effects import Log, Send
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.keys import Keys, parts
 from narrows.protocols.modes import Mode
-from narrows.protocols.timing import Patience, Timing
+from narrows.protocols.timing import LONG_AGO_NS, Patience, Timing
 from narrows.ps.changes import FloatArray, Publish
 from narrows.ps.folding import Folding
 from narrows.ps.gain import PLAIN, Merging
@@ -47,6 +47,7 @@ class Child:
     again: dict[int, Sent] = field(default_factory=dict)  # those of them that are to be sent once more
     pull: m.Pull | None = None  # of the master copy, not answered yet
     request: int = 0  # the newest of those
+    doubt: bool = False  # what was sent may not have left
 
     @property
     def newest(self) -> int:
@@ -55,7 +56,7 @@ class Child:
 
     def said(self, follow: m.Follow, now_ns: int) -> None:
         """The newest word of the child; the same one again asks for what has not come."""
-        again, self.follow = follow == self.follow, follow
+        again, self.follow, self.doubt = self.doubt or follow == self.follow, follow, False
         for number in [number for number in self.sent if number <= follow.have]:
             sent = self.sent.pop(number)
             if sent.sent_ns > sent.first_ns:
@@ -176,6 +177,13 @@ class Publications:
         child = self.child(seat)
         if pull.request > child.request:
             child.pull, child.request = pull, pull.request
+
+    def repeat_soon(self) -> None:
+        """What was sent may not have left: it is sent again with the next word of a child."""
+        for child in self.children.values():
+            child.doubt = True
+            for sent in child.sent.values():
+                sent.sent_ns = LONG_AGO_NS
 
     # What they are sent.
 

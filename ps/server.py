@@ -6,17 +6,21 @@ Rules
   other. Its runner carries out the effects, and only then calls `advance`, until `inner` is empty: so a ledger that closes a
   clock is on its way to the other shards before shard 0 folds, and all shards fold at the same time.
 - All that a peer can get wrong is found before `handle` returns: what `advance` handles was made here.
+- `happen` and the `advance` after it are all that changes a machine: of what it was, and the events since, it can be made
+  again. So it holds nothing that pickle does not know, but what its runner gave it.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 from narrows.protocols import messages as m
 from narrows.protocols.cluster.coordinator import Coordinator
 from narrows.protocols.effects import Log, Send, ServerEffect, Stop
 from narrows.protocols.errors import AuthenticationError, IncompatibleError, NarrowsError, RemoteProtocolError
 from narrows.protocols.member.member import Member
+from narrows.ps.events import Event, Kind
 from narrows.ps.membership import Membership
 from narrows.ps.reports import COORDINATOR
 from narrows.ps.shard import Shard
@@ -47,6 +51,8 @@ class Server:
             self.membership = Membership(shard, coordinator, member, parent, host, public)
         self.inner: deque[m.Message] = deque()  # between shard 0 and the coordinator, not handled yet
         self.tree_shown = False
+        self.begun = False
+        self.now_ns = 0  # of the newest event
 
     # Asked by a runner.
 
@@ -95,12 +101,28 @@ class Server:
 
     # Events.
 
+    def happen(self, event: Event) -> list[ServerEffect]:
+        """The effects of an event. Raises RemoteProtocolError for a message of a peer that is none; then nothing has changed."""
+        self.now_ns = event.now_ns
+        return HAPPENS[event.kind](self, event)
+
     def start(self, now_ns: int) -> list[ServerEffect]:
-        """The first report of this shard, and where there is a server above, a Hello to it."""
-        above = self.membership
+        """The first report of this shard, and where there is a server above, a Hello to it. Nothing of one that had begun."""
+        if self.begun:
+            if self.shard.planned is not None:
+                self.shard.planned.publications.repeat_soon()
+            return self.linked()
+        above, self.begun = self.membership, True
         effects = above.seen(above.member.join(now_ns), now_ns) if above is not None else []
         # As if of long ago: process 0 may not listen yet, and the first tick says it again.
         return self._route([*effects, self.shard.report(0)], now_ns)
+
+    def linked(self) -> list[ServerEffect]:
+        """The next tick says again to the shard above what it has not answered."""
+        self.shard.above.repeat_soon()
+        if self.membership is not None:
+            self.membership.member.repeat_soon(0)
+        return []
 
     def advance(self, now_ns: int) -> list[ServerEffect]:
         """Handle the oldest message of `inner`; return its effects."""
@@ -211,3 +233,38 @@ class Server:
             else:
                 outer.append(effect)
         return outer
+
+
+def _message(event: Event) -> m.Message:
+    assert event.message is not None
+    return event.message
+
+
+def _above(server: Server, event: Event) -> list[ServerEffect]:
+    try:
+        return server.handle_above(_message(event), event.now_ns)
+    except NarrowsError as error:
+        return server.fail_above(str(error), event.now_ns)
+
+
+def _failed_above(server: Server, event: Event) -> list[ServerEffect]:
+    text, code = event.values
+    return server.fail_above(text, event.now_ns, code)
+
+
+def _wrote(server: Server, event: Event) -> list[ServerEffect]:
+    clock, kept, took_ns = event.values
+    return server.wrote_checkpoint(clock, tuple(kept), took_ns, event.now_ns)
+
+
+HAPPENS: dict[Kind, Callable[[Server, Event], list[ServerEffect]]] = {
+    Kind.START: lambda server, event: server.start(event.now_ns),
+    Kind.BELOW: lambda server, event: server.handle(event.peer, _message(event), event.now_ns),
+    Kind.COORDINATOR: lambda server, event: server.handle(COORDINATOR, _message(event), event.now_ns),
+    Kind.ABOVE: _above,
+    Kind.FAILED_ABOVE: _failed_above,
+    Kind.TICK: lambda server, event: server.tick(event.now_ns),
+    Kind.WROTE: _wrote,
+    Kind.LINKED: lambda server, event: server.linked(),
+    Kind.STOP: lambda server, event: server.stop(event.now_ns),
+}

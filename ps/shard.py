@@ -52,6 +52,11 @@ class Shard:
         """What is folded has all updates below it, and what is published."""
         return self.planned.min_clock if self.planned is not None else max(self.ledger.restart_clock, 0)
 
+    @property
+    def bytes(self) -> int:
+        """Of the arrays, which are nearly all of it."""
+        return sum(each.nbytes for each in self.planned.store.arrays().values()) if self.planned is not None else 0
+
     # The ledger.
 
     def handle_ledger(self, ledger: m.Ledger, now_ns: int) -> list[ServerEffect]:

@@ -68,6 +68,7 @@ class Link:
             known_as=lambda address: name if address in self._shards else b"",
             curve=Curve(key.pair, self._keys_at, lambda public: public in self._admitted) if key is not None else None,
             failed=self._shut_out,
+            linked=self._linked,
         )
         self._thread = threading.Thread(target=self._main, name="narrows-io", daemon=True)
         self._thread.start()
@@ -203,6 +204,10 @@ class Link:
             self._sockets.hang_up(address)
         elif text := refusal(why, self.key, "--key"):
             self._fail(AuthenticationError(f"{self.address}: {text}"))
+
+    def _linked(self, address: str) -> None:
+        if address in self._shards:
+            self.member.repeat_soon(self._shards.index(address))
 
     def _put(self, to: str, message: m.Message) -> None:
         frames = encode(message)

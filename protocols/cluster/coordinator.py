@@ -55,7 +55,7 @@ class Coordinator:
         self.shards, self.version = settings.shards, 1
         self.lines = {0: Line(b"")}  # shard 0 is in our process
         self.buffers, self.buffers_ns = b"", 0
-        self.tree_above: Callable[[], str] = lambda: ""  # all levels, as the server above tells them
+        self.tree_above: Callable[[], str] = str  # all levels, as the server above tells them
         self.run = run = Run(settings, first_epoch, restart_clock)
         self.seats, self.reports = run.seats, run.reports
         self.rounds = rounds = Rounds(run)

@@ -23,7 +23,7 @@ from narrows.protocols.member.session import Session
 from narrows.protocols.modes import Rule
 from narrows.protocols.plan import Plan
 from narrows.protocols.settings import Settings
-from narrows.protocols.timing import Timing
+from narrows.protocols.timing import LONG_AGO_NS, Timing
 
 PORT_MAX = (1 << 16) - 1
 
@@ -67,7 +67,7 @@ class Member:
         host: str,
         expect: bytes = b"",
         timing: Timing | None = None,
-        below: Callable[[], str] = lambda: "",
+        below: Callable[[], str] = str,
     ) -> None:
         self.hello = m.Hello(token, host, expect)
         self.timing, self.below = timing or Timing(), below
@@ -242,6 +242,13 @@ class Member:
         return self.rejoin(now_ns) if joins and (refuse.worker, refuse.epoch) == (self.worker, self._known_by) else []
 
     # Time.
+
+    def repeat_soon(self, shard: int) -> None:
+        """The connection to this shard is another one."""
+        if shard < len(self.sessions):
+            self.sessions[shard].repeat_soon()
+        if not shard:
+            self.asked_ns = LONG_AGO_NS
 
     def tick(self, now_ns: int) -> list[MemberEffect]:
         """Repeat what is unanswered, beat, and find the server lost."""

@@ -23,7 +23,7 @@ from narrows.protocols.effects import MemberEffect, Send
 from narrows.protocols.errors import LocalProtocolError
 from narrows.protocols.member.meter import LinkMeter
 from narrows.protocols.modes import Mode
-from narrows.protocols.timing import PATIENCE_MAX, Patience, Timing
+from narrows.protocols.timing import LONG_AGO_NS, PATIENCE_MAX, Patience, Timing
 from narrows.protocols.wire import FRAME_BYTES
 
 PULLS_MAX = 64  # requests of one pull whose answers are still taken: those of the first hours
@@ -189,6 +189,12 @@ class Session:
         return [e.MasterArrived(self.shard, pull.clock, tuple(parts[part] for part in sorted(parts)))]
 
     # Time.
+
+    def repeat_soon(self) -> None:
+        """The connection is another one: what was not answered may be lost."""
+        for record in self.pushes.values():
+            record.sent_ns = LONG_AGO_NS
+        self.heard_ns = self.pull_ns = LONG_AGO_NS
 
     def repeat(self, now_ns: int) -> list[MemberEffect]:
         """What was not answered in time, once more."""

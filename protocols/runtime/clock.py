@@ -15,11 +15,14 @@ TURN_NS = NS // 4  # a turn of the loop takes some tens of ms; of a longer one n
 
 
 class Awake:
-    """`clock`: ns, never back. One thread turns; any may ask."""
+    """`clock`: ns, never back. One thread turns; any may ask. `begins_ns`: what time it is now; by default that of `clock`."""
 
-    def __init__(self, clock: Callable[[], int] = time.monotonic_ns) -> None:
-        self.clock = clock
-        self.at = (clock(), 0)  # when the loop was here last, and what was left out until then
+    def __init__(self, clock: Callable[[], int] = time.monotonic_ns, begins_ns: int = 0) -> None:
+        self.clock, now = clock, clock()
+        self.at = (
+            now,
+            now - begins_ns if begins_ns else 0,
+        )  # when the loop was here last, and what was left out until then
 
     def now(self) -> int:
         """Nanoseconds. A turn counts no longer than TURN_NS, while it lasts and after it."""

@@ -92,6 +92,7 @@ class Failures:
         self.strange = 0
         self.since = 0.0  # the first of these
         self.met = False  # a handshake has succeeded: who is there has the key
+        self.anew = False  # another one has, since this was looked at
 
     def take(self) -> list[Why]:
         """What has happened since."""
@@ -100,7 +101,7 @@ class Failures:
             event = recv_monitor_message(self.monitor)
             match event["event"]:
                 case zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                    self.met = True
+                    self.met, self.anew = True, self.met
                 case zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                     found.append(Why.REFUSED)
                 case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:

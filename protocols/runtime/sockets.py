@@ -32,7 +32,7 @@ QUEUE_MESSAGES_MAX = 4 * PARTS_MAX  # one state of the largest shard, four times
 LINGER_MS = 2000  # what was sent last may take so long to leave
 BURST = 64  # messages of one socket in a row: then the others, the commands and the clock have their turn
 ZERO_COPY_BYTES = 1 << 16  # below it pyzmq copies anyway
-RECONNECT_MS_MAX = 2000  # a peer that comes back is found within this
+RECONNECT_MS_MAX = 500  # a peer that comes back is found within this
 MESSAGE_BYTES_MAX = max(PAYLOAD_BYTES_MAX, HEADER_BYTES_MAX)  # of one frame: longer ones end their connection
 REFUSED_MAX = 64  # refusals that are remembered until they are told
 PROBE_S = 1.0  # a Unix socket of this machine answers at once, or not at all
@@ -104,7 +104,8 @@ class Sockets:
 
     `known_as`: for an address, how the routing id begins by which we are known there; b"": by any. `curve`: the keys of this
     process; None: all is in the open. `failed` is told of handshakes that fail: the address that we dialled, or "" where others
-    dialled us, why, and the key that was refused, where there is one.
+    dialled us, why, and the key that was refused, where there is one. `linked` is told of an address that we dialled,
+    and whose connection is another one: what was under way may be lost.
     """
 
     def __init__(
@@ -113,8 +114,9 @@ class Sockets:
         known_as: Callable[[str], bytes] = lambda address: b"",
         curve: Curve | None = None,
         failed: Callable[[str, Why, str], None] = lambda address, why, key: None,
+        linked: Callable[[str], None] = lambda address: None,
     ) -> None:
-        self.known_as, self.curve, self.failed = known_as, curve, failed
+        self.known_as, self.curve, self.failed, self.linked = known_as, curve, failed, linked
         self._door: Door | None = None
         self._strangers: Strangers | None = None
         self._refused: deque[tuple[Why, str]] = deque(maxlen=REFUSED_MAX)  # by the threads of the door
@@ -221,6 +223,9 @@ class Sockets:
                 del ready[each.monitor]
                 for why in each.take() if not each.watched.closed else ():  # by what was told before
                     self.failed(each.address, why, "")
+                if each.anew:
+                    each.anew = False
+                    self.linked(each.address)
             if ready or not monitors or time.monotonic() >= deadline:
                 return ready
 

@@ -29,6 +29,9 @@ from narrows.ps.command.serve import serve
 @click.option("--checkpoint-dir", default="", help="where checkpoints and the final model.safetensors go; none: nowhere "
               "[checkpoints/DATE-TIME]")  # fmt: skip
 @click.option("--resume", is_flag=True, help="go on from the newest checkpoint in --checkpoint-dir, if it has one")
+@click.option("--journal/--no-journal", default=True, show_default=True,
+              help="keep in memory what a shard has handled, so that one that is killed goes on where it was; without, it goes "
+              "back to its newest checkpoint")  # fmt: skip
 @click.option("--ready-file", default="", help="written, as JSON, once workers can join")
 @click.pass_context
 def command(context: click.Context, /, **flags: Any) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import threading
 import time
@@ -21,14 +22,16 @@ import click
 from narrows.protocols.addresses import ANY_HOSTS
 from narrows.protocols.errors import LocalProtocolError, NarrowsError, UsageError
 from narrows.protocols.modes import Rule
-from narrows.protocols.runtime.children import Child, Children, signal_name
+from narrows.protocols.runtime.children import Child, Children, Event, signal_name
 from narrows.protocols.runtime.flags import ALLOCATOR
 from narrows.protocols.settings import Settings
+from narrows.ps.process.main import JOURNAL
 
 START_S = 120.0  # a cold machine compiles kernels first
 END_S = 40.0  # a shard that does not end within this after the stop is killed
-RESTARTS_MAX = 5  # of all shards within RESTARTS_S: more is no accident
-RESTARTS_S = 600.0
+RESTARTS_MAX = 5  # of all shards in a while: more is no accident
+KILLED_S, FAILED_S = 60.0, 600.0  # that while, of shards that were killed, and of those that ended by themselves
+HASH_SEED = str(secrets.randbelow(1 << 32))  # of all lives of a shard: what is done again takes sets in the same order
 LIFE_EPOCHS = 1 << 32  # more than shard 0 has in one life
 EMBEDDED = os.environ.get("NARROWS_EMBEDDED") == "1"  # in a ps-worker, which ends us by closing our stdin
 NAME = "ps-worker" if EMBEDDED else "ps-serve"
@@ -50,7 +53,7 @@ OPTIMIZERS = [("importing torch ...", "narrows.ps.optimizers:warm_up")]  # where
 def environment() -> dict[str, str]:
     """Each shard has one thread, and no module of the folder in which ps-serve was started."""
     ones = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS", "PYTHONSAFEPATH"), "1")
-    return ALLOCATOR | os.environ | ones
+    return ALLOCATOR | os.environ | ones | {"PYTHONHASHSEED": HASH_SEED}
 
 
 def say(text: str, error: bool = False) -> None:
@@ -93,8 +96,12 @@ class Cluster:
         self.ports: dict[int, int] = {}  # of those that are bound
         self.done: set[int] = set()  # that said so
         self.ended: set[int] = set()
+        self.keeps_journals = True
+        self.journals: dict[int, tuple[int, int]] = {}  # by shard, the descriptors of its files
+        self.alive: set[int] = set()  # shards whose present process has come to serve
         self.restarts = 0
-        self.died: deque[float] = deque(maxlen=RESTARTS_MAX)  # when, of the last that were started again
+        # When those died that were started again: of the killed and of the others.
+        self.died: dict[bool, deque[float]] = {killed: deque(maxlen=RESTARTS_MAX) for killed in (True, False)}
         self.errors: list[tuple[int, int, str]] = []  # shard, exit code, sentence
         self.checkpoint = -1  # clock of the newest
         self.disk: dict[int, str] = {}  # by shard, why its newest could not be written
@@ -139,8 +146,8 @@ class Cluster:
             if time.monotonic() > deadline:
                 raise NarrowsError(f"a shard process did not start within {START_S:.0f} s")
 
-    def _start(self, index: int) -> None:
-        """Start a shard; the second time on the port that it had, from its checkpoints."""
+    def _start(self, index: int, replay: bool = False) -> None:
+        """Start a shard; the second time on the port that it had, where it was (`replay`) or from its checkpoints."""
         here = "127.0.0.1" if self.host in ANY_HOSTS else self.host
         told = self.told | {
             "index": index,
@@ -148,30 +155,39 @@ class Cluster:
             "bind": f"tcp://{self.host}:{self.ports.get(index, self.port + index if self.port else 0)}",
             "coordinator": f"tcp://{here}:{self.ports[0]}" if index else "",
             "resume": self.told["resume"] or self.restarts > 0,
+            "replay": replay,
         }
         words, name = ["-m", "narrows.ps.process.main"], f"ps-shard-{index}"
+        if self.keeps_journals and index not in self.journals:
+            from narrows.ps.process.journal import files
+
+            self.journals[index] = files()
+        passed = dict(zip(JOURNAL, self.journals.get(index, ()), strict=False))
         self.shards[index] = self.children.start(
-            index, words, environment(), listens={1: "event"}, stdin=True, name=name
+            index, words, environment(), listens={1: "event"}, stdin=True, passed=passed, name=name
         )
         self.shards[index].write(json.dumps(told))
 
     def _exited(self, index: int, code: int) -> None:
         """A shard that died is started again, if the run goes on without an error of its own.
 
-        Not under gossip: the workers have the model, and go on alone.
+        One that was killed goes on by its journal. One that failed would fail again: it goes back to its checkpoints, but for
+        gossip, whose workers have the model and go on alone.
         """
         ends = index in self.done or self.errors or self.signals or self.stopping
-        now = time.monotonic()
-        often = len(self.died) == RESTARTS_MAX and now - self.died[0] < RESTARTS_S
-        if ends or often or self.settings.mode().rule is Rule.MIX:
+        killed = code < 0 and index in self.alive and index in self.journals
+        self.alive.discard(index)
+        now, died = time.monotonic(), self.died[killed]
+        often = len(died) == RESTARTS_MAX and now - died[0] < (KILLED_S if killed else FAILED_S)
+        if ends or often or (self.settings.mode().rule is Rule.MIX and not killed):
             self.ended.add(index)
             return
-        self.died.append(now)
+        died.append(now)
         self.shards[index].close_stdin()
         self.restarts += 1
         how = signal_name(-code) if code < 0 else f"exit code {code}"
         say(f"shard {index} died ({how}) and is started again", error=True)
-        self._start(index)
+        self._start(index, killed)
 
     def write_ready(self) -> None:
         """What --ready-file is to hold."""
@@ -218,7 +234,11 @@ class Cluster:
         return self.errors[-1][1] if self.errors else 0
 
     def _take(self, timeout_s: float) -> None:
-        match self.children.next(timeout_s):
+        if event := self.children.next(timeout_s):
+            self._taken(event)
+
+    def _taken(self, event: Event) -> None:
+        match event:
             case (_, "ready", {"why": why}):
                 self.ready = True
                 if why:
@@ -227,6 +247,7 @@ class Cluster:
                 doing(text)
             case (index, "bound", {"port": port, "epoch": epoch}):
                 self.ports[index] = port
+                self.alive.add(index)
                 if not index:  # its next life begins later, whatever its checkpoints say
                     self.told["first_epoch"] = epoch + LIFE_EPOCHS
                 if self.address:

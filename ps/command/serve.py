@@ -88,6 +88,7 @@ def serve(
     parent_key: str,
     checkpoint_dir: str,
     resume: bool,
+    journal: bool,
     ready_file: str,
     **flags: Any,
 ) -> int:
@@ -101,7 +102,7 @@ def serve(
         secrets_checked(keys, parent, parent_key)
         folder = checkpoints.make_folder(checkpoint_dir, resume)
         scratch = "" if folder else tempfile.mkdtemp(prefix="narrows-")  # a shard that dies goes on from there
-        cluster.ready_file = ready_file
+        cluster.ready_file, cluster.keeps_journals = ready_file, journal
         cluster.told = {
             "first_epoch": time.time_ns() // 1_000_000 << 10,  # greater than in any earlier life of this run
             "checkpoint_dir": folder or scratch,

@@ -13,6 +13,7 @@ import sys
 from functools import partial
 
 DESCRIPTORS_MAX = 1 << 16
+JOURNAL = ("NARROWS_JOURNAL_0", "NARROWS_JOURNAL_1")  # variables that name the descriptors of its files
 
 
 def may_open_more() -> None:
@@ -32,14 +33,16 @@ def main() -> int:
     from narrows.compression import warm_up
     from narrows.protocols.errors import NarrowsError
     from narrows.protocols.settings import Settings
-    from narrows.ps.process import runner
+    from narrows.ps.process.machine import Process, emit
+    from narrows.ps.process.runner import run
 
     settings = Settings(**told.pop("settings"))
-    warm_up(lambda text: runner.emit("say", text=text))
+    warm_up(lambda text: emit("say", text=text))
+    both = (int(os.environ[JOURNAL[0]]), int(os.environ[JOURNAL[1]])) if JOURNAL[0] in os.environ else None
     try:
-        runner.run(runner.Process(settings=settings, **told), partial(runner.emit, "bound"))
+        run(Process(settings=settings, **told), partial(emit, "bound"), both)
     except NarrowsError as error:
-        runner.emit("error", text=str(error), code=error.exit_code)
+        emit("error", text=str(error), code=error.exit_code)
         return error.exit_code
     return 0
 

@@ -7,131 +7,47 @@ Workers (and, with process 0, the other shards, and other clusters that gossip) 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
-import socket
 import sys
 import time
-import uuid
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from narrows.protocols import messages as m
 from narrows.protocols.addresses import is_address
-from narrows.protocols.cluster.coordinator import Coordinator
 from narrows.protocols.effects import NS, Checkpoint, Load, Log, Send, ServerEffect, Stop, Tell
 from narrows.protocols.errors import BY_EXIT_CODE, NarrowsError
-from narrows.protocols.member.member import Member
-from narrows.protocols.modes import Rule
-from narrows.protocols.plan import Plan
 from narrows.protocols.runtime.clock import Awake
 from narrows.protocols.runtime.curve import Why
-from narrows.protocols.runtime.keys import SERVER, Secret, refusal
-from narrows.protocols.runtime.sockets import Drops, Peer, Port, Receipt, Sockets, reached
-from narrows.protocols.settings import Settings
-from narrows.protocols.timing import Timing
+from narrows.protocols.runtime.keys import SERVER, refusal
+from narrows.protocols.runtime.sockets import Drops, Peer, Port, Receipt, Sockets
 from narrows.protocols.wire import decode, encode
 from narrows.ps.changes import Load as LoadArrays
-from narrows.ps.planned import Means
+from narrows.ps.events import Event, Kind
 from narrows.ps.process import checkpoints
 from narrows.ps.process.gate import Gate
-from narrows.ps.process.writer import Writer
+from narrows.ps.process.journal import Journal
+from narrows.ps.process.machine import Process, emit, journal_most, machine
+from narrows.ps.process.writer import Writer, Written
 from narrows.ps.reports import COORDINATOR
-from narrows.ps.server import OF_CLUSTERS, Server
-from narrows.ps.shard import Shard
-from narrows.ps.store import ServerOptimizer
+from narrows.ps.server import OF_CLUSTERS
 
 TICK_MS = 20  # longest time without a tick
 STOP_S = 20.0  # shards that do not come to rest within this are ended as they are
-RUN_EPOCHS = 1 << 40  # more than a run has until it is resumed
-
-
-@dataclass(frozen=True)
-class Process:
-    """What one server process is told."""
-
-    index: int
-    settings: Settings
-    bind: str  # tcp://host:port; port 0 or * takes any
-    coordinator: str  # address of process 0, "" in it
-    first_epoch: int
-    checkpoint_dir: str
-    resume: bool
-    keeps: bool = True  # checkpoints outlive the run: the last one is written too
-    secret: str = ""  # of the shards of this server: who reports must know it
-    parent: str = ""  # address of process 0 of the server above, where there is one
-    parent_timeout: float = 30.0
-    keys: str = ""  # folder; "": in the open
-    parent_key: str = ""  # file
-
-    @property
-    def folder(self) -> Path | None:
-        return Path(self.checkpoint_dir) if self.checkpoint_dir else None
-
-
-def _optimizers() -> Callable[[Plan, int, int], ServerOptimizer]:
-    from narrows.ps.optimizers import TorchOptimizer, warm_up  # seconds of imports that adding updates can do without
-
-    warm_up()
-    return TorchOptimizer
-
-
-def keys_that_fit() -> int:
-    """Parameters whose master copy and published copy, float32 each, this machine's memory holds."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 8
-
-
-def emit(event: str, **values: Any) -> None:
-    """One line of JSON for the parent process, if it is still there."""
-    with contextlib.suppress(BrokenPipeError):
-        os.write(sys.stdout.fileno(), json.dumps({"event": event, **values}).encode() + b"\n")
-
-
-def machine(process: Process, port: int, lent: Callable[[], bool], own: Secret | None) -> Server:
-    """The machine of a process that listens on `port`, with the newest checkpoint of the run where it resumes one. `own`: the
-    key that other clusters find here."""
-    folder, settings, child = process.folder, process.settings, bool(process.parent)
-    restart, first_epoch = -1, process.first_epoch
-    kept: tuple[int, ...] = ()
-    facts: dict[str, Any] = {}
-    coordinator = member = None
-    if folder is not None and process.resume:
-        kept, damaged = checkpoints.sound(folder, process.index, settings.shards)
-        for text in damaged:
-            emit("log", name="damaged", values={"shard": process.index, "text": text})
-        if not process.index:
-            restart = checkpoints.newest(folder, settings.shards)
-    if not process.index:
-        if restart >= 0 and folder is not None:
-            _, facts = checkpoints.read(folder, 0, restart, only=())
-            first_epoch = max(first_epoch, facts.get("epoch", 0) + RUN_EPOCHS)  # a clock may have been set back
-        coordinator = Coordinator(settings, first_epoch, restart, child, keys_that_fit())
-        if facts:
-            coordinator.roster.adopt(facts["plan"])
-            coordinator.buffers = facts["buffers"]
-        if child:
-            lost_ns = int(process.parent_timeout * NS)
-            timing = Timing(lost_ns=lost_ns, connect_ns=lost_ns)
-            member = Member(uuid.uuid4().hex, f"{socket.gethostname()}:{port}", timing=timing, below=coordinator.tree)
-    means = Means(
-        optimizer=_optimizers() if settings.mode().rule is Rule.OPTIMIZER else None,
-        lent=lent,
-        child=child,
-        member=member,
-        coordinator=coordinator,
-    )
-    shard = Shard(process.index, settings, time.time_ns(), port, kept, means)
-    host = reached(process.bind, process.parent) if member else ""
-    return Server(shard, coordinator, member, process.parent, host, own.public if own is not None else "")
 
 
 class Runner:
-    """Carries out the effects of one `Server`, which listens on `number`."""
+    """Carries out the effects of one `Server`, which listens on `number`. `both`: files for its journal."""
 
-    def __init__(self, process: Process, port: Port, number: int, gate: Gate | None = None) -> None:
+    def __init__(
+        self,
+        process: Process,
+        port: Port,
+        number: int,
+        gate: Gate | None = None,
+        both: tuple[int, int] | None = None,
+    ) -> None:
         self.process, self.port = process, port
         self.gate = gate or Gate("", "", process.secret, process.coordinator)
         self.clock = Awake()
@@ -142,10 +58,20 @@ class Runner:
         self.end = Stop()
         self.running = True
         self.stop_by = float("inf")
-        self.server = machine(process, number, self._lent, self.gate.guard.own if self.gate.guard is not None else None)
-        self.gate.known = self.server
         self.writer = Writer(process.folder, process.index) if process.folder is not None else None
         self.trouble = ""  # of the disk, said once
+        most = journal_most(process.settings.shards)
+        self.journal = Journal(both, self._lent, most) if both is not None else None
+        self.anew = True  # the journal is to begin again
+        self.began_ns = 0  # when the event was, that is being handled
+        if self.journal is not None and self.journal.whole and process.replay:
+            self.server = self.journal.machine()
+            self._replay(self.journal)
+        else:
+            own = self.gate.guard.own if self.gate.guard is not None else None
+            self.server = machine(process, number, self._lent, own)
+        self.gate.known = self.server
+        self._keep()
 
     def _lent(self) -> bool:
         self.lending = [receipt for receipt in self.lending if receipt.lent]
@@ -155,13 +81,73 @@ class Runner:
         if not self.server.over:
             emit("log", name="dropped", values={"shard": self.process.index, "text": text})
 
+    # The journal.
+
+    def _happen(self, event: Event, frames: Sequence[m.Buffer] = ()) -> list[ServerEffect]:
+        """Return the effects of an event, whose message has these frames. Raises RemoteProtocolError as the machine does."""
+        self.began_ns = time.monotonic_ns()
+        if self.journal is not None:
+            self.journal.note(event, frames)
+        return self.server.happen(event)
+
+    def happen(self, event: Event, frames: Sequence[m.Buffer] = ()) -> None:
+        """One event, with all that follows."""
+        self.apply(self._happen(event, frames), event.now_ns)
+
+    def _keep(self) -> None:
+        """Begin the journal anew where it is time for that."""
+        journal = self.journal
+        if journal is None:
+            return
+        journal.spent_ns += time.monotonic_ns() - self.began_ns if self.began_ns else 0
+        self.began_ns = 0
+        if self.anew or journal.due:
+            self.anew = False
+            journal.begin(self.server)
+        if journal.trouble:
+            self.journal, index = None, self.process.index
+            text = (
+                f"shard {index} cannot keep its journal ({journal.trouble}): if it dies it goes back to its checkpoint"
+            )
+            emit("log", name="journal", values={"shard": index, "text": text})
+
+    def _replay(self, journal: Journal) -> None:
+        """All that happened since the machine was written, but for what others have seen of it."""
+        began, count, writing = time.monotonic(), 0, -1
+        for event in journal.events():
+            count, writing = count + 1, -1 if event.kind is Kind.WROTE else writing
+            effects: list[ServerEffect] = []
+            with contextlib.suppress(NarrowsError):  # a message that was refused
+                effects = self.server.happen(event)
+            while effects or self.server.inner:
+                for effect in effects:
+                    match effect:
+                        case Checkpoint(clock):
+                            writing = clock
+                        case Load(clock):
+                            self._load(clock)
+                        case Stop():
+                            self.running, self.end = False, effect
+                effects = self.server.advance(event.now_ns) if self.server.inner else []
+        self.clock = Awake(begins_ns=self.server.now_ns)
+        index, shard = self.process.index, self.server.shard
+        text = f"shard {index} goes on where it was ({count} events done again in {time.monotonic() - began:.1f} s)"
+        emit("log", name="replayed", values={"shard": index, "events": count, "clock": shard.min_clock, "text": text})
+        if writing == shard.min_clock:
+            self._checkpoint(writing)
+        elif writing >= 0 and self.process.folder is not None:
+            self._write_down(Written(writing, checkpoints.clocks(self.process.folder, index), 0))
+        elif self.server.over and shard.checkpoints:  # who waits for it may not have been told
+            emit("log", name="checkpoint", values={"shard": index, "clock": shard.checkpoints[-1]})
+
     # Effects.
 
-    def apply(self, effects: Iterable[ServerEffect]) -> None:
+    def apply(self, effects: Iterable[ServerEffect], now_ns: int) -> None:
         """Carry out what the machine asks for, and what follows from that inside it."""
         self._carry_out(effects)
         while self.server.inner:
-            self._carry_out(self.server.advance(self.clock.now()))
+            self._carry_out(self.server.advance(now_ns))
+        self._keep()
 
     def _carry_out(self, effects: Iterable[ServerEffect]) -> None:
         for effect in effects:
@@ -218,19 +204,15 @@ class Runner:
         self.writer.write(clock, planned.store.arrays(), facts, self.server.shard.ledger.shared)
         if last:
             self.writer.wait()
-            self.wrote(at_once=False)  # effects are being carried out, and a report is among them
 
-    def wrote(self, at_once: bool = True) -> None:
+    def wrote(self) -> None:
         """Tell of a checkpoint that is on disk by now, or could not be written."""
-        written = self.writer.take() if self.writer is not None else None
-        if written is None:
-            return
-        index, now_ns = self.process.index, self.clock.now()
-        told = (written.clock, written.kept, written.took_ns)
-        if at_once:
-            self.apply(self.server.wrote_checkpoint(*told, now_ns))
-        else:
-            self.server.shard.wrote_checkpoint(*told)
+        if self.writer is not None and (written := self.writer.take()) is not None:
+            self._write_down(written)
+
+    def _write_down(self, written: Written) -> None:
+        index = self.process.index
+        self.happen(Event(Kind.WROTE, self.clock.now(), values=(written.clock, [*written.kept], written.took_ns)))
         if not written.trouble:
             emit("log", name="checkpoint", values={"shard": index, "clock": written.clock})
         elif written.trouble != self.trouble:
@@ -252,6 +234,7 @@ class Runner:
         if held != keys:
             raise NarrowsError(f"the checkpoint of clock {clock} has {held} keys here, not {keys}")
         planned.apply([LoadArrays(arrays, int(facts["publication"]))])
+        self.anew = True  # that file may be gone when it would be read again
 
     # Events.
 
@@ -260,14 +243,19 @@ class Runner:
         if isinstance(peer, bytes):
             self._receive_below(peer, frames, now_ns)
         elif peer == self.process.coordinator:
-            self.apply(self.server.handle(COORDINATOR, decode(frames), now_ns))
+            self.happen(Event(Kind.COORDINATOR, now_ns, message=decode(frames)), frames)
         elif peer == self.server.above:
             self.bytes_down += sum(map(len, frames))
             try:
-                effects = self.server.handle_above(decode(frames), now_ns)
+                message = decode(frames)
             except NarrowsError as error:
-                effects = self.server.fail_above(str(error), now_ns)
-            self.apply(effects)
+                self.fail_above(str(error))
+            else:
+                self.happen(Event(Kind.ABOVE, now_ns, message=message), frames)
+
+    def fail_above(self, text: str, code: int = m.RefuseCode.INCOMPATIBLE) -> None:
+        """The session with the server above is over."""
+        self.happen(Event(Kind.FAILED_ABOVE, self.clock.now(), values=(text, int(code))))
 
     def _receive_below(self, peer: bytes, frames: list[m.Buffer], now_ns: int) -> None:
         try:
@@ -275,12 +263,12 @@ class Runner:
             self.gate.check(peer, message, size)
             if isinstance(message, OF_CLUSTERS):
                 self.bytes_down += size
-            effects = self.server.handle(peer, message, now_ns)
+            effects = self._happen(Event(Kind.BELOW, now_ns, peer, message), frames)
         except NarrowsError as error:
             effects = self.server.refused(peer, error)
             if not self.gate.counted(str(error)):
                 effects = [effect for effect in effects if not isinstance(effect, Log)]
-        self.apply(effects)
+        self.apply(effects, now_ns)
 
     def shut_out(self, address: str, why: Why, public: str) -> None:
         """A handshake has failed. Another cluster may not know of us yet: the next message to it dials anew."""
@@ -290,12 +278,17 @@ class Runner:
             self.port.hang_up(address)
             self.told.remove(address)
         elif address == self.server.above and (text := refusal(why, self.gate.parent_key, "--parent-key")):
-            self.apply(self.server.fail_above(text, self.clock.now(), m.RefuseCode.AUTHENTICATION))
+            self.fail_above(text, m.RefuseCode.AUTHENTICATION)
+
+    def linked(self, address: str) -> None:
+        """What we have dialled is connected anew."""
+        if address == self.server.above:
+            self.happen(Event(Kind.LINKED, self.clock.now()))
 
     def stop(self) -> None:
         """Ctrl-C or the end of the parent."""
         self.stop_by = time.monotonic() + STOP_S
-        self.apply(self.server.stop(self.clock.now()))
+        self.happen(Event(Kind.STOP, self.clock.now()))
 
     def loop(self, sockets: Sockets) -> None:
         """Until the run is over. A line on stdin: show the tree; its end: stop."""
@@ -303,13 +296,13 @@ class Runner:
 
         def hear_parent() -> None:
             if os.read(stdin, 4096):
-                self.apply(self.server.show_tree())
+                self.apply(self.server.show_tree(), self.clock.now())
             else:
                 sockets.unwatch(stdin)
                 self.stop()
 
         sockets.watch(stdin, hear_parent)
-        self.apply(self.server.start(self.clock.now()))
+        self.happen(Event(Kind.START, self.clock.now()))
         ticked = self.clock.turn()
         while self.running and not self.server.ended and time.monotonic() < self.stop_by:
             for peer, frames in sockets.receive(TICK_MS):
@@ -318,8 +311,9 @@ class Runner:
             now_ns = self.clock.turn()
             if now_ns - ticked >= TICK_MS * NS // 1000:
                 ticked = now_ns
-                self.apply(self.server.tick(now_ns))
+                self.happen(Event(Kind.TICK, now_ns))
                 self.gate.tick()
+        self.wrote()
 
     def totals(self) -> None:
         """Tell the parent that this process is done, and what moved and was dropped."""
@@ -339,14 +333,14 @@ class Runner:
         emit("done", dropped=dropped, refused=dict(self.gate.refused))
 
 
-def run(process: Process, ready: Callable[..., None]) -> None:
+def run(process: Process, ready: Callable[..., None], both: tuple[int, int] | None = None) -> None:
     """Serve until the run is over or stdin ends. `ready` is told the port once it is bound, and the epoch that this life of the
-    coordinator begins in (0 where there is none)."""
+    coordinator begins in (0 where there is none). `both`: files for its journal."""
     gate = Gate(process.keys, process.parent_key, process.secret, process.coordinator)
     with contextlib.closing(Sockets(known_as=gate.name_at, curve=gate.curve)) as sockets:
         number = sockets.listen(process.bind)
-        runner = Runner(process, sockets, number, gate)
-        sockets.failed = runner.shut_out
+        runner = Runner(process, sockets, number, gate, both)
+        sockets.failed, sockets.linked = runner.shut_out, runner.linked
         coordinator = runner.server.coordinator
         ready(port=number, epoch=coordinator.run.first_epoch if coordinator is not None else 0)
         runner.loop(sockets)

@@ -226,10 +226,10 @@ def loss_of(model: nn.Module, step: int) -> torch.Tensor:
     return loss
 
 
-def trained_alone(steps: int) -> npt.NDArray[np.float32]:
+def trained_alone(steps: int, rate: float = 0.05) -> npt.NDArray[np.float32]:
     """What a `Worker` of a run of bsp ends with."""
     model = small_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
     for step in range(steps):
         optimizer.zero_grad()
         loss_of(model, step).backward()
@@ -240,11 +240,11 @@ def trained_alone(steps: int) -> npt.NDArray[np.float32]:
 class Worker:
     """One worker, in this process: no import of torch to wait for."""
 
-    def __init__(self, address: str, key: str = "") -> None:
+    def __init__(self, address: str, key: str = "", rate: float = 0.05) -> None:
         self.model = small_model()
         os.environ["NARROWS_KEY"] = key  # which the session takes out again
         self.session = Connected(address)
-        inner = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
+        inner = torch.optim.SGD(self.model.parameters(), lr=rate, momentum=0.9)
         self.engine = self.session.attach(self.model, inner, 0.0, 0)
 
     @property

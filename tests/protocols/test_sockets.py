@@ -33,7 +33,8 @@ from narrows.protocols.runtime.sockets import (
     reached,
 )
 from narrows.protocols.settings import Settings
-from narrows.ps.process.runner import Process, Runner
+from narrows.ps.process.machine import Process
+from narrows.ps.process.runner import Runner
 from narrows.worker.runner import Link
 
 LONG_MS = 10_000
@@ -231,8 +232,8 @@ def test_a_server_says_what_it_drops_once_and_how_much_at_the_end(capfd: pytest.
     process = Process(0, Settings().validated(), "tcp://127.0.0.1:0", "", 1, "", False, parent=CLOSED)
     with closing(Sockets()) as sockets:
         runner = Runner(process, sockets, sockets.listen(process.bind))
-        runner.apply([Send(b"a stranger", m.LeaveAck("x"))] * 2)
-        runner.apply([Send(0, m.LeaveAck("x"))] * (QUEUE_MESSAGES_MAX + 3))
+        runner.apply([Send(b"a stranger", m.LeaveAck("x"))] * 2, 0)
+        runner.apply([Send(0, m.LeaveAck("x"))] * (QUEUE_MESSAGES_MAX + 3), 0)
         runner.totals()
     first, above, done = (json.loads(line) for line in capfd.readouterr().out.splitlines())
     assert first["name"] == "dropped" and "(LeaveAck)" in first["values"]["text"] and first["values"]["shard"] == 0
@@ -248,9 +249,9 @@ def test_only_views_of_the_store_are_lent(server: Sockets) -> None:
 
     process = Process(0, Settings().validated(), "tcp://127.0.0.1:0", "", 1, "", False, parent=CLOSED)
     runner = Runner(process, server, server.listen(process.bind))
-    runner.apply([Send(0, state(bytes(ZERO_COPY_BYTES)))])
+    runner.apply([Send(0, state(bytes(ZERO_COPY_BYTES)))], 0)
     assert not runner._lent()
-    runner.apply([Send(0, state(memoryview(bytearray(ZERO_COPY_BYTES))))])
+    runner.apply([Send(0, state(memoryview(bytearray(ZERO_COPY_BYTES))))], 0)
     assert runner._lent()
 
 

@@ -32,7 +32,8 @@ from narrows.protocols.settings import Settings
 from narrows.protocols.wire import decode
 from narrows.ps.process import checkpoints
 from narrows.ps.process.checkpoints import KEPT, buffers, clocks, merge, newest, path_of, read, write
-from narrows.ps.process.runner import Process, Runner
+from narrows.ps.process.machine import Process
+from narrows.ps.process.runner import Runner
 from narrows.ps.reports import COORDINATOR
 from narrows.ps.server import Server
 from narrows.worker import DistributedOptimizer, clock
@@ -280,7 +281,7 @@ class OnDisk(in_process.Cluster):
 
     def _apply(self, index: int, effects: Iterable[ServerEffect]) -> None:
         runner = self.runners[index]
-        runner.apply(list(effects))
+        runner.apply(list(effects), self.now())
         if runner.writer is not None:
             runner.writer.wait()
         runner.wrote()

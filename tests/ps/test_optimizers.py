@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import numpy as np
 import pytest
 
 from narrows.protocols.errors import RemoteProtocolError
+from narrows.protocols.modes import ELEMENTWISE
 from narrows.protocols.plan import Plan, TensorSpec
 from narrows.protocols.wire import pack
 from narrows.ps.optimizers import TorchOptimizer
@@ -39,3 +41,21 @@ def test_what_needs_state_that_is_not_there_is_refused_before_a_step(
     optimizer.check(pack([later]))
     optimizer.step(weights, gradient, pack([later]), (), 1.0)
     assert np.isfinite(weights).all()
+
+
+@pytest.mark.parametrize("kind", sorted(ELEMENTWISE))
+@pytest.mark.parametrize("steps", [0, 3])
+def test_one_that_was_pickled_goes_on_to_the_bit(kind: str, steps: int) -> None:
+    """The journal of a shard holds it, between any two steps."""
+    hyper = pack([{"lr": 0.01}])
+    gradients = np.random.default_rng(0).standard_normal((steps + 3, 8)).astype(np.float32)
+    optimizer, weights = server_side(kind), np.ones(8, np.float32)
+    optimizer.check(hyper)
+    for gradient in gradients[:steps]:
+        optimizer.step(weights, gradient, hyper, (), 1.0)
+    other, others = pickle.loads(pickle.dumps((optimizer, weights)))
+    for gradient in gradients[steps:]:
+        for each, at in ((optimizer, weights), (other, others)):
+            each.check(hyper)
+            each.step(at, gradient.copy(), hyper, (), 1.0)
+    assert weights.tobytes() == others.tobytes()

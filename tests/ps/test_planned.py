@@ -28,7 +28,7 @@ def planned_of(**flags: Any) -> Planned:
     inbox = Inbox(0, settings.mode())
     ledger = replace(UNDECIDED, epoch=5, members=((0, 5, 0),), started=True)
     inbox.members(ledger, 0)
-    means = Means(optimizer=lambda plan, begin, end: PlainSGD())
+    means = Means(optimizer=PlainSGD)
     planned = Planned(0, settings, Plan.unpacked(PLANS[0.0]), inbox, 0, means)
     planned.apply([FirstWeights(raw_pieces(np.zeros(7, np.float32), 0, [(0, 7)]))])
     return planned

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -35,6 +35,7 @@ from narrows.protocols.settings import Settings
 from narrows.protocols.timing import Timing
 from narrows.protocols.wire import pack, unpack
 from narrows.ps.changes import Load
+from narrows.ps.events import Event, Kind
 from narrows.ps.planned import Means
 from narrows.ps.process.checkpoints import KEPT
 from narrows.ps.reports import COORDINATOR
@@ -61,6 +62,9 @@ def update_of(index: int, life: int, step: int) -> FloatArray:
 
 class PlainSGD:
     """The least server optimizer: x -= rate * gradient."""
+
+    def __init__(self, plan: Plan, begin: int, end: int) -> None:
+        pass
 
     def step(
         self, weights: FloatArray, gradient: FloatArray, hyper: bytes, absent: Sequence[int], scale: float
@@ -196,8 +200,18 @@ class Host(Protocol):
     def server_event(self, process: Process) -> None: ...
 
 
+class Shadow(Protocol):
+    """Goes along with a process."""
+
+    def happened(self, event: Event, effects: Sequence[ServerEffect]) -> None: ...
+    def changed(self) -> None:
+        """By something that is no event."""
+
+
 class Process:
     """One server process: port `s<index>`, and its own end `s<index>.<life>` of the link to the coordinator."""
+
+    shadow_of: Callable[[Process], Shadow] | None = None  # what each has, where a test wants that
 
     def __init__(self, run: Host, index: int, life: int) -> None:
         self.run, self.index = run, index
@@ -215,7 +229,7 @@ class Process:
             if clock >= 0:
                 self.coordinator.roster.adopt(disk.files[0, clock][2])
         means = Means(
-            optimizer=lambda plan, begin, end: PlainSGD(),
+            optimizer=PlainSGD,
             child=bool(self.above),
             member=member,
             coordinator=self.coordinator,
@@ -224,34 +238,40 @@ class Process:
         self.shard = run.kit.shard(index, settings, life + 1, 1 + index, disk.clocks(index), means)
         self.server = Server(self.shard, self.coordinator, member, self.above)
         self.writing: Writing | None = None  # a checkpoint that the disk does not have yet
+        self.shadow: Shadow | None = None
         run.checker.server_started(self)
         run.sim.start(self, self.port, self.up)
-        self._apply(self.server.start(run.sim.now_ns), "start")
+        shadow_of = type(self).shadow_of
+        self.shadow = shadow_of(self) if shadow_of is not None else None
+        self._happen(Event(Kind.START, run.sim.now_ns), "start")
 
     def handle(self, source: str, message: m.Message, now_ns: int) -> None:
         self.run.checker.heard(self, message)
         try:
-            if source == self.above:
-                effects = self.server.handle_above(message, now_ns)
-            else:
-                peer = COORDINATOR if source == self.first_port else peer_of(source)
-                effects = self.server.handle(peer, message, now_ns)
-            self._apply(effects, f"{type(message).__name__} of {source}")
+            kind = {self.above: Kind.ABOVE, self.first_port: Kind.COORDINATOR}.get(source, Kind.BELOW)
+            peer = peer_of(source) if kind is Kind.BELOW else b""
+            self._happen(Event(kind, now_ns, peer, message), f"{type(message).__name__} of {source}")
         except NarrowsError as error:
             raise Violation(f"{self.port} blames {source}, which keeps the rules: {error}") from error
 
     def tick(self, now_ns: int) -> None:
-        self._apply(self.server.tick(now_ns), "tick")
+        self._happen(Event(Kind.TICK, now_ns), "tick")
 
-    def _apply(self, effects: Sequence[ServerEffect], why: str) -> None:
-        """Carry out what the machine asks for, and what follows from that inside it; then all is looked at."""
+    def _happen(self, event: Event, why: str) -> None:
+        """One event of the machine, and what it asks for, and what follows from that inside it; then all is looked at."""
         run, checker = self.run, self.run.checker
+        if event.kind is Kind.ABOVE and event.message is not None:
+            effects = self.server.handle_above(event.message, event.now_ns)  # `happen` would end the session quietly
+        else:
+            effects = self.server.happen(event)
         done = [*effects]
         self._carry_out(effects)
         while self.server.inner:
-            more = self.server.advance(run.sim.now_ns)
+            more = self.server.advance(event.now_ns)
             self._carry_out(more)
             done += more
+        if self.shadow is not None:
+            self.shadow.happened(event, done)
         checker.server_event(self, done, why)
         run.server_event(self)
 
@@ -298,6 +318,8 @@ class Process:
         self.run.disk.write(self.index, clock, arrays, publication, plan, self.shard.ledger.shared)
         self.run.sim.note(f"{self.port} checkpoint {clock}")
         self.shard.wrote_checkpoint(clock, self.run.disk.clocks(self.index))
+        if self.shadow is not None:
+            self.shadow.changed()
 
     def _load(self, clock: int) -> None:
         self.writing = None
@@ -310,6 +332,8 @@ class Process:
         self.shard.planned.apply([Load(arrays, publication)])
         self.run.checker.loaded(self, clock)
         self.run.sim.note(f"{self.port} load {clock}")
+        if self.shadow is not None:
+            self.shadow.changed()
 
 
 class Worker:

@@ -1,4 +1,4 @@
-"""A shard process that dies is started again, and the run goes on from its newest checkpoint."""
+"""A shard process that dies is started again, and where it has no journal the run goes on from its newest checkpoint."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def written(folder: Path, shards: int = 2) -> int:
 @pytest.mark.parametrize("index", [0, 1])
 def test_bsp_is_what_it_would_have_been(index: int, tmp_path: Path) -> None:
     """Killed twice, soon after it began: steps are done again, and nothing else is changed."""
-    with serving("--sync", "bsp", "--shards", "2", "--checkpoint-dir", str(tmp_path)) as server:
+    flags = ("--sync", "bsp", "--shards", "2", "--no-journal", "--checkpoint-dir", str(tmp_path))
+    with serving(*flags) as server:
         worker = Worker(server.address)
         told = [f"shard {shard}: checkpoint of clock " for shard in range(2)]
         until(stepped(worker, lambda: all(line in server.command.out for line in told)), "what the run began with")
@@ -72,7 +73,8 @@ def test_bsp_is_what_it_would_have_been(index: int, tmp_path: Path) -> None:
 
 def test_shard_0_may_die_again_before_a_new_checkpoint(tmp_path: Path) -> None:
     """Each life of its coordinator begins later than the one before, also from the same checkpoint."""
-    flags = ("--sync", "bsp", "--shards", "2", "--checkpoint-dir", str(tmp_path), "--checkpoint-every", "3")
+    where = ("--checkpoint-dir", str(tmp_path), "--checkpoint-every", "3")
+    flags = ("--sync", "bsp", "--shards", "2", "--no-journal", *where)
     with serving(*flags) as server:
         worker = Worker(server.address)
         until(stepped(worker, lambda: written(tmp_path) >= 0), "a checkpoint")
@@ -97,7 +99,7 @@ def test_shard_0_may_die_again_before_a_new_checkpoint(tmp_path: Path) -> None:
 def test_every_mode_goes_on(flags: str, index: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With no folder named: a shard that is started again goes on from a folder that the run removes."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    with serving(*flags.split(), "--shards", "2", "--checkpoint-every", "0.2") as server:
+    with serving(*flags.split(), "--shards", "2", "--no-journal", "--checkpoint-every", "0.2") as server:
         (scratch,) = tmp_path.glob("narrows-*")
         worker = Worker(server.address)
         until(stepped(worker, lambda: written(scratch) > 0), "a checkpoint")
@@ -115,7 +117,7 @@ def test_every_mode_goes_on(flags: str, index: int, tmp_path: Path, monkeypatch:
 def test_two_levels_go_on(whose: str, tmp_path: Path) -> None:
     path = tmp_path / "script.py"
     path.write_text(SCRIPT % "time.sleep(0.01); record(at=step_count())")
-    every = ("--checkpoint-every", "0.2")
+    every = ("--no-journal", "--checkpoint-every", "0.2")
     with (
         serving("--sync", "ssp", "--workers", "2", *every) as root,
         serving("--sync", "bsp", "--parent", root.address, *every) as first,

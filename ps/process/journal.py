@@ -1,0 +1,195 @@
+"""The journal of one server process: its machine as it was once, and each event since. A process that is killed loses neither,
+and the next one goes on where it was.
+
+Rules
+- An event is written before anything follows from it. So what a peer has seen of this machine, the journal has the cause of.
+- It is in memory, in two files without a name that the parent of the process keeps: memfd_create(2), elsewhere temporary
+  files. They outlive the process, and end with the parent.
+- From time to time the machine is written anew, into the file that is not in use; then the other is emptied. Replaying takes
+  about as long as handling did, so that is bounded: REPLAY_NS, or as long as keeps the copies to 2 % of the work.
+- It holds the machine once, twice while it is written anew, and as much again of events. Where the machine is larger than a
+  bound, no journal is kept.
+- A file that is not whole does not count. A last event that is not whole has not happened.
+- Nobody else can write these files, so the machine is pickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import struct
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
+from typing import Any
+
+from narrows.protocols.effects import NS
+from narrows.protocols.messages import Buffer
+from narrows.protocols.wire import decode, pack, unpack
+from narrows.ps.events import Event, Kind
+from narrows.ps.server import Server
+
+HEAD = struct.Struct("<QQ")  # serial number and bytes of the machine; 0: there is none
+RECORD = struct.Struct("<I")  # bytes of what describes an event
+REPLAY_NS = NS  # of handling, that is done again at most
+COPY_TIMES = 50  # the time that a copy takes, from one to the next: 2 % of the work
+BYTES_MIN = 1 << 26  # of events in the file, or as many as the machine has where that is more
+LENT = "lent"  # in the place of the one function that is the runner's
+
+
+def files() -> tuple[int, int]:
+    """Descriptors of two files without a name. Raises OSError."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("narrows-journal"), os.memfd_create("narrows-journal")
+    made = []
+    for _ in range(2):
+        with tempfile.TemporaryFile() as file:
+            made.append(os.dup(file.fileno()))
+    return made[0], made[1]
+
+
+def _named(module: str, name: str) -> Any:
+    return getattr(import_module(module), name)
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: Any, lent: Callable[[], bool]) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self.lent = lent
+
+    def persistent_id(self, found: Any) -> str | None:
+        return LENT if callable(found) and found == self.lent else None
+
+    def reducer_override(self, found: Any) -> Any:
+        """A payload is a view of a message. A peer may be known by more than its bytes. A kernel goes by its name: a copy of it
+        would be compiled once more."""
+        if kernel := getattr(found, "py_func", None):
+            return _named, (kernel.__module__, kernel.__qualname__)
+        if isinstance(found, memoryview) or (isinstance(found, bytes) and type(found) is not bytes):
+            return bytes, (bytes(found),)
+        return NotImplemented
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: Any, lent: Callable[[], bool]) -> None:
+        super().__init__(file)
+        self.lent = lent
+
+    def persistent_load(self, name: str) -> Any:
+        assert name == LENT
+        return self.lent
+
+
+def freeze(server: Server, file: Any, lent: Callable[[], bool]) -> None:
+    """Write a machine between two events. `lent`: what its runner gave it, which is not written."""
+    _Pickler(file, lent).dump(server)
+
+
+def thaw(file: Any, lent: Callable[[], bool]) -> Server:
+    server: Server = _Unpickler(file, lent).load()
+    return server
+
+
+class Journal:
+    """In two `files`, of a machine of at most so many bytes. `trouble`: why there is none any more."""
+
+    def __init__(self, both: tuple[int, int], lent: Callable[[], bool], most: int = sys.maxsize) -> None:
+        self.files, self.lent, self.most = both, lent, most
+        heads = [self._head(file) for file in both]
+        self.turn = int(heads[1] > heads[0])  # which file is in use
+        self.serial, self.size = heads[self.turn]
+        self.end = HEAD.size + self.size
+        self.spent_ns = self.copy_ns = 0  # by handling the events here; by the copy before them
+        self.trouble = ""
+
+    @staticmethod
+    def _head(file: int) -> tuple[int, int]:
+        found = os.pread(file, HEAD.size, 0)
+        serial, size = HEAD.unpack(found) if len(found) == HEAD.size else (0, 0)
+        return (serial, size) if serial else (0, 0)
+
+    @property
+    def whole(self) -> bool:
+        """There is a machine to go on with."""
+        return self.serial > 0
+
+    @property
+    def due(self) -> bool:
+        """It is time to begin anew."""
+        longest = max(REPLAY_NS, COPY_TIMES * self.copy_ns)
+        return not self.trouble and (
+            self.spent_ns >= longest or self.end - HEAD.size - self.size >= max(BYTES_MIN, self.size)
+        )
+
+    def begin(self, server: Server) -> None:
+        """Write the machine, and the events after it from now on."""
+        if self.trouble:
+            return
+        began_ns, other = time.monotonic_ns(), self.files[1 - self.turn]
+        try:
+            if (size := server.shard.bytes) > self.most:
+                raise OSError(f"it would take {size:,} bytes, and may take {self.most:,}")
+            os.ftruncate(other, 0)
+            with open(os.dup(other), "wb") as file:
+                file.seek(HEAD.size)
+                freeze(server, file, self.lent)
+                self.size = file.tell() - HEAD.size
+            self.serial += 1
+            os.pwrite(other, HEAD.pack(self.serial, self.size), 0)
+            os.ftruncate(self.files[self.turn], 0)
+        except OSError as error:
+            return self.give_up(error)
+        self.turn, self.end = 1 - self.turn, HEAD.size + self.size
+        self.spent_ns, self.copy_ns = 0, time.monotonic_ns() - began_ns
+
+    def note(self, event: Event, frames: Sequence[Buffer]) -> None:
+        """Write an event down. `frames`: its message, as it came."""
+        if self.trouble:
+            return
+        about = pack([int(event.kind), event.now_ns, bytes(event.peer), [*event.values], [len(f) for f in frames]])
+        parts = [RECORD.pack(len(about)), about, *frames]
+        size = sum(map(len, parts))
+        try:
+            written = os.pwritev(self.files[self.turn], parts, self.end)
+            if written != size:
+                raise OSError(f"{written} of {size} bytes were written")
+        except OSError as error:
+            return self.give_up(error)
+        self.end += size
+
+    def give_up(self, error: OSError) -> None:
+        """The memory is full. What is here is not all that happened, so nobody may go on with it."""
+        self.trouble = error.strerror or str(error)
+        for file in self.files:
+            with contextlib.suppress(OSError):
+                os.ftruncate(file, 0)
+
+    def machine(self) -> Server:
+        """The machine as it was written."""
+        with open(os.dup(self.files[self.turn]), "rb") as file:
+            file.seek(HEAD.size)
+            return thaw(file, self.lent)
+
+    def events(self) -> Iterator[Event]:
+        """Each event since then; what is noted next comes after them."""
+        file, size = self.files[self.turn], os.fstat(self.files[self.turn]).st_size
+        while self.end + RECORD.size <= size:
+            (length,) = RECORD.unpack(os.pread(file, RECORD.size, self.end))
+            at = self.end + RECORD.size + length
+            if at > size:
+                break
+            about: Any = unpack(os.pread(file, length, self.end + RECORD.size))
+            kind, now_ns, peer, values, lengths = about
+            if at + sum(lengths) > size:
+                break
+            frames: list[Buffer] = []
+            for each in lengths:
+                frames.append(os.pread(file, each, at))
+                at += each
+            message = decode(frames) if frames else None
+            yield Event(Kind(kind), now_ns, peer, message, tuple(values))
+            self.end = at
+        os.ftruncate(file, self.end)  # of one that is not whole

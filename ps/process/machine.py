@@ -1,0 +1,121 @@
+"""Makes the machine of a server process: of a run that begins, or of the newest checkpoint of one that is resumed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from narrows.protocols.cluster.coordinator import Coordinator
+from narrows.protocols.effects import NS
+from narrows.protocols.member.member import Member
+from narrows.protocols.modes import Rule
+from narrows.protocols.plan import Plan
+from narrows.protocols.runtime.keys import Secret
+from narrows.protocols.runtime.sockets import reached
+from narrows.protocols.settings import Settings
+from narrows.protocols.timing import Timing
+from narrows.ps.planned import Means
+from narrows.ps.process import checkpoints
+from narrows.ps.server import Server
+from narrows.ps.shard import Shard
+from narrows.ps.store import ServerOptimizer
+
+RUN_EPOCHS = 1 << 40  # more than a run has until it is resumed
+
+
+@dataclass(frozen=True)
+class Process:
+    """What one server process is told."""
+
+    index: int
+    settings: Settings
+    bind: str  # tcp://host:port; port 0 or * takes any
+    coordinator: str  # address of process 0, "" in it
+    first_epoch: int
+    checkpoint_dir: str
+    resume: bool
+    keeps: bool = True  # checkpoints outlive the run: the last one is written too
+    secret: str = ""  # of the shards of this server: who reports must know it
+    parent: str = ""  # address of process 0 of the server above, where there is one
+    parent_timeout: float = 30.0
+    keys: str = ""  # folder; "": in the open
+    parent_key: str = ""  # file
+    replay: bool = False  # go on with what the journal has
+
+    @property
+    def folder(self) -> Path | None:
+        return Path(self.checkpoint_dir) if self.checkpoint_dir else None
+
+
+def _optimizers() -> Callable[[Plan, int, int], ServerOptimizer]:
+    from narrows.ps.optimizers import TorchOptimizer, warm_up  # seconds of imports that adding updates can do without
+
+    warm_up()
+    return TorchOptimizer
+
+
+def keys_that_fit() -> int:
+    """Parameters whose master copy and published copy, float32 each, this machine's memory holds."""
+    return _memory() // 8
+
+
+def journal_most(shards: int) -> int:
+    """Bytes of the machine of one of so many shards, with which all their journals take at most half of the memory here."""
+    return _memory() // (8 * shards)
+
+
+def _memory() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def emit(event: str, **values: Any) -> None:
+    """One line of JSON for the parent process, if it is still there."""
+    with contextlib.suppress(BrokenPipeError):
+        os.write(sys.stdout.fileno(), json.dumps({"event": event, **values}).encode() + b"\n")
+
+
+def machine(process: Process, port: int, lent: Callable[[], bool], own: Secret | None) -> Server:
+    """The machine of a process that listens on `port`, with the newest checkpoint of the run where it resumes one. `own`: the
+    key that other clusters find here."""
+    folder, settings, child = process.folder, process.settings, bool(process.parent)
+    restart, first_epoch = -1, process.first_epoch
+    kept: tuple[int, ...] = ()
+    facts: dict[str, Any] = {}
+    coordinator = member = None
+    if folder is not None and process.resume:
+        kept, damaged = checkpoints.sound(folder, process.index, settings.shards)
+        for text in damaged:
+            emit("log", name="damaged", values={"shard": process.index, "text": text})
+        if not process.index:
+            restart = checkpoints.newest(folder, settings.shards)
+    if not process.index:
+        if restart >= 0 and folder is not None:
+            _, facts = checkpoints.read(folder, 0, restart, only=())
+            first_epoch = max(first_epoch, facts.get("epoch", 0) + RUN_EPOCHS)  # a clock may have been set back
+        coordinator = Coordinator(settings, first_epoch, restart, child, keys_that_fit())
+        if facts:
+            coordinator.roster.adopt(facts["plan"])
+            coordinator.buffers = facts["buffers"]
+        if child:
+            lost_ns = int(process.parent_timeout * NS)
+            timing = Timing(lost_ns=lost_ns, connect_ns=lost_ns)
+            member = Member(uuid.uuid4().hex, f"{socket.gethostname()}:{port}", timing=timing, below=coordinator.tree)
+    means = Means(
+        optimizer=_optimizers() if settings.mode().rule is Rule.OPTIMIZER else None,
+        lent=lent,
+        child=child,
+        member=member,
+        coordinator=coordinator,
+    )
+    shard = Shard(process.index, settings, time.time_ns(), port, kept, means)
+    host = reached(process.bind, process.parent) if member else ""
+    return Server(shard, coordinator, member, process.parent, host, own.public if own is not None else "")

@@ -1,0 +1,141 @@
+"""What is written of a machine, and read again after anything that may have stopped the writing."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from narrows.protocols import messages as m
+from narrows.protocols.cluster.coordinator import Coordinator
+from narrows.protocols.settings import Settings
+from narrows.protocols.wire import encode
+from narrows.ps.events import Event, Kind
+from narrows.ps.planned import Means
+from narrows.ps.process.journal import BYTES_MIN, COPY_TIMES, REPLAY_NS, Journal, files
+from narrows.ps.server import Server
+from narrows.ps.shard import Shard
+from narrows.ps.store import assume_lent
+
+HELLO = m.Hello("a token", "here", b"")
+
+
+def server() -> Server:
+    settings = Settings().validated()
+    means = Means(coordinator=Coordinator(settings, 7))
+    return Server(Shard(0, settings, 1, 5, (), means), means.coordinator)
+
+
+@pytest.fixture
+def both() -> Iterator[tuple[int, int]]:
+    made = files()
+    yield made
+    for file in made:
+        os.close(file)
+
+
+def again(both: tuple[int, int]) -> tuple[Journal, list[Event]]:
+    journal = Journal(both, assume_lent)
+    return journal, list(journal.events())
+
+
+def event(count: int) -> Event:
+    return Event(Kind.BELOW, count, b"a" * m.NAME_BYTES + b"x", HELLO)
+
+
+def filled(both: tuple[int, int], events: int) -> Journal:
+    journal = Journal(both, assume_lent)
+    assert not journal.whole
+    journal.begin(server())
+    for count in range(events):
+        journal.note(event(count), encode(HELLO))
+    return journal
+
+
+def test_what_was_written_is_read(both: tuple[int, int]) -> None:
+    journal = filled(both, 3)
+    journal.note(Event(Kind.WROTE, 9, values=(4, [1, 4], 17)), [])
+    found, events = again(both)
+    assert events == [event(0), event(1), event(2), Event(Kind.WROTE, 9, values=(4, [1, 4], 17))]
+    assert found.machine().shard.ledger == server().shard.ledger and found.end == journal.end
+
+
+@pytest.mark.parametrize("bytes_less", [1, 20, 40])
+def test_an_event_that_is_not_whole_has_not_happened(bytes_less: int, both: tuple[int, int]) -> None:
+    journal = filled(both, 3)
+    os.ftruncate(both[journal.turn], journal.end - bytes_less)
+    found, events = again(both)
+    assert events == [event(0), event(1)]
+    found.note(event(5), encode(HELLO))
+    assert again(both)[1] == [event(0), event(1), event(5)]
+
+
+@pytest.mark.parametrize("when", ["while it is written", "before the other is emptied"])
+def test_killed_while_it_begins_anew(when: str, both: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    class Killed(Exception):
+        pass
+
+    journal, truncate, calls = filled(both, 2), os.ftruncate, []
+
+    def kill(*args: object) -> None:
+        raise Killed
+
+    def kill_second(file: int, size: int) -> None:
+        calls.append(file)
+        kill() if len(calls) == 2 else truncate(file, size)
+
+    with monkeypatch.context() as patch:
+        if when == "while it is written":
+            patch.setattr("narrows.ps.process.journal.freeze", kill)
+        else:
+            patch.setattr("narrows.ps.process.journal.os.ftruncate", kill_second)
+        with pytest.raises(Killed):
+            journal.begin(server())
+    found, events = again(both)
+    assert found.whole
+    assert events == ([event(0), event(1)] if when == "while it is written" else []), "which are in the machine"
+
+
+def test_where_memory_is_full_nothing_counts(both: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    journal = filled(both, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr("narrows.ps.process.journal.os.pwritev", full)
+        journal.note(event(2), encode(HELLO))
+    assert journal.trouble == "No space left on device" and not journal.due
+    journal.note(event(3), encode(HELLO))
+    journal.begin(server())
+    assert not Journal(both, assume_lent).whole
+    assert [os.fstat(file).st_size for file in both] == [0, 0], "others need the room"
+
+
+def test_a_machine_that_is_too_large_has_none(both: tuple[int, int]) -> None:
+    class Large(Shard):
+        bytes = 1_000_001
+
+    settings = Settings().validated()
+    large = Server(Large(0, settings, 1, 5, (), Means()), Coordinator(settings, 7))
+    journal = Journal(both, assume_lent, 1_000_000)
+    journal.begin(large)
+    assert journal.trouble == "it would take 1,000,001 bytes, and may take 1,000,000"
+    assert not Journal(both, assume_lent).whole
+
+
+def test_it_begins_anew_in_time(both: tuple[int, int]) -> None:
+    journal = filled(both, 1)
+    assert not journal.due
+    journal.spent_ns, journal.copy_ns = REPLAY_NS, 2 * REPLAY_NS // COPY_TIMES
+    assert not journal.due, "a copy would take more than its share"
+    journal.copy_ns //= 2
+    assert journal.due
+    journal.begin(server())
+    assert not journal.due
+    payload = bytes(BYTES_MIN)
+    journal.note(Event(Kind.BELOW, 1, b"x", HELLO), [*encode(HELLO), payload])
+    assert journal.due
+    journal.begin(server())
+    assert sum(os.fstat(file).st_size for file in both) < 1 << 20

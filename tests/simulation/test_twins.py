@@ -1,0 +1,101 @@
+"""A process that is killed can be made again from its journal: a twin does the same, under every fault; and bugs planted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from narrows.protocols.cluster.roster import Roster
+from narrows.protocols.effects import NS, ServerEffect
+from narrows.ps.events import Event, Kind
+from narrows.ps.gain import Gain
+from narrows.ps.inbox import Inbox
+from narrows.ps.process.journal import Journal
+from narrows.ps.publications import Publications
+from narrows.ps.reports import Reports
+from narrows.ps.server import HAPPENS, Server
+from simulation.actors import Process
+from simulation.campaigns import MODES, Run, case_of
+from simulation.mirrors import Violation
+from simulation.trees import Tree, fault_case
+from simulation.twins import Twin
+
+RUNS, TREES = len(MODES), 6
+REPLAYS_LEAST = 20  # of one run
+PLANTED_SEEDS = 30  # within so many a planted bug is found
+
+
+@pytest.fixture(autouse=True)
+def twins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Process, "shadow_of", Twin)
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_of_one_level(restart: bool) -> None:
+    before = Twin.replays
+    for seed in range(RUNS):
+        Run(case_of(seed, restart)).run()
+    assert Twin.replays - before > REPLAYS_LEAST * RUNS
+
+
+def test_of_two_levels() -> None:
+    before = Twin.replays
+    for seed in range(TREES):
+        Tree(fault_case(seed)).run()
+    assert Twin.replays - before > REPLAYS_LEAST * TREES
+
+
+# Bugs planted: each is something that a machine remembers, and its journal does not.
+
+
+def forgets(*names: str) -> Callable[[Any], Any]:
+    """A machine is written without these attributes: they are again what they were in an empty one."""
+
+    def state(machine: Any) -> Any:
+        plain = hasattr(machine, "__dict__")
+        values = vars(machine) if plain else {name: getattr(machine, name) for name in machine.__slots__}
+        values = {name: type(value)() if name in names else value for name, value in values.items()}
+        return values if plain else (None, values)
+
+    return state
+
+
+def leaves_out(journal: Journal, event: Event, frames: Any, note: Callable[..., None] = Journal.note) -> None:
+    if event.kind is not Kind.TICK:
+        note(journal, event, frames)
+
+
+def by_another_clock(server: Server, event: Event) -> list[ServerEffect]:
+    by_another_clock.late += NS  # type: ignore[attr-defined]
+    return server.tick(event.now_ns + by_another_clock.late % 7)  # type: ignore[attr-defined]
+
+
+by_another_clock.late = 0  # type: ignore[attr-defined]
+
+PLANTED: dict[str, tuple[Any, Any, Any]] = {
+    "a tick is not written": (Journal, "note", leaves_out),
+    "a time that is not written": (HAPPENS, Kind.TICK, by_another_clock),
+    "a part of a push is forgotten": (Inbox, "__getstate__", forgets("seats")),
+    "the windows of the gain are forgotten": (Gain, "__getstate__", forgets("windows")),
+    "what children were sent is forgotten": (Publications, "__getstate__", forgets("children")),
+    "what was published is forgotten": (Publications, "__getstate__", forgets("made")),
+    "tokens are forgotten": (Roster, "__getstate__", forgets("gone", "waiting")),
+    "the number of a report is forgotten": (Reports, "__getstate__", forgets("version")),
+}
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    where, name, what = PLANTED[bug]
+    monkeypatch.setitem(where, name, what) if isinstance(where, dict) else monkeypatch.setattr(
+        where, name, what, raising=False
+    )
+    with pytest.raises((Violation, KeyError)):
+        _until_found()
+
+
+def _until_found() -> None:
+    for seed in range(PLANTED_SEEDS):
+        Run(case_of(seed)).run()

@@ -1,0 +1,167 @@
+"""A shard process that is killed goes on where it was: nobody joins again, and nothing is done twice or lost."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kit.processes import SCRIPT, Server, Worker, serving, started, trained_alone, until
+from kit.scripts import distance, flat
+
+from narrows.protocols.settings import Settings
+from narrows.ps.command import cluster
+from narrows.ps.command.cluster import Cluster
+
+RATE = 0.001  # of hundreds of steps, which must not end in noise
+STALL_S = 5.0  # of a busy machine, tests beside it; alone it takes a third of a second
+
+
+class Killer(threading.Thread):
+    """Kills these shards, one after the other, each at a moment of its own."""
+
+    def __init__(self, server: Server, indices: tuple[int, ...], seed: int) -> None:
+        super().__init__(daemon=True)
+        self.server, self.indices, self.random = server, indices, random.Random(seed)
+        self.error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            for index in self.indices:
+                time.sleep(self.random.uniform(0.05, 0.4))  # whatever is under way then
+                self.server.kill_shard(index)
+        except BaseException as error:
+            self.error = error
+
+    def end(self) -> None:
+        self.join()
+        if self.error is not None:
+            raise self.error
+
+
+def undisturbed(server: Server, kills: int) -> None:
+    """The run has ended well, and who trained has seen nothing of it."""
+    assert server.command.wait() == 0, server.command
+    said = server.command.out
+    assert said.count("goes on where it was") == kills, server.command
+    assert "goes back" not in said and "discarded" not in said and "lost" not in said, server.command
+    assert "Traceback" not in server.command.err, server.command
+
+
+@pytest.mark.parametrize(("flags", "exact"), [
+    ("--sync bsp", True),
+    ("--sync bsp --push update", True),
+    ("--sync ssp", True),
+    ("--sync ssp --staleness 0 --push gradient", True),
+    ("--sync async", False),
+    ("--sync ssp --compress topk:0.2+int8", False),
+    ("--sync local --local-steps 3 --compress 2bit", False),
+    ("--sync local --local-steps 4 --fragments 2 --merge-delay 1", False),
+])  # fmt: skip
+def test_nothing_is_lost_in_any_mode(flags: str, exact: bool) -> None:
+    with serving(*flags.split(), "--shards", "2") as server:
+        worker, longest = Worker(server.address, rate=RATE), 0.0
+        worker.train(3)
+        killer = Killer(server, (1, 0, 0, 1), seed=len(flags))
+        while killer.is_alive():
+            began, clock = time.monotonic(), worker.clock
+            worker.step()
+            longest = max(longest, time.monotonic() - began)
+            assert worker.clock in (clock, clock + 1), "steps are not done again"
+        killer.end()
+        worker.train(10)
+        worker.close()
+        undisturbed(server, 4)
+        assert server.command.out.count(" joined at clock ") == 1 and longest < STALL_S
+    if exact:
+        assert distance(flat(worker.model), trained_alone(worker.clock, RATE)) < 1e-5
+
+
+@pytest.mark.parametrize("whose", ["the root's", "a cluster's"])
+def test_two_levels_see_nothing_of_it(whose: str, tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT % "time.sleep(0.01)")
+    with (
+        serving("--sync", "ssp", "--workers", "2", "--shards", "2") as root,
+        serving("--sync", "bsp", "--shards", "2", "--parent", root.address) as first,
+        serving("--sync", "bsp", "--shards", "2", "--parent", root.address) as second,
+        started("ps-worker", "--server", first.address, str(path), "200") as one,
+        started("ps-worker", "--server", second.address, str(path), "200") as two,
+    ):
+        until(lambda: "clock " in one.err or one.process.poll() is not None, str(one))
+        struck: Server = root if whose == "the root's" else first
+        Killer(struck, (1, 0), 1).end()
+        for command in (one, two):
+            assert command.wait() == 0, f"{command}\n{root.command}\n{first.command}\n{second.command}"
+            assert "1 of 1 workers done" in command.err
+        for server in (first, second, root):
+            undisturbed(server, 2 * (server is struck))
+            joined = server.command.out.count(" joined at clock ")
+            assert joined == (2 if server is root else 1), server.command
+
+
+def test_the_server_of_gossip_too(tmp_path: Path) -> None:
+    """Workers could go on without it; nobody could join."""
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT % "time.sleep(0.01)")
+    with (
+        serving("--sync", "gossip", "--shards", "2", "--workers", "3") as server,
+        started("ps-worker", "-n", "3", "--server", server.address, str(path), "200") as workers,
+    ):
+        until(lambda: "clock " in workers.err or workers.process.poll() is not None, str(workers))
+        Killer(server, (0, 1), 1).end()
+        assert workers.wait() == 0, f"{workers}\n{server.command}"
+        assert "3 of 3 workers done" in workers.err and "without" not in workers.err
+        undisturbed(server, 2)
+
+
+def test_all_at_once() -> None:
+    with serving("--sync", "bsp", "--shards", "3") as server:
+        worker = Worker(server.address)
+        worker.train(5)
+        before = server.pids
+        for pid in before[1:]:
+            os.kill(pid, signal.SIGKILL)
+        worker.train(20)
+        worker.close()
+        undisturbed(server, 3)
+    assert distance(flat(worker.model), trained_alone(worker.clock)) < 1e-5
+
+
+@pytest.mark.parametrize(("code", "serves", "replays"), [(-9, True, True), (-9, False, False), (1, True, False)])
+def test_only_one_that_was_killed_goes_on(
+    code: int, serves: bool, replays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What failed, or was killed while it did all over again, would do so again."""
+    told: list[Any] = []
+    monkeypatch.setattr(cluster, "say", lambda *words, **more: None)
+    ours = Cluster(Settings(shards=2).validated())
+    ours.journals[1], ours.shards[1] = (-1, -1), type("Ended", (), {"close_stdin": lambda self: None})()
+    monkeypatch.setattr(ours, "_start", lambda index, replay: told.append((index, replay)))
+    if serves:
+        ours._taken((1, "bound", {"port": 1, "epoch": 0}))
+    ours._taken((1, "exit", code))
+    assert told == [(1, replays)]
+
+
+def test_the_process_that_forks_them_too() -> None:
+    """Its children die with it. Each goes on in an interpreter of its own."""
+    with serving("--sync", "bsp", "--shards", "2") as server:
+        worker = Worker(server.address)
+        worker.train(5)
+        (nursery,) = {parent(pid) for pid in server.pids[1:]} - {server.pids[0]}
+        os.kill(nursery, signal.SIGKILL)
+        worker.train(20)
+        worker.close()
+        undisturbed(server, 2)
+    assert distance(flat(worker.model), trained_alone(worker.clock)) < 1e-5
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
