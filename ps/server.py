@@ -102,7 +102,7 @@ class Server:
     # Events.
 
     def happen(self, event: Event) -> list[ServerEffect]:
-        """The effects of an event. Raises RemoteProtocolError for a message of a peer that is none; then nothing has changed."""
+        """Return the effects of an event. Raises RemoteProtocolError for a message of a peer that is none."""
         self.now_ns = event.now_ns
         return HAPPENS[event.kind](self, event)
 
