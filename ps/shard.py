@@ -53,7 +53,7 @@ class Shard:
         return self.planned.min_clock if self.planned is not None else max(self.ledger.restart_clock, 0)
 
     @property
-    def bytes(self) -> int:
+    def nbytes(self) -> int:
         """Of the arrays, which are nearly all of it."""
         return sum(each.nbytes for each in self.planned.store.arrays().values()) if self.planned is not None else 0
 

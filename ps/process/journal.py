@@ -130,7 +130,7 @@ class Journal:
             return
         began_ns, other = time.monotonic_ns(), self.files[1 - self.turn]
         try:
-            if (size := server.shard.bytes) > self.most:
+            if (size := server.shard.nbytes) > self.most:
                 raise OSError(f"it would take {size:,} bytes, and may take {self.most:,}")
             os.ftruncate(other, 0)
             with open(os.dup(other), "wb") as file:

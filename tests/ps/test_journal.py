@@ -115,7 +115,7 @@ def test_where_memory_is_full_nothing_counts(both: tuple[int, int], monkeypatch:
 
 def test_a_machine_that_is_too_large_has_none(both: tuple[int, int]) -> None:
     class Large(Shard):
-        bytes = 1_000_001
+        nbytes = 1_000_001
 
     settings = Settings().validated()
     large = Server(Large(0, settings, 1, 5, (), Means()), Coordinator(settings, 7))
