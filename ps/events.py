@@ -14,7 +14,7 @@ class Kind(IntEnum):
     """START: the process is there; it may have a machine that had begun. LINKED: the connection to the shard above is another
     one. BELOW: a message of a peer that dialled us. COORDINATOR, ABOVE: one of shard 0, of the shard
     above. FAILED_ABOVE (text, code): the session with it is over. TICK. WROTE (clock, kept, took_ns): a checkpoint was written,
-    or could not be. STOP: Ctrl-C."""
+    or could not be. STOP: Ctrl-C. UNREACHED: nobody is connected under the name of this peer, which had dialled us."""
 
     START = 0
     BELOW = 1
@@ -25,6 +25,7 @@ class Kind(IntEnum):
     WROTE = 6
     STOP = 7
     LINKED = 8
+    UNREACHED = 9
 
 
 @dataclass(frozen=True, slots=True)

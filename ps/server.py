@@ -124,6 +124,12 @@ class Server:
             self.membership.member.repeat_soon(0)
         return []
 
+    def unreached(self, peer: bytes, now_ns: int) -> list[ServerEffect]:
+        """A message to this peer found nobody."""
+        if self.coordinator is not None:
+            self.coordinator.roster.unreached(peer, now_ns)
+        return []
+
     def advance(self, now_ns: int) -> list[ServerEffect]:
         """Handle the oldest message of `inner`; return its effects."""
         assert self.coordinator is not None
@@ -266,5 +272,6 @@ HAPPENS: dict[Kind, Callable[[Server, Event], list[ServerEffect]]] = {
     Kind.TICK: lambda server, event: server.tick(event.now_ns),
     Kind.WROTE: _wrote,
     Kind.LINKED: lambda server, event: server.linked(),
+    Kind.UNREACHED: lambda server, event: server.unreached(event.peer, event.now_ns),
     Kind.STOP: lambda server, event: server.stop(event.now_ns),
 }

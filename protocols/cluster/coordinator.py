@@ -236,6 +236,7 @@ class Coordinator:
         if self.generations.tick(now_ns, self.version + 1):
             effects += self._broadcast(now_ns)
         effects += self._settle(now_ns)
+        effects += self.roster.probes(now_ns)
         for shard, report in sorted(self.reports.items()):
             line = self.lines[shard]
             unseen = report.ledger_seen < self.version or report.generation != self.run.generation

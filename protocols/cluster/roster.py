@@ -24,6 +24,9 @@ from narrows.protocols.settings import contradiction
 from narrows.protocols.wire import unpack
 
 LEASE_STEPS = 3  # a lease is never under three measured steps
+CUT_LEASES = 0.25  # of one whose connection has ended
+CUT_LEAST_NS = 2 * NS  # in which who lives has connected anew
+PROBE_NS = NS  # silence after which a member is sent something
 WAITING_MAX = 1024  # joiners that wait for the shards to report
 
 ENDED = "the run has ended; start the server again"
@@ -62,7 +65,7 @@ class Roster(Decision):
         if seat is None:
             seat = self.run.sit(hello, peer, now_ns)
             effects.append(self.event("joined", seat))
-        seat.peer, seat.seen_ns = peer, now_ns
+        self._saw(seat, now_ns, peer)
         return [*effects, Send(peer, self._welcome(seat))]
 
     def _unwelcome(self, hello: m.Hello, seat: Seat | None) -> tuple[int, str]:
@@ -150,7 +153,7 @@ class Roster(Decision):
         if seat is None or message.epoch < self.run.first_epoch:
             return None
         check_name(peer, seat.name, seat.worker)
-        seat.peer, seat.seen_ns = peer, now_ns
+        self._saw(seat, now_ns, peer)
         if isinstance(message, m.Heartbeat):
             seat.below = message.below
         return seat
@@ -158,7 +161,26 @@ class Roster(Decision):
     def heard(self, worker: int, now_ns: int) -> None:
         """Any message of a member to shard 0 renews its lease."""
         if worker in self.run.seats:
-            self.run.seats[worker].seen_ns = now_ns
+            self._saw(self.run.seats[worker], now_ns)
+
+    @staticmethod
+    def _saw(seat: Seat, now_ns: int, peer: bytes = b"") -> None:
+        seat.peer, seat.seen_ns, seat.cut_ns = peer or seat.peer, now_ns, 0
+
+    def unreached(self, peer: bytes, now_ns: int) -> None:
+        """Nobody is connected under this name. Who lives connects again soon, and says something."""
+        for seat in self.run.seats.values():
+            if seat.name == m.name_of(peer):
+                seat.cut_ns = seat.cut_ns or now_ns
+
+    def probes(self, now_ns: int) -> list[Send]:
+        """Something small for each member that is silent: where nobody is connected, we are told."""
+        effects = []
+        for seat in self.run.declared:
+            if now_ns - max(seat.seen_ns, seat.asked_ns) >= PROBE_NS:
+                seat.asked_ns = now_ns
+                effects.append(Send(seat.peer, m.HeartbeatAck(seat.worker, seat.epoch, 0, now_ns, now_ns)))
+        return effects
 
     def unknown(self, worker: int, epoch: int) -> m.Refuse:
         text = f"worker {worker} is no member of this run (its lease expired, or the server was restarted)"
@@ -171,8 +193,14 @@ class Roster(Decision):
 
     def expired(self, now_ns: int) -> list[Seat]:
         lease_ns, step_ns = int(self.run.settings.lease * NS), self.rounds.step_ns
-        seats = self.run.seats.values()
-        return [seat for seat in seats if now_ns - seat.seen_ns > max(lease_ns, LEASE_STEPS * step_ns(seat))]
+        cut_ns = min(lease_ns, max(CUT_LEAST_NS, int(lease_ns * CUT_LEASES)))
+
+        def gone(seat: Seat) -> bool:
+            if seat.cut_ns and now_ns - seat.cut_ns > cut_ns:
+                return True
+            return now_ns - seat.seen_ns > max(lease_ns, LEASE_STEPS * step_ns(seat))
+
+        return [seat for seat in self.run.seats.values() if gone(seat)]
 
     def done(self) -> list[Seat]:
         """Those who leave and whose last update every shard has reported: a shard may know it earlier than we do."""

@@ -55,6 +55,8 @@ class Seat:
     rank: int
     peer: bytes
     seen_ns: int
+    cut_ns: int = 0  # since when nobody is connected under its name, 0: somebody may be
+    asked_ns: int = 0  # when it was last sent something to find that out
     phase: SeatPhase = SeatPhase.WELCOMED
     epoch: int = 0  # in which it declared, 0 before
     start: int = 0  # its clock then

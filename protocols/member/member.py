@@ -226,7 +226,8 @@ class Member:
 
     def _beaten(self, message: m.HeartbeatAck, now_ns: int) -> list[MemberEffect]:
         if message.worker == self.worker:
-            self.meter.up.passed(message.echo_ns, message.received_ns)
+            if message.echo_ns:  # else it was not asked for
+                self.meter.up.passed(message.echo_ns, message.received_ns)
             self.meter.down.passed(message.sent_ns, now_ns)
             self.tree = message.tree or self.tree
         return []
@@ -248,7 +249,7 @@ class Member:
         if shard < len(self.sessions):
             self.sessions[shard].repeat_soon()
         if not shard:
-            self.asked_ns = LONG_AGO_NS
+            self.asked_ns = self.beat_ns = LONG_AGO_NS
 
     def tick(self, now_ns: int) -> list[MemberEffect]:
         """Repeat what is unanswered, beat, and find the server lost."""

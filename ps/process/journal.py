@@ -24,9 +24,10 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
-from narrows.protocols.effects import NS
+from narrows.protocols.effects import NS, Checkpoint, Load, ServerEffect, Stop
+from narrows.protocols.errors import NarrowsError
 from narrows.protocols.messages import Buffer
 from narrows.protocols.wire import decode, pack, unpack
 from narrows.ps.events import Event, Kind
@@ -49,6 +50,14 @@ def files() -> tuple[int, int]:
         with tempfile.TemporaryFile() as file:
             made.append(os.dup(file.fileno()))
     return made[0], made[1]
+
+
+class Replayed(NamedTuple):
+    """`writing`: the clock of a checkpoint that was being written, -1: none. `stop`: what the run ended with."""
+
+    events: int
+    writing: int
+    stop: Stop | None
 
 
 def _named(module: str, name: str) -> Any:
@@ -193,3 +202,23 @@ class Journal:
             yield Event(Kind(kind), now_ns, peer, message, tuple(values))
             self.end = at
         os.ftruncate(file, self.end)  # of one that is not whole
+
+    def replay(self, server: Server, load: Callable[[int], None]) -> Replayed:
+        """All that has happened since the machine was written, but for what others saw of it. `load`: reads a checkpoint."""
+        count, writing, stop = 0, -1, None
+        for event in self.events():
+            count, writing = count + 1, -1 if event.kind is Kind.WROTE else writing
+            effects: list[ServerEffect] = []
+            with contextlib.suppress(NarrowsError):  # a message that was refused
+                effects = server.happen(event)
+            while effects or server.inner:
+                for effect in effects:
+                    match effect:
+                        case Checkpoint(clock):
+                            writing = clock
+                        case Load(clock):
+                            load(clock)
+                        case Stop():
+                            stop = effect
+                effects = server.advance(event.now_ns) if server.inner else []
+        return Replayed(count, writing, stop)

@@ -21,7 +21,7 @@ from narrows.protocols.errors import BY_EXIT_CODE, NarrowsError
 from narrows.protocols.runtime.clock import Awake
 from narrows.protocols.runtime.curve import Why
 from narrows.protocols.runtime.keys import SERVER, refusal
-from narrows.protocols.runtime.sockets import Drops, Peer, Port, Receipt, Sockets
+from narrows.protocols.runtime.sockets import NOBODY, Drops, Peer, Port, Receipt, Sockets
 from narrows.protocols.wire import decode, encode
 from narrows.ps.changes import Load as LoadArrays
 from narrows.ps.events import Event, Kind
@@ -55,6 +55,7 @@ class Runner:
         self.drops = Drops(self._say_dropped)
         self.lending: list[Receipt] = []  # of views of the store
         self.told: set[str] = set()  # clusters that are dialled
+        self.unreached: list[bytes] = []  # peers that were sent something and are not there
         self.end = Stop()
         self.running = True
         self.stop_by = float("inf")
@@ -113,30 +114,23 @@ class Runner:
 
     def _replay(self, journal: Journal) -> None:
         """All that happened since the machine was written, but for what others have seen of it."""
-        began, count, writing = time.monotonic(), 0, -1
-        for event in journal.events():
-            count, writing = count + 1, -1 if event.kind is Kind.WROTE else writing
-            effects: list[ServerEffect] = []
-            with contextlib.suppress(NarrowsError):  # a message that was refused
-                effects = self.server.happen(event)
-            while effects or self.server.inner:
-                for effect in effects:
-                    match effect:
-                        case Checkpoint(clock):
-                            writing = clock
-                        case Load(clock):
-                            self._load(clock)
-                        case Stop():
-                            self.running, self.end = False, effect
-                effects = self.server.advance(event.now_ns) if self.server.inner else []
+        began = time.monotonic()
+        done = journal.replay(self.server, self._load)
+        self.running, self.end = done.stop is None, done.stop or self.end
         self.clock = Awake(begins_ns=self.server.now_ns)
         index, shard = self.process.index, self.server.shard
-        text = f"shard {index} goes on where it was ({count} events done again in {time.monotonic() - began:.1f} s)"
-        emit("log", name="replayed", values={"shard": index, "events": count, "clock": shard.min_clock, "text": text})
-        if writing == shard.min_clock:
-            self._checkpoint(writing)
-        elif writing >= 0 and self.process.folder is not None:
-            self._write_down(Written(writing, checkpoints.clocks(self.process.folder, index), 0))
+        text = (
+            f"shard {index} goes on where it was ({done.events} events done again in {time.monotonic() - began:.1f} s)"
+        )
+        emit(
+            "log",
+            name="replayed",
+            values={"shard": index, "events": done.events, "clock": shard.min_clock, "text": text},
+        )
+        if done.writing == shard.min_clock:
+            self._checkpoint(done.writing)
+        elif done.writing >= 0 and self.process.folder is not None:
+            self._write_down(Written(done.writing, checkpoints.clocks(self.process.folder, index), 0))
         elif self.server.over and shard.checkpoints:  # who waits for it may not have been told
             emit("log", name="checkpoint", values={"shard": index, "clock": shard.checkpoints[-1]})
 
@@ -185,6 +179,8 @@ class Runner:
         receipt = self.port.send(to, frames, control=isinstance(message, m.CONTROL))
         if receipt.lent and not isinstance(frames[-1], bytes):  # bytes never change
             self.lending.append(receipt)
+        if receipt is NOBODY and isinstance(to, bytes):
+            self.unreached.append(to)
         self.drops.note(type(message).__name__, receipt)
         return sum(map(len, frames))
 
@@ -308,6 +304,9 @@ class Runner:
             for peer, frames in sockets.receive(TICK_MS):
                 self.receive(peer, frames)
             self.wrote()
+            unreached, self.unreached = self.unreached, []
+            for lost in dict.fromkeys(unreached):
+                self.happen(Event(Kind.UNREACHED, self.clock.now(), lost))
             now_ns = self.clock.turn()
             if now_ns - ticked >= TICK_MS * NS // 1000:
                 ticked = now_ns

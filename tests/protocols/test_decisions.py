@@ -14,6 +14,7 @@ from narrows.protocols.cluster import coordinator
 from narrows.protocols.cluster.above import Above
 from narrows.protocols.cluster.generations import EVERY_LEAST_NS, Generations
 from narrows.protocols.cluster.meeting import Meeting
+from narrows.protocols.cluster.roster import Roster
 from narrows.protocols.cluster.rounds import Rounds
 from narrows.protocols.cluster.run import RUN_LIFE, SEAT_LIFE, Run, RunPhase, Seat, SeatPhase
 from narrows.protocols.effects import NS
@@ -268,3 +269,24 @@ def test_no_decision_assigns_to_the_fields_of_another() -> None:
     assert [name for path in FILES for name in foreign(path.read_text("utf-8"))] == []
     found = set(foreign("self.a, self.rounds.min_clock = 1, 2\nself.run.epoch += 1"))
     assert found == {"self.rounds.min_clock", "self.run.epoch"}
+
+
+# Those who are gone.
+
+
+def test_who_has_no_connection_is_waited_for_a_quarter_of_a_lease() -> None:
+    run = run_of(lease=20.0)
+    rounds = Rounds(run)
+    roster = Roster(run, rounds, Above(run, rounds, False), Meeting(run), 1 << 30)
+    here, gone = (run.sit(m.Hello(name, "here"), name.encode() * m.NAME_BYTES + b"x", 0) for name in "ab")
+    for seat in (here, gone):
+        seat.declare(run.changed(), 0, "")
+        rounds.enter(seat, 0)
+    assert roster.probes(NS // 2) == []
+    assert {probe.peer for probe in roster.probes(NS)} == {here.peer, gone.peer} and roster.probes(NS) == []
+    roster.unreached(gone.name + b"another of its connections", NS)
+    roster.heard(here.worker, 5 * NS)
+    assert roster.expired(6 * NS) == [] and roster.expired(6 * NS + 1) == [gone]
+    roster.heard(gone.worker, 6 * NS)
+    assert roster.expired(24 * NS) == [], "it has connected anew"
+    assert roster.expired(27 * NS) == [here, gone], "and a silence is a lease long"

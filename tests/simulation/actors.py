@@ -257,6 +257,9 @@ class Process:
     def tick(self, now_ns: int) -> None:
         self._happen(Event(Kind.TICK, now_ns), "tick")
 
+    def unreached(self, target: str, now_ns: int) -> None:
+        self._happen(Event(Kind.UNREACHED, now_ns, peer_of(target)), f"nobody is at {target}")
+
     def _happen(self, event: Event, why: str) -> None:
         """One event of the machine, and what it asks for, and what follows from that inside it; then all is looked at."""
         run, checker = self.run, self.run.checker

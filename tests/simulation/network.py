@@ -63,7 +63,8 @@ class Faults:
 
 
 class Machine(Protocol[Heard]):
-    """What stands at an address. Both calls may `send`, `start` and `crash`."""
+    """What stands at an address. Both calls may `send`, `start` and `crash`. One that has `unreached` is told of an address
+    where what it sent found nobody."""
 
     def handle(self, source: str, message: Heard, now_ns: int) -> None: ...
 
@@ -195,6 +196,8 @@ class Simulator(Generic[Message]):
         machine = self._machines.get(target)
         if machine is None:
             self.struck["to nobody"] += 1
+            if unreached := getattr(self._machines.get(source), "unreached", None):
+                unreached(target, self.now_ns)  # as a connection that was closed shows it
             return
         if copy:
             self.struck["duplicated"] += 1

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kit.processes import SCRIPT, Server, Worker, serving, started, trained_alone, until
+from kit.processes import SCRIPT, Server, Worker, descendants, serving, started, trained_alone, until
 from kit.scripts import distance, flat
 
 from narrows.protocols.settings import Settings
@@ -165,3 +165,21 @@ def test_the_process_that_forks_them_too() -> None:
 
 def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_a_machine_whose_processes_are_gone_is_waited_for_a_quarter_of_a_lease(tmp_path: Path) -> None:
+    """Nobody is left to say so, but its connections have ended."""
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT % "time.sleep(0.01)")
+    with (
+        serving("--sync", "bsp", "--workers", "2", "--lease", "40") as server,
+        started("ps-worker", "--server", server.address, str(path), "200") as one,
+        started("ps-worker", "--server", server.address, str(path)) as two,
+    ):
+        until(lambda: "clock " in one.err, str(one))
+        began = time.monotonic()
+        for pid in (two.pid, *descendants(two.pid)):
+            os.kill(pid, signal.SIGKILL)
+        assert one.wait() == 0, f"{one}\n{server.command}"
+        assert 10 < time.monotonic() - began < 30, "a quarter of the lease, and the steps"
+        assert " expired at clock " in server.command.out and server.command.wait() == 0
