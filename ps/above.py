@@ -94,8 +94,8 @@ class Above:
         """What ends this stream, and the cluster with it."""
         return ""
 
-    def repeat_soon(self) -> None:
-        """The connection to the shard above is another one."""
+    def repeat_soon(self, peer: str = "") -> None:
+        """The connection to the shard above is another one, or that to this peer."""
 
     @property
     def clock(self) -> int:
@@ -216,8 +216,9 @@ class Seated(Above):
     def tick(self, now_ns: int) -> Asks:
         return asks(self.session.repeat(now_ns)) if self.own else []
 
-    def repeat_soon(self) -> None:
-        self.session.repeat_soon()
+    def repeat_soon(self, peer: str = "") -> None:
+        if not peer:
+            self.session.repeat_soon()
 
     @property
     def start(self) -> FloatArray:

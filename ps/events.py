@@ -11,21 +11,19 @@ from narrows.protocols import messages as m
 
 
 class Kind(IntEnum):
-    """START: the process is there; it may have a machine that had begun. LINKED: the connection to the shard above is another
-    one. BELOW: a message of a peer that dialled us. COORDINATOR, ABOVE: one of shard 0, of the shard
-    above. FAILED_ABOVE (text, code): the session with it is over. TICK. WROTE (clock, kept, took_ns): a checkpoint was written,
-    or could not be. STOP: Ctrl-C. UNREACHED: nobody is connected under the name of this peer, which had dialled us."""
+    """The values of an event are named behind its kind."""
 
-    START = 0
-    BELOW = 1
-    COORDINATOR = 2
-    ABOVE = 3
-    FAILED_ABOVE = 4
+    START = 0  # the process is there; its machine may have begun before
+    BELOW = 1  # a message of a peer that dialled us
+    COORDINATOR = 2  # a message of shard 0
+    ABOVE = 3  # a message of the shard above
+    FAILED_ABOVE = 4  # text, code: the session with it is over
     TICK = 5
-    WROTE = 6
-    STOP = 7
-    LINKED = 8
-    UNREACHED = 9
+    WROTE = 6  # clock, kept, took_ns: a checkpoint was written, or could not be
+    STOP = 7  # Ctrl-C
+    LINKED = 8  # peer: the connection to this cluster is another one; "": that to the shard above
+    UNREACHED = 9  # nobody is connected under the name of this peer, which had dialled us
+    ENDED = 10  # shards: these had ended when the process was started again
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,6 +58,10 @@ class Mixing(Seated):
         self.alone = self.handed_over = False
         self.roster = b""
 
+    def repeat_soon(self, peer: str = "") -> None:
+        super().repeat_soon(peer)
+        self.peers.repeat_soon(peer)
+
     def _gain(self, settings: Settings, size: int) -> Gain | None:
         """Of updates of one clock; the one of the place before, where there was one."""
         if self.mode.local_steps > 1:

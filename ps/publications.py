@@ -54,6 +54,11 @@ class Child:
         """The newest publication that it has or that was sent."""
         return max(self.sent, default=self.follow.have)
 
+    def repeat_soon(self) -> None:
+        self.doubt = True
+        for sent in self.sent.values():
+            sent.sent_ns = LONG_AGO_NS
+
     def said(self, follow: m.Follow, now_ns: int) -> None:
         """The newest word of the child; the same one again asks for what has not come."""
         again, self.follow, self.doubt = self.doubt or follow == self.follow, follow, False
@@ -181,9 +186,13 @@ class Publications:
     def repeat_soon(self) -> None:
         """What was sent may not have left: it is sent again with the next word of a child."""
         for child in self.children.values():
-            child.doubt = True
-            for sent in child.sent.values():
-                sent.sent_ns = LONG_AGO_NS
+            child.repeat_soon()
+
+    def unreached(self, peer: bytes) -> None:
+        """Nobody is connected under this name: what was sent there is lost."""
+        for seat in self.inbox.seats.values():
+            if seat.name == m.name_of(peer):
+                self.child(seat).repeat_soon()
 
     # What they are sent.
 

@@ -111,23 +111,31 @@ class Server:
         if self.begun:
             if self.shard.planned is not None:
                 self.shard.planned.publications.repeat_soon()
-            return self.linked()
+            return [*self.linked(""), *self._route([self.shard.report(now_ns)], now_ns)]
         above, self.begun = self.membership, True
         effects = above.seen(above.member.join(now_ns), now_ns) if above is not None else []
         # As if of long ago: process 0 may not listen yet, and the first tick says it again.
         return self._route([*effects, self.shard.report(0)], now_ns)
 
-    def linked(self) -> list[ServerEffect]:
-        """The next tick says again to the shard above what it has not answered."""
-        self.shard.above.repeat_soon()
-        if self.membership is not None:
+    def linked(self, peer: str) -> list[ServerEffect]:
+        """The next tick says again what the shard above, or this peer, has not answered."""
+        self.shard.above.repeat_soon(peer)
+        if self.membership is not None and not peer:
             self.membership.member.repeat_soon(0)
+        return []
+
+    def ended_shards(self, shards: tuple[int, ...]) -> list[ServerEffect]:
+        """These had ended when the process of this one was started again."""
+        if self.coordinator is not None:
+            self.coordinator.ended(shards)
         return []
 
     def unreached(self, peer: bytes, now_ns: int) -> list[ServerEffect]:
         """A message to this peer found nobody."""
         if self.coordinator is not None:
             self.coordinator.roster.unreached(peer, now_ns)
+        if self.shard.planned is not None:
+            self.shard.planned.publications.unreached(peer)
         return []
 
     def advance(self, now_ns: int) -> list[ServerEffect]:
@@ -271,7 +279,8 @@ HAPPENS: dict[Kind, Callable[[Server, Event], list[ServerEffect]]] = {
     Kind.FAILED_ABOVE: _failed_above,
     Kind.TICK: lambda server, event: server.tick(event.now_ns),
     Kind.WROTE: _wrote,
-    Kind.LINKED: lambda server, event: server.linked(),
+    Kind.LINKED: lambda server, event: server.linked(*event.values),
+    Kind.ENDED: lambda server, event: server.ended_shards(event.values),
     Kind.UNREACHED: lambda server, event: server.unreached(event.peer, event.now_ns),
     Kind.STOP: lambda server, event: server.stop(event.now_ns),
 }

@@ -8,8 +8,8 @@ It lives with shard 0 and is the one owner of membership. Rules
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from narrows.protocols import messages as m
@@ -175,6 +175,8 @@ class Coordinator:
             raise RemoteProtocolError(f"there is no shard {index} at that peer")
         before = self.reports.get(index)
         if before is not None and (report.incarnation, report.version) <= (before.incarnation, before.version):
+            if (report.incarnation, report.version) == (before.incarnation, before.version):
+                self.lines[index].peer = peer  # it may have connected anew, and have no more to say
             return []  # overtaken by a newer one, be it of the process that came after
         self.lines.setdefault(index, Line(peer)).peer = peer
         self.reports[index] = report
@@ -189,6 +191,12 @@ class Coordinator:
         if self.run.complete:
             effects += self.roster.greet(now_ns)
         return [*effects, *self._settle(now_ns), *self.roster.readies(self.buffers)]
+
+    def ended(self, shards: Iterable[int]) -> None:
+        """The processes of these have done all that a run that is over asks of them, and say no more."""
+        seen, clock = self.generations.over_version, self.rounds.min_clock
+        for shard in self.reports.keys() & set(shards) if self.over else ():
+            self.reports[shard] = replace(self.reports[shard], ledger_seen=seen, min_clock=clock, at_rest=True)
 
     # The run above.
 

@@ -18,7 +18,7 @@ from narrows.protocols import effects as e
 from narrows.protocols import messages as m
 from narrows.protocols.effects import NS, MemberEffect, PeerSay, Tell
 from narrows.protocols.errors import RemoteProtocolError
-from narrows.protocols.timing import BYTES_PER_SECOND
+from narrows.protocols.timing import BYTES_PER_SECOND, LONG_AGO_NS
 from narrows.protocols.wire import FRAME_BYTES
 
 EARLY_MAX = 64  # messages kept of workers that no roster has named yet
@@ -206,6 +206,12 @@ class Peers:
         return [*self._ack(peer, offer.worker), e.OfferArrived(offer.worker, parts)]
 
     # Time.
+
+    def repeat_soon(self, address: str = "") -> None:
+        """The connection to this peer is another one, or to all: the next tick says again what is not acked."""
+        for peer in self.peers.values():
+            if address in ("", peer.address):
+                peer.sent_ns = peer.adopt_ns = peer.asked_ns = LONG_AGO_NS
 
     def tick(self, now_ns: int) -> list[MemberEffect]:
         """Send again what is not acked, look after those who are awaited, and give up who is silent."""

@@ -246,6 +246,7 @@ class Member:
 
     def repeat_soon(self, shard: int) -> None:
         """The connection to this shard is another one."""
+        self.meter.anew()
         if shard < len(self.sessions):
             self.sessions[shard].repeat_soon()
         if not shard:

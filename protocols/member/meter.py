@@ -50,6 +50,10 @@ class LinkMeter:
     up: Direction = field(default_factory=Direction)
     down: Direction = field(default_factory=Direction)
 
+    def anew(self) -> None:
+        """The server's process is another one, and its clock may have stood still meanwhile."""
+        self.up, self.down = Direction(), Direction()
+
     def read(self) -> LinkSeen:
         """What was seen since it was last read."""
         up, down = self.up, self.down

@@ -29,7 +29,7 @@ from narrows.ps.process.main import JOURNAL
 
 START_S = 120.0  # a cold machine compiles kernels first
 END_S = 40.0  # a shard that does not end within this after the stop is killed
-RESTARTS_MAX = 5  # of all shards in a while: more is no accident
+RESTARTS_MAX = 5  # times the shards, of all of them in a while: more is no accident
 KILLED_S, FAILED_S = 60.0, 600.0  # that while, of shards that were killed, and of those that ended by themselves
 HASH_SEED = str(secrets.randbelow(1 << 32))  # of all lives of a shard: what is done again takes sets in the same order
 LIFE_EPOCHS = 1 << 32  # more than shard 0 has in one life
@@ -43,7 +43,7 @@ SHOWN = {
     "checkpoint": "shard {shard}: checkpoint of clock {clock}",
 }  # any other event has its own text
 # What a user of ps-worker must know.
-SHOWN_EMBEDDED = ("discarded", "restart", "lost", "refused", "hyper", "dropped", "disk", "damaged")
+SHOWN_EMBEDDED = ("discarded", "restart", "lost", "refused", "hyper", "dropped", "disk", "damaged", "journal")
 
 
 NEEDS = [("loading kernels ...", "narrows.compression:warm_up"), ("", "narrows.ps.process.runner")]
@@ -101,7 +101,9 @@ class Cluster:
         self.alive: set[int] = set()  # shards whose present process has come to serve
         self.restarts = 0
         # When those died that were started again: of the killed and of the others.
-        self.died: dict[bool, deque[float]] = {killed: deque(maxlen=RESTARTS_MAX) for killed in (True, False)}
+        self.died: dict[bool, deque[float]] = {
+            killed: deque(maxlen=RESTARTS_MAX * settings.shards) for killed in (True, False)
+        }
         self.errors: list[tuple[int, int, str]] = []  # shard, exit code, sentence
         self.checkpoint = -1  # clock of the newest
         self.disk: dict[int, str] = {}  # by shard, why its newest could not be written
@@ -156,9 +158,12 @@ class Cluster:
             "coordinator": f"tcp://{here}:{self.ports[0]}" if index else "",
             "resume": self.told["resume"] or self.restarts > 0,
             "replay": replay,
+            "done": sorted(self.done),
         }
         words, name = ["-m", "narrows.ps.process.main"], f"ps-shard-{index}"
-        if self.keeps_journals and index not in self.journals:
+        if self.keeps_journals and not replay:
+            for file in self.journals.pop(index, ()):
+                os.close(file)
             from narrows.ps.process.journal import files
 
             self.journals[index] = files()
@@ -178,7 +183,7 @@ class Cluster:
         killed = code < 0 and index in self.alive and index in self.journals
         self.alive.discard(index)
         now, died = time.monotonic(), self.died[killed]
-        often = len(died) == RESTARTS_MAX and now - died[0] < (KILLED_S if killed else FAILED_S)
+        often = len(died) == died.maxlen and now - died[0] < (KILLED_S if killed else FAILED_S)
         if ends or often or (self.settings.mode().rule is Rule.MIX and not killed):
             self.ended.add(index)
             return
@@ -256,6 +261,9 @@ class Cluster:
                 if name == "checkpoint":
                     self.checkpoint = values["clock"] if index == 0 else self.checkpoint
                     self.disk.pop(index, None)
+                elif name == "journal":  # it has none any more
+                    for file in self.journals.pop(index, ()):
+                        os.close(file)
                 elif name == "disk":
                     self.disk[index] = values["text"]
                 show(name, values)

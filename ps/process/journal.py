@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from narrows.protocols.effects import NS, Checkpoint, Load, ServerEffect, Stop
@@ -75,6 +76,8 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, found: Any) -> Any:
         """A payload is a view of a message. A peer may be known by more than its bytes. A kernel goes by its name: a copy of it
         would be compiled once more."""
+        if isinstance(found, ModuleType):
+            return import_module, (found.__name__,)
         if kernel := getattr(found, "py_func", None):
             return _named, (kernel.__module__, kernel.__qualname__)
         if isinstance(found, memoryview) or (isinstance(found, bytes) and type(found) is not bytes):
@@ -139,7 +142,7 @@ class Journal:
             return
         began_ns, other = time.monotonic_ns(), self.files[1 - self.turn]
         try:
-            if (size := server.shard.nbytes) > self.most:
+            if (size := max(server.shard.nbytes, self.size)) > self.most:
                 raise OSError(f"it would take {size:,} bytes, and may take {self.most:,}")
             os.ftruncate(other, 0)
             with open(os.dup(other), "wb") as file:
@@ -149,7 +152,7 @@ class Journal:
             self.serial += 1
             os.pwrite(other, HEAD.pack(self.serial, self.size), 0)
             os.ftruncate(self.files[self.turn], 0)
-        except OSError as error:
+        except Exception as error:  # a run without a journal is better than none
             return self.give_up(error)
         self.turn, self.end = 1 - self.turn, HEAD.size + self.size
         self.spent_ns, self.copy_ns = 0, time.monotonic_ns() - began_ns
@@ -169,9 +172,9 @@ class Journal:
             return self.give_up(error)
         self.end += size
 
-    def give_up(self, error: OSError) -> None:
-        """The memory is full. What is here is not all that happened, so nobody may go on with it."""
-        self.trouble = error.strerror or str(error)
+    def give_up(self, error: Exception) -> None:
+        """The memory is full, most likely. What is here is not all that happened, so nobody may go on with it."""
+        self.trouble = getattr(error, "strerror", None) or str(error)
         for file in self.files:
             with contextlib.suppress(OSError):
                 os.ftruncate(file, 0)
@@ -218,6 +221,7 @@ class Journal:
                             writing = clock
                         case Load(clock):
                             load(clock)
+                            writing = -1
                         case Stop():
                             stop = effect
                 effects = server.advance(event.now_ns) if server.inner else []

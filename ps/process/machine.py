@@ -50,6 +50,7 @@ class Process:
     keys: str = ""  # folder; "": in the open
     parent_key: str = ""  # file
     replay: bool = False  # go on with what the journal has
+    done: tuple[int, ...] = ()  # shards that had ended by then
 
     @property
     def folder(self) -> Path | None:
@@ -74,7 +75,11 @@ def journal_most(shards: int) -> int:
 
 
 def _memory() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Bytes that this machine has, or that its container may take."""
+    most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with contextlib.suppress(OSError, ValueError):  # "max": there is no limit
+        most = min(most, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return most
 
 
 def emit(event: str, **values: Any) -> None:

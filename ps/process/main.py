@@ -36,7 +36,7 @@ def main() -> int:
     from narrows.ps.process.machine import Process, emit
     from narrows.ps.process.runner import run
 
-    settings = Settings(**told.pop("settings"))
+    settings, told["done"] = Settings(**told.pop("settings")), tuple(told["done"])
     warm_up(lambda text: emit("say", text=text))
     both = (int(os.environ[JOURNAL[0]]), int(os.environ[JOURNAL[1]])) if JOURNAL[0] in os.environ else None
     try:

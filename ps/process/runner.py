@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from narrows.protocols import messages as m
 from narrows.protocols.addresses import is_address
@@ -25,6 +26,7 @@ from narrows.protocols.runtime.sockets import NOBODY, Drops, Peer, Port, Receipt
 from narrows.protocols.wire import decode, encode
 from narrows.ps.changes import Load as LoadArrays
 from narrows.ps.events import Event, Kind
+from narrows.ps.planned import Stage
 from narrows.ps.process import checkpoints
 from narrows.ps.process.gate import Gate
 from narrows.ps.process.journal import Journal
@@ -66,7 +68,7 @@ class Runner:
         self.anew = True  # the journal is to begin again
         self.began_ns = 0  # when the event was, that is being handled
         if self.journal is not None and self.journal.whole and process.replay:
-            self.server = self.journal.machine()
+            self.gate.known = self.server = self.journal.machine()
             self._replay(self.journal)
         else:
             own = self.gate.guard.own if self.gate.guard is not None else None
@@ -78,9 +80,12 @@ class Runner:
         self.lending = [receipt for receipt in self.lending if receipt.lent]
         return bool(self.lending)
 
+    def _log(self, event: str, **told: Any) -> None:
+        emit("log", name=event, values={"shard": self.process.index, **told})
+
     def _say_dropped(self, text: str) -> None:
         if not self.server.over:
-            emit("log", name="dropped", values={"shard": self.process.index, "text": text})
+            self._log("dropped", text=text)
 
     # The journal.
 
@@ -107,10 +112,8 @@ class Runner:
             journal.begin(self.server)
         if journal.trouble:
             self.journal, index = None, self.process.index
-            text = (
-                f"shard {index} cannot keep its journal ({journal.trouble}): if it dies it goes back to its checkpoint"
-            )
-            emit("log", name="journal", values={"shard": index, "text": text})
+            text = f"shard {index} cannot keep its journal ({journal.trouble}): if it dies it goes back to a checkpoint"
+            self._log("journal", text=text)
 
     def _replay(self, journal: Journal) -> None:
         """All that happened since the machine was written, but for what others have seen of it."""
@@ -119,20 +122,16 @@ class Runner:
         self.running, self.end = done.stop is None, done.stop or self.end
         self.clock = Awake(begins_ns=self.server.now_ns)
         index, shard = self.process.index, self.server.shard
-        text = (
-            f"shard {index} goes on where it was ({done.events} events done again in {time.monotonic() - began:.1f} s)"
-        )
-        emit(
-            "log",
-            name="replayed",
-            values={"shard": index, "events": done.events, "clock": shard.min_clock, "text": text},
-        )
-        if done.writing == shard.min_clock:
+        again = f"{done.events} events done again in {time.monotonic() - began:.1f} s"
+        self._log("replayed", clock=shard.min_clock, text=f"shard {index} goes on where it was ({again})")
+        # Later in a clock the arrays may have what belongs to the next one.
+        whole = shard.planned is not None and shard.planned.stage in (Stage.FOLD, Stage.CHECKPOINT)
+        if done.writing == shard.min_clock and whole:
             self._checkpoint(done.writing)
         elif done.writing >= 0 and self.process.folder is not None:
             self._write_down(Written(done.writing, checkpoints.clocks(self.process.folder, index), 0))
         elif self.server.over and shard.checkpoints:  # who waits for it may not have been told
-            emit("log", name="checkpoint", values={"shard": index, "clock": shard.checkpoints[-1]})
+            self._log("checkpoint", clock=shard.checkpoints[-1])
 
     # Effects.
 
@@ -209,11 +208,11 @@ class Runner:
     def _write_down(self, written: Written) -> None:
         index = self.process.index
         self.happen(Event(Kind.WROTE, self.clock.now(), values=(written.clock, [*written.kept], written.took_ns)))
-        if not written.trouble:
-            emit("log", name="checkpoint", values={"shard": index, "clock": written.clock})
-        elif written.trouble != self.trouble:
+        if written.trouble and written.trouble != self.trouble:
             text = f"shard {index} cannot write a checkpoint and tries again: {written.trouble}"
-            emit("log", name="disk", values={"shard": index, "clock": written.clock, "text": text})
+            self._log("disk", clock=written.clock, text=text)
+        elif written.clock in written.kept and not written.trouble:  # else its process was killed meanwhile
+            self._log("checkpoint", clock=written.clock)
         self.trouble = written.trouble
 
     def _load(self, clock: int) -> None:
@@ -278,8 +277,8 @@ class Runner:
 
     def linked(self, address: str) -> None:
         """What we have dialled is connected anew."""
-        if address == self.server.above:
-            self.happen(Event(Kind.LINKED, self.clock.now()))
+        if address == self.server.above or address in self.told:
+            self.happen(Event(Kind.LINKED, self.clock.now(), values=(address if address in self.told else "",)))
 
     def stop(self) -> None:
         """Ctrl-C or the end of the parent."""
@@ -299,6 +298,8 @@ class Runner:
 
         sockets.watch(stdin, hear_parent)
         self.happen(Event(Kind.START, self.clock.now()))
+        if self.process.done:
+            self.happen(Event(Kind.ENDED, self.clock.now(), values=self.process.done))
         ticked = self.clock.turn()
         while self.running and not self.server.ended and time.monotonic() < self.stop_by:
             for peer, frames in sockets.receive(TICK_MS):
@@ -324,11 +325,9 @@ class Runner:
             text = f"shard {self.process.index} {moved}"
             emit("log", name="above", values={"shard": self.process.index, **values, "text": text})
         for name, size in sorted(self.gate.sent.items()):
-            text = f"shard {self.process.index}: {name} sent {size / 1e6:.2f} MB"
             if name != SERVER:
-                emit(
-                    "log", name="sent", values={"shard": self.process.index, "name": name, "bytes": size, "text": text}
-                )
+                text = f"shard {self.process.index}: {name} sent {size / 1e6:.2f} MB"
+                self._log("sent", name=name, bytes=size, text=text)
         emit("done", dropped=dropped, refused=dict(self.gate.refused))
 
 

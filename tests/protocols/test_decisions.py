@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from narrows.protocols import messages as m
 from narrows.protocols.cluster import coordinator
 from narrows.protocols.cluster.above import Above
+from narrows.protocols.cluster.coordinator import Coordinator
 from narrows.protocols.cluster.generations import EVERY_LEAST_NS, Generations
 from narrows.protocols.cluster.meeting import Meeting
 from narrows.protocols.cluster.roster import Roster
@@ -290,3 +292,18 @@ def test_who_has_no_connection_is_waited_for_a_quarter_of_a_lease() -> None:
     roster.heard(gone.worker, 6 * NS)
     assert roster.expired(24 * NS) == [], "it has connected anew"
     assert roster.expired(27 * NS) == [here, gone], "and a silence is a lease long"
+
+
+def test_shard_0_does_not_wait_for_shards_that_have_ended() -> None:
+    """Where it was killed while it wrote the last checkpoint: the others had said all, to the process before."""
+    ours = Coordinator(Settings(shards=2).validated(), 1)
+    for shard in range(2):
+        said = report(ours.run, shard)
+        ours.handle(b"" if not shard else b"shard 1", replace(said, version=1, at_rest=False), 0)
+    ours.ended([1])
+    assert not ours.reports[1].at_rest, "the run is not over"
+    ours.stop(0)
+    ours.handle(b"", replace(ours.reports[0], version=2, ledger_seen=ours.version, at_rest=True), 0)
+    assert not ours.generations.at_rest
+    ours.ended([1])
+    assert ours.generations.at_rest

@@ -74,7 +74,7 @@ def test_an_event_that_is_not_whole_has_not_happened(bytes_less: int, both: tupl
 
 @pytest.mark.parametrize("when", ["while it is written", "before the other is emptied"])
 def test_killed_while_it_begins_anew(when: str, both: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    class Killed(Exception):
+    class Killed(BaseException):
         pass
 
     journal, truncate, calls = filled(both, 2), os.ftruncate, []
@@ -111,6 +111,14 @@ def test_where_memory_is_full_nothing_counts(both: tuple[int, int], monkeypatch:
     journal.begin(server())
     assert not Journal(both, assume_lent).whole
     assert [os.fstat(file).st_size for file in both] == [0, 0], "others need the room"
+
+
+def test_what_cannot_be_written_ends_no_run(both: tuple[int, int]) -> None:
+    machine = server()
+    machine.shard.trouble = lambda: None  # type: ignore[assignment]
+    journal = Journal(both, assume_lent)
+    journal.begin(machine)
+    assert "pickle" in journal.trouble and not Journal(both, assume_lent).whole
 
 
 def test_a_machine_that_is_too_large_has_none(both: tuple[int, int]) -> None:

@@ -10,13 +10,15 @@ from simulation.actors import PLANS, PlainSGD
 
 from narrows.compression.codecs import raw_pieces
 from narrows.protocols import messages as m
-from narrows.protocols.effects import Checkpoint
+from narrows.protocols.effects import NS, Checkpoint
 from narrows.protocols.plan import Plan
 from narrows.protocols.settings import Settings
+from narrows.protocols.timing import Patience, Timing
 from narrows.protocols.wire import pack
 from narrows.ps.changes import FirstWeights
 from narrows.ps.inbox import Inbox
 from narrows.ps.planned import NEXT, STAGES, Means, Planned, Stage
+from narrows.ps.publications import Child, Sent
 from narrows.ps.shard import UNDECIDED
 
 HYPER = pack([pack([{"lr": 0.5}]), []])
@@ -81,3 +83,13 @@ def test_a_clock_waits_for_the_norm_over_all_shards() -> None:
     planned.run(ledger_of(1, norms=((0, 3.0),)), 0)
     assert planned.min_clock == 1 and not planned.norms
     np.testing.assert_allclose(planned.store.x, -0.5 * 1.5 / 3.0, rtol=1e-5)
+
+
+def test_what_may_not_have_left_is_sent_with_the_next_word_of_a_child() -> None:
+    now_ns, follow = NS, m.Follow(0, 1, 0, 3, 16)
+    child = Child(follow, Patience(Timing()), sent={4: Sent(10, now_ns, now_ns)})
+    child.said(replace(follow, clock=1), now_ns)
+    assert 4 in child.sent, "it is on its way"
+    child.repeat_soon()
+    child.said(replace(follow, clock=2), now_ns)
+    assert not child.sent and 4 in child.again

@@ -17,6 +17,7 @@ from kit.scripts import distance, flat
 from narrows.protocols.settings import Settings
 from narrows.ps.command import cluster
 from narrows.ps.command.cluster import Cluster
+from narrows.ps.process.journal import files
 
 RATE = 0.001  # of hundreds of steps, which must not end in noise
 STALL_S = 5.0  # of a busy machine, tests beside it; alone it takes a third of a second
@@ -106,6 +107,37 @@ def test_two_levels_see_nothing_of_it(whose: str, tmp_path: Path) -> None:
             assert joined == (2 if server is root else 1), server.command
 
 
+def test_clusters_that_gossip_go_on(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT % "time.sleep(0.01)")
+    with (
+        serving("--sync", "gossip", "--workers", "2") as root,
+        serving("--sync", "bsp", "--parent", root.address) as first,
+        serving("--sync", "bsp", "--parent", root.address) as second,
+        started("ps-worker", "--server", first.address, str(path), "200") as one,
+        started("ps-worker", "--server", second.address, str(path), "200") as two,
+    ):
+        until(lambda: "clock " in one.err or one.process.poll() is not None, str(one))
+        Killer(first, (0, 0), 1).end()
+        Killer(root, (0,), 1).end()
+        for command in (one, two):
+            assert command.wait() == 0, f"{command}\n{root.command}\n{first.command}\n{second.command}"
+        for server, kills in ((first, 2), (second, 0), (root, 1)):
+            undisturbed(server, kills)
+
+
+def test_one_that_had_no_more_to_say_is_found_again() -> None:
+    """Its last report was seen, and under another connection it would have none to make."""
+    with serving("--sync", "bsp", "--shards", "2") as server:
+        time.sleep(2.0)  # nothing happens
+        server.kill_shard(1)
+        began = time.monotonic()
+        with Worker(server.address) as worker:
+            worker.train(5)
+        assert time.monotonic() - began < 20
+        undisturbed(server, 1)
+
+
 def test_the_server_of_gossip_too(tmp_path: Path) -> None:
     """Workers could go on without it; nobody could join."""
     path = tmp_path / "script.py"
@@ -122,7 +154,7 @@ def test_the_server_of_gossip_too(tmp_path: Path) -> None:
 
 
 def test_all_at_once() -> None:
-    with serving("--sync", "bsp", "--shards", "3") as server:
+    with serving("--sync", "bsp", "--shards", "6") as server:
         worker = Worker(server.address)
         worker.train(5)
         before = server.pids
@@ -130,24 +162,33 @@ def test_all_at_once() -> None:
             os.kill(pid, signal.SIGKILL)
         worker.train(20)
         worker.close()
-        undisturbed(server, 3)
+        undisturbed(server, 6)
     assert distance(flat(worker.model), trained_alone(worker.clock)) < 1e-5
 
 
-@pytest.mark.parametrize(("code", "serves", "replays"), [(-9, True, True), (-9, False, False), (1, True, False)])
+@pytest.mark.parametrize(("code", "serves", "keeps", "replays"), [
+    (-9, True, True, True),
+    (-9, True, False, False),
+    (-9, False, True, False),
+    (1, True, True, False),
+])  # fmt: skip
 def test_only_one_that_was_killed_goes_on(
-    code: int, serves: bool, replays: bool, monkeypatch: pytest.MonkeyPatch
+    code: int, serves: bool, keeps: bool, replays: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What failed, or was killed while it did all over again, would do so again."""
     told: list[Any] = []
     monkeypatch.setattr(cluster, "say", lambda *words, **more: None)
     ours = Cluster(Settings(shards=2).validated())
-    ours.journals[1], ours.shards[1] = (-1, -1), type("Ended", (), {"close_stdin": lambda self: None})()
+    ours.journals[1], ours.shards[1] = files(), type("Ended", (), {"close_stdin": lambda self: None})()
     monkeypatch.setattr(ours, "_start", lambda index, replay: told.append((index, replay)))
     if serves:
         ours._taken((1, "bound", {"port": 1, "epoch": 0}))
+    if not keeps:
+        ours._taken((1, "log", {"name": "journal", "values": {"text": "the memory is full"}}))
     ours._taken((1, "exit", code))
     assert told == [(1, replays)]
+    for file in ours.journals.get(1, ()):
+        os.close(file)
 
 
 def test_the_process_that_forks_them_too() -> None:
