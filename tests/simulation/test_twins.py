@@ -22,7 +22,7 @@ from simulation.mirrors import Violation
 from simulation.trees import Tree, fault_case
 from simulation.twins import Twin
 
-RUNS, TREES = len(MODES), 6
+RUNS, RESTARTS, TREES = len(MODES), 4, 3
 REPLAYS_LEAST = 20  # of one run
 PLANTED_SEEDS = 30  # within so many a planted bug is found
 
@@ -32,12 +32,12 @@ def twins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Process, "shadow_of", Twin)
 
 
-@pytest.mark.parametrize("restart", [False, True])
-def test_of_one_level(restart: bool) -> None:
+@pytest.mark.parametrize(("restart", "runs"), [(False, RUNS), (True, RESTARTS)])
+def test_of_one_level(restart: bool, runs: int) -> None:
     before = Twin.replays
-    for seed in range(RUNS):
+    for seed in range(runs):
         Run(case_of(seed, restart)).run()
-    assert Twin.replays - before > REPLAYS_LEAST * RUNS
+    assert Twin.replays - before > REPLAYS_LEAST * runs
 
 
 def test_of_two_levels() -> None:

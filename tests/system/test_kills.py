@@ -57,19 +57,17 @@ def undisturbed(server: Server, kills: int) -> None:
 
 @pytest.mark.parametrize(("flags", "exact"), [
     ("--sync bsp", True),
-    ("--sync bsp --push update", True),
     ("--sync ssp", True),
     ("--sync ssp --staleness 0 --push gradient", True),
     ("--sync async", False),
     ("--sync ssp --compress topk:0.2+int8", False),
-    ("--sync local --local-steps 3 --compress 2bit", False),
-    ("--sync local --local-steps 4 --fragments 2 --merge-delay 1", False),
+    ("--sync local --local-steps 4 --fragments 2 --merge-delay 1 --compress 2bit", False),
 ])  # fmt: skip
 def test_nothing_is_lost_in_any_mode(flags: str, exact: bool) -> None:
     with serving(*flags.split(), "--shards", "2") as server:
         worker, longest = Worker(server.address, rate=RATE), 0.0
         worker.train(3)
-        killer = Killer(server, (1, 0, 0, 1), seed=len(flags))
+        killer = Killer(server, (1, 0, 1), seed=len(flags))
         while killer.is_alive():
             began, clock = time.monotonic(), worker.clock
             worker.step()
@@ -78,14 +76,13 @@ def test_nothing_is_lost_in_any_mode(flags: str, exact: bool) -> None:
         killer.end()
         worker.train(10)
         worker.close()
-        undisturbed(server, 4)
+        undisturbed(server, 3)
         assert server.command.out.count(" joined at clock ") == 1 and longest < STALL_S
     if exact:
         assert distance(flat(worker.model), trained_alone(worker.clock, RATE)) < 1e-5
 
 
-@pytest.mark.parametrize("whose", ["the root's", "a cluster's"])
-def test_two_levels_see_nothing_of_it(whose: str, tmp_path: Path) -> None:
+def test_two_levels_see_nothing_of_it(tmp_path: Path) -> None:
     path = tmp_path / "script.py"
     path.write_text(SCRIPT % "time.sleep(0.01)")
     with (
@@ -96,13 +93,13 @@ def test_two_levels_see_nothing_of_it(whose: str, tmp_path: Path) -> None:
         started("ps-worker", "--server", second.address, str(path), "200") as two,
     ):
         until(lambda: "clock " in one.err or one.process.poll() is not None, str(one))
-        struck: Server = root if whose == "the root's" else first
-        Killer(struck, (1, 0), 1).end()
+        for struck in (root, first):
+            Killer(struck, (1, 0), 1).end()
         for command in (one, two):
             assert command.wait() == 0, f"{command}\n{root.command}\n{first.command}\n{second.command}"
             assert "1 of 1 workers done" in command.err
         for server in (first, second, root):
-            undisturbed(server, 2 * (server is struck))
+            undisturbed(server, 0 if server is second else 2)
             joined = server.command.out.count(" joined at clock ")
             assert joined == (2 if server is root else 1), server.command
 
@@ -213,7 +210,7 @@ def test_a_machine_whose_processes_are_gone_is_waited_for_a_quarter_of_a_lease(t
     path = tmp_path / "script.py"
     path.write_text(SCRIPT % "time.sleep(0.01)")
     with (
-        serving("--sync", "bsp", "--workers", "2", "--lease", "40") as server,
+        serving("--sync", "bsp", "--workers", "2", "--lease", "20") as server,
         started("ps-worker", "--server", server.address, str(path), "200") as one,
         started("ps-worker", "--server", server.address, str(path)) as two,
     ):
@@ -222,5 +219,5 @@ def test_a_machine_whose_processes_are_gone_is_waited_for_a_quarter_of_a_lease(t
         for pid in (two.pid, *descendants(two.pid)):
             os.kill(pid, signal.SIGKILL)
         assert one.wait() == 0, f"{one}\n{server.command}"
-        assert 10 < time.monotonic() - began < 30, "a quarter of the lease, and the steps"
+        assert 5 < time.monotonic() - began < 19, "a quarter of the lease, and the steps"
         assert " expired at clock " in server.command.out and server.command.wait() == 0
