@@ -166,7 +166,11 @@ class Cluster:
                 os.close(file)
             from narrows.ps.process.journal import files
 
-            self.journals[index] = files()
+            try:
+                self.journals[index] = files()
+            except OSError as error:
+                self.keeps_journals = False
+                say(f"no journals are kept ({error.strerror}): a shard that dies goes back to a checkpoint", error=True)
         passed = dict(zip(JOURNAL, self.journals.get(index, ()), strict=False))
         self.shards[index] = self.children.start(
             index, words, environment(), listens={1: "event"}, stdin=True, passed=passed, name=name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import signal
@@ -20,7 +21,7 @@ from narrows.ps.command.cluster import Cluster
 from narrows.ps.process.journal import files
 
 RATE = 0.001  # of hundreds of steps, which must not end in noise
-STALL_S = 5.0  # of a busy machine, tests beside it; alone it takes a third of a second
+STALL_S = 10.0  # of a busy machine, tests beside it; alone it takes a third of a second
 
 
 class Killer(threading.Thread):
@@ -221,3 +222,22 @@ def test_a_machine_whose_processes_are_gone_is_waited_for_a_quarter_of_a_lease(t
         assert one.wait() == 0, f"{one}\n{server.command}"
         assert 5 < time.monotonic() - began < 19, "a quarter of the lease, and the steps"
         assert " expired at clock " in server.command.out and server.command.wait() == 0
+
+
+def test_where_the_system_gives_no_memory_there_is_no_journal(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    def refused(*words: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(cluster, "say", lambda text, **more: said.append(text))
+    monkeypatch.setattr("narrows.ps.process.journal.os.memfd_create", refused)
+    ours = Cluster(Settings(shards=2).validated())
+    ours.told, ours.ports[0] = {"resume": False}, 1
+    monkeypatch.setattr(
+        ours.children, "start", lambda *words, **more: type("Child", (), {"write": lambda self, line: None})()
+    )
+    for index in range(2):
+        ours._start(index)
+    assert said == ["no journals are kept (Too many open files): a shard that dies goes back to a checkpoint"]
+    assert not ours.journals
