@@ -98,7 +98,8 @@ class Membership:
         if isinstance(event, e.BuffersWanted):
             return asks(self.member.buffers(coordinator.buffers)) if coordinator.buffers else []
         if isinstance(event, e.Left):
-            return []  # where the run is over, the next tick sees that all is done
+            # All was at rest when we said so. A peer that asks once more, as one does that was killed, finds nobody's repeats.
+            return [self.final] if self.leaves else []
         return self.shard.from_above([event], now_ns)
 
     def reported(self, report: m.Report, now_ns: int) -> list[ServerEffect]:

@@ -1,7 +1,8 @@
 """Writes the checkpoints of one shard in a thread of its own, so that folding goes on. One at a time.
 
 Rules
-- What is written is a copy: the store changes meanwhile.
+- What is written is a copy: the store changes meanwhile. Its memory is kept for the next one: fresh memory costs more than the
+  copy itself.
 - A disk that refuses ends nothing. What it said is in `Written`, and the coordinator asks again in time.
 """
 
@@ -15,8 +16,8 @@ from threading import Thread
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from narrows.ps.changes import FloatArray
 from narrows.ps.process import checkpoints
 
 
@@ -35,27 +36,36 @@ class Writer:
 
     def __init__(self, folder: Path, index: int) -> None:
         self.folder, self.index = folder, index
+        self._copies: dict[str, FloatArray] = {}
         self._thread: Thread | None = None
         self._written: Written | None = None
 
-    def write(
-        self, clock: int, arrays: Mapping[str, npt.NDArray[np.float32]], facts: dict[str, Any], shared: int = -1
-    ) -> None:
+    def write(self, clock: int, arrays: Mapping[str, FloatArray], facts: dict[str, Any], shared: int = -1) -> None:
         """Copy the arrays, and begin to write them; returns before that is done. Waits for the one before. `shared` as in
         checkpoints.write."""
         self.wait()
         began_ns = time.monotonic_ns()
-        copies = {name: array.copy() for name, array in arrays.items()}
+        copies = self._copy(arrays)
         self._thread = Thread(target=self._run, args=(clock, copies, facts, shared, began_ns), daemon=True)
         self._thread.start()
 
+    def _copy(self, arrays: Mapping[str, FloatArray]) -> dict[str, FloatArray]:
+        """One of each, also of an array that has two names."""
+        of: dict[int, FloatArray] = {}
+        spare, self._copies = self._copies, {}
+        for name, array in arrays.items():
+            copy = of.get(id(array))
+            if copy is None:
+                copy = spare.get(name)
+                if copy is None or copy.shape != array.shape or any(copy is used for used in of.values()):
+                    copy = np.empty_like(array)
+                np.copyto(copy, array)
+                of[id(array)] = copy
+            self._copies[name] = copy
+        return self._copies
+
     def _run(
-        self,
-        clock: int,
-        arrays: dict[str, npt.NDArray[np.float32]],
-        facts: dict[str, Any],
-        shared: int,
-        began_ns: int,
+        self, clock: int, arrays: dict[str, FloatArray], facts: dict[str, Any], shared: int, began_ns: int
     ) -> None:
         trouble = ""
         try:

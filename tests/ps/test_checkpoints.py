@@ -34,6 +34,7 @@ from narrows.ps.process import checkpoints
 from narrows.ps.process.checkpoints import KEPT, buffers, clocks, merge, newest, path_of, read, write
 from narrows.ps.process.machine import Process
 from narrows.ps.process.runner import Runner
+from narrows.ps.process.writer import Writer
 from narrows.ps.reports import COORDINATOR
 from narrows.ps.server import Server
 from narrows.worker import DistributedOptimizer, clock
@@ -543,3 +544,29 @@ def test_a_plain_model_loads_what_a_run_leaves(sync: str, tmp_path: Path) -> Non
     x = torch.randn(4, 9)
     with optimizer.shared(), torch.no_grad():
         assert torch.equal(plain.eval()(x), net.eval()(x))
+
+
+def test_copies_are_made_in_the_memory_of_those_before(tmp_path: Path) -> None:
+    """Whatever names an array has now, and had then: what is on disk is what was given."""
+    writer = Writer(tmp_path, 0)
+    facts = {"publication": 0, "shards": 1, "plan": b"", "buffers": b"", "epoch": 0}
+    one, two, longer = (np.full(size, value, np.float32) for size, value in ((9, 1.0), (9, 2.0), (20, 3.0)))
+    rounds: list[dict[str, Array]] = [
+        {"x": one, "p": one},
+        {"x": one, "p": two},
+        {"x": two, "p": one},
+        {"x": two, "p": two},
+        {"x": longer, "p": longer, "outer.momentum": two},
+        {"p": two, "x": longer},
+    ]
+    for number, arrays in enumerate(rounds):
+        writer.write(number, arrays, facts)
+        for array in (one, two, longer):
+            array += 10  # while it is written
+        writer.wait()
+        written = writer.take()
+        assert written is not None and written.clock == number and not written.trouble
+        found, _ = read(tmp_path, 0, number)
+        assert found.keys() == arrays.keys()
+        for name, array in arrays.items():
+            np.testing.assert_array_equal(found[name], array - 10, err_msg=f"{name} of round {number}")
