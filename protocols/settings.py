@@ -8,6 +8,7 @@ from narrows.protocols.errors import RemoteProtocolError, UsageError
 from narrows.protocols.gossip.topology import RANDOM, TOPOLOGIES, TOPOLOGY
 from narrows.protocols.messages import WORKERS_MAX
 from narrows.protocols.modes import GAIN_MAX, MODES, OUTER_LR, Mode, Rule, outer_momentum
+from narrows.protocols.robust import LEAST, Robust
 from narrows.protocols.wire import pack, unpack
 
 SHARDS_MAX = 256
@@ -37,6 +38,7 @@ class Settings:
     update_gain: float = -1.0  # of a mean of updates; -1: measured
     look_ahead: float = -1.0  # clocks
     max_update_norm: float = -1.0  # times the median of recent updates; -1: no limit
+    robust: str = ""
     quorum: int = -1  # -1: all live members
     grace: float = -1.0  # seconds; -1: adaptive
     fragments: int = 1
@@ -80,12 +82,12 @@ class Settings:
             raise UsageError(f"--local-steps: --sync {self.sync} pushes every step; --sync local takes local steps")
         if self.max_update_norm != -1 and not 1 <= self.max_update_norm <= GAIN_MAX:
             raise UsageError(f"--max-update-norm {self.max_update_norm}: give a value from 1 to {GAIN_MAX:g}")
-        if self.max_update_norm != -1 and row.update_rule is Rule.MIX:
-            raise UsageError("--max-update-norm: under --sync gossip no update goes through the server")
-        if self.max_update_norm != -1 and self.fragments > 1:
-            raise UsageError(
-                "--max-update-norm: fragments differ in length, and are not compared; leave out one of the two"
-            )
+        screens = [_flag(name) for name, given in
+                   (("max_update_norm", self.max_update_norm != -1), ("robust", self.robust)) if given]  # fmt: skip
+        if screens and row.update_rule is Rule.MIX:
+            raise UsageError(f"{screens[0]}: under --sync gossip no update goes through the server")
+        if screens and self.fragments > 1:
+            raise UsageError(f"{screens[0]}: fragments differ, and are not compared; leave out one of the two")
         self._check_merging(row)
         self._check_gain(row)
         mixes = row.update_rule is Rule.MIX
@@ -142,7 +144,21 @@ class Settings:
                 f"--quorum {self.quorum}: --sync {self.sync}{bound} has no barrier of local rounds that a quorum could "
                 "close; --sync local with --staleness 0 has"
             )
+        filled._check_robust()
         return filled
+
+    def _check_robust(self) -> None:
+        """Raise UsageError where nobody can say which of the workers lies. The settings are filled in."""
+        robust, mode = Robust.parse(self.robust), self.mode()
+        if robust and self.workers < LEAST:
+            raise UsageError(
+                f"--robust {self.robust}: of {self.workers} workers nobody can say which one lies; it takes {LEAST}"
+            )
+        if robust.cut and not (mode.barrier and mode.rule in (Rule.OPTIMIZER, Rule.OUTER)):
+            raise UsageError(
+                f"--robust {self.robust}: only a barrier has all updates of a clock at once; --sync bsp with pushed gradients "
+                "and --sync local have one, and --robust cosine serves every mode with a server"
+            )
 
     def _check_merging(self, row: Mode) -> None:
         """Raise UsageError where fragments or their merging are not what this mode can do."""
@@ -245,7 +261,11 @@ def contradiction(expected: dict[str, object], actual: Settings) -> str | None:
     for name in Settings.__slots__:
         has = getattr(actual, name)
         if name in expected and expected[name] != has:
-            runs = f"runs {_flag(name)} {has}" if has != -1 else f"has no {_flag(name)} under --sync {actual.sync}"
+            runs = (
+                f"runs {_flag(name)} {has}"
+                if has not in (-1, "")
+                else f"has no {_flag(name)} under --sync {actual.sync}"
+            )
             return (
                 f"{_flag(name)} {expected[name]} contradicts the server, which {runs}: "
                 "leave the flag out, or start the server with it"

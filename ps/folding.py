@@ -3,6 +3,7 @@
 Rules
 - Both return changes for the store, and know no array.
 - At once: an update is folded when it is accepted, with its samples over those of all live members.
+- Where the screen takes all workers alike, their samples do not count.
 - Where updates are added, the mean of them is scaled by the gain (gain.py).
 - At a barrier it is held until the ledger closes a clock over a set that names it, and folded in the order of worker ids,
   with its samples over those of the set. What no set ever will, since its worker left, is dropped.
@@ -22,8 +23,8 @@ from narrows.protocols.wire import unpack
 from narrows.ps.changes import Change, FirstWeights, Fold, Outer, Step, Terms
 from narrows.ps.gain import GONE, Gain
 from narrows.ps.inbox import Inbox, Seat, Update
-from narrows.ps.limit import Limit
-from narrows.ps.store import Mean
+from narrows.ps.mean import Mean
+from narrows.ps.screen import Screen
 
 Shares = tuple[float, ...]
 Clip = Callable[[Terms, int], float | None]  # of the mean of a clock, once the norm over all shards is known
@@ -56,18 +57,22 @@ class Folding(Protocol):
 class AtOnce:
     """Folds each update as it comes. `keys`: of the shard."""
 
-    def __init__(self, mode: Mode, inbox: Inbox, keys: Keys, gain: Gain, limit: Limit) -> None:
-        self.mode, self.inbox, self.keys, self.gain, self.limit = mode, inbox, keys, gain, limit
+    def __init__(self, mode: Mode, inbox: Inbox, keys: Keys, gain: Gain, screen: Screen) -> None:
+        self.mode, self.inbox, self.keys, self.gain, self.screen = mode, inbox, keys, gain, screen
         self.folded: dict[int, deque[tuple[int, float, int]]] = {}  # by worker: clock, weight, publication that has it
 
     def accept(self, seat: Seat, update: Update, publication: int) -> list[Change]:
-        share = seat.samples / self.inbox.samples(seat.samples)
-        (factor,) = self.limit.factors([(seat.worker, seat.clock, update)])
+        (factor,) = self.screen.factors([(seat.worker, seat.clock, update)])
+        samples = self.inbox.samples(seat.samples)
+        share = self.screen.shares(samples)[samples.index((seat.worker, seat.samples))]
         weight = share * self.gain.factor * factor if self.mode.rule is Rule.ADD else share * factor
         # A few more than may be in flight: those that some child's state lacks.
         kept = self.folded.setdefault(seat.worker, deque(maxlen=4 * self.mode.window))
         kept.append((seat.clock, weight, publication))
-        return [self._change(seat, update, weight, share, factor)] if factor else []
+        if not factor:
+            self.gain.forget(seat.worker)
+            return []
+        return [self._change(seat, update, weight, share, factor)]
 
     def _change(self, seat: Seat, update: Update, weight: float, share: float, factor: float) -> Change:
         rule = self.mode.rule
@@ -97,9 +102,9 @@ class Barrier:
     """Folds the sets that the ledger names. `turn`: the keys whose turn a clock is. `mean`: where sums may be taken early."""
 
     def __init__(
-        self, mode: Mode, inbox: Inbox, turn: Callable[[int], Keys], mean: Mean, gain: Gain, limit: Limit
+        self, mode: Mode, inbox: Inbox, turn: Callable[[int], Keys], mean: Mean, gain: Gain, screen: Screen
     ) -> None:
-        self.mode, self.inbox, self.turn, self.mean, self.gain, self.limit = mode, inbox, turn, mean, gain, limit
+        self.mode, self.inbox, self.turn, self.mean, self.gain, self.screen = mode, inbox, turn, mean, gain, screen
         self.held: dict[int, dict[int, Update]] = {}  # update -> worker
         self.closing: dict[int, tuple[Terms, Shares]] = {}  # clock -> its set, which waits for the norm
         self.hyper_differs = False  # between workers of one set; said once
@@ -120,15 +125,15 @@ class Barrier:
 
         Most likely they are the set that the clock is closed over; the store looks whether they were, and else begins anew.
         """
-        pieces: list[tuple[int, m.Push]] = []
+        pieces: dict[int, m.Push] = {}
         for _, seat in sorted(self.inbox.seats.items()):
             accepted = self.held.get(seat.taken, {}).get(seat.worker)
             found = dict(enumerate(accepted)) if accepted else seat.partial.get(seat.taken, {})
             if part not in found:
                 return
-            pieces.append((found[part].samples, found[part]))
-        total = sum(samples for samples, _ in pieces)
-        self.mean.early([(samples / total, piece) for samples, piece in pieces])
+            pieces[seat.worker] = found[part]
+        shares = self.screen.shares([(worker, piece.samples) for worker, piece in pieces.items()])
+        self.mean.early(list(zip(shares, pieces.values(), strict=True)))
 
     def _take(self, worker: int, update: int) -> Update:
         by_worker = self.held[update]
@@ -168,9 +173,13 @@ class Barrier:
             if worker in self.inbox.seats:
                 self.inbox.seats[worker].taken = update + 1
         self.samples = sum(update[0].samples for update in updates)
-        factors = self.limit.factors([(*pair, update) for pair, update in zip(pairs, updates, strict=True)])
-        found = [(update[0].samples / self.samples, factor, update)
-                 for update, factor in zip(updates, factors, strict=True) if factor]  # fmt: skip
+        factors = self.screen.factors([(*pair, update) for pair, update in zip(pairs, updates, strict=True)])
+        shares = self.screen.shares(
+            [(worker, update[0].samples) for (worker, _), update in zip(pairs, updates, strict=True)]
+        )
+        for worker in [worker for (worker, _), factor in zip(pairs, factors, strict=True) if not factor]:
+            self.gain.forget(worker)
+        found = [each for each in zip(shares, factors, updates, strict=True) if each[1]]
         return tuple((share * factor, update) for share, factor, update in found), tuple(each[0] for each in found)
 
     def _hyper(self, terms: Terms) -> tuple[bytes, tuple[int, ...]]:

@@ -102,6 +102,10 @@ class Gain:
         if len(self.windows) > 1 and all(each.whole is not None for each in self.windows.values()):
             self._measure()
 
+    def forget(self, worker: int) -> None:
+        """Its update was left out: the others do not wait for its window, and it begins a new one when it counts again."""
+        self.windows.pop(worker, None)
+
     def state(self) -> FloatArray:
         """What a checkpoint keeps, float32[1]."""
         return np.array([self.agreement], np.float32)
@@ -114,7 +118,7 @@ class Gain:
     def members(self, live: Iterable[int]) -> None:
         """Forget who left."""
         for worker in self.windows.keys() - set(live):
-            del self.windows[worker]
+            self.forget(worker)
 
     def _measure(self) -> None:
         shares = np.array([each.share for each in self.windows.values()])

@@ -87,9 +87,9 @@ class Inbox:
         for seat in self.seats.values():
             seat.settled = min(seat.taken, min_clock)
 
-    def samples(self, newest: int) -> int:
-        """The sum of the last known samples of all; unknown ones count as `newest`."""
-        return sum(seat.samples or newest for seat in self.seats.values())
+    def samples(self, newest: int) -> list[tuple[int, int]]:
+        """Each worker with its last known samples; unknown ones count as `newest`."""
+        return [(worker, seat.samples or newest) for worker, seat in self.seats.items()]
 
     def add(self, seat: Seat, push: m.Push, keys: Keys) -> None:
         """Take one part of an update that is not accepted yet, and carries these keys. Raises RemoteProtocolError; then nothing

@@ -11,10 +11,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container
 from typing import Any
 
 from narrows.protocols.effects import Log
+from narrows.ps.screen import Pushed
 
 RECENT = 64  # lengths that the median is taken of
 LEAST = 4  # known lengths: of fewer a median says nothing
@@ -22,19 +23,17 @@ FIRST = 0.1  # of the weights' length
 
 
 class Limit:
-    """Of shard `index`. `most`: times the median; 0: there is no limit. `length`: the L2 norm of an update. `weights`: that of
-    the weights."""
+    """Of shard `index`. `most`: times the median. `length`: the L2 norm of an update. `weights`: that of the weights."""
 
     def __init__(self, index: int, most: float, length: Callable[[Any], float], weights: Callable[[], float]) -> None:
         self.index, self.most, self.length, self.weights = index, most, length, weights
         self.recent: deque[float] = deque(maxlen=RECENT)
         self.struck: Counter[int] = Counter()  # updates of each worker that were shortened or left out
         self.logs: list[Log] = []
+        self.opposing: set[int] = set()  # each update stands for itself
 
-    def factors(self, updates: Sequence[tuple[int, int, Any]]) -> list[float]:
-        """By what each of these (worker, clock, update) is scaled: 1 where it is short enough, 0 where it is not finite."""
-        if not self.most:
-            return [1.0] * len(updates)
+    def factors(self, updates: Pushed) -> list[float]:
+        """By what each is scaled: 1 where it is short enough, 0 where it is not finite."""
         lengths = [self.length(update) for _, _, update in updates]
         finite = [length for length in lengths if math.isfinite(length)]
         known = [*self.recent, *finite] if len(updates) > 1 else [*self.recent]
@@ -62,7 +61,5 @@ class Limit:
         text = f"shard {self.index}: update {clock} of worker {worker} is {found}; more of its updates are only counted"
         self.logs.append(Log("long", {"worker": worker, "clock": clock, "shard": self.index, "text": text}))
 
-    def take(self) -> list[Log]:
-        """What is to be told."""
-        logs, self.logs = self.logs, []
-        return logs
+    def members(self, live: Container[int]) -> None:
+        """What was sent stays what was sent."""

@@ -27,6 +27,7 @@ from narrows.protocols.keys import Keys, covers, fragment, split
 from narrows.protocols.member.member import Member
 from narrows.protocols.modes import Rule
 from narrows.protocols.plan import Plan
+from narrows.protocols.robust import Robust
 from narrows.protocols.settings import Settings
 from narrows.protocols.timing import Timing
 from narrows.ps.above import Above
@@ -36,6 +37,7 @@ from narrows.ps.gain import Gain
 from narrows.ps.inbox import Inbox, Seat, Update, check_part
 from narrows.ps.limit import Limit
 from narrows.ps.publications import Publications
+from narrows.ps.screen import Check, Directions, Screen
 from narrows.ps.store import ServerOptimizer, Store, assume_lent
 from narrows.ps.upward import Upward
 
@@ -79,7 +81,7 @@ class Planned:
         if mode.rule is Rule.OPTIMIZER and means.optimizer is None:
             raise LocalProtocolError("this server has no optimizer for pushed gradients")
         self.finite = not down.lossless  # what is pushed must be, or it could not be published
-        gain = Gain.of(settings, mode, plan, end - begin)
+        gain, robust = Gain.of(settings, mode, plan, end - begin), Robust.parse(settings.robust)
         self.store = store = Store(
             begin,
             end,
@@ -89,12 +91,18 @@ class Planned:
             optimizer=means.optimizer(plan, begin, end) if means.optimizer and mode.rule is Rule.OPTIMIZER else None,
             lent=means.lent,
             gain=gain,
+            cut=robust.cut,
         )
-        self.limit = limit = Limit(index, max(settings.max_update_norm, 0.0), store.length, store.weights_length)
+        checks: list[Check] = []
+        if settings.max_update_norm > 0:
+            checks.append(Limit(index, settings.max_update_norm, store.length, store.weights_length))
+        if robust.cosine:
+            checks.append(Directions(index, store.sampled))
+        self.screen = screen = Screen(checks, alike=bool(robust))
         self.folding: Folding = (
-            Barrier(mode, inbox, self.turn, store.mean, gain, limit)
+            Barrier(mode, inbox, self.turn, store.mean, gain, screen)
             if mode.barrier
-            else AtOnce(mode, inbox, store.whole, gain, limit)
+            else AtOnce(mode, inbox, store.whole, gain, screen)
         )
         self.publications = Publications(index, mode, store, inbox, self.folding, down.specs, means.timing)
         self.publications.begin(clock)
@@ -153,14 +161,14 @@ class Planned:
         effects, done = self._between(ledger, now_ns)
         if not done:
             return effects, False
-        samples = self.inbox.samples(0)
+        samples = sum(count for _, count in self.inbox.samples(0))
         if isinstance(self.folding, Barrier):
             rows = {row[0]: row for row in ledger.sets}
             if self.min_clock not in rows:
                 return effects, False
             clip, differed = self._clip(dict(ledger.norms)), self.folding.hyper_differs
             changes = self.folding.close(self.min_clock, pairs(rows[self.min_clock]), clip)
-            effects += self.limit.take()
+            effects += self.screen.take()
             if changes is None:
                 return effects, False
             self.apply(changes)
@@ -267,7 +275,7 @@ class Planned:
         if changes:
             self.above.moved()
         seat.clock += 1
-        told = self.limit.take()
+        told = self.screen.take()
         if self.mode.bound is not None:
             return [*told]
         self.folds += 1

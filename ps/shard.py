@@ -104,11 +104,12 @@ class Shard:
             return logs
         planned.publications.members()
         planned.store.gain.members(self.inbox.seats)
+        planned.screen.members(self.inbox.seats)
         wanted = {*self.ledger.departed, *(pair for row in self.ledger.sets for pair in pairs(row))}
         seats = self.inbox.seats
         for worker, update in list(planned.folding.drop(lambda w, update: w in seats or (w, update) in wanted)):
             logs.append(self.inbox.discard(worker, update, "it left before all shards had it"))
-        return logs
+        return [*logs, *planned.screen.take()]
 
     def _go_on(self, now_ns: int) -> list[ServerEffect]:
         """All that can be done now that something has come: of the ledger, from above, from another cluster."""

@@ -20,11 +20,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from narrows.compression import Memory, NonFiniteError, accumulate, codecs, parse
-from narrows.compression.codecs import PieceLike
 from narrows.protocols.keys import Keys
 from narrows.protocols.messages import CREDIT_MAX
 from narrows.ps.changes import Change, FirstWeights, FloatArray, Fold, Load, Outer, Publish, Rebase, Step, Terms, Update
 from narrows.ps.gain import Gain
+from narrows.ps.mean import Mean, Trimmed
 
 DELTAS_MAX = CREDIT_MAX  # publications kept encoded: a child further behind gets the whole state
 DELTA_BYTES_RATIO = 1.0  # kept deltas never hold more bytes than this share of the dense state
@@ -46,56 +46,6 @@ class ServerOptimizer(Protocol):
     def load(self, state: dict[str, FloatArray]) -> None: ...
 
 
-Pieces = list[tuple[float, PieceLike]]  # of the same keys, each with its weight, in the order in which they are added
-
-
-class Mean:
-    """Sums of weight * update, float32[size], in memory that is kept: fresh memory costs more than the sum itself.
-
-    The sum of one part may be taken as soon as all have sent it, while other parts are still on their way (`early`); whether
-    those were the very terms is looked at when the sum is asked for.
-    """
-
-    def __init__(self, begin: int, size: int) -> None:
-        self.begin, self.size = begin, size
-        self.total: FloatArray | None = None
-        self.taken: dict[Keys, Pieces] = {}  # what the sum of these keys is of
-
-    def early(self, pieces: Pieces) -> None:
-        """The sum of one part of each update."""
-        keys = {(piece.begin, piece.end) for _, piece in pieces}
-        if len(keys) == 1:
-            self._sum(tuple((weight, [piece]) for weight, piece in pieces))
-            self.taken[keys.pop()] = pieces
-
-    def of(self, terms: Terms) -> FloatArray:
-        """The sum of `terms` at the keys that they have, to be read before the next one."""
-        wanted: dict[Keys, Pieces] = {}
-        for weight, update in terms:
-            for piece in update:
-                wanted.setdefault((piece.begin, piece.end), []).append((weight, piece))
-        if not all(_same(self.taken.get(keys, []), pieces) for keys, pieces in wanted.items()):
-            self._sum(terms)
-            self.taken = wanted
-        assert self.total is not None
-        return self.total
-
-    def clear(self) -> None:
-        """The terms are folded, and their memory may go."""
-        self.taken.clear()
-
-    def _sum(self, terms: Terms) -> None:
-        if self.total is None:
-            self.total = np.empty(self.size, np.float32)
-        for turn, (weight, update) in enumerate(terms):
-            for piece in update:
-                (codecs.add if turn else codecs.put)(piece, weight, self.total, self.begin)
-
-
-def _same(some: Pieces, others: Pieces) -> bool:
-    return len(some) == len(others) and all(a[0] == b[0] and a[1] is b[1] for a, b in zip(some, others, strict=True))
-
-
 def assume_lent() -> bool:
     """Where nobody knows better."""
     return True
@@ -103,7 +53,8 @@ def assume_lent() -> bool:
 
 class Store:
     """Arrays of keys [begin, end). `codings`: what publications may be coded with, the last until another is asked for.
-    `outer`: rate and momentum of the outer optimizer. `barrier`: x changes between two publications only."""
+    `outer`: rate and momentum of the outer optimizer. `barrier`: x changes between two publications only. `cut`: of a trimmed
+    mean, 0: a mean."""
 
     def __init__(
         self,
@@ -116,6 +67,7 @@ class Store:
         optimizer: ServerOptimizer | None = None,
         lent: Callable[[], bool] = assume_lent,
         gain: Gain | None = None,
+        cut: float = 0.0,
     ) -> None:
         self.begin, self.end = begin, end
         self.size = end - begin
@@ -128,7 +80,7 @@ class Store:
         self.p: FloatArray = self.x
         self.outer, self.optimizer = outer, optimizer
         self.momentum: FloatArray | None = np.zeros(self.size, np.float32) if outer else None
-        self.mean = Mean(begin, self.size)
+        self.mean = Trimmed(begin, self.size, cut) if cut else Mean(begin, self.size)
         # Publications as keys and payload; None: the values are in p. Of both kinds there is never more than one here.
         self.deltas: OrderedDict[int, tuple[Keys, bytes | None]] = OrderedDict()
         self.rebased = False  # since the last publication: then it is of all keys
@@ -145,6 +97,10 @@ class Store:
     def length(self, update: Update) -> float:
         """The L2 norm of an update."""
         return math.sqrt(self.norm(((1.0, update),)))
+
+    def sampled(self, update: Update) -> FloatArray:
+        """The values of an update at a sample of the keys."""
+        return self.mean.of(((1.0, update),)).take(self.gain.at)
 
     def weights_length(self) -> float:
         """The L2 norm of x."""

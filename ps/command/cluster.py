@@ -11,7 +11,6 @@ import secrets
 import signal
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -25,12 +24,11 @@ from narrows.protocols.modes import Rule
 from narrows.protocols.runtime.children import Child, Children, Event, signal_name
 from narrows.protocols.runtime.flags import ALLOCATOR
 from narrows.protocols.settings import Settings
+from narrows.ps.command.lives import Again, Lives
 from narrows.ps.process.main import JOURNAL
 
 START_S = 120.0  # a cold machine compiles kernels first
 END_S = 40.0  # a shard that does not end within this after the stop is killed
-RESTARTS_MAX = 5  # times the shards, of all of them in a while: more is no accident
-KILLED_S, FAILED_S = 60.0, 600.0  # that while, of shards that were killed, and of those that ended by themselves
 HASH_SEED = str(secrets.randbelow(1 << 32))  # of all lives of a shard: what is done again takes sets in the same order
 LIFE_EPOCHS = 1 << 32  # more than shard 0 has in one life
 EMBEDDED = os.environ.get("NARROWS_EMBEDDED") == "1"  # in a ps-worker, which ends us by closing our stdin
@@ -96,14 +94,7 @@ class Cluster:
         self.ports: dict[int, int] = {}  # of those that are bound
         self.done: set[int] = set()  # that said so
         self.ended: set[int] = set()
-        self.keeps_journals = True
-        self.journals: dict[int, tuple[int, int]] = {}  # by shard, the descriptors of its files
-        self.alive: set[int] = set()  # shards whose present process has come to serve
-        self.restarts = 0
-        # When those died that were started again: of the killed and of the others.
-        self.died: dict[bool, deque[float]] = {
-            killed: deque(maxlen=RESTARTS_MAX * settings.shards) for killed in (True, False)
-        }
+        self.lives = Lives(settings.shards)
         self.errors: list[tuple[int, int, str]] = []  # shard, exit code, sentence
         self.checkpoint = -1  # clock of the newest
         self.disk: dict[int, str] = {}  # by shard, why its newest could not be written
@@ -156,47 +147,34 @@ class Cluster:
             "settings": asdict(self.settings),
             "bind": f"tcp://{self.host}:{self.ports.get(index, self.port + index if self.port else 0)}",
             "coordinator": f"tcp://{here}:{self.ports[0]}" if index else "",
-            "resume": self.told["resume"] or self.restarts > 0,
+            "resume": self.told["resume"] or self.lives.restarts > 0,
             "replay": replay,
             "done": sorted(self.done),
         }
         words, name = ["-m", "narrows.ps.process.main"], f"ps-shard-{index}"
-        if self.keeps_journals and not replay:
-            for file in self.journals.pop(index, ()):
-                os.close(file)
-            from narrows.ps.process.journal import files
-
-            try:
-                self.journals[index] = files()
-            except OSError as error:
-                self.keeps_journals = False
-                say(f"no journals are kept ({error.strerror}): a shard that dies goes back to a checkpoint", error=True)
-        passed = dict(zip(JOURNAL, self.journals.get(index, ()), strict=False))
+        try:
+            if not replay:
+                self.lives.begin(index)
+        except OSError as error:
+            say(f"no journals are kept ({error.strerror}): a shard that dies goes back to a checkpoint", error=True)
+        passed = dict(zip(JOURNAL, self.lives.files.get(index, ()), strict=False))
         self.shards[index] = self.children.start(
             index, words, environment(), listens={1: "event"}, stdin=True, passed=passed, name=name
         )
         self.shards[index].write(json.dumps(told))
 
     def _exited(self, index: int, code: int) -> None:
-        """A shard that died is started again, if the run goes on without an error of its own.
-
-        One that was killed goes on by its journal. One that failed would fail again: it goes back to its checkpoints, but for
-        gossip, whose workers have the model and go on alone.
-        """
-        ends = index in self.done or self.errors or self.signals or self.stopping
-        killed = code < 0 and index in self.alive and index in self.journals
-        self.alive.discard(index)
-        now, died = time.monotonic(), self.died[killed]
-        often = len(died) == died.maxlen and now - died[0] < (KILLED_S if killed else FAILED_S)
-        if ends or often or (self.settings.mode().rule is Rule.MIX and not killed):
+        """A shard that died is started again, if the run goes on without an error of its own. Under gossip one that failed is
+        not: the workers have the model and go on alone."""
+        over = index in self.done or self.errors or self.signals or self.stopping
+        again = Again.NOT if over else self.lives.ended(index, code, time.monotonic())
+        if again is Again.NOT or (again is Again.CHECKPOINT and self.settings.mode().rule is Rule.MIX):
             self.ended.add(index)
             return
-        died.append(now)
         self.shards[index].close_stdin()
-        self.restarts += 1
         how = signal_name(-code) if code < 0 else f"exit code {code}"
         say(f"shard {index} died ({how}) and is started again", error=True)
-        self._start(index, killed)
+        self._start(index, again is Again.JOURNAL)
 
     def write_ready(self) -> None:
         """What --ready-file is to hold."""
@@ -256,7 +234,7 @@ class Cluster:
                 doing(text)
             case (index, "bound", {"port": port, "epoch": epoch}):
                 self.ports[index] = port
-                self.alive.add(index)
+                self.lives.serving.add(index)
                 if not index:  # its next life begins later, whatever its checkpoints say
                     self.told["first_epoch"] = epoch + LIFE_EPOCHS
                 if self.address:
@@ -266,8 +244,7 @@ class Cluster:
                     self.checkpoint = values["clock"] if index == 0 else self.checkpoint
                     self.disk.pop(index, None)
                 elif name == "journal":  # it has none any more
-                    for file in self.journals.pop(index, ()):
-                        os.close(file)
+                    self.lives.forget(index)
                 elif name == "disk":
                     self.disk[index] = values["text"]
                 show(name, values)

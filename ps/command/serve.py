@@ -18,6 +18,7 @@ import click
 from narrows.protocols.addresses import ANY_HOSTS, parse_address
 from narrows.protocols.errors import UsageError
 from narrows.protocols.modes import Rule
+from narrows.protocols.robust import Robust
 from narrows.protocols.runtime.flags import given
 from narrows.protocols.settings import Settings
 from narrows.ps.command.cluster import EMBEDDED, Cluster, say
@@ -32,13 +33,18 @@ def is_loopback(host: str) -> bool:
 
 def checked(settings: Settings, bind: str, parent: str, open_to_all: bool, resume: bool) -> tuple[str, int]:
     """(host, port) to bind. Raises UsageError where the flags do not go together."""
-    from narrows.compression import SpecError, ladder
+    from narrows.compression import SpecError, ladder, parse
 
     for name in ("compress", "compress_down"):
         try:
-            ladder(getattr(settings, name))
+            rungs = ladder(getattr(settings, name))
         except SpecError as error:
             raise UsageError(f"--{name.replace('_', '-')} {getattr(settings, name)}: {error}") from None
+        if name == "compress" and Robust.parse(settings.robust).cut and any(parse(spec).sparse for spec in rungs.specs):
+            raise UsageError(
+                f"--robust {settings.robust}: --compress {settings.compress} sends nothing of most keys, and the rest would be "
+                "trimmed; choose a SPEC that sends every value, e.g. int8, or --robust cosine"
+            )
     host, port = parse_address("--bind", bind, any_port=True)
     mixes = settings.mode().rule is Rule.MIX
     if not is_loopback(host) and open_to_all:
@@ -102,7 +108,7 @@ def serve(
         secrets_checked(keys, parent, parent_key)
         folder = checkpoints.make_folder(checkpoint_dir, resume)
         scratch = "" if folder else tempfile.mkdtemp(prefix="narrows-")  # a shard that dies goes on from there
-        cluster.ready_file, cluster.keeps_journals = ready_file, journal
+        cluster.ready_file, cluster.lives.keeps = ready_file, journal
         cluster.told = {
             "first_epoch": time.time_ns() // 1_000_000 << 10,  # greater than in any earlier life of this run
             "checkpoint_dir": folder or scratch,

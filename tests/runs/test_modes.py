@@ -224,6 +224,7 @@ def test_a_contradiction_names_both_sides_and_agreement_is_silent() -> None:
         "update_gain": 1.0,
         "look_ahead": 0.0,
         "max_update_norm": 5.0,
+        "robust": "median",
         "quorum": 2,
         "grace": 1.0,
         "fragments": 5,

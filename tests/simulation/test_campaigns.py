@@ -29,11 +29,11 @@ from narrows.ps.changes import Change, Fold, Terms
 from narrows.ps.folding import AtOnce
 from narrows.ps.inbox import Inbox
 from narrows.ps.inbox import Seat as ShardSeat
+from narrows.ps.mean import Mean
 from narrows.ps.process import checkpoints
 from narrows.ps.publications import Publications
 from narrows.ps.service import Service
 from narrows.ps.shard import Shard
-from narrows.ps.store import Mean
 from simulation.actors import CLOCKS, Bug, Disk, Kit, planted
 from simulation.campaigns import MODES, Case, Fault, Run, case_of
 from simulation.mirrors import Violation

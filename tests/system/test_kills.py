@@ -177,7 +177,7 @@ def test_only_one_that_was_killed_goes_on(
     told: list[Any] = []
     monkeypatch.setattr(cluster, "say", lambda *words, **more: None)
     ours = Cluster(Settings(shards=2).validated())
-    ours.journals[1], ours.shards[1] = files(), type("Ended", (), {"close_stdin": lambda self: None})()
+    ours.lives.files[1], ours.shards[1] = files(), type("Ended", (), {"close_stdin": lambda self: None})()
     monkeypatch.setattr(ours, "_start", lambda index, replay: told.append((index, replay)))
     if serves:
         ours._taken((1, "bound", {"port": 1, "epoch": 0}))
@@ -185,7 +185,7 @@ def test_only_one_that_was_killed_goes_on(
         ours._taken((1, "log", {"name": "journal", "values": {"text": "the memory is full"}}))
     ours._taken((1, "exit", code))
     assert told == [(1, replays)]
-    for file in ours.journals.get(1, ()):
+    for file in ours.lives.files.get(1, ()):
         os.close(file)
 
 
@@ -194,8 +194,10 @@ def test_the_process_that_forks_them_too() -> None:
     with serving("--sync", "bsp", "--shards", "2") as server:
         worker = Worker(server.address)
         worker.train(5)
-        (nursery,) = {parent(pid) for pid in server.pids[1:]} - {server.pids[0]}
+        before = server.pids
+        (nursery,) = {parent(pid) for pid in before[1:]} - {before[0]}
         os.kill(nursery, signal.SIGKILL)
+        until(lambda: not set(server.pids[1:]) & set(before[1:]), str(server.command))
         worker.train(20)
         worker.close()
         undisturbed(server, 2)
@@ -240,4 +242,4 @@ def test_where_the_system_gives_no_memory_there_is_no_journal(monkeypatch: pytes
     for index in range(2):
         ours._start(index)
     assert said == ["no journals are kept (Too many open files): a shard that dies goes back to a checkpoint"]
-    assert not ours.journals
+    assert not ours.lives.files

@@ -27,7 +27,7 @@ from kit.processes import (
 from kit.scripts import distance, flat
 from safetensors.torch import load_file
 
-from narrows.ps.command.cluster import RESTARTS_MAX
+from narrows.ps.command.lives import RESTARTS_MAX
 from narrows.ps.process import checkpoints
 from narrows.ps.process.writer import Writer
 

@@ -1,0 +1,68 @@
+"""The lives of the shard processes of one ps-serve: which of those that died may begin again, and with what.
+
+Rules
+- One that was killed goes on by its journal, where it was. One that failed by itself would fail again: it goes back to its
+  checkpoints.
+- More deaths than RESTARTS_MAX a shard in a while are no accident: then the run ends.
+- A journal's files are kept here, so that they outlive the process that writes them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from enum import Enum
+
+RESTARTS_MAX = 5  # deaths a shard, of all shards together, in a while
+KILLED_S, FAILED_S = 60.0, 600.0  # that while, for shards that were killed, and for those that ended by themselves
+
+Files = tuple[int, int]
+
+
+class Again(Enum):
+    """With what a shard that died begins again."""
+
+    NOT = "not"
+    JOURNAL = "journal"
+    CHECKPOINT = "checkpoint"
+
+
+class Lives:
+    """Of so many shards. `keeps`: their journals are kept. `restarts`: how often one began again."""
+
+    def __init__(self, shards: int) -> None:
+        self.keeps = True
+        self.files: dict[int, Files] = {}  # by shard, the descriptors of its journal
+        self.serving: set[int] = set()  # shards whose present process has come to serve
+        self.restarts = 0
+        most = RESTARTS_MAX * shards
+        self.deaths: dict[bool, deque[float]] = {killed: deque(maxlen=most) for killed in (True, False)}
+
+    def begin(self, shard: int) -> None:
+        """A new life: with an empty journal. Raises OSError where the system has no memory for it; then none is kept."""
+        if not self.keeps:
+            return
+        from narrows.ps.process.journal import files
+
+        self.forget(shard)
+        try:
+            self.files[shard] = files()
+        except OSError:
+            self.keeps = False
+            raise
+
+    def forget(self, shard: int) -> None:
+        """Its journal is of no use any more."""
+        for file in self.files.pop(shard, ()):
+            os.close(file)
+
+    def ended(self, shard: int, code: int, now: float) -> Again:
+        """Its process ended with `code`, or with signal -code, at `now`, seconds."""
+        killed = code < 0 and shard in self.serving and shard in self.files
+        self.serving.discard(shard)
+        deaths = self.deaths[killed]
+        if len(deaths) == deaths.maxlen and now - deaths[0] < (KILLED_S if killed else FAILED_S):
+            return Again.NOT
+        deaths.append(now)
+        self.restarts += 1
+        return Again.JOURNAL if killed else Again.CHECKPOINT

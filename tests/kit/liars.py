@@ -1,0 +1,94 @@
+"""A run in one process, one of whose workers lies."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from kit import scripts
+from kit.in_process import store_of
+from kit.scripts import Array, flat, run, seeded
+from narrows.protocols.settings import Settings
+from narrows.ps.limit import Limit
+from narrows.ps.screen import Directions
+from narrows.worker import DistributedOptimizer, rank, world_size
+
+STEPS = 24
+LIAR = 2
+HELD_OUT = range(1000, 1010)  # steps that no run comes to
+INPUTS, OUTPUTS, ROWS = 64, 8, 32
+
+
+def linear() -> nn.Module:
+    return seeded(lambda: nn.Linear(INPUTS, OUTPUTS))
+
+
+def taught(net: nn.Module, step: int, worker: int = 0, workers: int = 1) -> Tensor:
+    """How far `net` is from a linear teacher, with noise, on rows that nobody else has."""
+    rng = np.random.default_rng((step, worker))
+    teacher = np.random.default_rng(0).standard_normal((INPUTS, OUTPUTS))
+    x = rng.standard_normal((ROWS, INPUTS))
+    y = x @ teacher + rng.standard_normal((ROWS, OUTPUTS))
+    return nn.functional.mse_loss(net(torch.from_numpy(x).float()), torch.from_numpy(y).float())
+
+
+class Problem(NamedTuple):
+    """`loss_of`: of a net at a step, of one worker's share of the rows. `held_out`: the steps that a model is judged at."""
+
+    build: Callable[[], nn.Module]
+    loss_of: Callable[..., Tensor]
+    held_out: range
+
+    def loss(self, x: Array) -> float:
+        net = self.build()
+        torch.nn.utils.vector_to_parameters(torch.from_numpy(x.copy()), net.parameters())
+        with torch.no_grad():
+            return float(np.mean([self.loss_of(net, step).item() for step in self.held_out]))
+
+    @property
+    def begun(self) -> float:
+        """The loss before the first step."""
+        return self.loss(flat(self.build()))
+
+
+NOISY = Problem(scripts.build, scripts.loss_of, range(STEPS))  # workers have next to nothing in common
+TAUGHT = Problem(linear, taught, HELD_OUT)  # workers agree
+
+
+def script(worker: int, problem: Problem, times: float, steps: int, samples: int) -> None:
+    net = problem.build()
+    optimizer = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net)
+    for step in range(steps):
+        optimizer.zero_grad()
+        problem.loss_of(net, step, rank(), world_size()).backward()
+        if rank() == LIAR:
+            for parameter in net.parameters():
+                assert parameter.grad is not None
+                parameter.grad *= times
+        optimizer.step_samples(samples if rank() == LIAR else ROWS)
+        optimizer.step()
+    optimizer.finish()
+
+
+def ended(
+    settings: Settings, problem: Problem, times: float, steps: int = STEPS, samples: int = ROWS
+) -> tuple[Array, dict[int, int]]:
+    """The model of a run whose liar sends so many times its gradient, and how many updates of each worker were changed."""
+    with run(settings) as started:
+        started.together(partial(script, problem=problem, times=times, steps=steps, samples=samples))
+        struck: Counter[int] = Counter()
+        pieces = []
+        for server in started.cluster.servers:
+            store, planned = store_of(server), server.shard.planned
+            assert store is not None and planned is not None
+            pieces.append(store.x)
+            for check in planned.screen.checks:
+                assert isinstance(check, (Limit, Directions))
+                struck += check.struck
+        return np.concatenate(pieces), dict(struck)

@@ -1,0 +1,53 @@
+"""Which of the shards that died begin again: five of each kind for each shard in a while, and then no more."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from narrows.ps.command.lives import FAILED_S, KILLED_S, RESTARTS_MAX, Again, Lives
+
+SHARDS = 2
+
+
+@pytest.fixture
+def lives() -> Iterator[Lives]:
+    made = Lives(SHARDS)
+    for shard in range(SHARDS):
+        made.begin(shard)
+        made.serving.add(shard)
+    yield made
+    for shard in range(SHARDS):
+        made.forget(shard)
+
+
+@pytest.mark.parametrize(("code", "again", "while_s"), [
+    (-9, Again.JOURNAL, KILLED_S),
+    (1, Again.CHECKPOINT, FAILED_S),
+])  # fmt: skip
+def test_so_often_in_a_while(code: int, again: Again, while_s: float, lives: Lives) -> None:
+    most = RESTARTS_MAX * SHARDS
+    for count in range(most):
+        lives.serving.add(count % SHARDS)
+        assert lives.ended(count % SHARDS, code, now=float(count)) is again
+    lives.serving.add(0)
+    assert lives.ended(0, code, now=while_s - 1) is Again.NOT, "the first of them was not so long ago"
+    lives.serving.add(0)
+    assert lives.ended(0, code, now=while_s + 1) is again and lives.restarts == most + 1
+
+
+def test_the_two_kinds_are_counted_apart(lives: Lives) -> None:
+    for count in range(RESTARTS_MAX * SHARDS):
+        assert lives.ended(1, 1, now=float(count)) is Again.CHECKPOINT
+    assert lives.ended(0, -9, now=20.0) is Again.JOURNAL
+
+
+def test_a_new_life_has_an_empty_journal(lives: Lives) -> None:
+    file = lives.files[0][0]
+    os.write(file, b"of the life before")
+    lives.begin(0)
+    assert [os.fstat(each).st_size for each in lives.files[0]] == [0, 0]
+    lives.forget(0)
+    assert 0 not in lives.files and lives.ended(0, -9, now=0.0) is Again.CHECKPOINT, "with no journal"
