@@ -49,6 +49,23 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
+class Serve:
+    """This server serves from now on, in this view; `standby`: the address of who stands by, "": nobody does. The machine is
+    told by an event."""
+
+    view: int
+    standby: str
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Member: the server is another one from now on: its shards listen on `ports`, on the host of `address`."""
+
+    address: str
+    ports: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Joined:
     """Member: the coordinator knows us."""
 
@@ -226,7 +243,8 @@ class Drop:
 
 
 ServerEffect = Send | Tell | Log | Checkpoint | Load | Stop
-OfRun = Joined | Started | BuffersWanted | LinkSeen | ServerGone | Failed | Left
+CopyEffect = Send | Tell | Log | Serve | Stop
+OfRun = Joined | Started | Moved | BuffersWanted | LinkSeen | ServerGone | Failed | Left
 OfShard = GiveWeights | StatePart | StateArrived | MasterArrived | PushSettled
 OfPeers = RosterNews | OfferArrived | AdoptAsked | PeerEnded | PeerLost | PeersSettled
 MemberEffect = Send | Tell | OfRun | OfShard | OfPeers

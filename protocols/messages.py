@@ -474,6 +474,79 @@ class Ping(Message):
     peer: int
 
 
+@dataclass(frozen=True, slots=True)
+class Copy(Message):
+    """Standby to the shard that it copies: what is here of it. It acknowledges, and said again it is a sign of life."""
+
+    shard: int  # -1: what must a server be told to stand by for you?
+    have: int  # events up to this one, and what follows from them; -1: no machine
+    machine: int = -1  # of the machine as it was after this event ...
+    parts: int = 0  # ... so many parts are here
+    address: Name = ""  # where members find the standby (shard 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Original(Message):
+    """Shard 0 to a standby: what it must be told, a msgpack map."""
+
+    told: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Copied(Message):
+    """Shard to its standby: event `number`, or where `parts` is not 0, a part of the machine as it was after that event."""
+
+    number: int
+    part: int
+    parts: int
+    about: bytes  # of an event: its kind, time, peer and values (ps/events.py)
+    frames: int  # of its message, 0: it has none
+    header: bytes  # the first of them
+    payload: Buffer  # the second; of a machine: this part of it
+
+
+@dataclass(frozen=True, slots=True)
+class Copying(Message):
+    """Shard to shard 0 of the same server, and the same between two that stand by: how far copying is."""
+
+    shard: int
+    view: int
+    whole: bool  # the standby has all of this shard, or had it a moment ago
+    port: int  # where this shard listens
+
+
+@dataclass(frozen=True, slots=True)
+class View(Message):
+    """Who serves: shard 0 to members and to the other shards. Each change of who does has a number of its own.
+
+    From the server that members know: it serves, and `standby` stands by, "": nobody does; not `decided`: it asks for votes.
+    From the standby: it serves now, and its shards listen on `ports`, on the host where it was dialled.
+    """
+
+    view: int
+    standby: Name
+    decided: bool
+    ports: Ints = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Vote(Message):
+    """Member to the server, or to its standby: in view `view` I take you for the server, and nobody else."""
+
+    worker: int
+    epoch: int
+    view: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stay(Message):
+    """Standby to member: the server lives, and your vote does not count any more."""
+
+    view: int
+    attempt: int
+
+
 KINDS: dict[int, type[Message]] = {
     1: Hello,
     2: Welcome,
@@ -495,6 +568,13 @@ KINDS: dict[int, type[Message]] = {
     24: Ledger,
     25: Report,
     26: Roster,
+    27: Copy,
+    28: Original,
+    29: Copied,
+    30: Copying,
+    31: View,
+    48: Vote,
+    49: Stay,
     32: Offer,
     33: OfferAck,
     34: Ended,
@@ -502,7 +582,8 @@ KINDS: dict[int, type[Message]] = {
     36: Ping,
 }
 # What a member says of itself goes over a connection of its own: behind a large push a heartbeat would come after its lease.
-CONTROL = (Hello, Declare, Heartbeat, Leave)
+CONTROL = (Hello, Declare, Heartbeat, Leave, Vote)
+OF_COPIES = (Copy, Copying, View, Vote)  # between a server, its standby, and the members that choose
 # What a server's runner puts the send time into: the machine made it before it folded and published.
 TIMED = (PushAck, State, HeartbeatAck)
 KIND_OF = {message: number for number, message in KINDS.items()}

@@ -3,11 +3,14 @@ always. So a machine whose process was killed can be made again (ps/process/jour
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
 from narrows.protocols import messages as m
+from narrows.protocols.errors import RemoteProtocolError
+from narrows.protocols.wire import decode, pack, unpack
 
 
 class Kind(IntEnum):
@@ -24,6 +27,7 @@ class Kind(IntEnum):
     LINKED = 8  # peer: the connection to this cluster is another one; "": that to the shard above
     UNREACHED = 9  # nobody is connected under the name of this peer, which had dialled us
     ENDED = 10  # shards: these had ended when the process was started again
+    VIEW = 11  # view, standby, port: who serves from now on, where its shard listens, and the address of who stands by
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,3 +39,17 @@ class Event:
     peer: bytes = b""
     message: m.Message | None = None
     values: tuple[Any, ...] = ()
+
+    def described(self) -> bytes:
+        """All of it but its message."""
+        return pack([int(self.kind), self.now_ns, bytes(self.peer), [*self.values]])
+
+    @classmethod
+    def of(cls, about: bytes, frames: Sequence[m.Buffer]) -> Event:
+        """The event that was described so, and whose message has these frames. Raises RemoteProtocolError."""
+        described: Any = unpack(about)
+        try:
+            kind, now_ns, peer, values = described
+        except (TypeError, ValueError):
+            raise RemoteProtocolError("an event has a kind, a time, a peer and values, and this one has not") from None
+        return cls(Kind(kind), now_ns, peer, decode(frames) if frames else None, tuple(values))

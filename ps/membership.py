@@ -38,6 +38,7 @@ class Membership:
         self.early: list[MemberEffect] = []  # of peers, before shard 0 has the newest place
         self.final = Stop()  # what this process ends with
         coordinator.tree_above = self._tree
+        member.turns = False  # our shards have places at that server, each of its own
 
     def _tree(self) -> str:
         return self.member.tree

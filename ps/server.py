@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 from narrows.protocols import messages as m
 from narrows.protocols.cluster.coordinator import Coordinator
+from narrows.protocols.cluster.run import Seat
 from narrows.protocols.effects import Log, Send, ServerEffect, Stop
 from narrows.protocols.errors import AuthenticationError, IncompatibleError, NarrowsError, RemoteProtocolError
 from narrows.protocols.member.member import Member
@@ -53,6 +54,8 @@ class Server:
         self.tree_shown = False
         self.begun = False
         self.now_ns = 0  # of the newest event
+        self.happened = 0  # events
+        self.view, self.standby = 0, ""  # who serves: ps/copies.py
 
     # Asked by a runner.
 
@@ -99,11 +102,17 @@ class Server:
         code = m.RefuseCode.AUTHENTICATION if isinstance(error, AuthenticationError) else m.RefuseCode.INCOMPATIBLE
         return [*log, Send(peer, m.Refuse(code, -1, 0, str(error)[: m.TEXT_MAX]))]
 
+    @property
+    def members(self) -> list[Seat]:
+        """Of process 0; the others know none."""
+        return self.coordinator.declared if self.coordinator is not None else []
+
     # Events.
 
     def happen(self, event: Event) -> list[ServerEffect]:
         """Return the effects of an event. Raises RemoteProtocolError for a message of a peer that is none."""
         self.now_ns = event.now_ns
+        self.happened += 1
         return HAPPENS[event.kind](self, event)
 
     def start(self, now_ns: int) -> list[ServerEffect]:
@@ -116,6 +125,13 @@ class Server:
         effects = above.seen(above.member.join(now_ns), now_ns) if above is not None else []
         # As if of long ago: process 0 may not listen yet, and the first tick says it again.
         return self._route([*effects, self.shard.report(0)], now_ns)
+
+    def serve(self, view: int, standby: str, port: int) -> list[ServerEffect]:
+        """Another view has begun. `port`: where this shard listens by now."""
+        if port != self.shard.port and self.coordinator is not None:
+            self.coordinator.roster.moved(self.now_ns)
+        self.view, self.standby, self.shard.port = view, standby, port
+        return []
 
     def linked(self, peer: str) -> list[ServerEffect]:
         """The next tick says again what the shard above, or this peer, has not answered."""
@@ -282,5 +298,6 @@ HAPPENS: dict[Kind, Callable[[Server, Event], list[ServerEffect]]] = {
     Kind.LINKED: lambda server, event: server.linked(*event.values),
     Kind.ENDED: lambda server, event: server.ended_shards(event.values),
     Kind.UNREACHED: lambda server, event: server.unreached(event.peer, event.now_ns),
+    Kind.VIEW: lambda server, event: server.serve(*event.values),
     Kind.STOP: lambda server, event: server.stop(event.now_ns),
 }

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from narrows.protocols import messages as m
 from narrows.protocols.addresses import is_address, parse_address, parted
-from narrows.protocols.effects import NS, Failed, Joined, MemberEffect, RosterNews, Send, Tell
+from narrows.protocols.effects import NS, Failed, Joined, MemberEffect, Moved, RosterNews, Send, Tell
 from narrows.protocols.errors import BY_EXIT_CODE, AuthenticationError, NarrowsError, RemoteProtocolError
 from narrows.protocols.member.member import Member
 from narrows.protocols.runtime.clock import Awake
@@ -55,6 +55,7 @@ class Link:
         self.bytes_up = self.bytes_down = 0
         self.drops = Drops(say)
         self._shards = [endpoint(self.host, self.port)]  # where each is dialled
+        self._standby = ""  # where it is dialled
         self._peers: set[str] = set()  # of gossip, that are dialled
         self._admitted: frozenset[str] = frozenset()  # their keys
         self._commands: deque[Command] = deque()
@@ -65,7 +66,7 @@ class Link:
         name = os.urandom(m.NAME_BYTES)  # that the server knows us by; no peer hears it
         self._sockets = Sockets(
             io_threads=2,
-            known_as=lambda address: name if address in self._shards else b"",
+            known_as=lambda address: name if address in (self._standby, *self._shards) else b"",
             curve=Curve(key.pair, self._keys_at, lambda public: public in self._admitted) if key is not None else None,
             failed=self._shut_out,
             linked=self._linked,
@@ -135,6 +136,9 @@ class Link:
         if peer in self._shards:
             self.bytes_down += sum(map(len, frames))
             self._apply(self.member.receive(self._shards.index(peer), decode(frames), self.clock.now()))
+        elif peer == self._standby:
+            self.bytes_down += sum(map(len, frames))
+            self._apply(self.member.receive_standby(decode(frames), self.clock.now()))
         elif isinstance(peer, bytes):
             self.bytes_down += sum(map(len, frames))
             try:
@@ -155,6 +159,11 @@ class Link:
                 case Tell(address, message):
                     if address in self._peers:
                         self._put(address, message)
+                    elif isinstance(message, m.Vote) and is_address(address):
+                        self._standby = endpoint(*parse_address("", address))
+                        self._put(self._standby, message)
+                case Moved(address, ports):
+                    self._move(address, ports)
                 case Failed(code, text):
                     self._fail(BY_EXIT_CODE.get(code, NarrowsError)(f"{self.address}: {text}"))
                 case _:
@@ -163,6 +172,14 @@ class Link:
                     elif isinstance(effect, RosterNews):
                         self._dial(effect.roster)
                     self._deliver(effect)
+
+    def _move(self, address: str, ports: tuple[int, ...]) -> None:
+        """The server is another one from now on, and knows us as the one before did."""
+        for gone in {self._standby, *self._shards}:
+            self._sockets.hang_up(gone)
+        (self.host, self.port), self._standby = parse_address("", address), ""
+        self._shards = [endpoint(self.host, port) for port in ports]
+        say(f"the standby at {address} serves now; training goes on")
 
     def _deliver(self, event: MemberEffect) -> None:
         with self._changed:
@@ -200,7 +217,7 @@ class Link:
         """A handshake has failed. A peer may not know of us yet: the next message to it dials anew."""
         if not address:
             self.drops.note("stranger", Receipt(why.value))
-        elif address in self._peers:
+        elif address in (self._standby, *self._peers):
             self._sockets.hang_up(address)
         elif text := refusal(why, self.key, "--key"):
             self._fail(AuthenticationError(f"{self.address}: {text}"))

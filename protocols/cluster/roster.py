@@ -41,6 +41,7 @@ class Roster(Decision):
         self.plan: Plan | None = None
         self.plan_packed = b""
         self.waiting: dict[str, tuple[bytes, m.Hello]] = {}
+        self.dialled_ns = 0  # from then on who is connected has dialled
         self.gone: dict[str, None] = {}  # tokens that left; bounded by WAITING_MAX
 
     # Hello.
@@ -167,10 +168,16 @@ class Roster(Decision):
     def _saw(seat: Seat, now_ns: int, peer: bytes = b"") -> None:
         seat.peer, seat.seen_ns, seat.cut_ns = peer or seat.peer, now_ns, 0
 
+    def moved(self, now_ns: int) -> None:
+        """The server is on another machine from now on: members have a lease to find it."""
+        self.dialled_ns = now_ns + int(self.run.settings.lease * NS)
+        for seat in self.run.seats.values():
+            seat.seen_ns, seat.cut_ns = now_ns, 0
+
     def unreached(self, peer: bytes, now_ns: int) -> None:
         """Nobody is connected under this name. Who lives connects again soon, and says something."""
         for seat in self.run.seats.values():
-            if seat.name == m.name_of(peer):
+            if seat.name == m.name_of(peer) and now_ns >= self.dialled_ns:
                 seat.cut_ns = seat.cut_ns or now_ns
 
     def probes(self, now_ns: int) -> list[Send]:

@@ -20,6 +20,7 @@ from narrows.protocols.gossip.peers import Peers
 from narrows.protocols.keys import split
 from narrows.protocols.member.meter import LinkMeter
 from narrows.protocols.member.session import Session
+from narrows.protocols.member.views import Views
 from narrows.protocols.modes import Rule
 from narrows.protocols.plan import Plan
 from narrows.protocols.settings import Settings
@@ -87,6 +88,7 @@ class Member:
         self.address = ""
         self.peers: Peers | None = None  # from Ready on, in a run of gossip
         self.ended = False  # we have done our last step there
+        self.views, self.turns = Views(-1, 0), True  # to a standby
 
     @property
     def token(self) -> str:
@@ -173,6 +175,10 @@ class Member:
 
     def receive(self, shard: int, message: m.Message, now_ns: int) -> list[MemberEffect]:
         """The effects of a message of a shard. Raises RemoteProtocolError for one that is none."""
+        if isinstance(message, m.View):
+            return self.views.told(message if self.turns else replace(message, standby=""))
+        if self.views.turned:
+            return []
         self.heard_ns, self.ever_heard = now_ns, True
         match message:
             case m.Welcome():
@@ -189,6 +195,14 @@ class Member:
                 return self._refused(message, now_ns)
         placed = self.phase in (Phase.RUNNING, Phase.LEAVING) and shard < len(self.sessions)
         return self.sessions[shard].receive(message, now_ns) if placed else []
+
+    def receive_standby(self, message: m.Message, now_ns: int) -> list[MemberEffect]:
+        """The effects of a message of the standby, or of the server that it has become."""
+        effects, turned = self.views.hear(message), self.views.turned
+        self.heard_ns = now_ns
+        for shard in range(0 if turned else len(self.sessions)):
+            self.repeat_soon(shard)
+        return effects
 
     def receive_peer(self, message: m.Message, now_ns: int) -> list[MemberEffect]:
         """The effects of a message of another worker (gossip)."""
@@ -221,6 +235,7 @@ class Member:
         self.sessions = [Session(i, self.epoch, mode, self.timing, self.meter) for i in range(len(self.ports))]
         if mode.rule is Rule.MIX:
             self.peers, self.ended = Peers(self.worker, int(self.settings.lease * NS)), False
+        self.views = Views(self.worker, self.epoch)
         again, self.again = self.again, True
         return [e.Started(message.worker, message.epoch, message.clock, tuple(ranges), message.buffers, again)]
 
@@ -262,6 +277,7 @@ class Member:
         limit_ns = self.timing.lost_ns if self.ever_heard else self.timing.connect_ns
         if now_ns - self.heard_ns > limit_ns:
             return [*effects, *(self.leave_server() or self._lost(f"{limit_ns / NS:g} s"))]
+        effects += self.views.tick(self.heard_ns, now_ns) if self.sessions else []
         owed = self.phase in (Phase.HELLO, Phase.DECLARED, Phase.LEAVING)
         if owed and now_ns - self.asked_ns >= self.timing.join_retry_ns:
             effects += self._ask(self.asking, now_ns)

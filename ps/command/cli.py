@@ -32,6 +32,10 @@ from narrows.ps.command.serve import serve
 @click.option("--journal/--no-journal", default=True, show_default=True,
               help="keep in memory what a shard has handled, so that one that is killed goes on where it was; without, it goes "
               "back to its newest checkpoint")  # fmt: skip
+@click.option("--replicas", type=click.IntRange(0, 1), default=0, show_default=True,
+              help="standbys that may copy this server: ps-serve --standby on another machine")  # fmt: skip
+@click.option("--standby", default="", metavar="ADDR",
+              help="copy the server at ADDR, and take its place when its machine is lost; it says what the run is")  # fmt: skip
 @click.option("--ready-file", default="", help="written, as JSON, once workers can join")
 @click.pass_context
 def command(context: click.Context, /, **flags: Any) -> int:

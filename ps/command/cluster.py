@@ -18,7 +18,7 @@ from typing import Any
 
 import click
 
-from narrows.protocols.addresses import ANY_HOSTS
+from narrows.protocols.addresses import ANY_HOSTS, parse_address
 from narrows.protocols.errors import LocalProtocolError, NarrowsError, UsageError
 from narrows.protocols.modes import Rule
 from narrows.protocols.runtime.children import Child, Children, Event, signal_name
@@ -29,7 +29,6 @@ from narrows.ps.process.main import JOURNAL
 
 START_S = 120.0  # a cold machine compiles kernels first
 END_S = 40.0  # a shard that does not end within this after the stop is killed
-HASH_SEED = str(secrets.randbelow(1 << 32))  # of all lives of a shard: what is done again takes sets in the same order
 LIFE_EPOCHS = 1 << 32  # more than shard 0 has in one life
 EMBEDDED = os.environ.get("NARROWS_EMBEDDED") == "1"  # in a ps-worker, which ends us by closing our stdin
 NAME = "ps-worker" if EMBEDDED else "ps-serve"
@@ -48,10 +47,10 @@ NEEDS = [("loading kernels ...", "narrows.compression:warm_up"), ("", "narrows.p
 OPTIMIZERS = [("importing torch ...", "narrows.ps.optimizers:warm_up")]  # where gradients are pushed
 
 
-def environment() -> dict[str, str]:
+def environment(hash_seed: str) -> dict[str, str]:
     """Each shard has one thread, and no module of the folder in which ps-serve was started."""
     ones = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS", "PYTHONSAFEPATH"), "1")
-    return ALLOCATOR | os.environ | ones | {"PYTHONHASHSEED": HASH_SEED}
+    return ALLOCATOR | os.environ | ones | {"PYTHONHASHSEED": hash_seed}
 
 
 def say(text: str, error: bool = False) -> None:
@@ -87,6 +86,8 @@ class Cluster:
         self.address = ""  # that workers were told
         self.ready_file = ""
         self.told: dict[str, Any] = {}  # what every shard is told
+        self.hash_seed = str(secrets.randbelow(1 << 32))  # of all lives of a shard: they take sets in the same order
+        self.follows: dict[int, str] = {}  # shards that copy others, and where those are
         self.children = Children()
         self.ready = False  # shards can be started
         self.shards: dict[int, Child] = {}
@@ -100,6 +101,14 @@ class Cluster:
         self.disk: dict[int, str] = {}  # by shard, why its newest could not be written
         self.signals: list[int] = []
         self.asked: list[int] = []  # to show the tree
+
+    def follow(self, standby: str, original: dict[str, Any]) -> None:
+        """Copy the server at this address, which has told this of itself."""
+        host, _ = parse_address("--standby", standby)
+        self.follows = {shard: f"tcp://{host}:{port}" for shard, port in enumerate(original["ports"])}
+        self.told |= {
+            name: original[name] for name in ("secret", "parent", "parent_timeout", "first_epoch", "replicas")
+        }
 
     def listen(self) -> None:
         """Hear what this process is told: signals, and the end of stdin where it is embedded."""
@@ -118,7 +127,7 @@ class Cluster:
     def prepare(self) -> None:
         """Begin to import what shards need."""
         needs = NEEDS + OPTIMIZERS if self.settings.mode().rule is Rule.OPTIMIZER else NEEDS
-        self.children.prepare(environment(), needs)
+        self.children.prepare(environment(self.hash_seed), needs)
 
     def start(self) -> None:
         """Start all shards; return once they can be dialled, or a signal has come. Shard 0 first: the others dial it."""
@@ -150,6 +159,7 @@ class Cluster:
             "resume": self.told["resume"] or self.lives.restarts > 0,
             "replay": replay,
             "done": sorted(self.done),
+            "follows": self.follows.get(index, ""),
         }
         words, name = ["-m", "narrows.ps.process.main"], f"ps-shard-{index}"
         try:
@@ -159,7 +169,7 @@ class Cluster:
             say(f"no journals are kept ({error.strerror}): a shard that dies goes back to a checkpoint", error=True)
         passed = dict(zip(JOURNAL, self.lives.files.get(index, ()), strict=False))
         self.shards[index] = self.children.start(
-            index, words, environment(), listens={1: "event"}, stdin=True, passed=passed, name=name
+            index, words, environment(self.hash_seed), listens={1: "event"}, stdin=True, passed=passed, name=name
         )
         self.shards[index].write(json.dumps(told))
 
@@ -195,6 +205,7 @@ class Cluster:
         while len(self.ended) < self.settings.shards:
             if self.signals and not self.stopping:
                 self.stopping, deadline = True, time.monotonic() + END_S
+                self.shards[0].write("stop")
                 self.shards[0].close_stdin()  # it writes a checkpoint and ends the run; the others follow
             if self.asked:
                 self.asked.clear()
@@ -245,6 +256,8 @@ class Cluster:
                     self.disk.pop(index, None)
                 elif name == "journal":  # it has none any more
                     self.lives.forget(index)
+                elif name == "took over":
+                    self.follows.pop(index, None)
                 elif name == "disk":
                     self.disk[index] = values["text"]
                 show(name, values)

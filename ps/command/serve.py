@@ -95,10 +95,15 @@ def serve(
     checkpoint_dir: str,
     resume: bool,
     journal: bool,
+    replicas: int,
+    standby: str,
     ready_file: str,
     **flags: Any,
 ) -> int:
-    cluster = Cluster(Settings(**given(flags)).validated())
+    more = parent or parent_key or resume or replicas
+    original = original_of(standby, keys, insecure, bind, given(flags), more) if standby else {}
+    cluster = Cluster(Settings(**(original["settings"] if standby else given(flags))).validated())
+    cluster.hash_seed = original.get("hash_seed", cluster.hash_seed)
     cluster.prepare()
     from narrows.ps.process import checkpoints  # and NumPy, while others import
 
@@ -119,7 +124,10 @@ def serve(
             "parent_timeout": parent_timeout,
             "keys": os.path.abspath(keys) if keys else "",
             "parent_key": os.path.abspath(parent_key) if parent_key else "",
+            "replicas": replicas,
         }
+        if standby:
+            cluster.follow(standby, original)
         cluster.listen()
         cluster.start()
         if not cluster.signals:
@@ -138,11 +146,31 @@ def serve(
                     os.rmdir(empty)
 
 
+def original_of(standby: str, keys: str, insecure: bool, bind: str, flags: dict[str, Any], more: Any) -> dict[str, Any]:
+    """What the server at `standby` tells one that stands by for it. Raises UsageError and UnreachableError."""
+    from narrows.ps.process.asking import ask
+
+    there, _ = parse_address("--standby", standby)
+    if flags or more:
+        which = (
+            f"--{next(iter(flags)).replace('_', '-')}" if flags else "--parent, --parent-key, --resume and --replicas"
+        )
+        raise UsageError(f"--standby: the server at {standby} says what the run is; leave out {which}")
+    host, _ = parse_address("--bind", bind, any_port=True)
+    if not (keys or insecure or (is_loopback(host) and is_loopback(there))):
+        raise UsageError(
+            f"--standby {standby}: it is trusted with this machine; give --keys with a copy of its folder, or --insecure"
+        )
+    return ask(standby, keys)
+
+
 def announce(cluster: Cluster) -> None:
     """Say that workers can join, and where."""
     shown = socket.gethostname() if cluster.host in ANY_HOSTS else cluster.host
     cluster.address = address = f"tcp://{shown}:{cluster.ports[0]}"
     cluster.write_ready()
+    if cluster.follows:
+        return say(f"copies the server at {cluster.follows[0]}; it listens at {address}")
     if EMBEDDED:
         print(json.dumps({"event": "serves", "address": address}), flush=True)
     else:

@@ -20,6 +20,7 @@ from narrows.protocols.runtime.curve import NOBODY, Curve, Dialler, KeyPair, Why
 from narrows.protocols.runtime.keys import SERVER, Guard, Identity, member_key
 from narrows.ps.server import OF_CLUSTERS
 
+OF_SHARDS = (m.Report, m.Copy, m.Copying, m.View)
 REFUSED_MAX = 64  # kinds of refusals that are told
 OTHERS = "others"
 PEER = "cluster of the run above"  # the role of a key that the server above has told us of
@@ -41,12 +42,12 @@ class Known(Protocol):
 
 class Gate:
     """`keys`: the folder of this ps-serve, "": all is in the open. `parent_key`: a file. `secret`: of the shards of this
-    server. Raises UsageError for keys that are none."""
+    server, at `coordinator`, and of those that it copies, one at `follows`. Raises UsageError for keys that are none."""
 
-    def __init__(self, keys: str, parent_key: str, secret: str, coordinator: str) -> None:
+    def __init__(self, keys: str, parent_key: str, secret: str, coordinator: str, follows: str = "") -> None:
         self.guard = Guard(keys) if keys else None
         self.parent_key = member_key(parent_key, "--parent-key") if parent_key else None
-        self.secret, self.coordinator = secret.encode(), coordinator
+        self.secret, self.ours = secret.encode(), {coordinator, follows} - {""}
         self.known: Known | None = None  # the machine, once there is one
         self.clusters = frozenset[str]()  # keys of other clusters; read by the thread of the door
         self.names: dict[str, str] = {}  # of keys that were let in
@@ -65,9 +66,9 @@ class Gate:
         return self.known.above if self.known is not None else ""
 
     def name_at(self, address: str) -> bytes:
-        """How our routing ids begin at an address: for the coordinator by the secret of its own shards, for the servers above
-        by one name of all shards, for other clusters by any."""
-        if address == self.coordinator:
+        """How our routing ids begin at an address: for the shards of this server, and of the one that it copies, by their
+        secret, for the servers above by one name of all shards, for other clusters by any."""
+        if address in self.ours:
             return self.secret
         known = hashlib.sha256(self.secret).digest()[: m.NAME_BYTES]
         return known if address == self._above else b""
@@ -77,7 +78,7 @@ class Gate:
             return (self.parent_key.pair, self.parent_key.server) if self.parent_key is not None else None
         own = self.guard.own if self.guard is not None else self.parent_key
         assert own is not None
-        if address == self.coordinator:
+        if address in self.ours:
             return (own.pair, own.public) if self.guard is not None else None
         return own.pair, parted(address)[1] or NOBODY
 
@@ -93,9 +94,10 @@ class Gate:
 
     def check(self, peer: bytes, message: m.Message, size: int) -> None:
         """Whether who sent a message of so many bytes may say that. Raises AuthenticationError and RemoteProtocolError."""
-        reports = isinstance(message, m.Report)
-        if reports and not peer.startswith(self.secret):
-            raise RemoteProtocolError("a report comes from the shards of this server alone")
+        reports = isinstance(message, OF_SHARDS)
+        asks = isinstance(message, m.Copy) and message.shard < 0  # it is told the secret
+        if reports and not asks and not peer.startswith(self.secret):
+            raise RemoteProtocolError(f"a {type(message).__name__} comes from the shards of this server alone")
         if self.guard is None:
             return
         who = self._who(peer.key) if isinstance(peer, Dialler) else None

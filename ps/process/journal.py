@@ -16,6 +16,7 @@ Rules
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import pickle
 import struct
@@ -25,12 +26,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 from narrows.protocols.effects import NS, Checkpoint, Load, ServerEffect, Stop
 from narrows.protocols.errors import NarrowsError
 from narrows.protocols.messages import Buffer
-from narrows.protocols.wire import decode, pack, unpack
+from narrows.protocols.wire import pack, unpack
 from narrows.ps.events import Event, Kind
 from narrows.ps.server import Server
 
@@ -53,12 +54,33 @@ def files() -> tuple[int, int]:
     return made[0], made[1]
 
 
-class Replayed(NamedTuple):
-    """`writing`: the clock of a checkpoint that was being written, -1: none. `stop`: what the run ended with."""
+class Replay:
+    """Does again what happened to a machine, but for what others saw of it. `load`: reads a checkpoint.
 
-    events: int
-    writing: int
-    stop: Stop | None
+    `writing`: the clock of a checkpoint that was being written, -1: none. `stop`: what the run ended with."""
+
+    def __init__(self, server: Server, load: Callable[[int], None]) -> None:
+        self.server, self.load = server, load
+        self.events, self.writing = 0, -1
+        self.stop: Stop | None = None
+
+    def again(self, event: Event) -> None:
+        self.events += 1
+        self.writing = -1 if event.kind is Kind.WROTE else self.writing
+        effects: list[ServerEffect] = []
+        with contextlib.suppress(NarrowsError):  # a message that was refused
+            effects = self.server.happen(event)
+        while effects or self.server.inner:
+            for effect in effects:
+                match effect:
+                    case Checkpoint(clock):
+                        self.writing = clock
+                    case Load(clock):
+                        self.load(clock)
+                        self.writing = -1
+                    case Stop():
+                        self.stop = effect
+            effects = self.server.advance(event.now_ns) if self.server.inner else []
 
 
 def _named(module: str, name: str) -> Any:
@@ -98,6 +120,13 @@ class _Unpickler(pickle.Unpickler):
 def freeze(server: Server, file: Any, lent: Callable[[], bool]) -> None:
     """Write a machine between two events. `lent`: what its runner gave it, which is not written."""
     _Pickler(file, lent).dump(server)
+
+
+def frozen(server: Server, lent: Callable[[], bool]) -> bytes:
+    """A machine as bytes."""
+    file = io.BytesIO()
+    freeze(server, file, lent)
+    return file.getvalue()
 
 
 def thaw(file: Any, lent: Callable[[], bool]) -> Server:
@@ -161,7 +190,7 @@ class Journal:
         """Write an event down. `frames`: its message, as it came."""
         if self.trouble:
             return
-        about = pack([int(event.kind), event.now_ns, bytes(event.peer), [*event.values], [len(f) for f in frames]])
+        about = pack([event.described(), [len(f) for f in frames]])
         parts = [RECORD.pack(len(about)), about, *frames]
         size = sum(map(len, parts))
         try:
@@ -193,36 +222,14 @@ class Journal:
             at = self.end + RECORD.size + length
             if at > size:
                 break
-            about: Any = unpack(os.pread(file, length, self.end + RECORD.size))
-            kind, now_ns, peer, values, lengths = about
+            described: Any = unpack(os.pread(file, length, self.end + RECORD.size))
+            about, lengths = described
             if at + sum(lengths) > size:
                 break
             frames: list[Buffer] = []
             for each in lengths:
                 frames.append(os.pread(file, each, at))
                 at += each
-            message = decode(frames) if frames else None
-            yield Event(Kind(kind), now_ns, peer, message, tuple(values))
+            yield Event.of(about, frames)
             self.end = at
         os.ftruncate(file, self.end)  # of one that is not whole
-
-    def replay(self, server: Server, load: Callable[[int], None]) -> Replayed:
-        """All that has happened since the machine was written, but for what others saw of it. `load`: reads a checkpoint."""
-        count, writing, stop = 0, -1, None
-        for event in self.events():
-            count, writing = count + 1, -1 if event.kind is Kind.WROTE else writing
-            effects: list[ServerEffect] = []
-            with contextlib.suppress(NarrowsError):  # a message that was refused
-                effects = server.happen(event)
-            while effects or server.inner:
-                for effect in effects:
-                    match effect:
-                        case Checkpoint(clock):
-                            writing = clock
-                        case Load(clock):
-                            load(clock)
-                            writing = -1
-                        case Stop():
-                            stop = effect
-                effects = server.advance(event.now_ns) if server.inner else []
-        return Replayed(count, writing, stop)

@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import platform
 import socket
 import sys
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from narrows.protocols import messages as m
 from narrows.protocols.cluster.coordinator import Coordinator
 from narrows.protocols.effects import NS
 from narrows.protocols.member.member import Member
@@ -23,6 +26,7 @@ from narrows.protocols.runtime.keys import Secret
 from narrows.protocols.runtime.sockets import reached
 from narrows.protocols.settings import Settings
 from narrows.protocols.timing import Timing
+from narrows.protocols.wire import pack
 from narrows.ps.planned import Means
 from narrows.ps.process import checkpoints
 from narrows.ps.server import Server
@@ -51,6 +55,8 @@ class Process:
     parent_key: str = ""  # file
     replay: bool = False  # go on with what the journal has
     done: tuple[int, ...] = ()  # shards that had ended by then
+    replicas: int = 0  # standbys that may copy this server
+    follows: str = ""  # the shard that this one copies, and whose place it takes
 
     @property
     def folder(self) -> Path | None:
@@ -86,6 +92,26 @@ def emit(event: str, **values: Any) -> None:
     """One line of JSON for the parent process, if it is still there."""
     with contextlib.suppress(BrokenPipeError):
         os.write(sys.stdout.fileno(), json.dumps({"event": event, **values}).encode() + b"\n")
+
+
+def original(process: Process, server: Server) -> m.Original:
+    """What a server must be told to stand by for this one."""
+    assert server.coordinator is not None
+    reports = server.coordinator.reports
+    told = {
+        "release": release(),
+        "settings": asdict(process.settings),
+        "ports": [reports[shard].port if shard in reports else 0 for shard in range(process.settings.shards)],
+        "hash_seed": os.environ.get("PYTHONHASHSEED", ""),
+        **{name: getattr(process, name) for name in ("secret", "parent", "parent_timeout", "first_epoch", "replicas")},
+    }
+    return m.Original(pack(told))
+
+
+def release() -> str:
+    """What must be the same where a machine is to go on: it is pickled."""
+    names = ("narrows", "numpy", "torch")
+    return ", ".join([f"Python {platform.python_version()}", *(f"{name} {version(name)}" for name in names)])
 
 
 def machine(process: Process, port: int, lent: Callable[[], bool], own: Secret | None) -> Server:

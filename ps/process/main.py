@@ -33,8 +33,8 @@ def main() -> int:
     from narrows.compression import warm_up
     from narrows.protocols.errors import NarrowsError
     from narrows.protocols.settings import Settings
+    from narrows.ps.process.life import run
     from narrows.ps.process.machine import Process, emit
-    from narrows.ps.process.runner import run
 
     settings, told["done"] = Settings(**told.pop("settings")), tuple(told["done"])
     warm_up(lambda text: emit("say", text=text))

@@ -6,31 +6,31 @@ Workers (and, with process 0, the other shards, and other clusters that gossip) 
 
 from __future__ import annotations
 
-import contextlib
 import os
-import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from narrows.protocols import messages as m
 from narrows.protocols.addresses import is_address
-from narrows.protocols.effects import NS, Checkpoint, Load, Log, Send, ServerEffect, Stop, Tell
-from narrows.protocols.errors import BY_EXIT_CODE, NarrowsError
+from narrows.protocols.effects import NS, Checkpoint, CopyEffect, Load, Log, Send, Serve, ServerEffect, Stop, Tell
+from narrows.protocols.errors import NarrowsError
 from narrows.protocols.runtime.clock import Awake
 from narrows.protocols.runtime.curve import Why
 from narrows.protocols.runtime.keys import SERVER, refusal
-from narrows.protocols.runtime.sockets import NOBODY, Drops, Peer, Port, Receipt, Sockets
+from narrows.protocols.runtime.sockets import NOBODY, Drops, Peer, Port, Sockets
 from narrows.protocols.wire import decode, encode
 from narrows.ps.changes import Load as LoadArrays
+from narrows.ps.copies import Original, Siblings, lost_after
 from narrows.ps.events import Event, Kind
 from narrows.ps.planned import Stage
 from narrows.ps.process import checkpoints
+from narrows.ps.process.follower import Follower, Lent
 from narrows.ps.process.gate import Gate
-from narrows.ps.process.journal import Journal
-from narrows.ps.process.machine import Process, emit, journal_most, machine
+from narrows.ps.process.journal import Journal, Replay, frozen
+from narrows.ps.process.machine import Process, emit, journal_most, machine, original
 from narrows.ps.process.writer import Writer, Written
 from narrows.ps.reports import COORDINATOR
 from narrows.ps.server import OF_CLUSTERS
@@ -40,7 +40,8 @@ STOP_S = 20.0  # shards that do not come to rest within this are ended as they a
 
 
 class Runner:
-    """Carries out the effects of one `Server`, which listens on `number`. `both`: files for its journal."""
+    """Carries out the effects of one `Server`, which listens on `number`. `both`: files for its journal. `copy`: has
+    its machine, of a standby that takes over."""
 
     def __init__(
         self,
@@ -49,13 +50,14 @@ class Runner:
         number: int,
         gate: Gate | None = None,
         both: tuple[int, int] | None = None,
+        copy: Follower | None = None,
     ) -> None:
-        self.process, self.port = process, port
-        self.gate = gate or Gate("", "", process.secret, process.coordinator)
+        self.process, self.port, self.number = process, port, number
+        self.gate = gate or Gate("", "", process.secret, process.coordinator, process.follows)
         self.clock = Awake()
         self.bytes_up = self.bytes_down = 0  # to and from the server above, and other clusters
         self.drops = Drops(self._say_dropped)
-        self.lending: list[Receipt] = []  # of views of the store
+        self.lent = copy.lent if copy is not None else Lent()
         self.told: set[str] = set()  # clusters that are dialled
         self.unreached: list[bytes] = []  # peers that were sent something and are not there
         self.end = Stop()
@@ -64,21 +66,29 @@ class Runner:
         self.writer = Writer(process.folder, process.index) if process.folder is not None else None
         self.trouble = ""  # of the disk, said once
         most = journal_most(process.settings.shards)
-        self.journal = Journal(both, self._lent, most) if both is not None else None
+        self.journal = Journal(both, self.lent, most) if both is not None else None
         self.anew = True  # the journal is to begin again
         self.began_ns = 0  # when the event was, that is being handled
-        if self.journal is not None and self.journal.whole and process.replay:
-            self.gate.known = self.server = self.journal.machine()
-            self._replay(self.journal)
+        whole = self.journal is not None and self.journal.whole and process.replay
+        if copy is not None:
+            self.server = copy.server
+        elif self.journal is not None and whole:
+            self.server = self.journal.machine()
         else:
             own = self.gate.guard.own if self.gate.guard is not None else None
-            self.server = machine(process, number, self._lent, own)
+            self.server = machine(process, number, self.lent, own)
         self.gate.known = self.server
+        lost_ns, coordinator = lost_after(process.settings.lease), self.server.coordinator
+        first_view = coordinator.run.first_epoch if coordinator is not None else 0
+        siblings = copy.standby.siblings if copy is not None else Siblings(process.settings.shards, lost_ns)
+        self.original = Original(
+            process.index, self.server, number, lost_ns, lambda: frozen(self.server, self.lent), siblings, first_view
+        )
+        if copy is not None:
+            self._take_over(copy)
+        elif self.journal is not None and whole:
+            self._replay(self.journal)
         self._keep()
-
-    def _lent(self) -> bool:
-        self.lending = [receipt for receipt in self.lending if receipt.lent]
-        return bool(self.lending)
 
     def _log(self, event: str, **told: Any) -> None:
         emit("log", name=event, values={"shard": self.process.index, **told})
@@ -94,6 +104,7 @@ class Runner:
         self.began_ns = time.monotonic_ns()
         if self.journal is not None:
             self.journal.note(event, frames)
+        self._at_once(self.original.note(event, frames))
         return self.server.happen(event)
 
     def happen(self, event: Event, frames: Sequence[m.Buffer] = ()) -> None:
@@ -117,19 +128,35 @@ class Runner:
 
     def _replay(self, journal: Journal) -> None:
         """All that happened since the machine was written, but for what others have seen of it."""
-        began = time.monotonic()
-        done = journal.replay(self.server, self._load)
+        began, done = time.monotonic(), Replay(self.server, self._load)
+        for event in journal.events():
+            self.original.note(event, encode(event.message) if event.message is not None else ())
+            done.again(event)
+        again = f"{done.events} events done again in {time.monotonic() - began:.1f} s"
+        text = f"shard {self.process.index} goes on where it was ({again})"
+        self._log("replayed", clock=self.server.shard.min_clock, text=text)
+        self._go_on(done)
+
+    def _take_over(self, copy: Follower) -> None:
+        """Go on where the original was."""
+        self._go_on(copy.replay, here=False)
+        (serve,) = copy.serves
+        self._at_once([serve])
+        text = f"shard {self.process.index} serves in the place of {self.process.follows}"
+        self._log("took over", clock=self.server.shard.min_clock, text=text)
+
+    def _go_on(self, done: Replay, here: bool = True) -> None:
+        """With a machine to which all has been done again. `here`: its checkpoints are on this disk."""
         self.running, self.end = done.stop is None, done.stop or self.end
         self.clock = Awake(begins_ns=self.server.now_ns)
-        index, shard = self.process.index, self.server.shard
-        again = f"{done.events} events done again in {time.monotonic() - began:.1f} s"
-        self._log("replayed", clock=shard.min_clock, text=f"shard {index} goes on where it was ({again})")
+        index, shard, folder = self.process.index, self.server.shard, self.process.folder
         # Later in a clock the arrays may have what belongs to the next one.
         whole = shard.planned is not None and shard.planned.stage in (Stage.FOLD, Stage.CHECKPOINT)
         if done.writing == shard.min_clock and whole:
             self._checkpoint(done.writing)
-        elif done.writing >= 0 and self.process.folder is not None:
-            self._write_down(Written(done.writing, checkpoints.clocks(self.process.folder, index), 0))
+        elif folder is not None and (done.writing >= 0 or not here):
+            clock = done.writing if done.writing >= 0 else shard.tried
+            self._write_down(Written(clock, checkpoints.clocks(folder, index), 0))
         elif self.server.over and shard.checkpoints:  # who waits for it may not have been told
             self._log("checkpoint", clock=shard.checkpoints[-1])
 
@@ -145,20 +172,48 @@ class Runner:
     def _carry_out(self, effects: Iterable[ServerEffect]) -> None:
         for effect in effects:
             match effect:
-                case Send(bytes(peer), message):
-                    self._put(self.process.coordinator if peer == COORDINATOR else peer, message)
-                case Send(_, message):
-                    self.bytes_up += self._put(self.server.above, message)
-                case Tell(address, message):
-                    self._tell(address, message)
                 case Log(event, values):
                     emit("log", name=event, values=values)
                 case Checkpoint(clock):
                     self._checkpoint(clock)
                 case Load(clock):
                     self._load(clock)
-                case Stop():
-                    self.running, self.end = False, effect
+                case _ if self.original.holds or self.lent.held:  # until the standby has the cause
+                    self.lent.held.append((self.server.happened, effect))
+                case _:
+                    self._let_out(effect)
+
+    def _let_out(self, effect: Send | Tell | Stop) -> None:
+        """What others see of this machine."""
+        match effect:
+            case Send(bytes(peer), message):
+                self._put(self.process.coordinator if peer == COORDINATOR else peer, message)
+            case Send(_, message):
+                self.bytes_up += self._put(self.server.above, message)
+            case Tell(address, message):
+                self._tell(address, message)
+            case Stop():
+                self.running, self.end = False, effect
+
+    def _release(self) -> None:
+        """What the standby has the cause of."""
+        held, original = self.lent.held, self.original
+        while held and (not original.holds or held[0][0] <= original.acked):
+            self._let_out(held.popleft()[1])
+
+    def _at_once(self, effects: Iterable[CopyEffect]) -> None:
+        """What a server and its standby have to say. It follows from no event, and waits for none."""
+        for effect in effects:
+            match effect:
+                case Serve(view, standby):
+                    self.happen(Event(Kind.VIEW, self.clock.now(), values=(view, standby, self.number)))
+                    if not standby:
+                        self.original.forget()
+                case Log(event, values):
+                    emit("log", name=event, values=values)
+                case _:
+                    self._let_out(effect)
+        self._release()
 
     def _tell(self, address: str, message: m.Message) -> None:
         """Send to another cluster. If the address is none, its owner will count as silent."""
@@ -177,7 +232,7 @@ class Runner:
         frames = encode(message)
         receipt = self.port.send(to, frames, control=isinstance(message, m.CONTROL))
         if receipt.lent and not isinstance(frames[-1], bytes):  # bytes never change
-            self.lending.append(receipt)
+            self.lent.receipts.append(receipt)
         if receipt is NOBODY and isinstance(to, bytes):
             self.unreached.append(to)
         self.drops.note(type(message).__name__, receipt)
@@ -238,7 +293,13 @@ class Runner:
         if isinstance(peer, bytes):
             self._receive_below(peer, frames, now_ns)
         elif peer == self.process.coordinator:
-            self.happen(Event(Kind.COORDINATOR, now_ns, message=decode(frames)), frames)
+            message = decode(frames)
+            if isinstance(message, m.View):
+                self._at_once(self.original.hear_view(message))
+            else:
+                self.happen(Event(Kind.COORDINATOR, now_ns, message=message), frames)
+        elif peer == self.process.follows:  # it believes that it serves
+            self._put(peer, m.View(self.server.view, "", True))
         elif peer == self.server.above:
             self.bytes_down += sum(map(len, frames))
             try:
@@ -256,6 +317,8 @@ class Runner:
         try:
             message, size = decode(frames), sum(map(len, frames))
             self.gate.check(peer, message, size)
+            if isinstance(message, m.OF_COPIES):
+                return self._at_once(self._copies(peer, message, now_ns))
             if isinstance(message, OF_CLUSTERS):
                 self.bytes_down += size
             effects = self._happen(Event(Kind.BELOW, now_ns, peer, message), frames)
@@ -264,6 +327,24 @@ class Runner:
             if not self.gate.counted(str(error)):
                 effects = [effect for effect in effects if not isinstance(effect, Log)]
         self.apply(effects, now_ns)
+
+    def _copies(self, peer: bytes, message: m.Message, now_ns: int) -> list[CopyEffect]:
+        """What a standby says, or a member of it. Raises RemoteProtocolError."""
+        match message:
+            case m.Copy() if not self.process.replicas:
+                text = "this server has no standby: start it with --replicas 1"
+                return [Send(peer, m.Refuse(m.RefuseCode.INCOMPATIBLE, -1, 0, text))]
+            case m.Copy(shard=-1):
+                return [Send(peer, original(self.process, self.server))]
+            case m.Copy():
+                return self.original.copy(peer, message, now_ns)
+            case m.Copying():
+                self.original.siblings.hear(peer, message, now_ns)
+            case m.View():
+                return self.original.deposed(message) if peer == self.original.peer else []
+            case m.Vote():
+                return self.original.vote(peer, message)
+        return []
 
     def shut_out(self, address: str, why: Why, public: str) -> None:
         """A handshake has failed. Another cluster may not know of us yet: the next message to it dials anew."""
@@ -290,11 +371,13 @@ class Runner:
         stdin = sys.stdin.fileno()
 
         def hear_parent() -> None:
-            if os.read(stdin, 4096):
-                self.apply(self.server.show_tree(), self.clock.now())
-            else:
-                sockets.unwatch(stdin)
-                self.stop()
+            said = os.read(stdin, 4096)
+            if said and b"stop" not in said:
+                return self.apply(self.server.show_tree(), self.clock.now())
+            sockets.unwatch(stdin)
+            if said or not self.original.holds:
+                return self.stop()
+            self.running, self.end = False, Stop(m.RefuseCode.SERVER_LOST, "ps-serve was killed; its standby goes on")
 
         sockets.watch(stdin, hear_parent)
         self.happen(Event(Kind.START, self.clock.now()))
@@ -312,6 +395,7 @@ class Runner:
             if now_ns - ticked >= TICK_MS * NS // 1000:
                 ticked = now_ns
                 self.happen(Event(Kind.TICK, now_ns))
+                self._at_once(self.original.tick(now_ns))
                 self.gate.tick()
         self.wrote()
 
@@ -329,21 +413,3 @@ class Runner:
                 text = f"shard {self.process.index}: {name} sent {size / 1e6:.2f} MB"
                 self._log("sent", name=name, bytes=size, text=text)
         emit("done", dropped=dropped, refused=dict(self.gate.refused))
-
-
-def run(process: Process, ready: Callable[..., None], both: tuple[int, int] | None = None) -> None:
-    """Serve until the run is over or stdin ends. `ready` is told the port once it is bound, and the epoch that this life of the
-    coordinator begins in (0 where there is none). `both`: files for its journal."""
-    gate = Gate(process.keys, process.parent_key, process.secret, process.coordinator)
-    with contextlib.closing(Sockets(known_as=gate.name_at, curve=gate.curve)) as sockets:
-        number = sockets.listen(process.bind)
-        runner = Runner(process, sockets, number, gate, both)
-        sockets.failed, sockets.linked = runner.shut_out, runner.linked
-        coordinator = runner.server.coordinator
-        ready(port=number, epoch=coordinator.run.first_epoch if coordinator is not None else 0)
-        runner.loop(sockets)
-    if runner.stop_by < float("inf") and not process.keeps and process.folder is not None:
-        shutil.rmtree(process.folder, ignore_errors=True)  # whoever would do it may have been killed
-    if runner.end.code:
-        raise BY_EXIT_CODE.get(runner.end.code, NarrowsError)(runner.end.text)
-    runner.totals()

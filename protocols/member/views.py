@@ -1,0 +1,53 @@
+"""Which server a member listens to, and when it turns to the standby (ps/copies.py). No I/O.
+
+Rules
+- A member votes once in a view. While its vote is with the standby, it takes nothing of the server.
+- It comes back where the standby says that the vote does not count, or where the server was elected without it.
+"""
+
+from __future__ import annotations
+
+from narrows.protocols import messages as m
+from narrows.protocols.effects import NS, MemberEffect, Moved, Send, Tell
+
+SAY_NS = NS // 2  # from one vote to the next that says the same
+LOST_NS = 5 * NS // 2  # silence of a server that has a standby, and says something twice a second
+
+
+class Views:
+    """Of one member, whose number is `worker` and whose place is of `epoch`."""
+
+    def __init__(self, worker: int, epoch: int) -> None:
+        self.worker, self.epoch = worker, epoch
+        self.view, self.standby = 0, ""
+        self.turned = False  # to the standby
+        self.attempt = 0
+        self.said_ns = 0
+
+    def told(self, view: m.View) -> list[MemberEffect]:
+        """What the server says of itself."""
+        if view.view < self.view or (self.turned and not (view.decided and view.view > self.view)):
+            return []
+        self.view, self.standby, self.turned = view.view, view.standby, False
+        return [Send(0, m.Vote(self.worker, self.epoch, view.view, 0))]
+
+    def tick(self, heard_ns: int, now_ns: int) -> list[MemberEffect]:
+        """Turn to the standby, where there is one and the server has been silent for long."""
+        if self.standby and not self.turned and now_ns - heard_ns > LOST_NS:
+            self.turned, self.said_ns = True, now_ns - SAY_NS
+            self.attempt += 1
+        if not self.turned or now_ns - self.said_ns < SAY_NS:
+            return []
+        self.said_ns = now_ns
+        return [Tell(self.standby, m.Vote(self.worker, self.epoch, self.view + 1, self.attempt))]
+
+    def hear(self, message: m.Message) -> list[MemberEffect]:
+        """What the standby says. `turned` is over where that is so."""
+        if not self.turned or not isinstance(message, (m.Stay, m.View)) or message.view != self.view + 1:
+            return []
+        if isinstance(message, m.Stay):
+            self.turned = message.attempt != self.attempt
+            return []
+        address, self.turned = self.standby, False
+        self.view, self.standby = message.view, message.standby
+        return [Moved(address, message.ports)]

@@ -1,0 +1,406 @@
+"""How a server has a standby, and how that becomes the server: an `Original` for each shard that serves, a `Standby` for each
+that copies one. No I/O.
+
+Rules
+- The standby has an event before anything that follows from it is sent. So what others have seen of a shard, the standby has
+  the cause of.
+- Who serves is a view, and views have numbers. A member votes once in each, for the server or for its standby. The standby
+  serves with the votes of half of the members, the server goes on without it with those of more than half: never both.
+- All shards change together: shard 0 decides, and a shard takes a view from shard 0 alone.
+- A standby that lags by TAIL_BYTES is none.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from narrows.protocols import messages as m
+from narrows.protocols.effects import NS, CopyEffect, Log, Send, Serve, Stop, Tell
+from narrows.protocols.messages import RefuseCode, check_name
+from narrows.ps.events import Event
+from narrows.ps.reports import COORDINATOR
+
+PART_BYTES = 1 << 20  # of a machine
+PARTS_AHEAD = 16  # that were sent and are not acknowledged
+TAIL_BYTES = 1 << 28  # of events that are not acknowledged
+SAY_NS = NS // 2  # between two signs of life
+AGAIN_NS = NS  # without progress: then what was sent last is sent again
+LOST_LEASES, LOST_LEAST_NS = 0.25, NS  # silence after which the other side is taken for lost
+NONE: Mapping[int, int] = {}
+GIVE_UP_NS = 60 * NS  # a server that has lost its standby, and that most members do not hear, ends
+
+
+def lost_after(lease: float) -> int:
+    """Nanoseconds of silence, of a lease in seconds."""
+    return max(LOST_LEAST_NS, int(LOST_LEASES * lease * NS))
+
+
+class Member(Protocol):
+    """What is known of a member."""
+
+    worker: int
+    peer: bytes
+    name: bytes
+
+
+class Machine(Protocol):
+    """What is asked of a shard's machine."""
+
+    view: int
+    standby: str
+    happened: int
+
+    @property
+    def members(self) -> Sequence[Member]: ...
+
+
+@dataclass(slots=True)
+class Sibling:
+    """Another shard of the same side, as shard 0 has heard of it."""
+
+    peer: bytes
+    said: m.Copying
+    heard_ns: int
+
+
+class Siblings:
+    """Of shard 0."""
+
+    def __init__(self, shards: int, lost_ns: int) -> None:
+        self.shards, self.lost_ns = shards, lost_ns
+        self.known: dict[int, Sibling] = {}
+
+    def hear(self, peer: bytes, said: m.Copying, now_ns: int) -> None:
+        if 0 < said.shard < self.shards:
+            self.known[said.shard] = Sibling(peer, said, now_ns)
+
+    def whole(self, now_ns: int) -> bool:
+        """All of them have been copied, a moment ago."""
+        heard = [sibling for sibling in self.known.values() if now_ns - sibling.heard_ns <= self.lost_ns]
+        return len(heard) == self.shards - 1 and all(sibling.said.whole for sibling in heard)
+
+    def at(self, view: int) -> bool:
+        """All of them have come to this view."""
+        return len(self.known) == self.shards - 1 and all(s.said.view == view for s in self.known.values())
+
+    def behind(self, view: m.View) -> list[Send]:
+        """For those that have not come to it."""
+        return [Send(sibling.peer, view) for sibling in self.known.values() if sibling.said.view < view.view]
+
+    def ports(self, own: int) -> tuple[int, ...]:
+        return (own, *(self.known[shard].said.port for shard in sorted(self.known)))
+
+
+class Original:
+    """Of shard `index`, which serves and listens on `port`. `freeze`: its machine, as bytes. `first_view`: none of an earlier
+    life of the run was as large."""
+
+    def __init__(
+        self,
+        index: int,
+        machine: Machine,
+        port: int,
+        lost_ns: int,
+        freeze: Callable[[], bytes],
+        siblings: Siblings,
+        first_view: int = 0,
+    ) -> None:
+        self.index, self.machine, self.port, self.lost_ns = index, machine, port, lost_ns
+        self.freeze, self.siblings, self.first_view = freeze, siblings, first_view
+        self.peer, self.address = b"", ""  # of the standby of this shard, and where members find it
+        self.heard_ns = self.progress_ns = self.said_ns = 0
+        self.tail: deque[m.Copied] = deque()  # events that it has not acknowledged
+        self.tail_bytes = 0
+        self.streams = False  # it has a machine, and gets each event
+        self.acked = self.sent = 0  # events
+        self.frozen, self.frozen_at, self.frozen_sent = b"", -1, 0  # a machine that is on its way; parts
+        self.rosters: deque[tuple[int, frozenset[int]]] = deque()  # since this event, back to the acknowledged one
+        self.votes: dict[int, int] = {}  # of each worker, its newest view
+        self.shown = 0  # the view whose standby was shown on the console
+        self.missed_ns = 0  # when the standby was missed first, 0: it is there
+
+    # What happens to this shard.
+
+    @property
+    def holds(self) -> bool:
+        """What follows from an event waits until the standby has it."""
+        return bool(self.machine.standby)
+
+    def note(self, event: Event, frames: Sequence[m.Buffer]) -> list[CopyEffect]:
+        """Before an event is handled: the standby is to have it."""
+        self._roster()
+        if not self.peer and not self.machine.standby:
+            return []
+        header, payload = bytes(frames[0]) if frames else b"", frames[1] if len(frames) > 1 else b""
+        number = self.machine.happened + 1
+        copied = m.Copied(number, 0, 0, event.described(), len(frames), header, payload)
+        self.tail.append(copied)
+        self.tail_bytes += len(header) + len(payload)
+        if self.tail_bytes > TAIL_BYTES:
+            self.forget()
+            return []
+        if not self.streams or self.sent != number - 1:
+            return []
+        self.sent = number
+        return [Send(self.peer, copied)]
+
+    def _roster(self) -> None:
+        members = frozenset(member.worker for member in self.machine.members)
+        if not self.rosters or self.rosters[-1][1] != members:
+            self.rosters.append((self.machine.happened, members))
+        while len(self.rosters) > 1 and self.rosters[1][0] <= self.acked:
+            self.rosters.popleft()
+
+    def forget(self) -> None:
+        """The standby must begin anew."""
+        self.peer, self.address, self.streams = b"", "", False
+        self.tail.clear()
+        self.tail_bytes, self.frozen, self.frozen_at = 0, b"", -1
+
+    # What the standby says.
+
+    def copy(self, peer: bytes, copy: m.Copy, now_ns: int) -> list[CopyEffect]:
+        """What is still missing there."""
+        other = self.machine.standby or (self.address if now_ns - self.heard_ns <= self.lost_ns else "")
+        if other and copy.address != other:
+            text = f"another server stands by already, at {other}"
+            return [Send(peer, m.Refuse(RefuseCode.INCOMPATIBLE, -1, 0, text))]
+        self.peer, self.address, self.heard_ns = peer, copy.address, now_ns
+        held = self.tail[0].number - 1 if self.tail else self.machine.happened
+        if not held <= copy.have <= self.machine.happened:
+            return self._give_machine(copy, now_ns)
+        if copy.have > self.acked or not self.streams:
+            self.progress_ns = now_ns
+        self.streams, self.frozen, self.frozen_at = True, b"", -1
+        self.acked = max(self.acked, copy.have)
+        while self.tail and self.tail[0].number <= copy.have:
+            gone = self.tail.popleft()
+            self.tail_bytes -= len(gone.header) + len(gone.payload)
+        if now_ns - self.progress_ns >= AGAIN_NS:
+            self.sent, self.progress_ns = copy.have, now_ns
+        self.sent = max(self.sent, copy.have)
+        missing = [copied for copied in self.tail if copied.number > self.sent]
+        self.sent = missing[-1].number if missing else self.sent
+        return [Send(peer, copied) for copied in missing]
+
+    def _give_machine(self, copy: m.Copy, now_ns: int) -> list[CopyEffect]:
+        if not self.frozen:
+            self.tail.clear()
+            self.tail_bytes, self.streams = 0, False
+            self.frozen, self.frozen_at, self.frozen_sent = self.freeze(), self.machine.happened, 0
+            self.sent, self.progress_ns = self.frozen_at, now_ns
+        parts = -(-len(self.frozen) // PART_BYTES)
+        here = copy.parts if copy.machine == self.frozen_at else 0
+        if here >= self.frozen_sent:
+            self.progress_ns = now_ns
+        elif now_ns - self.progress_ns >= AGAIN_NS:
+            self.frozen_sent, self.progress_ns = here, now_ns
+        first, self.frozen_sent = self.frozen_sent, max(self.frozen_sent, min(parts, here + PARTS_AHEAD))
+        view = memoryview(self.frozen)
+        return [
+            Send(
+                self.peer,
+                m.Copied(self.frozen_at, part, parts, b"", 0, b"", view[part * PART_BYTES : (part + 1) * PART_BYTES]),
+            )
+            for part in range(first, self.frozen_sent)
+        ]
+
+    def copied(self, now_ns: int) -> bool:
+        """The standby follows this shard, and was heard a moment ago."""
+        return self.streams and now_ns - self.heard_ns <= self.lost_ns
+
+    # Views.
+
+    def hear_view(self, view: m.View) -> list[CopyEffect]:
+        """From shard 0; or from the standby, which serves by now."""
+        return [Serve(view.view, view.standby)] if view.view > self.machine.view else []
+
+    def deposed(self, view: m.View) -> list[CopyEffect]:
+        """What a standby says that serves by now."""
+        if view.view <= self.machine.view:
+            return []
+        return [Stop(RefuseCode.SERVER_LOST, f"the standby at {self.machine.standby or 'its address'} serves now")]
+
+    def vote(self, peer: bytes, vote: m.Vote) -> list[CopyEffect]:
+        """A member knows of a view. One that has turned to us is told where our shards are. Raises RemoteProtocolError."""
+        for member in self.machine.members:
+            if member.worker == vote.worker:
+                check_name(peer, member.name, member.worker)
+                self.votes[vote.worker] = max(self.votes.get(vote.worker, 0), vote.view)
+                if vote.attempt and vote.view == self.machine.view and self.siblings.at(vote.view):
+                    ports = self.siblings.ports(self.port)
+                    return [Send(peer, m.View(self.machine.view, self.machine.standby, True, ports))]
+        return []
+
+    def _elected(self, view: int) -> bool:
+        """More than half of the members have voted for us, whichever roster the standby knows."""
+        self._roster()
+        for _, members in self.rosters:
+            if 2 * sum(self.votes.get(worker, 0) >= view for worker in members) <= len(members) and members:
+                return False
+        return True
+
+    # Time.
+
+    def tick(self, now_ns: int) -> list[CopyEffect]:
+        if now_ns - self.said_ns < SAY_NS or not (self.peer or self.machine.standby or self.machine.view):
+            return []
+        self.said_ns = now_ns
+        if self.index:
+            whole = self.copied(now_ns)
+            return [Send(COORDINATOR, m.Copying(self.index, self.machine.view, whole, self.port))]
+        return self._decide(now_ns)
+
+    def _decide(self, now_ns: int) -> list[CopyEffect]:
+        machine, siblings = self.machine, self.siblings
+        whole = self.copied(now_ns) and siblings.whole(now_ns)
+        effects: list[CopyEffect] = [*siblings.behind(m.View(machine.view, machine.standby, True))]
+        if not machine.standby:
+            self.missed_ns = 0
+            if whole and siblings.at(machine.view):
+                effects.append(Serve(max(machine.view + 1, self.first_view), self.address))
+            return effects + self._tell(m.View(machine.view, "", True), self.votes)
+        if not siblings.at(machine.view):
+            return effects
+        if whole:
+            if any(view > machine.view for view in self.votes.values()):  # these know of no standby any more
+                return [*effects, Serve(machine.view + 2, machine.standby)]
+            self.missed_ns = 0
+            if self.shown != machine.view and all(self.votes.get(each.worker, 0) >= machine.view for each in machine.members):
+                self.shown = machine.view
+                text = f"{machine.standby} stands by: it has all that is here, and the workers know it"
+                effects.append(Log("standby", {"text": text}))
+            return effects + self._tell(m.View(machine.view, machine.standby, True))
+        self.missed_ns = self.missed_ns or now_ns
+        if self._elected(machine.view + 1):
+            text = f"the standby at {machine.standby} is lost; the run goes on without one"
+            return [*effects, Log("standby", {"text": text}), Serve(machine.view + 1, "")]
+        if now_ns - self.missed_ns > GIVE_UP_NS:
+            text = "neither the standby nor most of the workers answer; if the standby serves, go on there"
+            return [Stop(RefuseCode.SERVER_LOST, text)]
+        return effects + self._tell(m.View(machine.view + 1, "", False))
+
+    def _tell(self, view: m.View, votes: Mapping[int, int] = NONE) -> list[Send]:
+        """All members, but for those whose votes say that they know it."""
+        members = self.machine.members if view.view else []
+        return [Send(member.peer, view) for member in members if votes.get(member.worker, -1) < view.view]
+
+
+class Standby:
+    """Of a shard that copies the one at `original`. `address`: of this server, as members will find it; `port`: of this shard.
+    `thaw`: a machine of bytes; `again`: handles an event of it."""
+
+    def __init__(
+        self,
+        index: int,
+        original: str,
+        address: str,
+        port: int,
+        lost_ns: int,
+        siblings: Siblings,
+        thaw: Callable[[bytes], Machine],
+        again: Callable[[Event], None],
+    ) -> None:
+        self.index, self.original, self.address, self.port, self.lost_ns = index, original, address, port, lost_ns
+        self.siblings, self.thaw, self.again = siblings, thaw, again
+        self.machine: Machine | None = None
+        self.have = -1  # events that are here
+        self.parts: list[m.Buffer] = []  # of a machine
+        self.parts_of = -1
+        self.events: deque[Event] = deque()  # that are here and not handled
+        self.heard_ns = self.said_ns = 0
+        self.owes = True  # an acknowledgement
+        self.votes: dict[int, int] = {}  # of each worker, the attempt that counts
+        self.void: dict[int, int] = {}  # the newest that does not
+
+    # What the original says.
+
+    def receive(self, copied: m.Copied, now_ns: int) -> None:
+        """Take an event, or a part of a machine. Raises what `thaw` raises."""
+        self.heard_ns, self.owes = now_ns, True
+        if not copied.parts:
+            if copied.number == self.have + 1 and self.machine is not None:
+                frames = [copied.header, copied.payload][: copied.frames]
+                self.events.append(Event.of(copied.about, frames))
+                self.have = copied.number
+            return
+        if copied.number != self.parts_of:
+            self.begin_anew()
+            self.parts_of = copied.number
+        if copied.part == len(self.parts) and self.have < 0:
+            self.parts.append(copied.payload)
+        if len(self.parts) == copied.parts:
+            self.machine, self.have = self.thaw(b"".join(self.parts)), copied.number
+            self.parts = []
+
+    def begin_anew(self) -> None:
+        """What is here is of no use."""
+        self.machine, self.have, self.parts, self.parts_of = None, -1, [], -1
+        self.events.clear()
+
+    def handle(self) -> None:
+        """Let all that has come happen to the machine."""
+        while self.events and self.machine is not None:
+            self.again(self.events.popleft())
+
+    def acknowledge(self, now_ns: int) -> list[CopyEffect]:
+        """What is here, where that has changed."""
+        if not self.owes:
+            return []
+        self.owes, self.said_ns = False, now_ns
+        of = self.parts_of if self.have < 0 else -1
+        return [Tell(self.original, m.Copy(self.index, self.have, of, len(self.parts), self.address))]
+
+    # Members, and the other shards.
+
+    @property
+    def stands_by(self) -> bool:
+        """Members know of this server."""
+        return self.machine is not None and self.machine.standby == self.address
+
+    def lost(self, now_ns: int) -> bool:
+        """The original has been silent for long."""
+        return now_ns - self.heard_ns > self.lost_ns
+
+    def vote(self, peer: bytes, vote: m.Vote, now_ns: int) -> list[CopyEffect]:
+        """A member has not heard the server. Raises RemoteProtocolError where it is none."""
+        machine = self.machine
+        if machine is None or not self.stands_by or vote.view != machine.view + 1:
+            return []
+        for member in machine.members:
+            if member.worker == vote.worker:
+                check_name(peer, member.name, member.worker)
+        if self.lost(now_ns) and vote.attempt > self.void.get(vote.worker, 0):
+            self.votes[vote.worker] = vote.attempt
+            return []
+        self.votes.pop(vote.worker, None)
+        self.void[vote.worker] = max(self.void.get(vote.worker, 0), vote.attempt)
+        return [Send(peer, m.Stay(vote.view, vote.attempt))]
+
+    def hear_view(self, view: m.View) -> list[CopyEffect]:
+        """From shard 0 of this server."""
+        if self.machine is None or view.view <= self.machine.view:
+            return []
+        self.handle()
+        return [Serve(view.view, view.standby)]
+
+    def tick(self, now_ns: int) -> list[CopyEffect]:
+        self.handle()
+        machine, effects = self.machine, list[CopyEffect]()
+        if now_ns - self.said_ns >= SAY_NS:
+            self.owes = True
+            effects += self.acknowledge(now_ns)
+            if self.index:
+                view, whole = (machine.view, self.stands_by) if machine is not None else (0, False)
+                effects.append(Send(COORDINATOR, m.Copying(self.index, view, whole, self.port)))
+        if machine is None or self.index or not self.stands_by or not self.lost(now_ns):
+            return effects
+        if not self.siblings.whole(now_ns) or not self.siblings.at(machine.view):
+            return effects
+        members = [member.worker for member in machine.members]
+        if members and 2 * sum(worker in self.votes for worker in members) >= len(members):
+            effects.append(Serve(machine.view + 1, ""))
+        return effects

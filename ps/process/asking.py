@@ -1,0 +1,55 @@
+"""What a server that is to stand by asks first, before it has a process for each shard."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import Any
+
+from narrows.protocols import messages as m
+from narrows.protocols.errors import AuthenticationError, IncompatibleError, RemoteProtocolError, UnreachableError
+from narrows.protocols.runtime.curve import Why
+from narrows.protocols.runtime.keys import server_key
+from narrows.protocols.runtime.sockets import Sockets
+from narrows.protocols.wire import decode, encode, unpack
+from narrows.ps.process.gate import Gate
+from narrows.ps.process.machine import release
+
+CONNECT_S = 30.0
+AGAIN_S = 0.5
+
+
+def ask(address: str, keys: str) -> dict[str, Any]:
+    """What the server at `address` says that a standby of it must know. Raises UnreachableError, AuthenticationError, and
+    IncompatibleError where it has another release, or no room for one."""
+    refused: list[Why] = []
+    if keys:
+        server_key(keys)
+    gate = Gate(keys, "", "", "", address)
+    with contextlib.closing(
+        Sockets(curve=gate.curve, failed=lambda address, why, public: refused.append(why))
+    ) as sockets:
+        deadline = time.monotonic() + CONNECT_S
+        while time.monotonic() < deadline and not refused:
+            sockets.send(address, encode(m.Copy(-1, -1)))
+            for _, frames in sockets.receive(int(AGAIN_S * 1000)):
+                message = decode(frames)
+                if isinstance(message, m.Refuse):
+                    raise IncompatibleError(f"{address}: {message.text}")
+                if isinstance(message, m.Original):
+                    return checked(address, unpack(message.told))
+    if refused:
+        text = "the keys there are others: give --keys with a copy of the folder that the server has"
+        raise AuthenticationError(f"--standby {address}: {text}")
+    raise UnreachableError(f"--standby {address}: no server answered within {CONNECT_S:.0f} s")
+
+
+def checked(address: str, told: Any) -> dict[str, Any]:
+    """Raises RemoteProtocolError, IncompatibleError and UnreachableError."""
+    if not isinstance(told, dict) or not {"release", "settings", "ports", "hash_seed", "secret"} <= told.keys():
+        raise RemoteProtocolError(f"{address}: what the server tells of itself is not whole")
+    if told["release"] != release():
+        raise IncompatibleError(f"{address}: the server runs {told['release']}, and this machine {release()}")
+    if not all(told["ports"]):
+        raise UnreachableError(f"{address}: the server has not started all of its shards; try again")
+    return told

@@ -1,0 +1,148 @@
+"""Runs a `Standby`: one shard of a server that copies another, until the run is over or this server takes its place."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections import deque
+from collections.abc import Iterable
+
+from narrows.protocols import messages as m
+from narrows.protocols.addresses import parse_address
+from narrows.protocols.effects import CopyEffect, Log, Send, Serve, Stop, Tell
+from narrows.protocols.errors import NarrowsError, ServerLostError
+from narrows.protocols.runtime.clock import Awake
+from narrows.protocols.runtime.sockets import Peer, Receipt, Sockets, reached
+from narrows.protocols.wire import decode, encode
+from narrows.ps.copies import GIVE_UP_NS, Siblings, Standby, lost_after
+from narrows.ps.events import Event
+from narrows.ps.process.gate import Gate
+from narrows.ps.process.journal import Replay, thaw
+from narrows.ps.process.machine import Process, emit
+from narrows.ps.reports import COORDINATOR
+from narrows.ps.server import Server
+
+TICK_MS = 20
+
+
+class Lent:
+    """Whether views of a store may still be read: by messages on their way, or held until a standby has their cause."""
+
+    def __init__(self) -> None:
+        self.receipts: list[Receipt] = []
+        self.held: deque[tuple[int, Send | Tell | Stop]] = deque()  # with the event that they follow from
+
+    def __call__(self) -> bool:
+        self.receipts = [receipt for receipt in self.receipts if receipt.lent]
+        return bool(self.receipts or self.held)
+
+
+class Follower:
+    """Of `process`, whose shard listens on `number`."""
+
+    def __init__(self, process: Process, port: Sockets, number: int, gate: Gate) -> None:
+        self.process, self.port, self.gate = process, port, gate
+        self.clock, self.lent = Awake(), Lent()
+        self.replay: Replay
+        self.serves: list[Serve] = []  # the view in which this server takes over
+        self.stale = False
+        first = parse_address("", process.coordinator)[1] if process.coordinator else number
+        address = f"tcp://{reached(process.bind, process.follows)}:{first}"
+        lost_ns = lost_after(process.settings.lease)
+        siblings = Siblings(process.settings.shards, lost_ns)
+        self.standby = Standby(
+            process.index, process.follows, address, number, lost_ns, siblings, self._thaw, self._again
+        )
+        self.standby.heard_ns = self.clock.now()
+        self.told = False  # that this server stands by
+
+    @property
+    def server(self) -> Server:
+        return self.replay.server
+
+    def _thaw(self, packed: bytes) -> Server:
+        server = thaw(io.BytesIO(packed), self.lent)
+        self.replay = Replay(server, self._load)
+        self.gate.known = server
+        return server
+
+    def _load(self, clock: int) -> None:
+        self.stale = True  # that checkpoint is on the disk of the original
+
+    def _again(self, event: Event) -> None:
+        self.replay.again(event)
+        if self.stale:
+            self.stale = False
+            self.standby.begin_anew()
+
+    @property
+    def over(self) -> bool:
+        """The run has ended, and this standby has seen all of it."""
+        machine = self.standby.machine
+        return machine is not None and (self.replay.stop is not None or self.server.ended)
+
+    def _carry_out(self, effects: Iterable[CopyEffect]) -> None:
+        for effect in effects:
+            match effect:
+                case Send(bytes(peer), message):
+                    self.port.send(self.process.coordinator if peer == COORDINATOR else peer, encode(message))
+                case Tell(address, message):
+                    self.port.send(address, encode(message))
+                case Log(event, values):
+                    emit("log", name=event, values=values)
+                case Serve():
+                    self.serves.append(effect)
+
+    def _receive(self, peer: Peer, frames: list[m.Buffer]) -> None:
+        now_ns = self.clock.now()
+        try:
+            message = decode(frames)
+            if isinstance(peer, bytes):
+                self.gate.check(peer, message, sum(map(len, frames)))
+        except NarrowsError as error:
+            if not isinstance(peer, bytes):
+                raise
+            if self.gate.counted(str(error)):
+                emit("log", name="refused", values={"text": str(error)})
+            return
+        match message:
+            case m.Copied() if peer == self.process.follows:
+                self.standby.receive(message, now_ns)
+            case m.Refuse(_, _, _, text) if peer == self.process.follows:
+                raise NarrowsError(f"{self.process.follows}: {text}")
+            case m.View() if peer == self.process.coordinator:
+                self._carry_out(self.standby.hear_view(message))
+            case m.Vote() if isinstance(peer, bytes):
+                self._carry_out(self.standby.vote(peer, message, now_ns))
+            case m.Copying() if isinstance(peer, bytes):
+                self.standby.siblings.hear(peer, message, now_ns)
+
+    def loop(self, sockets: Sockets) -> bool:
+        """Until the run is over or stdin ends (False), or this server takes over (True). Raises ServerLostError where the
+        original is gone and nobody turns to this one."""
+        stdin, ended = sys.stdin.fileno(), list[bool]()
+
+        def hear_parent() -> None:
+            said = os.read(stdin, 4096)
+            if not said or b"stop" in said:
+                sockets.unwatch(stdin)
+                ended.append(True)
+
+        sockets.watch(stdin, hear_parent)
+        while not self.serves and not ended and not self.over:
+            for peer, frames in sockets.receive(TICK_MS):
+                self._receive(peer, frames)
+            now_ns = self.clock.turn()
+            self._carry_out([*self.standby.acknowledge(now_ns), *self.standby.tick(now_ns)])
+            if self.standby.stands_by and not self.told and not self.process.index:
+                self.told = True
+                text = f"stands by for {self.process.follows}: all that it has is here, {self.standby.have} events"
+                emit("log", name="standby", values={"text": text})
+            if now_ns - self.standby.heard_ns > GIVE_UP_NS:
+                raise ServerLostError(
+                    f"the server at {self.process.follows} is silent, and too few workers have turned to this one"
+                )
+        if not ended:
+            sockets.unwatch(stdin)
+        return bool(self.serves)

@@ -1,0 +1,37 @@
+"""The life of one server process: it stands by, where it is told to, and serves."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable
+
+from narrows.protocols.errors import BY_EXIT_CODE, NarrowsError
+from narrows.protocols.runtime.sockets import Sockets
+from narrows.ps.process.follower import Follower
+from narrows.ps.process.gate import Gate
+from narrows.ps.process.machine import Process, emit
+from narrows.ps.process.runner import Runner
+
+
+def run(process: Process, ready: Callable[..., None], both: tuple[int, int] | None = None) -> None:
+    """Serve until the run is over or stdin ends. `ready` is told the port once it is bound, and the epoch that this life of the
+    coordinator begins in (0 where there is none). `both`: files for its journal."""
+    gate = Gate(process.keys, process.parent_key, process.secret, process.coordinator, process.follows)
+    with contextlib.closing(Sockets(known_as=gate.name_at, curve=gate.curve)) as sockets:
+        number = sockets.listen(process.bind)
+        follower = Follower(process, sockets, number, gate) if process.follows else None
+        if follower is not None:
+            ready(port=number, epoch=0)
+            if not follower.loop(sockets):
+                return emit("done", dropped={}, refused=dict(gate.refused))
+        runner = Runner(process, sockets, number, gate, both, follower)
+        sockets.failed, sockets.linked = runner.shut_out, runner.linked
+        coordinator = runner.server.coordinator
+        ready(port=number, epoch=coordinator.run.first_epoch if coordinator is not None else 0)
+        runner.loop(sockets)
+    if runner.stop_by < float("inf") and not process.keeps and process.folder is not None:
+        shutil.rmtree(process.folder, ignore_errors=True)  # whoever would do it may have been killed
+    if runner.end.code:
+        raise BY_EXIT_CODE.get(runner.end.code, NarrowsError)(runner.end.text)
+    runner.totals()
