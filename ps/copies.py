@@ -269,7 +269,9 @@ class Original:
             if any(view > machine.view for view in self.votes.values()):  # these know of no standby any more
                 return [*effects, Serve(machine.view + 2, machine.standby)]
             self.missed_ns = 0
-            if self.shown != machine.view and all(self.votes.get(each.worker, 0) >= machine.view for each in machine.members):
+            if self.shown != machine.view and all(
+                self.votes.get(each.worker, 0) >= machine.view for each in machine.members
+            ):
                 self.shown = machine.view
                 text = f"{machine.standby} stands by: it has all that is here, and the workers know it"
                 effects.append(Log("standby", {"text": text}))

@@ -48,6 +48,8 @@ class Views:
         if isinstance(message, m.Stay):
             self.turned = message.attempt != self.attempt
             return []
+        if not message.ports:  # not all of its shards serve yet
+            return []
         address, self.turned = self.standby, False
         self.view, self.standby = message.view, message.standby
         return [Moved(address, message.ports)]

@@ -143,6 +143,9 @@ class Follower:
                 raise ServerLostError(
                     f"the server at {self.process.follows} is silent, and too few workers have turned to this one"
                 )
-        if not ended:
+        if self.serves:
             sockets.unwatch(stdin)
+            index, clock = self.process.index, self.server.shard.min_clock
+            text = f"shard {index} serves in the place of {self.process.follows}, from clock {clock} on"
+            emit("log", name="took over", values={"shard": index, "clock": clock, "text": text})
         return bool(self.serves)

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 
 from narrows.protocols.errors import BY_EXIT_CODE, NarrowsError
+from narrows.protocols.runtime.keys import SERVER
 from narrows.protocols.runtime.sockets import Sockets
 from narrows.ps.process.follower import Follower
 from narrows.ps.process.gate import Gate
@@ -34,4 +35,20 @@ def run(process: Process, ready: Callable[..., None], both: tuple[int, int] | No
         shutil.rmtree(process.folder, ignore_errors=True)  # whoever would do it may have been killed
     if runner.end.code:
         raise BY_EXIT_CODE.get(runner.end.code, NarrowsError)(runner.end.text)
-    runner.totals()
+    totals(runner)
+
+
+def totals(runner: Runner) -> None:
+    """Tell the parent that this process is done, and what moved and was dropped."""
+    dropped = dict(runner.drops.counts)
+    if runner.process.parent:
+        there = f"{runner.process.parent} and its clusters" if runner.told else runner.process.parent
+        moved = f"pushed {runner.bytes_up / 1e6:.2f} MB to {there} and pulled {runner.bytes_down / 1e6:.2f} MB"
+        values = {"bytes_up": runner.bytes_up, "bytes_down": runner.bytes_down, "dropped": dropped}
+        text = f"shard {runner.process.index} {moved}"
+        emit("log", name="above", values={"shard": runner.process.index, **values, "text": text})
+    for name, size in sorted(runner.gate.sent.items()):
+        if name != SERVER:
+            text = f"shard {runner.process.index}: {name} sent {size / 1e6:.2f} MB"
+            emit("log", name="sent", values={"shard": runner.process.index, "name": name, "bytes": size, "text": text})
+    emit("done", dropped=dropped, refused=dict(runner.gate.refused))

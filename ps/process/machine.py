@@ -27,6 +27,7 @@ from narrows.protocols.runtime.sockets import reached
 from narrows.protocols.settings import Settings
 from narrows.protocols.timing import Timing
 from narrows.protocols.wire import pack
+from narrows.ps.copies import Original, Siblings, lost_after
 from narrows.ps.planned import Means
 from narrows.ps.process import checkpoints
 from narrows.ps.server import Server
@@ -94,7 +95,17 @@ def emit(event: str, **values: Any) -> None:
         os.write(sys.stdout.fileno(), json.dumps({"event": event, **values}).encode() + b"\n")
 
 
-def original(process: Process, server: Server) -> m.Original:
+def original(
+    process: Process, server: Server, port: int, freeze: Callable[[], bytes], siblings: Siblings | None
+) -> Original:
+    """What gives this shard to a standby. `siblings`: as this server knows them, where it was a standby."""
+    lost_ns, coordinator = lost_after(process.settings.lease), server.coordinator
+    first_view = coordinator.run.first_epoch if coordinator is not None else 0
+    siblings = siblings or Siblings(process.settings.shards, lost_ns)
+    return Original(process.index, server, port, lost_ns, freeze, siblings, first_view)
+
+
+def introduction(process: Process, server: Server) -> m.Original:
     """What a server must be told to stand by for this one."""
     assert server.coordinator is not None
     reports = server.coordinator.reports

@@ -19,19 +19,18 @@ from narrows.protocols.effects import NS, Checkpoint, CopyEffect, Load, Log, Sen
 from narrows.protocols.errors import NarrowsError
 from narrows.protocols.runtime.clock import Awake
 from narrows.protocols.runtime.curve import Why
-from narrows.protocols.runtime.keys import SERVER, refusal
+from narrows.protocols.runtime.keys import refusal
 from narrows.protocols.runtime.sockets import NOBODY, Drops, Peer, Port, Sockets
 from narrows.protocols.wire import decode, encode
-from narrows.ps.changes import Load as LoadArrays
-from narrows.ps.copies import Original, Siblings, lost_after
 from narrows.ps.events import Event, Kind
 from narrows.ps.planned import Stage
 from narrows.ps.process import checkpoints
+from narrows.ps.process.disk import Disk
 from narrows.ps.process.follower import Follower, Lent
 from narrows.ps.process.gate import Gate
 from narrows.ps.process.journal import Journal, Replay, frozen
-from narrows.ps.process.machine import Process, emit, journal_most, machine, original
-from narrows.ps.process.writer import Writer, Written
+from narrows.ps.process.machine import Process, emit, introduction, journal_most, machine, original
+from narrows.ps.process.writer import Written
 from narrows.ps.reports import COORDINATOR
 from narrows.ps.server import OF_CLUSTERS
 
@@ -56,46 +55,38 @@ class Runner:
         self.gate = gate or Gate("", "", process.secret, process.coordinator, process.follows)
         self.clock = Awake()
         self.bytes_up = self.bytes_down = 0  # to and from the server above, and other clusters
-        self.drops = Drops(self._say_dropped)
+        self.drops = Drops(lambda text: None if self.server.over else self._log("dropped", text=text))
         self.lent = copy.lent if copy is not None else Lent()
         self.told: set[str] = set()  # clusters that are dialled
         self.unreached: list[bytes] = []  # peers that were sent something and are not there
         self.end = Stop()
         self.running = True
         self.stop_by = float("inf")
-        self.writer = Writer(process.folder, process.index) if process.folder is not None else None
-        self.trouble = ""  # of the disk, said once
+        self.disk = Disk(process)
         most = journal_most(process.settings.shards)
         self.journal = Journal(both, self.lent, most) if both is not None else None
         self.anew = True  # the journal is to begin again
         self.began_ns = 0  # when the event was, that is being handled
-        whole = self.journal is not None and self.journal.whole and process.replay
+        again = self.journal if self.journal is not None and self.journal.whole and process.replay else None
         if copy is not None:
             self.server = copy.server
-        elif self.journal is not None and whole:
-            self.server = self.journal.machine()
+        elif again is not None:
+            self.server = again.machine()
         else:
             own = self.gate.guard.own if self.gate.guard is not None else None
             self.server = machine(process, number, self.lent, own)
         self.gate.known = self.server
-        lost_ns, coordinator = lost_after(process.settings.lease), self.server.coordinator
-        first_view = coordinator.run.first_epoch if coordinator is not None else 0
-        siblings = copy.standby.siblings if copy is not None else Siblings(process.settings.shards, lost_ns)
-        self.original = Original(
-            process.index, self.server, number, lost_ns, lambda: frozen(self.server, self.lent), siblings, first_view
-        )
+        siblings = copy.standby.siblings if copy is not None else None
+        self.original = original(process, self.server, number, lambda: frozen(self.server, self.lent), siblings)
         if copy is not None:
-            self._take_over(copy)
-        elif self.journal is not None and whole:
-            self._replay(self.journal)
+            self._go_on(copy.replay, here=False)
+            self._at_once(copy.serves)
+        elif again is not None:
+            self._replay(again)
         self._keep()
 
     def _log(self, event: str, **told: Any) -> None:
         emit("log", name=event, values={"shard": self.process.index, **told})
-
-    def _say_dropped(self, text: str) -> None:
-        if not self.server.over:
-            self._log("dropped", text=text)
 
     # The journal.
 
@@ -122,8 +113,8 @@ class Runner:
             self.anew = False
             journal.begin(self.server)
         if journal.trouble:
-            self.journal, index = None, self.process.index
-            text = f"shard {index} cannot keep its journal ({journal.trouble}): if it dies it goes back to a checkpoint"
+            self.journal = None
+            text = f"shard {self.process.index} cannot keep its journal ({journal.trouble}): if it dies it goes back to a checkpoint"
             self._log("journal", text=text)
 
     def _replay(self, journal: Journal) -> None:
@@ -137,14 +128,6 @@ class Runner:
         self._log("replayed", clock=self.server.shard.min_clock, text=text)
         self._go_on(done)
 
-    def _take_over(self, copy: Follower) -> None:
-        """Go on where the original was."""
-        self._go_on(copy.replay, here=False)
-        (serve,) = copy.serves
-        self._at_once([serve])
-        text = f"shard {self.process.index} serves in the place of {self.process.follows}"
-        self._log("took over", clock=self.server.shard.min_clock, text=text)
-
     def _go_on(self, done: Replay, here: bool = True) -> None:
         """With a machine to which all has been done again. `here`: its checkpoints are on this disk."""
         self.running, self.end = done.stop is None, done.stop or self.end
@@ -153,7 +136,7 @@ class Runner:
         # Later in a clock the arrays may have what belongs to the next one.
         whole = shard.planned is not None and shard.planned.stage in (Stage.FOLD, Stage.CHECKPOINT)
         if done.writing == shard.min_clock and whole:
-            self._checkpoint(done.writing)
+            self.disk.write(done.writing, self.server)
         elif folder is not None and (done.writing >= 0 or not here):
             clock = done.writing if done.writing >= 0 else shard.tried
             self._write_down(Written(clock, checkpoints.clocks(folder, index), 0))
@@ -175,7 +158,7 @@ class Runner:
                 case Log(event, values):
                     emit("log", name=event, values=values)
                 case Checkpoint(clock):
-                    self._checkpoint(clock)
+                    self.disk.write(clock, self.server)
                 case Load(clock):
                     self._load(clock)
                 case _ if self.original.holds or self.lent.held:  # until the standby has the cause
@@ -238,53 +221,18 @@ class Runner:
         self.drops.note(type(message).__name__, receipt)
         return sum(map(len, frames))
 
-    def _checkpoint(self, clock: int) -> None:
-        """Begin to write one; the last of a run is waited for."""
-        planned, coordinator = self.server.shard.planned, self.server.coordinator
-        last = self.server.over
-        if self.writer is None or planned is None or planned.store.publication < 0 or (last and not self.process.keeps):
-            return
-        facts = {
-            "publication": planned.store.publication,
-            "shards": self.process.settings.shards,
-            "plan": planned.plan.packed(),
-            "buffers": coordinator.buffers if coordinator is not None else b"",
-            "epoch": coordinator.run.epoch if coordinator is not None else 0,
-        }
-        self.writer.write(clock, planned.store.arrays(), facts, self.server.shard.ledger.shared)
-        if last:
-            self.writer.wait()
+    def _load(self, clock: int) -> None:
+        self.disk.load(clock, self.server)
+        self.anew = True  # that file may be gone when it would be read again
 
     def wrote(self) -> None:
         """Tell of a checkpoint that is on disk by now, or could not be written."""
-        if self.writer is not None and (written := self.writer.take()) is not None:
+        if (written := self.disk.take()) is not None:
             self._write_down(written)
 
     def _write_down(self, written: Written) -> None:
-        index = self.process.index
         self.happen(Event(Kind.WROTE, self.clock.now(), values=(written.clock, [*written.kept], written.took_ns)))
-        if written.trouble and written.trouble != self.trouble:
-            text = f"shard {index} cannot write a checkpoint and tries again: {written.trouble}"
-            self._log("disk", clock=written.clock, text=text)
-        elif written.clock in written.kept and not written.trouble:  # else its process was killed meanwhile
-            self._log("checkpoint", clock=written.clock)
-        self.trouble = written.trouble
-
-    def _load(self, clock: int) -> None:
-        planned, folder = self.server.shard.planned, self.process.folder
-        if folder is None or self.writer is None:
-            return
-        self.writer.forget()
-        checkpoints.drop_after(folder, self.process.index, clock)
-        if clock < 0:
-            return
-        assert planned is not None
-        arrays, facts = checkpoints.read(folder, self.process.index, clock)
-        keys, held = planned.store.size, arrays["x"].size
-        if held != keys:
-            raise NarrowsError(f"the checkpoint of clock {clock} has {held} keys here, not {keys}")
-        planned.apply([LoadArrays(arrays, int(facts["publication"]))])
-        self.anew = True  # that file may be gone when it would be read again
+        self._carry_out(self.disk.tell(written))
 
     # Events.
 
@@ -335,7 +283,7 @@ class Runner:
                 text = "this server has no standby: start it with --replicas 1"
                 return [Send(peer, m.Refuse(m.RefuseCode.INCOMPATIBLE, -1, 0, text))]
             case m.Copy(shard=-1):
-                return [Send(peer, original(self.process, self.server))]
+                return [Send(peer, introduction(self.process, self.server))]
             case m.Copy():
                 return self.original.copy(peer, message, now_ns)
             case m.Copying():
@@ -384,7 +332,7 @@ class Runner:
         if self.process.done:
             self.happen(Event(Kind.ENDED, self.clock.now(), values=self.process.done))
         ticked = self.clock.turn()
-        while self.running and not self.server.ended and time.monotonic() < self.stop_by:
+        while self.running and (not self.server.ended or self.lent.held) and time.monotonic() < self.stop_by:
             for peer, frames in sockets.receive(TICK_MS):
                 self.receive(peer, frames)
             self.wrote()
@@ -398,18 +346,3 @@ class Runner:
                 self._at_once(self.original.tick(now_ns))
                 self.gate.tick()
         self.wrote()
-
-    def totals(self) -> None:
-        """Tell the parent that this process is done, and what moved and was dropped."""
-        dropped = dict(self.drops.counts)
-        if self.process.parent:
-            there = f"{self.process.parent} and its clusters" if self.told else self.process.parent
-            moved = f"pushed {self.bytes_up / 1e6:.2f} MB to {there} and pulled {self.bytes_down / 1e6:.2f} MB"
-            values = {"bytes_up": self.bytes_up, "bytes_down": self.bytes_down, "dropped": dropped}
-            text = f"shard {self.process.index} {moved}"
-            emit("log", name="above", values={"shard": self.process.index, **values, "text": text})
-        for name, size in sorted(self.gate.sent.items()):
-            if name != SERVER:
-                text = f"shard {self.process.index}: {name} sent {size / 1e6:.2f} MB"
-                self._log("sent", name=name, bytes=size, text=text)
-        emit("done", dropped=dropped, refused=dict(self.gate.refused))

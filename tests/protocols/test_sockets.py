@@ -33,6 +33,7 @@ from narrows.protocols.runtime.sockets import (
     reached,
 )
 from narrows.protocols.settings import Settings
+from narrows.ps.process.life import totals
 from narrows.ps.process.machine import Process
 from narrows.ps.process.runner import Runner
 from narrows.worker.runner import Link
@@ -234,7 +235,7 @@ def test_a_server_says_what_it_drops_once_and_how_much_at_the_end(capfd: pytest.
         runner = Runner(process, sockets, sockets.listen(process.bind))
         runner.apply([Send(b"a stranger", m.LeaveAck("x"))] * 2, 0)
         runner.apply([Send(0, m.LeaveAck("x"))] * (QUEUE_MESSAGES_MAX + 3), 0)
-        runner.totals()
+        totals(runner)
     first, above, done = (json.loads(line) for line in capfd.readouterr().out.splitlines())
     assert first["name"] == "dropped" and "(LeaveAck)" in first["values"]["text"] and first["values"]["shard"] == 0
     assert above["name"] == "above" and above["values"]["dropped"] == {"LeaveAck": 5}

@@ -283,8 +283,8 @@ class OnDisk(in_process.Cluster):
     def _apply(self, index: int, effects: Iterable[ServerEffect]) -> None:
         runner = self.runners[index]
         runner.apply(list(effects), self.now())
-        if runner.writer is not None:
-            runner.writer.wait()
+        if runner.disk.writer is not None:
+            runner.disk.writer.wait()
         runner.wrote()
 
     def checkpoint_soon(self) -> None:
