@@ -120,6 +120,7 @@ class Original:
         self.rosters: deque[tuple[int, frozenset[int]]] = deque()  # since this event, back to the acknowledged one
         self.votes: dict[int, int] = {}  # of each worker, its newest view
         self.shown = 0  # the view whose standby was shown on the console
+        self.greeted: set[int] = set()  # members
         self.missed_ns = 0  # when the standby was missed first, 0: it is there
 
     # What happens to this shard.
@@ -247,12 +248,24 @@ class Original:
 
     def tick(self, now_ns: int) -> list[CopyEffect]:
         if now_ns - self.said_ns < SAY_NS or not (self.peer or self.machine.standby or self.machine.view):
-            return []
+            return self._greet()
         self.said_ns = now_ns
         if self.index:
             whole = self.copied(now_ns)
             return [Send(COORDINATOR, m.Copying(self.index, self.machine.view, whole, self.port))]
         return self._decide(now_ns)
+
+    def _greet(self) -> list[CopyEffect]:
+        """Tell new members of the standby: they may need it soon."""
+        holds = self.machine.standby and self.siblings.at(self.machine.view)
+        members = {member.worker: member.peer for member in self.machine.members} if holds else {}
+        new = [peer for worker, peer in members.items() if worker not in self.greeted]
+        self.greeted = set(members)
+        return (
+            [Send(peer, m.View(self.machine.view, self.machine.standby, True)) for peer in new]
+            if not self.missed_ns
+            else []
+        )
 
     def _decide(self, now_ns: int) -> list[CopyEffect]:
         machine, siblings = self.machine, self.siblings

@@ -175,12 +175,17 @@ class Member:
 
     def receive(self, shard: int, message: m.Message, now_ns: int) -> list[MemberEffect]:
         """The effects of a message of a shard. Raises RemoteProtocolError for one that is none."""
-        if isinstance(message, m.View):
-            return self.views.told(message if self.turns else replace(message, standby=""))
+        told = (
+            self.views.told(message if self.turns else replace(message, standby=""))
+            if isinstance(message, m.View)
+            else []
+        )
         if self.views.turned:
-            return []
+            return told
         self.heard_ns, self.ever_heard = now_ns, True
         match message:
+            case m.View():
+                return told
             case m.Welcome():
                 return self._welcomed(message, now_ns)
             case m.Ready():

@@ -114,8 +114,8 @@ class Runner:
             journal.begin(self.server)
         if journal.trouble:
             self.journal = None
-            text = f"shard {self.process.index} cannot keep its journal ({journal.trouble}): if it dies it goes back to a checkpoint"
-            self._log("journal", text=text)
+            why = f"shard {self.process.index} cannot keep its journal ({journal.trouble})"
+            self._log("journal", text=f"{why}: if it dies it goes back to a checkpoint")
 
     def _replay(self, journal: Journal) -> None:
         """All that happened since the machine was written, but for what others have seen of it."""

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
-from simulation.standbys import Theatre
+import pytest
 
-RUNS = 60
+from narrows.protocols import messages as m
+from narrows.protocols.effects import MemberEffect, Send
+from narrows.protocols.member.views import Views
+from narrows.ps.copies import Original, Standby
+from simulation.mirrors import Violation
+from simulation.network import NS
+from simulation.standbys import LEASE_S, Shard, Theatre
+
+RUNS = 40
+PLANTED_RUNS = 60  # within so many a planted bug is found
 
 
 def test_nothing_is_lost_and_one_serves() -> None:
@@ -16,3 +27,104 @@ def test_nothing_is_lost_and_one_serves() -> None:
     assert (
         min(struck[what] for what in ("took over", "alone", "moved", "machine lost", "process killed", "cuts")) > 5
     ), struck
+
+
+def lose(theatre: Theatre, server: str) -> None:
+    theatre.servers[server].end()
+
+
+def part(theatre: Theatre, one: str, other: str) -> None:
+    ours, theirs = ([shard.name for shard in theatre.servers[name].shards] for name in (one, other))
+    for name in ours:
+        for there in theirs:
+            theatre.sim.cut(name, there, theatre.sim.now_ns + 10 * NS)
+
+
+@pytest.mark.parametrize(("fault", "words"), [(lose, "a"), (lose, "b"), (part, "ab")])
+def test_one_fault_delays_nobody_by_more_than_a_lease(fault: Callable[..., None], words: str) -> None:
+    for seed in range(10):
+        theatre = Theatre(seed, quiet=True)
+        theatre.sim.at(20 * NS, fault, theatre, *words)
+        theatre.run()
+        assert not any(guest.failed for guest in theatre.guests)
+        assert max(guest.stall_ns for guest in theatre.guests) < (LEASE_S + 1) * NS
+        assert {guest.server for guest in theatre.guests} == {"b" if words == "a" else "a"}
+
+
+# Planted bugs: what guards this, taken out.
+
+
+def too_early(shard: Shard) -> None:
+    """What follows from an event is sent before the standby has the event."""
+    while shard.held:
+        _, to, message = shard.held.popleft()
+        shard._send(to, message)
+
+
+def without_votes(standby: Standby, now_ns: int) -> Any:
+    """A standby takes over that nobody has turned to."""
+    standby.votes |= {member.worker: 1 for member in standby.machine.members} if standby.machine is not None else {}
+    return standby_tick(standby, now_ns)
+
+
+def alone_at_once(original: Original, view: int) -> bool:
+    """A server goes on without its standby, and without votes."""
+    return True
+
+
+def newest_members(original: Original, view: int) -> bool:
+    """Votes are counted by the newest roster, which the standby may not have."""
+    members = [member.worker for member in original.machine.members]
+    return 2 * sum(original.votes.get(worker, 0) >= view for worker in members) > len(members)
+
+
+def without_leave(views: Views, view: m.View) -> list[MemberEffect]:
+    """A member comes back from the standby without its leave."""
+    views.turned = False
+    return told_of(views, view)
+
+
+def both(views: Views, view: m.View) -> list[MemberEffect]:
+    """A member votes for both in one view."""
+    if views.turned and not view.decided:
+        return [Send(0, m.Vote(views.worker, views.epoch, view.view, 0))]
+    return told_of(views, view)
+
+
+def with_gaps(standby: Standby, copied: m.Copied, now_ns: int) -> None:
+    """A standby takes an event though it lacks the one before."""
+    if not copied.parts and copied.number > standby.have and standby.machine is not None:
+        standby.have = copied.number - 1
+    received(standby, copied, now_ns)
+
+
+def once_more(standby: Standby, copied: m.Copied, now_ns: int) -> None:
+    """A standby handles an event that comes again."""
+    if not copied.parts and standby.machine is not None and copied.number <= standby.have:
+        standby.have = copied.number - 1
+    received(standby, copied, now_ns)
+
+
+standby_tick, told_of, received = Standby.tick, Views.told, Standby.receive
+PLANTED: dict[str, tuple[type, str, Any]] = {
+    "sent before the standby has the cause": (Shard, "_release", too_early),
+    "a standby that needs no votes": (Standby, "tick", without_votes),
+    "a server that needs no votes": (Original, "_elected", alone_at_once),
+    "votes by the newest roster": (Original, "_elected", newest_members),
+    "back without leave": (Views, "told", without_leave),
+    "two votes in a view": (Views, "told", both),
+    "an event left out": (Standby, "receive", with_gaps),
+    "an event handled twice": (Standby, "receive", once_more),
+}
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*PLANTED[bug])
+    with pytest.raises(Violation):
+        _until_found()
+
+
+def _until_found() -> None:
+    for seed in range(PLANTED_RUNS):
+        Theatre(seed).run()

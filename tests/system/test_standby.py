@@ -2,38 +2,103 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import signal
 import time
+from pathlib import Path
 
 import pytest
-from kit.processes import Server, Worker, serving, trained_alone, until
+from kit.processes import Server, Worker, finished, serving, trained_alone, until
 from kit.scripts import distance, flat
 
 RATE = 0.001
+STALL_S = 11.0  # a lease, and a second
 
 
-def stands_by(original: Server, standby: Server) -> None:
-    until(lambda: "stands by: it has all" in original.command.out, f"{original.command}\n{standby.command}")
+def stands_by(standby: Server, server: Server) -> None:
+    until(lambda: f"{standby.address} stands by: it has all" in server.command.out, str(server.command))
+    time.sleep(0.2)  # a worker that joined after that is told within a tick
 
 
-@pytest.mark.parametrize(("flags", "exact"), [
-    ("--sync bsp --shards 2", True),
-    ("--sync ssp --shards 2 --compress topk:0.2+int8", False),
-])  # fmt: skip
-def test_the_standby_goes_on_where_the_server_was(flags: str, exact: bool) -> None:
-    with serving(*flags.split(), "--replicas", "1") as server, serving("--standby", server.address) as standby:
+def goes_on(worker: Worker, steps: int = 20) -> None:
+    """No step takes longer than a lease, and none is done again."""
+    for _ in range(steps):
+        began, clock = time.monotonic(), worker.clock
+        worker.step()
+        assert worker.clock == clock + 1 and time.monotonic() - began < STALL_S
+
+
+def ends_with(standby: Server, *workers: Worker) -> None:
+    for worker in workers:
+        worker.close()
+    assert standby.command.wait() == 0, standby.command
+    said = standby.command.out
+    assert "serves in the place of" in said and "joined" not in said and "discarded" not in said, standby.command
+    assert "Traceback" not in standby.command.err, standby.command
+
+
+def test_the_standby_goes_on_where_the_server_was() -> None:
+    flags = ("--sync", "bsp", "--shards", "2", "--replicas", "1")
+    with serving(*flags) as server, serving("--standby", server.address) as standby:
         worker = Worker(server.address, rate=RATE)
         worker.train(20)
-        stands_by(server, standby)
+        stands_by(standby, server)
         worker.train(20)
         server.kill()
-        began, clock = time.monotonic(), worker.clock
-        worker.train(3)
-        took = time.monotonic() - began
-        assert worker.clock == clock + 3
-        worker.train(20)
-        worker.close()
-        assert standby.command.wait() == 0, standby.command
-        print(took, standby.command)
-        assert "serves in the place of" in standby.command.out and took < 11
-        if exact:
-            assert distance(flat(worker.model), trained_alone(worker.clock, RATE)) < 1e-5
+        goes_on(worker)
+        ends_with(standby, worker)
+    assert distance(flat(worker.model), trained_alone(worker.clock, RATE)) < 1e-5
+
+
+def test_a_standby_that_is_lost_is_done_without_and_another_takes_its_place() -> None:
+    flags = ("--sync", "ssp", "--shards", "2", "--replicas", "1", "--compress", "topk:0.2+int8")
+    with serving(*flags) as server, serving("--standby", server.address) as standby:
+        worker = Worker(server.address, rate=RATE)
+        worker.train(5)
+        stands_by(standby, server)
+        server.kill_shard(1)  # which goes on by its journal, and its copy with it
+        goes_on(worker, 5)
+        standby.kill()
+        goes_on(worker, 5)
+        until(lambda: "goes on without one" in server.command.out, str(server.command))
+        with serving("--standby", server.address) as second:
+            stands_by(second, server)
+            goes_on(worker)
+            os.kill(server.pids[0], signal.SIGKILL)  # ps-serve alone: its shards must end without a word
+            goes_on(worker)
+            ends_with(second, worker)
+
+
+def test_a_server_that_comes_back_is_served_no_more(tmp_path: Path) -> None:
+    assert finished("ps-serve", "keys", "init", str(tmp_path / "keys"))[0] == 0
+    code, out, err = finished("ps-serve", "keys", "add", "one", "--keys", str(tmp_path / "keys"))
+    assert code == 0, err
+    shutil.copytree(tmp_path / "keys", tmp_path / "copy")
+    flags = ("--sync", "bsp", "--replicas", "1", "--keys", str(tmp_path / "keys"))
+    with serving(*flags) as server:
+        code, _, err = finished("ps-serve", "--bind", "tcp://127.0.0.1:0", "--standby", server.address)
+        assert code == 4 and "give --keys" in err, err
+        with serving("--standby", server.address, "--keys", str(tmp_path / "copy")) as standby:
+            worker = Worker(server.address, out.splitlines()[0], RATE)
+            worker.train(5)
+            stands_by(standby, server)
+            for pid in server.pids:
+                os.kill(pid, signal.SIGSTOP)
+            goes_on(worker)
+            for pid in server.pids:
+                os.kill(pid, signal.SIGCONT)
+            assert server.command.wait() == 6, server.command
+            assert "serves now" in server.command.err, server.command
+            goes_on(worker, 5)
+            ends_with(standby, worker)
+
+
+@pytest.mark.parametrize(("flags", "code", "sentence"), [
+    ((), 5, "start it with --replicas 1"),
+    (("--sync", "bsp"), 2, "leave out --sync"),
+])  # fmt: skip
+def test_who_cannot_stand_by_is_told_why(flags: tuple[str, ...], code: int, sentence: str) -> None:
+    with serving("--sync", "bsp") as server:
+        ended, _, err = finished("ps-serve", "--bind", "tcp://127.0.0.1:0", "--standby", server.address, *flags)
+        assert ended == code and sentence in err, err
