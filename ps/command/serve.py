@@ -31,7 +31,9 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def checked(settings: Settings, bind: str, parent: str, open_to_all: bool, resume: bool) -> tuple[str, int]:
+def checked(
+    settings: Settings, bind: str, parent: str, open_to_all: bool, resume: bool, replicas: int
+) -> tuple[str, int]:
     """(host, port) to bind. Raises UsageError where the flags do not go together."""
     from narrows.compression import SpecError, ladder, parse
 
@@ -57,6 +59,9 @@ def checked(settings: Settings, bind: str, parent: str, open_to_all: bool, resum
             "--resume: under --sync gossip the model is with the workers, and a run begins with theirs; load model.safetensors "
             "of --checkpoint-dir in the script"
         )
+    if replicas and (mixes or parent):
+        why = "under --sync gossip the model is with the workers" if mixes else "a cluster with --parent has no standby"
+        raise UsageError(f"--replicas {replicas}: {why}; leave it out")
     if parent:
         parse_address("--parent", parent)
         if mixes:
@@ -109,7 +114,7 @@ def serve(
 
     folder = scratch = ""
     try:
-        cluster.host, cluster.port = checked(cluster.settings, bind, parent, not (keys or insecure), resume)
+        cluster.host, cluster.port = checked(cluster.settings, bind, parent, not (keys or insecure), resume, replicas)
         secrets_checked(keys, parent, parent_key)
         folder = checkpoints.make_folder(checkpoint_dir, resume)
         scratch = "" if folder else tempfile.mkdtemp(prefix="narrows-")  # a shard that dies goes on from there

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from narrows.protocols import messages as m
-from narrows.protocols.effects import MemberEffect, Send
+from narrows.protocols.effects import NS, MemberEffect, Send
 from narrows.protocols.member.views import Views
 from narrows.ps.copies import Original, Standby
 from simulation.mirrors import Violation
-from simulation.network import NS
 from simulation.standbys import LEASE_S, Shard, Theatre
 
 RUNS = 40

@@ -94,6 +94,12 @@ def test_a_server_that_comes_back_is_served_no_more(tmp_path: Path) -> None:
             ends_with(standby, worker)
 
 
+@pytest.mark.parametrize("flags", [("--sync", "gossip"), ("--parent", "tcp://127.0.0.1:9")])
+def test_who_can_have_no_standby_is_told_why(flags: tuple[str, ...]) -> None:
+    code, _, err = finished("ps-serve", "--replicas", "1", *flags)
+    assert code == 2 and "leave it out" in err, err
+
+
 @pytest.mark.parametrize(("flags", "code", "sentence"), [
     ((), 5, "start it with --replicas 1"),
     (("--sync", "bsp"), 2, "leave out --sync"),
