@@ -32,7 +32,7 @@ def is_loopback(host: str) -> bool:
 
 
 def checked(
-    settings: Settings, bind: str, parent: str, open_to_all: bool, resume: bool, replicas: int
+    settings: Settings, bind: str, parent: str, open_to_all: bool, resume: bool, replicas: int = 0
 ) -> tuple[str, int]:
     """(host, port) to bind. Raises UsageError where the flags do not go together."""
     from narrows.compression import SpecError, ladder, parse
