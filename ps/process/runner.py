@@ -22,7 +22,7 @@ from narrows.protocols.errors import BY_EXIT_CODE, NarrowsError
 from narrows.protocols.runtime.clock import Awake
 from narrows.protocols.runtime.curve import Why
 from narrows.protocols.runtime.keys import SERVER, refusal
-from narrows.protocols.runtime.sockets import NOBODY, Drops, Peer, Port, Receipt, Sockets
+from narrows.protocols.runtime.sockets import FULL, NOBODY, Drops, Peer, Port, Sockets
 from narrows.protocols.wire import decode, encode
 from narrows.ps.changes import Load as LoadArrays
 from narrows.ps.events import Event, Kind
@@ -30,7 +30,9 @@ from narrows.ps.planned import Stage
 from narrows.ps.process import checkpoints
 from narrows.ps.process.gate import Gate
 from narrows.ps.process.journal import Journal
+from narrows.ps.process.lending import Lending
 from narrows.ps.process.machine import Process, emit, journal_most, machine
+from narrows.ps.process.pulse import Pulse
 from narrows.ps.process.writer import Writer, Written
 from narrows.ps.reports import COORDINATOR
 from narrows.ps.server import OF_CLUSTERS
@@ -55,7 +57,8 @@ class Runner:
         self.clock = Awake()
         self.bytes_up = self.bytes_down = 0  # to and from the server above, and other clusters
         self.drops = Drops(self._say_dropped)
-        self.lending: list[Receipt] = []  # of views of the store
+        self.lending = Lending()  # of views of the store
+        self.pulse = Pulse(self.gate, process.folder)
         self.told: set[str] = set()  # clusters that are dialled
         self.unreached: list[bytes] = []  # peers that were sent something and are not there
         self.end = Stop()
@@ -64,7 +67,7 @@ class Runner:
         self.writer = Writer(process.folder, process.index) if process.folder is not None else None
         self.trouble = ""  # of the disk, said once
         most = journal_most(process.settings.shards)
-        self.journal = Journal(both, self._lent, most) if both is not None else None
+        self.journal = Journal(both, self.lending.any, most) if both is not None else None
         self.anew = True  # the journal is to begin again
         self.began_ns = 0  # when the event was, that is being handled
         if self.journal is not None and self.journal.whole and process.replay:
@@ -72,13 +75,9 @@ class Runner:
             self._replay(self.journal)
         else:
             own = self.gate.guard.own if self.gate.guard is not None else None
-            self.server = machine(process, number, self._lent, own)
+            self.server = machine(process, number, self.lending.any, own)
         self.gate.known = self.server
         self._keep()
-
-    def _lent(self) -> bool:
-        self.lending = [receipt for receipt in self.lending if receipt.lent]
-        return bool(self.lending)
 
     def _log(self, event: str, **told: Any) -> None:
         emit("log", name=event, values={"shard": self.process.index, **told})
@@ -175,9 +174,9 @@ class Runner:
         if isinstance(message, m.TIMED):
             message = replace(message, sent_ns=self.clock.now())
         frames = encode(message)
-        receipt = self.port.send(to, frames, control=isinstance(message, m.CONTROL))
-        if receipt.lent and not isinstance(frames[-1], bytes):  # bytes never change
-            self.lending.append(receipt)
+        full = self.lending.full(to, frames[-1], self.server.shard.nbytes)
+        receipt = FULL if full else self.port.send(to, frames, control=isinstance(message, m.CONTROL))
+        self.lending.add(to, receipt, frames[-1])
         if receipt is NOBODY and isinstance(to, bytes):
             self.unreached.append(to)
         self.drops.note(type(message).__name__, receipt)
@@ -259,16 +258,17 @@ class Runner:
             if isinstance(message, OF_CLUSTERS):
                 self.bytes_down += size
             effects = self._happen(Event(Kind.BELOW, now_ns, peer, message), frames)
+            self.gate.connections.let_in(peer)
         except NarrowsError as error:
             effects = self.server.refused(peer, error)
-            if not self.gate.counted(str(error)):
+            if not self.gate.counted(str(error), peer):
                 effects = [effect for effect in effects if not isinstance(effect, Log)]
         self.apply(effects, now_ns)
 
     def shut_out(self, address: str, why: Why, public: str) -> None:
         """A handshake has failed. Another cluster may not know of us yet: the next message to it dials anew."""
         if not address:
-            self.gate.stranger(why, public, lambda text: emit("log", name="stranger", values={"text": text}))
+            self.gate.stranger(why, public)
         elif address in self.told:
             self.port.hang_up(address)
             self.told.remove(address)
@@ -313,6 +313,7 @@ class Runner:
                 ticked = now_ns
                 self.happen(Event(Kind.TICK, now_ns))
                 self.gate.tick()
+                self.pulse.beat(self.server)
         self.wrote()
 
     def totals(self) -> None:
@@ -335,7 +336,7 @@ def run(process: Process, ready: Callable[..., None], both: tuple[int, int] | No
     """Serve until the run is over or stdin ends. `ready` is told the port once it is bound, and the epoch that this life of the
     coordinator begins in (0 where there is none). `both`: files for its journal."""
     gate = Gate(process.keys, process.parent_key, process.secret, process.coordinator)
-    with contextlib.closing(Sockets(known_as=gate.name_at, curve=gate.curve)) as sockets:
+    with contextlib.closing(Sockets(known_as=gate.name_at, curve=gate.curve, connections=gate.connections)) as sockets:
         number = sockets.listen(process.bind)
         runner = Runner(process, sockets, number, gate, both)
         sockets.failed, sockets.linked = runner.shut_out, runner.linked
