@@ -9,7 +9,9 @@ Rules
   strangers at a listener that has nothing to do with the run, the strangers at the run; then the next kind.
 - Strangers on this machine take its cores from the run, whomever they dial. So the step beside strangers is compared with the
   one beside the unrelated listener, too. That listener throws away what it gets, in a process of its own.
-- A step is that of the worker's loop, computing and `optimizer.step()`; a figure is the median over all rounds.
+- A step is that of the worker's loop, computing and `optimizer.step()`. Times are medians over all steps. A ratio is that of two
+  phases side by side: the median over all rounds, the least and the greatest.
+- Connections are opened before their phase begins. The steps meanwhile are told apart.
 - Memory is the resident set of each server process, at its most in a phase.
 """
 
@@ -39,7 +41,7 @@ KINDS = {
     "connected": ("silent", "10000", "0", "connected"),
     "greeting": ("silent", "10000", "0", "greeting"),
     "handshake": ("silent", "10000", "0", "handshake"),
-    "again": ("silent", "1000", "1000", "handshake"),
+    "again": ("silent", "2000", "1000", "handshake"),
     "noise": ("frames", "RATE", "noise"),
     "ours": ("frames", "RATE", "ours"),
 }
@@ -47,12 +49,14 @@ SHOWN = {
     "connected": "10,000 connections that say nothing",
     "greeting": "10,000 half greetings",
     "handshake": "10,000 finished handshakes",
-    "again": "1,000 of these a second, again and again",
+    "again": "2,000 of these, and 1,000 more a second",
     "noise": "frames of random bytes",
     "ours": "random frames that begin as ours do",
 }
 LOOK_S = 0.2
 START_S = 60.0
+PAUSE_S = 0.5  # after a phase: what it has left behind is gone
+COUNTS = {kind: int(words[1]) for kind, words in KINDS.items() if words[0] == "silent"}
 
 
 class Watched:
@@ -125,8 +129,8 @@ def steps(file: Path, begin: float, end: float) -> list[float]:
 
 @click.group(invoke_without_command=True)
 @click.option("--kinds", default=",".join(KINDS), show_default=True)
-@click.option("--rounds", default=3, show_default=True)
-@click.option("--seconds", default=5.0, show_default=True, help="of a phase")
+@click.option("--rounds", default=7, show_default=True)
+@click.option("--seconds", default=3.0, show_default=True, help="of a phase")
 @click.option("--rate", default=100_000, show_default=True, help="frames a second; 0: as many as one process sends")
 @click.option("--shards", default=1, show_default=True)
 @click.option("--sync", default="bsp", show_default=True)
@@ -199,13 +203,17 @@ def measured(
             over.touch()
     watched.over.set()
     shown = [row.result() for row in rows]
-    columns = "strangers | done a second | step undisturbed, ms | beside the same elsewhere | beside them | times"
-    click.echo(f"| {columns} | of elsewhere | MB of shard 0: undisturbed, beside them |\n" + "|---" * 8 + "|")
+    columns = "strangers | they did in a phase | step undisturbed, ms | beside the same elsewhere | beside them"
+    columns += " | times | of elsewhere | while they come, ms | longest | MB of shard 0: undisturbed, beside them"
+    click.echo(f"| {columns} |\n" + "|---" * 10 + "|")
     for each in shown:
+        ratios = [
+            f"{ratio:.2f} ({least:.2f} to {most:.2f})" for ratio, least, most in (each["times"], each["of_elsewhere"])
+        ]
         click.echo(
-            f"| {SHOWN[each['kind']]} | {each['per_second']:,.0f} | {each['quiet_ms']:.1f} | {each['elsewhere_ms']:.1f} | "
-            f"{each['beside_ms']:.1f} | {each['times']:.2f} | {each['of_elsewhere']:.2f} | "
-            f"{each['quiet_mb']['shard 0']}, {each['beside_mb']['shard 0']} |"
+            f"| {SHOWN[each['kind']]} | {each['did']} | {each['quiet_ms']:.1f} | {each['elsewhere_ms']:.1f} | "
+            f"{each['beside_ms']:.1f} | {ratios[0]} | {ratios[1]} | {each['coming_ms']:.1f} | "
+            f"{each['longest_ms']['beside']:.0f} | {each['quiet_mb']['shard 0']}, {each['beside_mb']['shard 0']} |"
         )
     return shown
 
@@ -215,7 +223,8 @@ class Row:
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
-        self.steps: dict[str, list[float]] = {"quiet": [], "elsewhere": [], "beside": []}
+        self.rounds: dict[str, list[list[float]]] = {"quiet": [], "elsewhere": [], "beside": []}
+        self.coming: list[float] = []  # steps while connections were opened
         self.mb: dict[str, dict[str, int]] = {"quiet": {}, "beside": {}}
         self.told: list[dict[str, float]] = []
 
@@ -224,31 +233,47 @@ class Row:
             with contextlib.ExitStack() as stack:
                 told = stack.enter_context(stranger(self.kind, where, rate)) if where else {}
                 watched.mb()
+                began = time.monotonic()
+                if where:
+                    until(lambda told=told: told.get("opened", 0) >= COUNTS.get(self.kind, 0) and told, "the strangers")
                 begin = time.monotonic()
                 time.sleep(seconds)
-                self.steps[phase] += steps(times, begin, time.monotonic())
+                self.rounds[phase].append(steps(times, begin, time.monotonic()))
                 if phase in self.mb:
                     most = watched.mb()
                     self.mb[phase] = {name: max(mb, self.mb[phase].get(name, 0)) for name, mb in most.items()}
             if phase == "beside":
                 self.told.append(dict(told))
-            time.sleep(1.0)  # until the next phase, what this one has left behind is gone
+                self.coming += steps(times, began, begin)
+            time.sleep(PAUSE_S)
 
     def result(self) -> dict[str, Any]:
-        ms = {phase: statistics.median(found) if found else float("inf") for phase, found in self.steps.items()}
-        rates = [each.get("per_second", each.get("opened", 0.0)) for each in self.told]
+        flat = {phase: [ms for found in rounds for ms in found] for phase, rounds in self.rounds.items()}
+        ms = {phase: statistics.median(found) for phase, found in flat.items()}
+        last = {name: statistics.median(each.get(name, 0.0) for each in self.told) for name in self.told[-1]}
+        if "per_second" in last:
+            did = f"{last['per_second']:,.0f} frames a second, {last['dials']:,.0f} connections"
+        else:
+            did = f"{last['opened']:,.0f} opened, {last['open']:,.0f} open at its end"
         return {
             "kind": self.kind,
             **{f"{phase}_ms": value for phase, value in ms.items()},
-            "longest_ms": max(self.steps["beside"], default=float("inf")),
-            "steps": {phase: len(found) for phase, found in self.steps.items()},
-            "times": ms["beside"] / ms["quiet"],
-            "of_elsewhere": ms["beside"] / ms["elsewhere"],
-            "per_second": statistics.median(rates),
+            "coming_ms": statistics.median(self.coming) if self.coming else 0.0,
+            "longest_ms": {phase: max(found) for phase, found in flat.items()},
+            "steps": {phase: len(found) for phase, found in flat.items()},
+            "times": spread(self.rounds["beside"], self.rounds["quiet"]),
+            "of_elsewhere": spread(self.rounds["beside"], self.rounds["elsewhere"]),
+            "did": did,
             "quiet_mb": self.mb["quiet"],
             "beside_mb": self.mb["beside"],
             "told": self.told,
         }
+
+
+def spread(these: list[list[float]], those: list[list[float]]) -> list[float]:
+    """Median, least and greatest of the ratios of their medians, round for round."""
+    found = [statistics.median(a) / statistics.median(b) for a, b in zip(these, those, strict=True)]
+    return [statistics.median(found), min(found), max(found)]
 
 
 def until(done: Any, what: str) -> None:
