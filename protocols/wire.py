@@ -52,7 +52,7 @@ def decode(frames: Sequence[Buffer]) -> Message:
     Raises IncompatibleError for another protocol version, RemoteProtocolError for anything else that is not ours.
     """
     if not 1 <= len(frames) <= 2:
-        raise RemoteProtocolError(f"a message has 1 or 2 frames, this one has {len(frames)}")
+        raise RemoteProtocolError(f"a message has 1 or 2 frames, this one has {'more' if frames else 'none'}")
     header = frames[0]
     if len(header) > HEADER_BYTES_MAX:
         raise RemoteProtocolError(f"the header has {len(header)} bytes, more than {HEADER_BYTES_MAX}")

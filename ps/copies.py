@@ -333,6 +333,11 @@ class Standby:
 
     # What the original says.
 
+    @property
+    def coming(self) -> int:
+        """Bytes of a machine that are here, of which the rest is to come."""
+        return sum(map(len, self.parts))
+
     def receive(self, copied: m.Copied, now_ns: int) -> None:
         """Take an event, or a part of a machine. Raises what `thaw` raises."""
         self.heard_ns, self.owes = now_ns, True

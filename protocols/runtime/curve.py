@@ -8,6 +8,7 @@ Rules
 
 from __future__ import annotations
 
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -19,12 +20,11 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
-EVENTS = (
-    zmq.EVENT_HANDSHAKE_SUCCEEDED
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-)
+from narrows.protocols.runtime.connections import Connections
+
+FAILURES = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+EVENT = struct.Struct("=Hi")  # what a monitor tells: its kind, and a value
+LOOK_S = 0.25  # between two looks at what strangers have sent
 NOBODY = "0" * 64  # the key of nobody: who names none where there are keys is dialled in vain, and never in the open
 STRANGE_MAX = 4  # handshakes that end without a reason, for so many seconds: those of a server that is starting may too
 STRANGE_S = 3.0
@@ -88,7 +88,7 @@ class Failures:
 
     def __init__(self, watched: zmq.Socket[bytes], address: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.watched, self.address, self.clock = watched, address, clock
-        self.monitor: Any = watched.get_monitor_socket(EVENTS)
+        self.monitor: Any = watched.get_monitor_socket(FAILURES | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self.strange = 0
         self.since = 0.0  # the first of these
         self.met = False  # a handshake has succeeded: who is there has the key
@@ -124,27 +124,47 @@ def _meant(value: int) -> Why:
 
 
 class Strangers:
-    """The thread that hears of those who dial a listening socket and are not let in.
+    """The thread that hears of those who dial a listening socket, and are not let in or say nothing.
 
     It does nothing else: events that nobody takes would stop the thread of ZeroMQ that makes them, and they come as fast as
     others dial.
     """
 
-    def __init__(self, watched: zmq.Socket[bytes], refused: Callable[[Why], None]) -> None:
-        self.watched, self.refused = watched, refused
-        self.monitor: Any = watched.get_monitor_socket(EVENTS | zmq.EVENT_MONITOR_STOPPED)
+    def __init__(
+        self, watched: zmq.Socket[bytes], refused: Callable[[Why], None], connections: Connections | None
+    ) -> None:
+        self.watched, self.refused, self.connections = watched, refused, connections
+        counted = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED if connections is not None else 0
+        self.monitor: Any = watched.get_monitor_socket(FAILURES | counted | zmq.EVENT_MONITOR_STOPPED)
         self.thread = threading.Thread(target=self._main, name="narrows-strangers", daemon=True)
         self.thread.start()
 
     def _main(self) -> None:
-        while (event := recv_monitor_message(self.monitor))["event"] != zmq.EVENT_MONITOR_STOPPED:
-            # The door knows more of a key that was refused. Who lives on this machine asks first whether there is a Unix
-            # socket, by a connection that says nothing.
-            if event["event"] == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-                self.refused(_meant(event["value"]))
-            elif event["event"] == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and not event["endpoint"].startswith(b"ipc:"):
-                self.refused(Why.STRANGE)
+        looked = time.monotonic()
+        while True:
+            if self.connections is not None and time.monotonic() - looked >= LOOK_S:
+                self.connections.look()
+                looked = time.monotonic()
+            if not self.monitor.poll(int(1000 * LOOK_S)):
+                continue
+            about, endpoint = self.monitor.recv_multipart()
+            event, value = EVENT.unpack(about)
+            if event == zmq.EVENT_MONITOR_STOPPED:
+                break
+            self._take(event, value, endpoint)
         self.monitor.close()
+
+    def _take(self, event: int, value: int, endpoint: bytes) -> None:
+        # The door knows more of a key that was refused. Who lives on this machine asks first whether there is a Unix
+        # socket, by a connection that says nothing.
+        if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+            self.refused(_meant(value))
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and not endpoint.startswith(b"ipc:"):
+            self.refused(Why.STRANGE)
+        elif event == zmq.EVENT_ACCEPTED and self.connections is not None:
+            self.connections.accept(value)
+        elif event == zmq.EVENT_DISCONNECTED and self.connections is not None:
+            self.connections.gone(value)
 
     def close(self) -> None:
         self.watched.disable_monitor()

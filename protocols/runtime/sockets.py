@@ -25,10 +25,15 @@ from narrows.protocols.addresses import ANY_HOSTS, LOCAL_HOSTS, local_endpoint, 
 from narrows.protocols.errors import UsageError
 from narrows.protocols.messages import PARTS_MAX, Buffer
 from narrows.protocols.runtime import curve as keys
+from narrows.protocols.runtime.connections import Connections
 from narrows.protocols.runtime.curve import Curve, Dialler, Door, Failures, Strangers, Why
 from narrows.protocols.wire import HEADER_BYTES_MAX, PAYLOAD_BYTES_MAX
 
 QUEUE_MESSAGES_MAX = 4 * PARTS_MAX  # one state of the largest shard, four times: beyond it a slow peer loses messages
+UNREAD_MESSAGES_MAX = 64  # of one peer: the rest stays with it until these are read
+FRAMES_MAX = 2  # of a message; what comes beyond them is thrown away, and with it the connection
+BACKLOG = 4096  # connections that wait to be accepted: strangers must not take the place of all others
+SILENT_MS = 60_000  # who takes none of what it is sent for so long is cut off
 LINGER_MS = 2000  # what was sent last may take so long to leave
 BURST = 64  # messages of one socket in a row: then the others, the commands and the clock have their turn
 ZERO_COPY_BYTES = 1 << 16  # below it pyzmq copies anyway
@@ -39,9 +44,11 @@ PROBE_S = 1.0  # a Unix socket of this machine answers at once, or not at all
 OPTIONS = {
     zmq.LINGER: LINGER_MS,
     zmq.SNDHWM: QUEUE_MESSAGES_MAX,
-    zmq.RCVHWM: QUEUE_MESSAGES_MAX,
+    zmq.RCVHWM: UNREAD_MESSAGES_MAX,
     zmq.MAXMSGSIZE: MESSAGE_BYTES_MAX,
     zmq.RECONNECT_IVL_MAX: RECONNECT_MS_MAX,
+    zmq.BACKLOG: BACKLOG,
+    zmq.TCP_MAXRT: SILENT_MS,
 }
 ROUTER = ("", False)  # in place of an address that we dialled
 
@@ -105,7 +112,7 @@ class Sockets:
     `known_as`: for an address, how the routing id begins by which we are known there; b"": by any. `curve`: the keys of this
     process; None: all is in the open. `failed` is told of handshakes that fail: the address that we dialled, or "" where others
     dialled us, why, and the key that was refused, where there is one. `linked` is told of an address that we dialled,
-    and whose connection is another one: what was under way may be lost.
+    and whose connection is another one: what was under way may be lost. `connections`: of who dials us; None: all are kept.
     """
 
     def __init__(
@@ -115,8 +122,10 @@ class Sockets:
         curve: Curve | None = None,
         failed: Callable[[str, Why, str], None] = lambda address, why, key: None,
         linked: Callable[[str], None] = lambda address: None,
+        connections: Connections | None = None,
     ) -> None:
         self.known_as, self.curve, self.failed, self.linked = known_as, curve, failed, linked
+        self.connections = connections
         self._door: Door | None = None
         self._strangers: Strangers | None = None
         self._refused: deque[tuple[Why, str]] = deque(maxlen=REFUSED_MAX)  # by the threads of the door
@@ -149,8 +158,10 @@ class Sockets:
 
     def _refuse(self, why: Why, key: str = "") -> None:
         """Somebody who dialled us was refused; the threads of the door say so."""
+        told = bool(self._refused)
         self._refused.append((why, key))
-        self.wake()
+        if not told:  # else it is awake already
+            self.wake()
 
     def listen(self, address: str) -> int:
         """Let others dial tcp://host:port, where port 0 takes any, and the Unix socket beside it; return the port.
@@ -162,7 +173,7 @@ class Sockets:
         router.setsockopt(
             zmq.ROUTER_HANDOVER, 1
         )  # who dials anew keeps its name; the link before may seem alive for hours
-        self._strangers = Strangers(router, self._refuse)
+        self._strangers = Strangers(router, self._refuse, self.connections)
         if self.curve is not None and self.curve.own is not None:
             self._door = Door(self._context, self.curve, self._refuse)
             keys.listens(router, self.curve.own)
@@ -242,13 +253,33 @@ class Sockets:
                 if source.closed:  # hung up meanwhile
                     break
                 try:
-                    frames = source.recv_multipart(zmq.NOBLOCK, copy=False)
+                    frames = self._message(source, key == ROUTER)
                 except zmq.Again:
                     break
                 first = frames.pop(0) if key == ROUTER else None
+                if first is not None and not self._reads(first):
+                    continue
                 # In the open a peer may call itself what it likes: there only the routing id counts.
                 peer = key[0] if first is None else Dialler.of(first) if self._door is not None else first.bytes
                 yield peer, [frame.buffer for frame in frames]
+
+    def _message(self, source: Socket, named: bool) -> list[zmq.Frame]:
+        """The next message, after the routing id where it is `named`; of one that has too many frames one more than may be.
+        It must be read to its end before the next one, so its sender is stopped first."""
+        frames = [source.recv(zmq.NOBLOCK, copy=False)]
+        while (more := frames[-1].more) and len(frames) <= FRAMES_MAX + named:
+            frames.append(source.recv(copy=False))
+        if more and named and self.connections is not None and self._reads(frames[0]):
+            self.connections.end(frames[0].bytes, "messages of too many frames")
+        while more:
+            more = source.recv(copy=False).more
+        return frames
+
+    def _reads(self, first: zmq.Frame) -> bool:
+        """Whether the message is read that begins with this frame, the routing id."""
+        if self.connections is None or (name := first.bytes) in self.connections.named:
+            return True
+        return self.connections.said(name, first.get(zmq.SRCFD))
 
     def watch(self, fd: int, called: Callable[[], object]) -> None:
         """Have `called` run by `receive` while this file descriptor has something to be read."""

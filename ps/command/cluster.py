@@ -172,6 +172,7 @@ class Cluster:
             index, words, environment(self.hash_seed), listens={1: "event"}, stdin=True, passed=passed, name=name
         )
         self.shards[index].write(json.dumps(told))
+        self.lives.starts(index, START_S)
 
     def _exited(self, index: int, code: int) -> None:
         """A shard that died is started again, if the run goes on without an error of its own. Under gossip one that failed is
@@ -234,6 +235,9 @@ class Cluster:
     def _take(self, timeout_s: float) -> None:
         if event := self.children.next(timeout_s):
             self._taken(event)
+        for index in () if event else self.lives.silent():  # with nothing left to hear
+            say(f"shard {index} has given no sign of life for too long, and is killed", error=True)
+            self.shards[index].kill()
 
     def _taken(self, event: Event) -> None:
         match event:
@@ -250,6 +254,8 @@ class Cluster:
                     self.told["first_epoch"] = epoch + LIFE_EPOCHS
                 if self.address:
                     self.write_ready()  # it is another process
+            case (index, "alive", {"within": within}):
+                self.lives.expect(index, within)
             case (index, "log", {"name": name, "values": values}):
                 if name == "checkpoint":
                     self.checkpoint = values["clock"] if index == 0 else self.checkpoint
@@ -267,6 +273,7 @@ class Cluster:
                 self.errors.append((index, code, text))
             case (index, "done", _):
                 self.done.add(index)
+                self.lives.due.pop(index, None)
             case (index, "exit", code):
                 self._exited(index, code)
             case (index, kind, value):

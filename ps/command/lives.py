@@ -5,6 +5,7 @@ Rules
   checkpoints.
 - More deaths than RESTARTS_MAX a shard in a while are no accident: then the run ends.
 - A journal's files are kept here, so that they outlive the process that writes them.
+- A shard says with each sign of life by when the next one comes. The time in which this process was stopped does not count.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from __future__ import annotations
 import os
 from collections import deque
 from enum import Enum
+
+from narrows.protocols.effects import NS
+from narrows.protocols.runtime.clock import Awake
 
 RESTARTS_MAX = 5  # deaths a shard, of all shards together, in a while
 KILLED_S, FAILED_S = 60.0, 600.0  # that while, for shards that were killed, and for those that ended by themselves
@@ -35,6 +39,9 @@ class Lives:
         self.files: dict[int, Files] = {}  # by shard, the descriptors of its journal
         self.serving: set[int] = set()  # shards whose present process has come to serve
         self.restarts = 0
+        self.clock = Awake()
+        self.due: dict[int, float] = {}  # by shard, when the next sign of life is to be here, by that clock, seconds
+        self.within: dict[int, float] = {}  # how long that may take, as it said last
         most = RESTARTS_MAX * shards
         self.deaths: dict[bool, deque[float]] = {killed: deque(maxlen=most) for killed in (True, False)}
 
@@ -56,8 +63,26 @@ class Lives:
         for file in self.files.pop(shard, ()):
             os.close(file)
 
+    def expect(self, shard: int, within_s: float) -> None:
+        """A sign of life of this shard, and how long the next one may take."""
+        self.within[shard] = within_s
+        self.due[shard] = self.clock.now() / NS + within_s
+
+    def starts(self, shard: int, within_s: float) -> None:
+        """It is to serve within this time, and what one event may take: it may do the longest again."""
+        self.due[shard] = self.clock.now() / NS + within_s + self.within.get(shard, 0.0)
+
+    def silent(self) -> list[int]:
+        """Shards whose sign of life has not come. Each is named once."""
+        now = self.clock.turn() / NS
+        late = [shard for shard, due in self.due.items() if now > due]
+        for shard in late:
+            del self.due[shard]
+        return late
+
     def ended(self, shard: int, code: int, now: float) -> Again:
         """Its process ended with `code`, or with signal -code, at `now`, seconds."""
+        self.due.pop(shard, None)
         killed = code < 0 and shard in self.serving and shard in self.files
         self.serving.discard(shard)
         deaths = self.deaths[killed]

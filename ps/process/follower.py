@@ -5,37 +5,26 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections import deque
 from collections.abc import Iterable
 
 from narrows.protocols import messages as m
 from narrows.protocols.addresses import parse_address
-from narrows.protocols.effects import CopyEffect, Log, Send, Serve, Stop, Tell
+from narrows.protocols.effects import CopyEffect, Log, Send, Serve, Tell
 from narrows.protocols.errors import NarrowsError, ServerLostError
 from narrows.protocols.runtime.clock import Awake
-from narrows.protocols.runtime.sockets import Peer, Receipt, Sockets, reached
+from narrows.protocols.runtime.sockets import Peer, Sockets, reached
 from narrows.protocols.wire import decode, encode
 from narrows.ps.copies import GIVE_UP_NS, Siblings, Standby, lost_after
 from narrows.ps.events import Event
 from narrows.ps.process.gate import Gate
 from narrows.ps.process.journal import Replay, thaw
+from narrows.ps.process.lending import Lending
 from narrows.ps.process.machine import Process, emit
+from narrows.ps.process.pulse import Pulse
 from narrows.ps.reports import COORDINATOR
 from narrows.ps.server import Server
 
 TICK_MS = 20
-
-
-class Lent:
-    """Whether views of a store may still be read: by messages on their way, or held until a standby has their cause."""
-
-    def __init__(self) -> None:
-        self.receipts: list[Receipt] = []
-        self.held: deque[tuple[int, Send | Tell | Stop]] = deque()  # with the event that they follow from
-
-    def __call__(self) -> bool:
-        self.receipts = [receipt for receipt in self.receipts if receipt.lent]
-        return bool(self.receipts or self.held)
 
 
 class Follower:
@@ -43,7 +32,7 @@ class Follower:
 
     def __init__(self, process: Process, port: Sockets, number: int, gate: Gate) -> None:
         self.process, self.port, self.gate = process, port, gate
-        self.clock, self.lent = Awake(), Lent()
+        self.clock, self.lending, self.pulse = Awake(), Lending(), Pulse(gate, None)
         self.replay: Replay
         self.serves: list[Serve] = []  # the view in which this server takes over
         self.stale = False
@@ -62,7 +51,7 @@ class Follower:
         return self.replay.server
 
     def _thaw(self, packed: bytes) -> Server:
-        server = thaw(io.BytesIO(packed), self.lent)
+        server = thaw(io.BytesIO(packed), self.lending.any)
         self.replay = Replay(server, self._load)
         self.gate.known = server
         return server
@@ -135,6 +124,7 @@ class Follower:
                 self._receive(peer, frames)
             now_ns = self.clock.turn()
             self._carry_out([*self.standby.acknowledge(now_ns), *self.standby.tick(now_ns)])
+            self.pulse.beat(self.server.shard.nbytes if self.standby.machine is not None else self.standby.coming)
             if self.standby.stands_by and not self.told and not self.process.index:
                 self.told = True
                 text = f"stands by for {self.process.follows}: all that it has is here, {self.standby.have} events"

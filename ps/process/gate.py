@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable
 from typing import Protocol
 
 from narrows.protocols import messages as m
 from narrows.protocols.addresses import parted
 from narrows.protocols.errors import AuthenticationError, RemoteProtocolError
+from narrows.protocols.runtime.connections import STRANGER_BYTES_MAX, Connections
 from narrows.protocols.runtime.curve import NOBODY, Curve, Dialler, KeyPair, Why
 from narrows.protocols.runtime.keys import SERVER, Guard, Identity, member_key
+from narrows.ps.process.machine import emit
 from narrows.ps.server import OF_CLUSTERS
 
 OF_SHARDS = (m.Report, m.Copy, m.Copying, m.View)
 REFUSED_MAX = 64  # kinds of refusals that are told
 OTHERS = "others"
+FLIGHT_TIMES = 5  # the updates that a member may have in flight, over the machine that folds them
 PEER = "cluster of the run above"  # the role of a key that the server above has told us of
 
 
@@ -51,6 +53,7 @@ class Gate:
         self.known: Known | None = None  # the machine, once there is one
         self.clusters = frozenset[str]()  # keys of other clusters; read by the thread of the door
         self.names: dict[str, str] = {}  # of keys that were let in
+        self.connections = Connections()
         self.refused: Counter[str] = Counter()
         self.sent: Counter[str] = Counter()  # bytes of each name
 
@@ -121,7 +124,7 @@ class Gate:
             if parted(theirs)[1] != peer.key:  # it says it again, when our roster may have it
                 raise RemoteProtocolError("its number is not that of the cluster whose key it has")
 
-    def stranger(self, why: Why, public: str, tell: Callable[[str], None]) -> None:
+    def stranger(self, why: Why, public: str) -> None:
         """Somebody who dialled us was not let in."""
         if self.guard is None and why is not Why.KEYLESS:
             return
@@ -132,10 +135,24 @@ class Gate:
         else:
             text = "a connection with a key, where this server has none, was refused"
         if self.counted(text):
-            tell(f"{text}; more of them are only counted")
+            self._tell(text)
 
-    def counted(self, text: str) -> bool:
-        """Count a refusal; whether it is the first of its kind, and is to be told. Others may say what they like, and often."""
+    def look(self, nbytes: int) -> None:
+        """Count those who were hung up on. `nbytes`: of the machine. A member that was cut off says again what was in flight,
+        and is a stranger until that is read."""
+        self.connections.bytes_most = STRANGER_BYTES_MAX + FLIGHT_TIMES * nbytes
+        for why, count in [*self.connections.ended.items()]:
+            if why not in self.refused:
+                self._tell(f"connections are ended: {why}")
+            self.refused[why] = count
+
+    def _tell(self, text: str) -> None:
+        emit("log", name="stranger", values={"text": f"{text}; more of them are only counted"})
+
+    def counted(self, text: str, peer: bytes = b"") -> bool:
+        """Count a refusal, of a message of `peer` where it was one; whether it is the first of its kind, and is to be told.
+        Others may say what they like, and often."""
+        self.connections.refused(peer)
         known = text in self.refused or len(self.refused) >= REFUSED_MAX
         self.refused[text if text in self.refused or not known else OTHERS] += 1
         return not known

@@ -19,7 +19,7 @@ def run(process: Process, ready: Callable[..., None], both: tuple[int, int] | No
     """Serve until the run is over or stdin ends. `ready` is told the port once it is bound, and the epoch that this life of the
     coordinator begins in (0 where there is none). `both`: files for its journal."""
     gate = Gate(process.keys, process.parent_key, process.secret, process.coordinator, process.follows)
-    with contextlib.closing(Sockets(known_as=gate.name_at, curve=gate.curve)) as sockets:
+    with contextlib.closing(Sockets(known_as=gate.name_at, curve=gate.curve, connections=gate.connections)) as sockets:
         number = sockets.listen(process.bind)
         follower = Follower(process, sockets, number, gate) if process.follows else None
         if follower is not None:

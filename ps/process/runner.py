@@ -20,16 +20,18 @@ from narrows.protocols.errors import NarrowsError
 from narrows.protocols.runtime.clock import Awake
 from narrows.protocols.runtime.curve import Why
 from narrows.protocols.runtime.keys import refusal
-from narrows.protocols.runtime.sockets import NOBODY, Drops, Peer, Port, Sockets
+from narrows.protocols.runtime.sockets import FULL, NOBODY, Drops, Peer, Port, Sockets
 from narrows.protocols.wire import decode, encode
 from narrows.ps.events import Event, Kind
 from narrows.ps.planned import Stage
 from narrows.ps.process import checkpoints
 from narrows.ps.process.disk import Disk
-from narrows.ps.process.follower import Follower, Lent
+from narrows.ps.process.follower import Follower
 from narrows.ps.process.gate import Gate
 from narrows.ps.process.journal import Journal, Replay, frozen
+from narrows.ps.process.lending import Lending
 from narrows.ps.process.machine import Process, emit, introduction, journal_most, machine, original
+from narrows.ps.process.pulse import Pulse
 from narrows.ps.process.writer import Written
 from narrows.ps.reports import COORDINATOR
 from narrows.ps.server import OF_CLUSTERS
@@ -56,7 +58,8 @@ class Runner:
         self.clock = Awake()
         self.bytes_up = self.bytes_down = 0  # to and from the server above, and other clusters
         self.drops = Drops(lambda text: None if self.server.over else self._log("dropped", text=text))
-        self.lent = copy.lent if copy is not None else Lent()
+        self.lending = copy.lending if copy is not None else Lending()
+        self.pulse = Pulse(self.gate, process.folder)
         self.told: set[str] = set()  # clusters that are dialled
         self.unreached: list[bytes] = []  # peers that were sent something and are not there
         self.end = Stop()
@@ -64,7 +67,7 @@ class Runner:
         self.stop_by = float("inf")
         self.disk = Disk(process)
         most = journal_most(process.settings.shards)
-        self.journal = Journal(both, self.lent, most) if both is not None else None
+        self.journal = Journal(both, self.lending.any, most) if both is not None else None
         self.anew = True  # the journal is to begin again
         self.began_ns = 0  # when the event was, that is being handled
         again = self.journal if self.journal is not None and self.journal.whole and process.replay else None
@@ -74,10 +77,10 @@ class Runner:
             self.server = again.machine()
         else:
             own = self.gate.guard.own if self.gate.guard is not None else None
-            self.server = machine(process, number, self.lent, own)
+            self.server = machine(process, number, self.lending.any, own)
         self.gate.known = self.server
         siblings = copy.standby.siblings if copy is not None else None
-        self.original = original(process, self.server, number, lambda: frozen(self.server, self.lent), siblings)
+        self.original = original(process, self.server, number, lambda: frozen(self.server, self.lending.any), siblings)
         if copy is not None:
             self._go_on(copy.replay, here=False)
             self._at_once(copy.serves)
@@ -161,8 +164,8 @@ class Runner:
                     self.disk.write(clock, self.server)
                 case Load(clock):
                     self._load(clock)
-                case _ if self.original.holds or self.lent.held:  # until the standby has the cause
-                    self.lent.held.append((self.server.happened, effect))
+                case _ if self.original.holds or self.lending.held:  # until the standby has the cause
+                    self.lending.held.append((self.server.happened, effect))
                 case _:
                     self._let_out(effect)
 
@@ -180,7 +183,7 @@ class Runner:
 
     def _release(self) -> None:
         """What the standby has the cause of."""
-        held, original = self.lent.held, self.original
+        held, original = self.lending.held, self.original
         while held and (not original.holds or held[0][0] <= original.acked):
             self._let_out(held.popleft()[1])
 
@@ -213,9 +216,9 @@ class Runner:
         if isinstance(message, m.TIMED):
             message = replace(message, sent_ns=self.clock.now())
         frames = encode(message)
-        receipt = self.port.send(to, frames, control=isinstance(message, m.CONTROL))
-        if receipt.lent and not isinstance(frames[-1], bytes):  # bytes never change
-            self.lent.receipts.append(receipt)
+        full = self.lending.full(to, frames[-1], self.server.shard.nbytes)
+        receipt = FULL if full else self.port.send(to, frames, control=isinstance(message, m.CONTROL))
+        self.lending.add(to, receipt, frames[-1])
         if receipt is NOBODY and isinstance(to, bytes):
             self.unreached.append(to)
         self.drops.note(type(message).__name__, receipt)
@@ -270,9 +273,10 @@ class Runner:
             if isinstance(message, OF_CLUSTERS):
                 self.bytes_down += size
             effects = self._happen(Event(Kind.BELOW, now_ns, peer, message), frames)
+            self.gate.connections.let_in(peer)
         except NarrowsError as error:
             effects = self.server.refused(peer, error)
-            if not self.gate.counted(str(error)):
+            if not self.gate.counted(str(error), peer):
                 effects = [effect for effect in effects if not isinstance(effect, Log)]
         self.apply(effects, now_ns)
 
@@ -297,7 +301,7 @@ class Runner:
     def shut_out(self, address: str, why: Why, public: str) -> None:
         """A handshake has failed. Another cluster may not know of us yet: the next message to it dials anew."""
         if not address:
-            self.gate.stranger(why, public, lambda text: emit("log", name="stranger", values={"text": text}))
+            self.gate.stranger(why, public)
         elif address in self.told:
             self.port.hang_up(address)
             self.told.remove(address)
@@ -332,7 +336,7 @@ class Runner:
         if self.process.done:
             self.happen(Event(Kind.ENDED, self.clock.now(), values=self.process.done))
         ticked = self.clock.turn()
-        while self.running and (not self.server.ended or self.lent.held) and time.monotonic() < self.stop_by:
+        while self.running and (not self.server.ended or self.lending.held) and time.monotonic() < self.stop_by:
             for peer, frames in sockets.receive(TICK_MS):
                 self.receive(peer, frames)
             self.wrote()
@@ -345,4 +349,5 @@ class Runner:
                 self.happen(Event(Kind.TICK, now_ns))
                 self._at_once(self.original.tick(now_ns))
                 self.gate.tick()
+                self.pulse.beat(self.server.shard.nbytes)
         self.wrote()

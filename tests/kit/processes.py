@@ -198,12 +198,15 @@ class Server:
 
 
 @contextmanager
-def serving(*flags: str, cwd: Path | None = None, port: int = 0) -> Iterator[Server]:
+def serving(*flags: str, cwd: Path | None = None, port: int = 0, descriptors: int = 0) -> Iterator[Server]:
+    """`descriptors`: that each of its processes may have, 0: as many as this one."""
+    limited = ("/bin/sh", "-c", f'ulimit -n {descriptors}; exec "$0" "$@"', str(BIN / "ps-serve"))
+    serve = limited if descriptors else ("ps-serve",)
     with tempfile.TemporaryDirectory() as folder:
         ready = Path(folder) / "ready"
         bind = f"tcp://127.0.0.1:{port}"
         where = () if "--checkpoint-dir" in flags or cwd else ("--checkpoint-dir", "none")
-        with started("ps-serve", "--bind", bind, "--ready-file", str(ready), *where, *flags, cwd=cwd) as command:
+        with started(*serve, "--bind", bind, "--ready-file", str(ready), *where, *flags, cwd=cwd) as command:
             until(lambda: ready.exists() or command.process.poll() is not None, str(command))
             assert ready.exists(), command
             server = Server(command, ready)

@@ -251,9 +251,9 @@ def test_only_views_of_the_store_are_lent(server: Sockets) -> None:
     process = Process(0, Settings().validated(), "tcp://127.0.0.1:0", "", 1, "", False, parent=CLOSED)
     runner = Runner(process, server, server.listen(process.bind))
     runner.apply([Send(0, state(bytes(ZERO_COPY_BYTES)))], 0)
-    assert not runner.lent()
+    assert not runner.lending.any()
     runner.apply([Send(0, state(memoryview(bytearray(ZERO_COPY_BYTES))))], 0)
-    assert runner.lent()
+    assert runner.lending.any()
 
 
 @pytest.mark.parametrize("name", [b"xxx", b"\xff\xfe", b"~~~~~", b"a" * 40])

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import random
+import socket
 from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -10,6 +14,7 @@ import pytest
 import zmq
 from kit.processes import Worker, serving, trained_alone, until
 from kit.scripts import distance, flat
+from strangers import noise, shaken
 
 from narrows.compression import codecs
 from narrows.protocols import messages as m
@@ -69,3 +74,30 @@ def test_nobody_speaks_for_a_worker_but_itself(sync: str) -> None:
         if sync == "bsp":
             assert distance(flat(worker.model), trained_alone(12)) < 1e-6
         assert np.isfinite(flat(worker.model)).all()
+
+
+def test_silent_connections_and_random_frames_take_nothing_from_the_others(tmp_path: Path) -> None:
+    """More connections than the server has descriptors. Who is ours gets in, and checkpoints are written."""
+    flags = ("--sync", "ssp", "--checkpoint-dir", str(tmp_path / "kept"), "--checkpoint-every", "0.1")
+    with serving(*flags, descriptors=256) as server, ExitStack() as stack:
+        rng = random.Random(0)
+
+        for _ in range(20):
+            made = stack.enter_context(shaken(server.port))
+            made.sendall(b"".join(noise(rng, kind) for kind in ("noise", "ours") for _ in range(50)))
+        for _ in range(600):
+            stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+        worker = Worker(server.address, rate=0.001)
+        worker.train(40)
+        until(lambda: "checkpoint of clock" in server.command.out, "a checkpoint")
+        worker.close()
+        assert server.command.wait() == 0, server.command
+        said = server.command.out + server.command.err
+    assert distance(flat(worker.model), trained_alone(40, 0.001)) < 1e-5
+    for text in (
+        "from which nothing was let in",
+        "too many messages that were refused",
+        "does not speak the Narrows protocol",
+    ):
+        assert said.count(text) == 1, said
+    assert "Traceback" not in said and len(said) < 20_000 and (tmp_path / "kept" / "model.safetensors").exists()

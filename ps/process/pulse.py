@@ -1,0 +1,39 @@
+"""The sign of life that a shard's loop gives to ps-serve, once a second, and by when it will give the next one.
+
+A loop that hangs gives none, and neither does a process that was stopped. An event takes longer for larger arrays: they are
+folded, copied for a checkpoint, or read from the disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+
+from narrows.ps.process.gate import Gate
+from narrows.ps.process.machine import emit
+
+BEAT_S = 1.0
+HANG_S = 15.0  # half of the silence after which members take a server for lost; a kernel is compiled in less
+BYTES_PER_S = 20e6  # of the slowest disk from which arrays are read
+
+
+class Pulse:
+    """Of one process, whose checkpoints are in `folder`."""
+
+    def __init__(self, gate: Gate, folder: Path | None) -> None:
+        self.gate, self.folder, self.due_s = gate, folder, 0.0
+
+    def beat(self, nbytes: int) -> None:
+        """The loop turns. `nbytes`: of the machine's arrays."""
+        if (now := time.monotonic()) < self.due_s:
+            return
+        self.due_s = now + BEAT_S
+        self.gate.look(nbytes)
+        emit("alive", within=HANG_S + (nbytes or self._to_read()) / BYTES_PER_S)
+
+    def _to_read(self) -> int:
+        """Bytes of the largest checkpoint, while there are no arrays yet: the next message may bring it in."""
+        with contextlib.suppress(OSError):
+            return max((file.stat().st_size for file in self.folder.iterdir()), default=0) if self.folder else 0
+        return 0

@@ -1,0 +1,162 @@
+"""Strangers at a listening socket: how many are kept, how much they may say, and what the others notice of it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, suppress
+
+import pytest
+import zmq
+from kit.processes import until
+from strangers import frame, shaken
+
+from narrows.protocols.runtime import sockets as door
+from narrows.protocols.runtime.connections import REFUSED_MAX, STRANGERS_MAX, Connections, most_strangers
+from narrows.protocols.runtime.sockets import Peer, Sockets
+
+MOST = 8
+LIMIT_S = 10.0
+
+
+@pytest.fixture
+def kept() -> Connections:
+    connections = Connections()
+    connections.most = MOST
+    return connections
+
+
+@pytest.fixture
+def server(kept: Connections) -> Iterator[Sockets]:
+    with closing(Sockets(connections=kept)) as made:
+        yield made
+
+
+@pytest.fixture
+def child(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sockets]:
+    monkeypatch.setitem(door.OPTIONS, zmq.LINGER, 0)
+    with closing(Sockets()) as made:
+        yield made
+
+
+def dialled(port: int, handshake: bool = True) -> socket.socket:
+    """A connection that has said hello to ZeroMQ, or nothing."""
+    return shaken(port) if handshake else socket.create_connection(("127.0.0.1", port), LIMIT_S)
+
+
+def ended(connection: socket.socket) -> bool:
+    """The other end has hung up. What it had said is thrown away."""
+    connection.setblocking(False)
+    try:
+        while connection.recv(1 << 16):
+            pass
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def heard(port: Sockets) -> list[tuple[Peer, list[bytes]]]:
+    return [(peer, [bytes(each) for each in frames]) for peer, frames in port.receive(10)]
+
+
+@pytest.mark.parametrize("handshake", [False, True])
+def test_of_silent_connections_the_oldest_are_ended(
+    handshake: bool, kept: Connections, server: Sockets, child: Sockets
+) -> None:
+    """A member that is let in stays, and the next one gets in."""
+    port = server.listen("tcp://127.0.0.1:0")
+    address = f"tcp://127.0.0.1:{port}"
+
+    def said() -> bool:
+        child.send(address, [b"x"])
+        found = heard(server)
+        for peer, _ in found:
+            assert isinstance(peer, bytes)
+            kept.let_in(peer)
+        return bool(found) and len(kept.named) == 1 and not kept.strangers
+
+    until(said, "the member to be let in", LIMIT_S)
+    with ExitStack() as stack:
+        silent = [stack.enter_context(dialled(port, handshake)) for _ in range(5 * MOST)]
+        until(lambda: all(map(ended, silent[:-MOST])), "the oldest to be ended", LIMIT_S)
+        assert not any(map(ended, silent[-MOST:]))
+        assert len(kept.strangers) == MOST and sum(kept.ended.values()) == 4 * MOST
+        child.send(address, [b"y"])
+        until(lambda: [b"y"] in [frames for _, frames in heard(server)], "the member to be heard", LIMIT_S)
+
+
+def test_what_a_stranger_may_send_has_an_end(kept: Connections, server: Sockets) -> None:
+    """A message that never ends would be kept as long as it gets."""
+    kept.bytes_most = 1 << 16
+    port = server.listen("tcp://127.0.0.1:0")
+    with dialled(port) as first, dialled(port) as second:
+        second.sendall(frame(b"x"))
+        first.setblocking(False)
+
+        def said() -> bool:
+            with suppress(BlockingIOError):
+                first.send(frame(bytes(1000), more=True) * 100)
+            return ended(first)
+
+        until(said, "the end of it", LIMIT_S)
+        assert not ended(second) and [frames for _, frames in heard(server)] == [[b"x"]]
+    assert list(kept.ended) == ["too many bytes without a word that was let in"]
+
+
+def test_who_sends_nothing_but_nonsense_is_hung_up_on(kept: Connections, server: Sockets) -> None:
+    """What had come of it by then is not read."""
+    port, count = server.listen("tcp://127.0.0.1:0"), 0
+    with dialled(port) as other, dialled(port) as stranger:
+        other.sendall(frame(b"good"))
+        deadline = time.monotonic() + LIMIT_S
+        while not ended(stranger):
+            assert time.monotonic() < deadline
+            stranger.setblocking(True)
+            stranger.sendall(frame(b"bad") * REFUSED_MAX)
+            for peer, frames in heard(server):
+                assert isinstance(peer, bytes)
+                if frames == [b"good"]:
+                    kept.let_in(peer)
+                else:
+                    count += 1
+                    kept.refused(peer)
+        assert REFUSED_MAX <= count <= 2 * REFUSED_MAX and not ended(other)
+    assert list(kept.ended) == ["too many messages that were refused"]
+
+
+def test_a_message_of_very_many_frames_is_thrown_away(kept: Connections, server: Sockets) -> None:
+    port, found = server.listen("tcp://127.0.0.1:0"), list[list[bytes]]()
+    with dialled(port) as stranger, dialled(port) as other:
+        stranger.sendall(frame(b"", more=True) * 50_000 + frame(b""))
+
+        def answered() -> bool:
+            other.sendall(frame(b"x"))
+            found.extend(frames for _, frames in heard(server))
+            return [b"x"] in found and ended(stranger)
+
+        until(answered, "the other to be heard", LIMIT_S)
+    assert max(map(len, found)) == 1, "nobody hears of it"
+    assert list(kept.ended) == ["messages of too many frames"]
+
+
+def test_what_is_anothers_by_now_is_let_alone() -> None:
+    """ZeroMQ has closed it meanwhile, and the system gives its number to the next."""
+    connections = Connections()
+    ours, theirs = socket.socketpair()
+    other, far = socket.socketpair()
+    with ours, theirs, other, far:
+        connections.accept(ours.fileno())
+        assert connections.said(b"name", ours.fileno())
+        os.dup2(other.fileno(), ours.fileno())
+        connections.end(b"name", "why")
+        assert connections.ended == {"why": 1} and not ended(far)
+
+
+def test_strangers_leave_descriptors_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    for soft, most in ((256, 32), (1 << 20, STRANGERS_MAX), (-1, STRANGERS_MAX)):
+        monkeypatch.setattr("resource.getrlimit", lambda what, soft=soft: (soft, soft))
+        assert most_strangers() == most

@@ -1,0 +1,49 @@
+"""What a shard has lent to one who does not take it."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+from kit.processes import until
+from strangers import frame, shaken
+
+from narrows.protocols import messages as m
+from narrows.protocols.effects import Send
+from narrows.protocols.runtime.sockets import Sockets
+from narrows.protocols.settings import Settings
+from narrows.ps.process.lending import LENT_BYTES_MAX, LENT_TIMES
+from narrows.ps.process.machine import Process
+from narrows.ps.process.runner import Runner
+
+PIECE = 4 << 20
+
+
+def test_who_takes_nothing_is_lent_no_more_than_the_bound() -> None:
+    """Each answer to a pull is a copy of the model, where the weights change from one to the next."""
+    process = Process(0, Settings().validated(), "tcp://127.0.0.1:0", "", 1, "", False)
+    values = memoryview(bytearray(PIECE))
+    state = m.State(0, 0, 1, 0, 1, 0, 1, True, True, 0, 0, 0, (), 0, 0, values)
+    with closing(Sockets()) as sockets:
+        port = sockets.listen(process.bind)
+        runner = Runner(process, sockets, port)
+        with shaken(port) as reader:
+            reader.sendall(frame(b"here"))
+            ((peer, _),) = sockets.receive(10_000)
+            assert isinstance(peer, bytes)
+            runner.apply([Send(peer, state)] * 200, 0)
+            most = (LENT_BYTES_MAX + 3 * PIECE) // PIECE  # and some in the system's buffers
+            assert 0 < 200 - runner.drops.counts["State"] <= most
+            assert runner.lending.full(peer, values, 0) and not runner.lending.full(b"another", values, 0)
+            assert not runner.lending.full(peer, values, LENT_BYTES_MAX), f"{LENT_TIMES} of a larger model"
+            reader.setblocking(False)
+
+            def taken() -> bool:
+                try:
+                    while reader.recv(1 << 20):
+                        pass
+                except BlockingIOError:
+                    pass
+                return not runner.lending.any()
+
+            until(taken, "all to be taken")
+            assert not runner.lending.full(peer, values, 0)
