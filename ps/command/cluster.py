@@ -41,7 +41,8 @@ SHOWN = {
     "checkpoint": "shard {shard}: checkpoint of clock {clock}",
 }  # any other event has its own text
 # What a user of ps-worker must know.
-SHOWN_EMBEDDED = ("discarded", "restart", "lost", "refused", "hyper", "dropped", "disk", "damaged", "journal")
+SHOWN_EMBEDDED = ("discarded", "restart", "lost", "refused", "hyper", "dropped", "disk", "damaged", "journal", "void", "long",
+                  "against")  # fmt: skip
 
 
 NEEDS = [("loading kernels ...", "narrows.compression:warm_up"), ("", "narrows.ps.process.runner")]
