@@ -38,7 +38,6 @@ class Directions:
         self.index = index
         self.means: dict[int, FloatArray] = {}  # by worker
         self.seen: Counter[int] = Counter()
-        self.newest: dict[int, float] = {}  # cosine, by worker
         self.struck: Counter[int] = Counter()
         self.logs: list[Log] = []
 
@@ -74,7 +73,6 @@ class Directions:
         if worker not in cosines:
             return 1.0
         own, others = cosines[worker]
-        self.newest[worker] = own
         if others <= AGREE or own >= SHARE * others - SURE:
             return 1.0
         self.struck[worker] += 1
@@ -90,9 +88,3 @@ class Directions:
     def members(self, live: Container[int]) -> None:
         for worker in [worker for worker in self.means if worker not in live]:
             del self.means[worker], self.seen[worker]
-            if (cosine := self.newest.pop(worker, None)) is None:
-                continue
-            out, where = self.struck[worker], {"worker": worker, "shard": self.index}
-            text = f"shard {self.index}: worker {worker} left; its updates had a cosine of {cosine:.2f} with those of the rest"
-            text += f", and {out} were left out" if out else ""
-            self.logs.append(Log("direction", where | {"cosine": round(cosine, 4), "left_out": out, "text": text}))

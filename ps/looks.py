@@ -7,7 +7,6 @@ Rules
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,8 +14,6 @@ import numpy as np
 from narrows.compression import codecs
 from narrows.compression.sampling import sample_of
 from narrows.ps.changes import FloatArray, Update
-
-Looked = Callable[[Any], tuple[float, FloatArray]]  # at an update: its length and its sample
 
 
 class Look(NamedTuple):

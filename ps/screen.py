@@ -16,7 +16,8 @@ from typing import Any, Protocol
 
 from narrows.compression import codecs
 from narrows.protocols.effects import Log
-from narrows.ps.looks import Look, Looked
+from narrows.ps.beside import Beside
+from narrows.ps.looks import Look, Looks
 
 Pushed = Sequence[tuple[int, int, Any]]  # worker, clock, update
 
@@ -35,11 +36,12 @@ class Check(Protocol):
 
 
 class Screen:
-    """All checks of shard `index`. `look`: at an update, where there are checks. `alike`: workers that are not left out have
-    one share each, whatever samples they name."""
+    """All checks of shard `index`. `alike`: workers that are not left out have one share each, whatever samples they name.
+    Without either no update is looked at."""
 
-    def __init__(self, index: int, look: Looked, checks: Sequence[Check], alike: bool = False) -> None:
-        self.index, self.look, self.checks, self.alike = index, look, checks, alike
+    def __init__(self, index: int, looks: Looks, checks: Sequence[Check], alike: bool = False) -> None:
+        self.index, self.looks, self.checks, self.alike = index, looks, checks, alike
+        self.beside = Beside(index, looks.at.size) if checks or alike else None
         self.void: Counter[int] = Counter()  # updates of each worker that were not finite, or too long to be squared
         self.out: set[int] = set()  # workers whose newest update was left out
         self.logs: list[Log] = []
@@ -56,11 +58,14 @@ class Screen:
         """By what each update is scaled: 0 where it is left out."""
         sound = [each for each in updates if not any(piece.codec == codecs.VOID for piece in each[2])]
         found = {(worker, clock): 1.0 for worker, clock, _ in sound}
-        if self.checks:
-            looks = [Look(worker, clock, *self.look(update)) for worker, clock, update in sound]
+        if self.beside is not None:
+            looks = [Look(worker, clock, *self.looks(update)) for worker, clock, update in sound]
             looks = [look for look in looks if look.length < math.inf]  # which it is where it cannot be squared
-            each = zip(*(check.factors(looks) for check in self.checks), strict=True)
-            found = {look[:2]: math.prod(factors) for look, factors in zip(looks, each, strict=True)}
+            factors = [1.0] * len(looks)
+            for check in self.checks:
+                factors = [a * b for a, b in zip(factors, check.factors(looks), strict=True)]
+            self.beside.saw(looks, factors)
+            found = {look[:2]: factor for look, factor in zip(looks, factors, strict=True)}
         for worker, clock, _ in updates:
             if (worker, clock) not in found:
                 self._leave_out(worker, clock)
@@ -75,13 +80,21 @@ class Screen:
 
     def members(self, live: Container[int]) -> None:
         self.out = {worker for worker in self.out if worker in live}
-        for check in self.checks:
-            check.members(live)
+        for each in self._all:
+            each.members(live)
+
+    @property
+    def _all(self) -> list[Check | Beside]:
+        return [*self.checks, *([self.beside] if self.beside is not None else [])]
 
     def take(self) -> list[Log]:
         """What is to be told."""
         found, self.logs = self.logs, []
-        for check in self.checks:
-            found += check.logs
-            check.logs = []
+        for each in self._all:
+            found += each.logs
+            each.logs = []
         return found
+
+    def lines(self) -> list[str]:
+        """What each worker sends beside the others, where that is looked at."""
+        return self.beside.lines() if self.beside is not None else []

@@ -33,6 +33,9 @@ from narrows.ps.command.serve import serve
               help="keep in memory what a shard has handled, so that one that is killed goes on where it was; without, it goes "
               "back to its newest checkpoint")  # fmt: skip
 @click.option("--ready-file", default="", help="written, as JSON, once workers can join")
+@click.option(
+    "--record", default="", help="write one JSON object a line to this file: what is said, and what workers send"
+)
 @click.pass_context
 def command(context: click.Context, /, **flags: Any) -> int:
     """Serve one cluster's model: N shards in N processes, one sync mode.

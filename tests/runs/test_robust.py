@@ -126,7 +126,7 @@ def test_the_cosine_is_that_of_the_definition() -> None:
                 assert factor == 1.0, "nothing is known yet"
     assert set(check.struck) == {LIAR} and len(check.logs) == 1, "it is named once"
     check.members({0, 1, 3})
-    assert LIAR not in check.cosines() and check.logs[-1].values["left_out"] == check.struck[LIAR]
+    assert LIAR not in check.cosines()
 
 
 @pytest.mark.parametrize("lie", ["long", "nothing", "constant"])
