@@ -61,7 +61,12 @@ def main(workers: int, steps: int, seeds: str, modes: str, lies: str, known: str
         without = without or [loss(HONEST, MODES[name], rows, workers - 1) for rows in ((), fewer)]
         for lie in [lie for lie in LIES if lie in lies.split(",")]:
             script = ("--lie", lie)
-            taken_in = f"{loss(LIAR, MODES[name], script, workers):.3f}" if bare else "-"
+            taken_in = "-"
+            if bare:
+                try:
+                    taken_in = f"{loss(LIAR, MODES[name], script, workers):.3f}"
+                except launch.CommandFailed:
+                    taken_in = "the run ends"
             defended = loss(LIAR, MODES[name] + DEFENCE, script, workers)
             beside = ", ".join(f"{each:.3f}" for each in without)
             over = ", ".join(f"{100 * (defended / each - 1):+.1f} %" for each in without)
