@@ -9,7 +9,7 @@ Rules
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,8 @@ EVERY = 50  # updates of a worker that one row of the record is of
 
 @dataclass(slots=True)
 class Row:
-    """Of one worker. `compared`: updates since the newest row of the record that were held against others."""
+    """Of one worker. `compared`: its updates that were held against others. `cosine`, `overlap`: means of the last EVERY of
+    them; older ones fade."""
 
     unit: FloatArray  # its newest update, scaled
     kept: npt.NDArray[np.bool_]  # where that is not 0
@@ -31,8 +32,8 @@ class Row:
     left_out: int = 0
     shortened: int = 0
     compared: int = 0
-    sums: list[float] = field(default_factory=lambda: [0.0, 0.0])  # of their cosine, of their overlap
-    means: tuple[float, float] | None = None  # of the newest row of the record, or as far as it has come
+    cosine: float = 0.0
+    overlap: float = 0.0
 
 
 class Beside:
@@ -54,10 +55,8 @@ class Beside:
             row.updates += 1
             row.left_out += not factor
             row.shortened += 0 < factor < 1
-            self._compare(row)
-            if row.compared == EVERY:
+            if self._compare(row) and row.compared % EVERY == 0:
                 self.logs.append(Log("worker", self._values(look.worker) | {"clock": look.clock}))
-                row.compared, row.sums = 0, [0.0, 0.0]
 
     def _newest(self, look: Look) -> None:
         row = self.rows.get(look.worker)
@@ -70,24 +69,23 @@ class Beside:
         row.unit, row.kept = unit, look.sample != 0
         self.holders += row.kept
 
-    def _compare(self, row: Row) -> None:
-        """Its newest update with the mean of the others' and with all that any of them keeps."""
+    def _compare(self, row: Row) -> bool:
+        """Its newest update with the mean of the others' and with all that any of them keeps; False where that cannot be."""
         if len(self.rows) < 2 or not row.kept.any():
-            return
+            return False
         others = self.total - row.unit
         length = float(np.linalg.norm(others))
-        row.sums[0] += float(others @ row.unit) / length if length > 1e-9 else 0.0
-        row.sums[1] += float(np.mean(self.holders[row.kept] > 1))
         row.compared += 1
-        row.means = (row.sums[0] / row.compared, row.sums[1] / row.compared)
+        fades = min(row.compared, EVERY)
+        row.cosine += ((float(others @ row.unit) / length if length > 1e-9 else 0.0) - row.cosine) / fades
+        row.overlap += (float(np.mean(self.holders[row.kept] > 1)) - row.overlap) / fades
+        return True
 
     def _values(self, worker: int) -> dict[str, object]:
         row = self.rows[worker]
         told: dict[str, object] = {"worker": worker, "shard": self.index, "updates": row.updates}
         told |= {"left_out": row.left_out, "shortened": row.shortened}
-        if row.means is not None:
-            told |= {name: round(mean, 4) for name, mean in zip(("cosine", "overlap"), row.means, strict=True)}
-        return told
+        return told | ({"cosine": round(row.cosine, 4), "overlap": round(row.overlap, 4)} if row.compared else {})
 
     def lines(self) -> list[str]:
         """One for each worker."""
@@ -96,9 +94,11 @@ class Beside:
     def _line(self, worker: int) -> str:
         row = self.rows[worker]
         text = f"worker {worker}: "
-        if row.means is not None:
-            cosine, overlap = row.means
-            text += f"its updates have a cosine of {cosine:.2f} with the mean of the others', and {overlap:.0%} of their keys; "
+        if row.compared:
+            text += (
+                f"its updates have a cosine of {row.cosine:.2f} with the mean of the others', and {row.overlap:.0%} of "
+            )
+            text += "its keys are theirs too; "
         return text + f"of {row.updates} {row.left_out} were left out and {row.shortened} shortened"
 
     def members(self, live: Container[int]) -> None:

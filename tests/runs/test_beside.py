@@ -97,7 +97,7 @@ def test_it_is_taken_where_a_flag_asks_for_it_and_the_tree_shows_it(flags: dict[
         for server in started.cluster.servers:
             assert server.shard.planned is not None and (server.shard.planned.screen.beside is not None) == looked
     assert shown[0].startswith("the run:\n--sync bsp")
-    line = r"\nworker 0: its updates have a cosine of 0\.\d\d with the mean .*, and 100% of their keys; of 3 0 were"
+    line = r"\nworker 0: its updates have a cosine of 0\.\d\d with .*, and 100% of its keys are theirs too; of 3 0 were"
     assert bool(re.search(line, shown[0])) == looked
 
 
