@@ -219,6 +219,22 @@ def test_a_residual_that_came_without_noise_is_not_sent() -> None:
         assert bool((residual_of(optimizer) == 7).all()) == kept
 
 
+@pytest.mark.parametrize("flags", [{"sync": "ssp"}, {"sync": "local", "local_steps": 4}], ids=str)
+def test_who_is_asked_for_the_first_weights_again_gives_no_step_of_its_own(flags: dict[str, Any]) -> None:
+    """A server may ask at any time."""
+    net = build()
+    _, _, optimizer = trained(Settings(dp_clip=CLIP, **flags), 5, net)
+    assert optimizer._engine is not None
+    sync: Any = optimizer._engine.sync
+    with torch.no_grad():
+        next(net.parameters()).add_(1.0)  # as a step does that is not pushed yet
+    given = np.concatenate(
+        [np.frombuffer(piece.payload, np.float32) for piece in sync.arrays.first(0, sync.arrays.flat.size)]
+    )
+    np.testing.assert_array_equal(given, sync.arrays.base)
+    assert np.abs(given - flat(net)).max() > 0.9
+
+
 class Catching:
     """In the place of a member."""
 
