@@ -4,7 +4,7 @@
     python bench/liars.py --steps 60 --workers 3  # a quick look
 
 Rules
-- A liar sends the negative of its gradient, or noise as long as it. One a million times as long is in tests/runs/test_limit.py.
+- A liar sends the negative of its gradient, or noise as long as it, or what it has to send a million times as long.
 - Beside it stand two runs without it: of the other workers with their own rows, and of the same who share the liar's rows too.
   No defence can bring those back.
 - Runs are real commands on this machine, one after the other.
@@ -19,7 +19,7 @@ import launch
 from convergence import cluster
 from presets import Row, Task
 
-LIES = ("negative", "noise")
+LIES = ("negative", "noise", "million")
 HONEST, LIAR = Task("bytelm", "loss", 400), Task("liar", "loss", 400)
 DEFENCE = ("--robust", "cosine", "--max-update-norm", "5")
 MODES: dict[str, tuple[str, ...]] = {
@@ -36,8 +36,12 @@ BATCH = 32  # rows of a step, of all workers
 @click.option("--steps", default=400)
 @click.option("--seeds", default="0", help="comma-separated")
 @click.option("--modes", default=";".join(MODES), help="names, separated by ;")
+@click.option("--lies", default=",".join(LIES), help="comma-separated")
+@click.option(
+    "--beside", "known", default="", help="losses without the liar that are known, comma-separated: not run again"
+)
 @click.option("--bare/--no-bare", default=True, help="also without the defence")
-def main(workers: int, steps: int, seeds: str, modes: str, bare: bool) -> None:
+def main(workers: int, steps: int, seeds: str, modes: str, lies: str, known: str, bare: bool) -> None:
     """Train with a worker that lies, and print what it costs."""
     wanted = [name for name in MODES if name in modes.split(";")]
 
@@ -53,10 +57,16 @@ def main(workers: int, steps: int, seeds: str, modes: str, bare: bool) -> None:
     )
     for name in wanted:
         fewer = ("--batch", str(BATCH * (workers - 1) // workers))
-        without = [loss(HONEST, MODES[name], rows, workers - 1) for rows in ((), fewer)]
-        for lie in LIES:
+        without = [float(each) for each in known.split(",") if each]
+        without = without or [loss(HONEST, MODES[name], rows, workers - 1) for rows in ((), fewer)]
+        for lie in [lie for lie in LIES if lie in lies.split(",")]:
             script = ("--lie", lie)
-            taken_in = f"{loss(LIAR, MODES[name], script, workers):.3f}" if bare else "-"
+            taken_in = "-"
+            if bare:
+                try:
+                    taken_in = f"{loss(LIAR, MODES[name], script, workers):.3f}"
+                except launch.CommandFailed:
+                    taken_in = "the run ends"
             defended = loss(LIAR, MODES[name] + DEFENCE, script, workers)
             beside = ", ".join(f"{each:.3f}" for each in without)
             over = ", ".join(f"{100 * (defended / each - 1):+.1f} %" for each in without)

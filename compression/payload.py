@@ -162,11 +162,13 @@ def check(payload: Payload, count: int, *, finite: bool = False) -> None:
     """Raises PayloadError, one sentence, unless `payload` is valid for exactly `count` values; reads no dense array.
 
     Costs a read of the index section and the scales (and a decompression with lz4). The values themselves may be any:
-    fp32, fp16 and bf16 carry NaN and infinity if the sender put them there, unless `finite`, which costs a decoding. Any
-    bytes are safe to pass.
+    fp32, fp16 and bf16 carry NaN and infinity if the sender put them there, unless `finite`, which reads these codings'
+    values once more. Any bytes are safe to pass.
     """
     opened = open_payload(payload, count)
-    if finite and any(cpu.largest_key(values) >= INFINITY_KEY for _, values in opened.chunks()):
+    if not finite or VALUE_CODINGS[opened.header.value_coding].finite:
+        return
+    if any(cpu.largest_key(values) >= INFINITY_KEY for _, values in opened.chunks()):
         raise NonFinitePayloadError("payload holds NaN or infinity")
 
 

@@ -52,6 +52,10 @@ class ValueCoding(Protocol):
     def lossless(self) -> bool: ...
 
     @property
+    def finite(self) -> bool:
+        """Valid bytes decode to finite values, whichever they are."""
+
+    @property
     def unbiased(self) -> bool:
         """The mean of what is decoded, over keys, is what was encoded."""
 
@@ -88,6 +92,7 @@ class Fp32:
     spec = ""
     wire_id = 0
     lossless = unbiased = True
+    finite = False
 
     def byte_count(self, count: int) -> int:
         return 4 * count
@@ -144,6 +149,10 @@ class Sectioned:
     random: bool = False  # the kernel takes (stochastic, key, key, words) after the values
     unbiased: bool = False
     lossless = False
+
+    @property
+    def finite(self) -> bool:
+        return self.valid is not None
 
     def byte_count(self, count: int) -> int:
         return sum(section.byte_count(count) for section in self.sections)

@@ -12,6 +12,7 @@ from narrows.protocols.robust import LEAST, Robust
 from narrows.protocols.wire import pack, unpack
 
 SHARDS_MAX = 256
+PRIVACY_MAX = 1e6  # of --dp-clip and --dp-noise: beyond it float32 has no place for both an update and its noise
 STALENESS_MAX = 1 << 20
 FRAGMENTS_MAX = 1024  # more than models have layers; a shard keeps a list of them
 
@@ -39,6 +40,8 @@ class Settings:
     look_ahead: float = -1.0  # clocks
     max_update_norm: float = -1.0  # times the median of recent updates; -1: no limit
     robust: str = ""
+    dp_clip: float = -1.0  # L2 norm of what a worker pushes; -1: as it is
+    dp_noise: float = -1.0  # standard deviation, times dp_clip; -1: none
     quorum: int = -1  # -1: all live members
     grace: float = -1.0  # seconds; -1: adaptive
     fragments: int = 1
@@ -88,6 +91,7 @@ class Settings:
             raise UsageError(f"{screens[0]}: under --sync gossip no update goes through the server")
         if screens and self.fragments > 1:
             raise UsageError(f"{screens[0]}: fragments differ, and are not compared; leave out one of the two")
+        self._check_privacy(row)
         self._check_merging(row)
         self._check_gain(row)
         mixes = row.update_rule is Rule.MIX
@@ -159,6 +163,19 @@ class Settings:
                 f"--robust {self.robust}: only a barrier has all updates of a clock at once; --sync bsp with pushed gradients "
                 "and --sync local have one, and --robust cosine serves every mode with a server"
             )
+
+    def _check_privacy(self, row: Mode) -> None:
+        """Raise UsageError where updates cannot be clipped, or noise would hide nothing."""
+        if self.dp_clip != -1 and not 0 < self.dp_clip <= PRIVACY_MAX:
+            raise UsageError(f"--dp-clip {self.dp_clip}: give a length above 0, at most {PRIVACY_MAX:g}")
+        if self.dp_noise != -1 and not 0 < self.dp_noise <= PRIVACY_MAX:
+            raise UsageError(f"--dp-noise {self.dp_noise}: give a value above 0, at most {PRIVACY_MAX:g}")
+        if self.dp_noise != -1 and self.dp_clip == -1:
+            raise UsageError(
+                f"--dp-noise {self.dp_noise}: it counts in lengths of --dp-clip, without which no noise hides an update"
+            )
+        if self.dp_clip != -1 and row.update_rule is Rule.MIX:
+            raise UsageError("--dp-clip: under --sync gossip a worker sends its model, and no update of its own")
 
     def _check_merging(self, row: Mode) -> None:
         """Raise UsageError where fragments or their merging are not what this mode can do."""

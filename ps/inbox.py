@@ -2,7 +2,8 @@
 
 Rules
 - A push is held until all its parts are here. Update c of a worker is accepted after update c - 1, exactly once.
-- What a message says is checked before anything changes.
+- What a message says is checked before anything changes. Values that are not finite go no further: their part counts for
+  nothing from here on, and with it the update (screen.py).
 - Who is a member is the ledger's to say. What had come in part of one that left is discarded, named and counted.
 """
 
@@ -37,8 +38,8 @@ class Seat:
     partial: dict[int, dict[int, m.Push]] = field(default_factory=dict)
 
 
-def check_part(message: m.Push | m.FirstWeights, keys: Keys, finite: bool) -> None:
-    """Raise RemoteProtocolError unless it is a part of values of these keys, `finite` ones where the downlink needs that."""
+def check_part(message: m.Push | m.FirstWeights, keys: Keys) -> bool:
+    """Raise RemoteProtocolError unless it is a part of values of these keys; whether they are finite."""
     inside = keys[0] <= message.begin <= message.end <= keys[1]
     if not inside or not 0 <= message.part < message.parts <= m.PARTS_MAX:
         raise RemoteProtocolError(
@@ -46,11 +47,12 @@ def check_part(message: m.Push | m.FirstWeights, keys: Keys, finite: bool) -> No
             f"this shard's [{keys[0]}, {keys[1]})"
         )
     try:
-        codecs.check(message, finite=finite)
+        codecs.check(message, finite=True)
     except NonFinitePayloadError:
-        raise RemoteProtocolError("the payload holds NaN or infinity, which --compress-down cannot code") from None
+        return False
     except PayloadError as error:
         raise RemoteProtocolError(f"a payload that is none: {error}") from None
+    return True
 
 
 class Inbox:

@@ -1,7 +1,9 @@
 """How long an update may be: at most so many times the median of recent ones on this shard (--max-update-norm). No I/O.
 
 Rules
-- A longer one is shortened to that length; one that is not finite counts for nothing. Both are named, the first of each worker.
+- A longer one is shortened to the median: who sends a million times its update counts as the others do. It is named, the first
+  of each worker.
+- It is known as at most the limit, so a run whose updates all grow at once goes on after half of RECENT.
 - At a barrier the updates of the set are looked at together. Where updates are folded as they come, the first few are held
   against a tenth of the weights' own length, for nothing else is known yet.
 """
@@ -11,11 +13,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter, deque
-from collections.abc import Callable, Container
-from typing import Any
+from collections.abc import Callable, Container, Sequence
 
 from narrows.protocols.effects import Log
-from narrows.ps.screen import Pushed
+from narrows.ps.looks import Look
 
 RECENT = 64  # lengths that the median is taken of
 LEAST = 4  # known lengths: of fewer a median says nothing
@@ -23,43 +24,35 @@ FIRST = 0.1  # of the weights' length
 
 
 class Limit:
-    """Of shard `index`. `most`: times the median. `length`: the L2 norm of an update. `weights`: that of the weights."""
+    """Of shard `index`. `most`: times the median. `weights`: the length of the weights."""
 
-    def __init__(self, index: int, most: float, length: Callable[[Any], float], weights: Callable[[], float]) -> None:
-        self.index, self.most, self.length, self.weights = index, most, length, weights
+    def __init__(self, index: int, most: float, weights: Callable[[], float]) -> None:
+        self.index, self.most, self.weights = index, most, weights
         self.recent: deque[float] = deque(maxlen=RECENT)
-        self.struck: Counter[int] = Counter()  # updates of each worker that were shortened or left out
+        self.struck: Counter[int] = Counter()  # updates of each worker that were shortened
         self.logs: list[Log] = []
-        self.opposing: set[int] = set()  # each update stands for itself
 
-    def factors(self, updates: Pushed) -> list[float]:
-        """By what each is scaled: 1 where it is short enough, 0 where it is not finite."""
-        lengths = [self.length(update) for _, _, update in updates]
-        finite = [length for length in lengths if math.isfinite(length)]
-        known = [*self.recent, *finite] if len(updates) > 1 else [*self.recent]
-        usual = statistics.median(known) if len(known) >= min(LEAST, 2 * len(updates)) else FIRST * self.weights()
-        found = []
-        for (worker, clock, _), length in zip(updates, lengths, strict=True):
-            limit = self.most * usual
-            factor = 0.0 if not math.isfinite(length) else 1.0 if length <= limit or not limit else limit / length
-            found.append(factor)
-            if factor:
-                self.recent.append(length * factor)
-            if factor != 1:
-                self._strike(worker, clock, length / usual if usual else math.inf)
-        return found
+    def factors(self, looks: Sequence[Look]) -> list[float]:
+        """By what each is scaled: 1 where it is short enough."""
+        if not looks:
+            return []
+        known = [*self.recent, *(look.length for look in looks)] if len(looks) > 1 else [*self.recent]
+        usual = statistics.median(known) if len(known) >= min(LEAST, 2 * len(looks)) else FIRST * self.weights()
+        limit = self.most * usual or math.inf
+        for look in looks:
+            self.recent.append(min(look.length, limit))
+            if look.length > limit:
+                self._strike(look, usual)
+        return [usual / look.length if look.length > limit else 1.0 for look in looks]
 
-    def _strike(self, worker: int, clock: int, times: float) -> None:
-        self.struck[worker] += 1
-        if self.struck[worker] > 1:
+    def _strike(self, look: Look, usual: float) -> None:
+        self.struck[look.worker] += 1
+        if self.struck[look.worker] > 1:
             return
-        found = (
-            f"{times:.3g} times as long as usual and is shortened"
-            if math.isfinite(times)
-            else "not finite and is left out"
-        )
-        text = f"shard {self.index}: update {clock} of worker {worker} is {found}; more of its updates are only counted"
-        self.logs.append(Log("long", {"worker": worker, "clock": clock, "shard": self.index, "text": text}))
+        found = f"update {look.clock} of worker {look.worker} is {look.length / usual:.3g} times as long as usual"
+        text = f"shard {self.index}: {found} and is shortened; more of its updates are only counted"
+        told = {"worker": look.worker, "clock": look.clock, "shard": self.index, "text": text}
+        self.logs.append(Log("long", told))
 
     def members(self, live: Container[int]) -> None:
         """What was sent stays what was sent."""

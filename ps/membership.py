@@ -172,6 +172,8 @@ class Membership:
             return (
                 f"it takes gradients (--sync {settings.sync}) and a cluster pushes updates: start it with --push update"
             )
+        if settings.dp_clip > 0:
+            return "it asks for --dp-clip, which workers alone obey: give the flag to this ps-serve, and start that one without"
         if ours != theirs:
             return (
                 f"it has {theirs} shards and this cluster {ours}, and each pushes to one: give --shards {theirs} here"

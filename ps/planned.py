@@ -32,12 +32,14 @@ from narrows.protocols.settings import Settings
 from narrows.protocols.timing import Timing
 from narrows.ps.above import Above
 from narrows.ps.changes import Change, FirstWeights, Load, Terms
+from narrows.ps.directions import Directions
 from narrows.ps.folding import AtOnce, Barrier, Folding
 from narrows.ps.gain import Gain
 from narrows.ps.inbox import Inbox, Seat, Update, check_part
 from narrows.ps.limit import Limit
+from narrows.ps.looks import Looks
 from narrows.ps.publications import Publications
-from narrows.ps.screen import Check, Directions, Screen
+from narrows.ps.screen import Check, Screen
 from narrows.ps.store import ServerOptimizer, Store, assume_lent
 from narrows.ps.upward import Upward
 
@@ -80,7 +82,7 @@ class Planned:
         down = ladder(settings.compress_down, sparse=mode.rule is not Rule.OPTIMIZER)
         if mode.rule is Rule.OPTIMIZER and means.optimizer is None:
             raise LocalProtocolError("this server has no optimizer for pushed gradients")
-        self.finite = not down.lossless  # what is pushed must be, or it could not be published
+        self.finite = not down.lossless  # the first weights must be, or they could not be published
         gain, robust = Gain.of(settings, mode, plan, end - begin), Robust.parse(settings.robust)
         self.store = store = Store(
             begin,
@@ -95,10 +97,10 @@ class Planned:
         )
         checks: list[Check] = []
         if settings.max_update_norm > 0:
-            checks.append(Limit(index, settings.max_update_norm, store.length, store.weights_length))
+            checks.append(Limit(index, settings.max_update_norm, store.weights_length))
         if robust.cosine:
-            checks.append(Directions(index, store.sampled))
-        self.screen = screen = Screen(checks, alike=bool(robust))
+            checks.append(Directions(index))
+        self.screen = screen = Screen(index, Looks(begin, end - begin), checks, alike=bool(robust))
         self.folding: Folding = (
             Barrier(mode, inbox, self.turn, store.mean, gain, screen)
             if mode.barrier
@@ -256,7 +258,8 @@ class Planned:
 
     def first_weights(self, message: m.FirstWeights) -> bool:
         """One part of the first weights; whether they are whole now. Raises RemoteProtocolError; then nothing has changed."""
-        check_part(message, self.store.whole, self.finite)
+        if not check_part(message, self.store.whole) and self.finite:
+            raise RemoteProtocolError("the first weights hold NaN or infinity, which --compress-down cannot code")
         ours = {part: piece for part, piece in self.first.items() if piece.worker == message.worker}
         ours[message.part] = message
         whole = len(ours) >= message.parts

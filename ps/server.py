@@ -217,7 +217,12 @@ class Server:
         coordinator = self.coordinator
         if coordinator is None:
             return []
-        return [Log("tree", {"text": f"the run:\n{coordinator.tree_above() or coordinator.tree()}"})]
+        planned = self.shard.planned
+        lines = [
+            coordinator.tree_above() or coordinator.tree(),
+            *(planned.screen.lines() if planned is not None else ()),
+        ]
+        return [Log("tree", {"text": "\n".join(["the run:", *lines])})]
 
     def wrote_checkpoint(self, clock: int, kept: tuple[int, ...], took_ns: int, now_ns: int) -> list[ServerEffect]:
         """The runner wrote it, or could not. That is told at once: a shard that dies next must not take it along."""

@@ -8,6 +8,9 @@ Rules
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from narrows.compression import codecs
 from narrows.protocols import messages as m
 from narrows.protocols.effects import Send, ServerEffect
 from narrows.protocols.modes import Rule
@@ -56,7 +59,8 @@ class Service:
             return [self._ack(seat, push.clock, now_ns)], False
         if not ledger.started:
             return [], False
-        check_part(push, self.store.whole, planned.finite)
+        if not check_part(push, self.store.whole):
+            push = replace(push, codec=codecs.VOID, payload=b"")
         if push.part == 0 and self.store.optimizer is not None:
             self.store.optimizer.check(unpack_hyper(push.hyper)[0])
         self.inbox.add(seat, push, planned.turn(push.clock))

@@ -22,7 +22,7 @@ import numpy as np
 from narrows.compression import Memory, NonFiniteError, accumulate, codecs, parse
 from narrows.protocols.keys import Keys
 from narrows.protocols.messages import CREDIT_MAX
-from narrows.ps.changes import Change, FirstWeights, FloatArray, Fold, Load, Outer, Publish, Rebase, Step, Terms, Update
+from narrows.ps.changes import Change, FirstWeights, FloatArray, Fold, Load, Outer, Publish, Rebase, Step, Terms
 from narrows.ps.gain import Gain
 from narrows.ps.mean import Mean, Trimmed
 
@@ -93,14 +93,6 @@ class Store:
 
     def apply(self, change: Change) -> None:
         APPLY[type(change)](self, change)
-
-    def length(self, update: Update) -> float:
-        """The L2 norm of an update."""
-        return math.sqrt(self.norm(((1.0, update),)))
-
-    def sampled(self, update: Update) -> FloatArray:
-        """The values of an update at a sample of the keys."""
-        return self.mean.of(((1.0, update),)).take(self.gain.at)
 
     def weights_length(self) -> float:
         """The L2 norm of x."""

@@ -39,10 +39,12 @@ class InPlace(HostReplica):
 
 class Arrays:
     """Of all parameters of `flat`, float32[size]. `shared`: the pulled state is what is computed on, as where gradients are
-    pushed; `direct`: the parameters are it. `rounds`: updates of all keys whose bytes may still be on their way."""
+    pushed; `direct`: the parameters are it. `rounds`: updates of all keys whose bytes may still be on their way. `lends`:
+    gradients may be pushed where they lie, for nobody changes them."""
 
-    def __init__(self, flat: FlatModel, shared: bool, direct: bool, rounds: int) -> None:
-        self.flat, self.direct = flat, direct
+    def __init__(self, flat: FlatModel, shared: bool, direct: bool, rounds: int, lends: bool = True) -> None:
+        self.flat, self.direct, self.lends = flat, direct, direct and lends
+        self.shown = False  # the base has been put into the parameters
         self.pulled = flat.zeros()
         self.base = self.pulled if shared else flat.zeros()  # what is computed on
         # What an update is measured from: the base as the parameters' dtype rounds it, or the rounding of a bf16 worker
@@ -59,9 +61,13 @@ class Arrays:
         return HostReplica(begin, end, feedbacks, parts, self.pulled[begin:end])
 
     def first(self, begin: int, end: int) -> list[Piece]:
-        """The parameters of these keys as they are now, raw."""
+        """What is computed on, of these keys, raw: the parameters as they are before the first step. Later they hold what was
+        not sent, and may not be meant to be (privacy.py)."""
         values = np.empty(end - begin, np.float32)
-        self.flat.read_keys(begin, values)
+        if self.shown:
+            np.copyto(values, self.base[begin:end])
+        else:
+            self.flat.read_keys(begin, values)
         return raw_pieces(values, begin, parts(begin, end))
 
     # What is computed on.
@@ -70,6 +76,7 @@ class Arrays:
         """Put the replica into the parameters; of no exchanges, the base as it is."""
         if self.direct:
             return
+        self.shown = True
         if self.base is not self.pulled:
             for exchange in exchanges:
                 begin, end = exchange.replica.begin, exchange.replica.end
@@ -110,7 +117,7 @@ class Arrays:
     def gradients(self, keys: Keys, turn: int) -> FloatArray:
         """The gradients of these keys: as they lie in p.grad where that stays as it is until they are folded."""
         begin, end = keys
-        lent = self.flat.lend_gradient(begin, end) if self.direct else None
+        lent = self.flat.lend_gradient(begin, end) if self.lends else None
         if lent is None:
             lent = self.buffer(turn)[begin:end]
             self.flat.read_gradients(begin, lent)

@@ -23,6 +23,7 @@ from narrows.worker.flat import FlatModel, FloatArray, load_buffers, pack_buffer
 from narrows.worker.gossip import Gossiping
 from narrows.worker.gradients import Gradients, rebuilt_by
 from narrows.worker.merging import Merging
+from narrows.worker.privacy import Privacy
 from narrows.worker.runner import Link
 from narrows.worker.shards import START_LIMIT_S
 from narrows.worker.tuning import Tuning
@@ -100,6 +101,11 @@ class Engine:
         self.link, self.settings, self.mode = link, settings, settings.mode()
         self.model, self.inner, self.max_grad_norm = model, inner, max_grad_norm
         self.flat = FlatModel(model, inner)
+        self.privacy = Privacy.of(settings)
+        self.kept_buffers = b""  # as they were before any data, where data is hidden
+        if self.privacy is not None and self.privacy.hides:
+            self.privacy.check(model)
+            self.kept_buffers = pack_buffers(model)
         self.tuning = Tuning(settings, -(-self.flat.size // self.mode.fragments))
         self.finished = self.left = self._started = False
         self.final: FloatArray | None = None
@@ -122,12 +128,18 @@ class Engine:
                 raise UsageError("overlap=True: under --sync gossip no gradient leaves a worker; leave it out")
             return Gossiping(self)
         if rule is Rule.OPTIMIZER:
-            direct = mode.bound == 0 and self.flat.plain and self.tuning.down_lossless
-            return Gradients(self, Arrays(self.flat, shared=True, direct=direct, rounds=mode.window + 2), overlap)
+            direct, rounds = mode.bound == 0 and self.flat.plain and self.tuning.down_lossless, mode.window + 2
+            arrays = Arrays(self.flat, shared=True, direct=direct, rounds=rounds, lends=self.privacy is None)
+            return Gradients(self, arrays, overlap)
         # A fragment is merged before it is pushed again, so of one there is never more than one update.
         rounds = 3 if mode.merges else mode.window + 2
         arrays = Arrays(self.flat, shared=False, direct=False, rounds=rounds)
         return (Merging if mode.merges else Updates)(self, arrays)
+
+    @property
+    def hides(self) -> bool:
+        """What leaves this worker gets noise, and nothing leaves that does not."""
+        return self.privacy is not None and self.privacy.hides
 
     # Events.
 
@@ -162,7 +174,7 @@ class Engine:
             self.sync.handle(event)
 
     def _send_buffers(self) -> None:
-        packed = pack_buffers(self.model)
+        packed = self.kept_buffers if self.hides else pack_buffers(self.model)
         if packed:
             self.link.call(lambda member, now: member.buffers(packed))
 

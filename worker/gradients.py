@@ -84,6 +84,11 @@ class Gradients(Updates):
     def __init__(self, engine: Engine, arrays: Arrays, overlap: int) -> None:
         super().__init__(engine, arrays)
         self.passes = overlap
+        if overlap and engine.privacy is not None:
+            raise UsageError(
+                "overlap=True sends gradients part by part, and --dp-clip needs the length of all before the first leaves: "
+                "leave out one of the two"
+            )
         self.overlap: Overlap | None = None
         if overlap and not engine.tuning.up_raw:
             raise UsageError(
@@ -135,9 +140,12 @@ class Gradients(Updates):
         self.shards.send_part(shard, part, count, piece, hyper)
 
     def _push(self) -> None:
-        clock, hyper = self.shards.clock, pack([hyper_of(self.engine.inner), self.engine.flat.absent()])
+        clock, absent = self.shards.clock, self.engine.flat.absent()
+        if self.engine.hides:
+            absent = []  # a tensor without a gradient gets noise as well: which these are may depend on the data
+        hyper = pack([hyper_of(self.engine.inner), absent])
         keys = [exchange.turn(clock) for exchange in self.shards.exchanges]
-        if not self.shards.tuning.up_raw:
+        if not self.shards.tuning.up_raw or self.engine.privacy is not None:
             self.send("gradient", keys, [self.arrays.gradients(each, clock) for each in keys], hyper=hyper)
             return
         for shard, ours in enumerate(keys):

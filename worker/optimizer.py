@@ -126,13 +126,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over the inner state and the residual; the clock is the run's, not the file's."""
+        """Takes over the inner state and the residual; the clock is the run's, not the file's. With --dp-noise no residual: the
+        run that left it may have had none."""
         state = dict(state_dict)
         ours = state.pop("narrows", None)
         self.inner.load_state_dict(state)
         self.state = self.inner.state
-        if ours is not None and self._engine is not None and ours["residual"] is not None:
-            self._engine.sync.load_residual(ours["residual"].numpy())
+        engine = self._engine
+        if ours is not None and engine is not None and not engine.hides and ours["residual"] is not None:
+            engine.sync.load_residual(ours["residual"].numpy())
 
     def finish(self) -> None:
         """End this worker's part: send what is left, wait until it is folded, leave. At exit it is called for you."""

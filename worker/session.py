@@ -39,6 +39,7 @@ def warm_up(say: Callable[[str], None]) -> None:
     torch.optim.SGD([torch.zeros(1)], lr=0.1)  # the first optimizer imports seconds of torch
 
 
+EPSILON_EVERY = 50  # pushes, from one row of the record with epsilon to the next
 HELD_BACK_MAX = 30.0  # updates: of the SPECs in docs/results.md those that still train hold back 17 at most
 
 
@@ -89,6 +90,7 @@ class Connected:
         self._pending: dict[str, Any] = {}
         self._bytes = (0, 0)
         self._warned = False
+        self._told = 0  # rows of the record with epsilon
         _tell("hello", rank=self.rank, settings={f: getattr(self.settings, f) for f in self.settings.__slots__})
 
     @property
@@ -140,9 +142,17 @@ class Connected:
         if sync.late:
             _tell("late", clock=sync.clock, age=sync.late)
             sync.late = 0
+        if engine.hides and sync.clock // EPSILON_EVERY > self._told:
+            self._tell_privacy()
         while engine.tuning.switches:
             clock, switch = engine.tuning.switches.pop(0)
             _tell("compress", clock=clock, **{"from": switch.before, "to": switch.after}, reason=switch.reason)
+
+    def _tell_privacy(self) -> None:
+        engine = self.engine
+        assert engine is not None and engine.privacy is not None
+        self._told = engine.sync.clock // EPSILON_EVERY
+        _tell("privacy", clock=engine.sync.clock, **engine.privacy.figures())
 
     def record(self, values: dict[str, float]) -> None:
         self._pending |= {name: float(value) for name, value in values.items()}
@@ -166,6 +176,8 @@ class Connected:
             elif engine is None:
                 self.link.call(lambda member, now: member.leave(-1, now))
             self._flush()
+            if engine is not None and engine.hides:
+                self._tell_privacy()
             _tell("bytes", up=self.link.bytes_up, down=self.link.bytes_down, dropped=self.link.drops.counts)
         finally:
             self.link.close()

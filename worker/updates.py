@@ -140,16 +140,20 @@ class Updates:
     def send(
         self, what: str, keys: Sequence[Keys], values: Sequence[FloatArray], dense: bool = False, hyper: bytes = b""
     ) -> None:
-        """Push these values of the keys of each shard. Raises NarrowsError where they cannot be coded."""
-        clock = self.shards.clock
+        """Push these values of the keys of each shard, clipped and with noise where that is asked for. Raises NarrowsError
+        where they cannot be coded."""
+        clock, privacy = self.shards.clock, self.engine.privacy
         try:
+            if privacy is not None:
+                privacy.hide(values)
             self.shards.push(values, dense, hyper)
         except NonFiniteError as error:
             tensors = [self.arrays.where_not_finite(each[0], ours) for each, ours in zip(keys, values, strict=True)]
             named = [tensor for tensor in tensors if tensor != "the residual"]
+            flag = "--dp-clip" if privacy is not None else f"--compress {self.engine.settings.compress}"
             raise NarrowsError(
                 f"the {what} of clock {clock} is not finite, first in {(named or tensors)[0]} ({error}): it was not sent; "
-                f"lower the learning rate or clip, --compress {self.engine.settings.compress} can only send finite values"
+                f"lower the learning rate or clip, {flag} can only send finite values"
             ) from None
 
     # The shared model and the end.

@@ -1,16 +1,23 @@
-"""bytelm.py, one of whose workers lies. What it sends is as long as usual.
+"""bytelm.py, one of whose workers lies.
 
 ps-worker -n 4 --sync ssp --robust cosine bench/tasks/liar.py --lie negative --steps 400
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import bytelm
+import numpy as np
 import torch
 from torch import Tensor
 
+from narrows.compression import codecs
+from narrows.protocols import messages as m
 from narrows.worker import rank, world_size
+from narrows.worker.shards import Shards
+
+LONG = "million"  # times as long; the others are as long as usual
 
 
 def negative(gradient: Tensor) -> None:
@@ -36,15 +43,36 @@ def lie_of(kind: str, optimizer: torch.optim.Optimizer) -> None:
             parameter.register_post_accumulate_grad_hook(lie)
 
 
+def exaggerate() -> None:
+    """Let what leaves be a million times as long. The liar itself goes on from what it would have sent, so its updates stay
+    updates. A longer gradient would not do: an update of AdamW is as long as ever."""
+    said = Shards.say
+
+    def say(self: Shards, shard: int, messages: Sequence[m.Message]) -> None:
+        said(self, shard, [_longer(each) if isinstance(each, m.Push) else each for each in messages])
+
+    Shards.say = say  # type: ignore[method-assign]
+
+
+def _longer(push: m.Push) -> m.Push:
+    values = np.zeros(push.end - push.begin, np.float32)
+    codecs.put(push, 1e6, values, push.begin)
+    return replace(push, codec=codecs.RAW, payload=values.tobytes())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, add_help=False)
-    parser.add_argument("--lie", choices=list(LIES), required=True)
+    parser.add_argument("--lie", choices=[*LIES, LONG], required=True)
     chosen, rest = parser.parse_known_args()
     honest = bytelm.optimizers
 
     def lying(model: bytelm.ByteGPT, args: argparse.Namespace) -> list[torch.optim.Optimizer]:
         made = honest(model, args)
-        for optimizer in made if rank() == world_size() - 1 else ():
+        if rank() != world_size() - 1:
+            return made
+        if chosen.lie == LONG:
+            exaggerate()
+        for optimizer in made if chosen.lie in LIES else ():
             lie_of(chosen.lie, optimizer)
         return made
 

@@ -44,6 +44,8 @@ RUN_FLAGS: tuple[tuple[str, Any, str, str], ...] = (
     ("look_ahead", float, "0.5 with a bound", "clocks that a worker computes ahead of what is folded (ssp)"),
     ("max_update_norm", float, "no limit", "an update is shortened to so many times the median of recent ones, e.g. 5"),
     ("robust", str, "a mean", "against workers that lie: cosine leaves out who opposes the rest; trim:SHARE, median"),
+    ("dp_clip", float, "as it is", "L2 norm that each worker clips what it pushes to, over all shards"),
+    ("dp_noise", float, "none", "noise that each worker adds, in lengths of --dp-clip; epsilon is in the record"),
     (
         "quorum",
         int,

@@ -37,6 +37,9 @@ from narrows.ps.command.serve import serve
 @click.option("--standby", default="", metavar="ADDR",
               help="copy the server at ADDR, and take its place when its machine is lost; it says what the run is")  # fmt: skip
 @click.option("--ready-file", default="", help="written, as JSON, once workers can join")
+@click.option(
+    "--record", default="", help="write one JSON object a line to this file: what is said, and what workers send"
+)
 @click.pass_context
 def command(context: click.Context, /, **flags: Any) -> int:
     """Serve one cluster's model: N shards in N processes, one sync mode.

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
@@ -39,8 +39,10 @@ SHOWN = {
     "restart": "shard {shard} was restarted: the run goes back from clock {to_clock} to {from_clock}",
     "checkpoint": "shard {shard}: checkpoint of clock {clock}",
 }  # any other event has its own text
+NOTED = ("void", "long", "against", "worker")  # what members send
 # What a user of ps-worker must know.
-SHOWN_EMBEDDED = ("discarded", "restart", "lost", "refused", "hyper", "dropped", "disk", "damaged", "journal")
+SHOWN_EMBEDDED = ("discarded", "restart", "lost", "refused", "hyper", "dropped", "disk", "damaged", "journal", "void", "long",
+                  "against")  # fmt: skip
 
 
 NEEDS = [("loading kernels ...", "narrows.compression:warm_up"), ("", "narrows.ps.process.runner")]
@@ -72,7 +74,11 @@ def doing(text: str) -> None:
 
 
 def show(name: str, values: dict[str, Any]) -> None:
-    """An event of a shard on the console; of an embedded server only some."""
+    """An event of a shard on the console; of an embedded server only some, and some go to the record of its ps-worker."""
+    if EMBEDDED and name in NOTED:
+        print(json.dumps({"event": "noted", "what": name, "values": values}), flush=True)
+    if name == "worker" and "text" not in values:
+        return  # a row of a record
     if not EMBEDDED or name in SHOWN_EMBEDDED or values.get("how") == "expired":
         say(SHOWN[name].format(**values) if name in SHOWN else str(values.get("text", values)))
 
@@ -85,6 +91,8 @@ class Cluster:
         self.host, self.port = "", 0
         self.address = ""  # that workers were told
         self.ready_file = ""
+        self.record: TextIO | None = None
+        self.began = time.monotonic()
         self.told: dict[str, Any] = {}  # what every shard is told
         self.hash_seed = str(secrets.randbelow(1 << 32))  # of all lives of a shard: they take sets in the same order
         self.follows: dict[int, str] = {}  # shards that copy others, and where those are
@@ -187,6 +195,13 @@ class Cluster:
         say(f"shard {index} died ({how}) and is started again", error=True)
         self._start(index, again is Again.JOURNAL)
 
+    def note(self, name: str, values: dict[str, Any]) -> None:
+        """One line of --record."""
+        if self.record is not None:
+            line = {"event": name, "seconds": round(time.monotonic() - self.began, 6), **values}
+            self.record.write(json.dumps(line) + "\n")
+            self.record.flush()
+
     def write_ready(self) -> None:
         """What --ready-file is to hold."""
         if self.ready_file:
@@ -267,6 +282,7 @@ class Cluster:
                 elif name == "disk":
                     self.disk[index] = values["text"]
                 show(name, values)
+                self.note(name, values)
             case (_, "err", line):
                 click.echo(line, err=True)
             case (index, "error", {"code": code, "text": text}):
@@ -307,3 +323,5 @@ class Cluster:
                 shard.kill()
             shard.wait()
         self.children.close()
+        if self.record is not None:
+            self.record.close()

@@ -103,6 +103,7 @@ def serve(
     replicas: int,
     standby: str,
     ready_file: str,
+    record: str,
     **flags: Any,
 ) -> int:
     more = parent or parent_key or resume or replicas
@@ -119,6 +120,11 @@ def serve(
         folder = checkpoints.make_folder(checkpoint_dir, resume)
         scratch = "" if folder else tempfile.mkdtemp(prefix="narrows-")  # a shard that dies goes on from there
         cluster.ready_file, cluster.lives.keeps = ready_file, journal
+        if record:
+            try:
+                cluster.record = open(record, "w")  # noqa: SIM115 - closed by kill
+            except OSError as error:
+                raise UsageError(f"--record {record}: {error.strerror}") from None
         cluster.told = {
             "first_epoch": time.time_ns() // 1_000_000 << 10,  # greater than in any earlier life of this run
             "checkpoint_dir": folder or scratch,

@@ -15,8 +15,6 @@ from kit import scripts
 from kit.in_process import store_of
 from kit.scripts import Array, flat, run, seeded
 from narrows.protocols.settings import Settings
-from narrows.ps.limit import Limit
-from narrows.ps.screen import Directions
 from narrows.worker import DistributedOptimizer, rank, world_size
 
 STEPS = 24
@@ -88,7 +86,6 @@ def ended(
             store, planned = store_of(server), server.shard.planned
             assert store is not None and planned is not None
             pieces.append(store.x)
-            for check in planned.screen.checks:
-                assert isinstance(check, (Limit, Directions))
-                struck += check.struck
+            for struck_by in (planned.screen.void, *(check.struck for check in planned.screen.checks)):
+                struck += struck_by
         return np.concatenate(pieces), dict(struck)

@@ -295,18 +295,15 @@ def test_servers_of_two_levels_survive_what_the_other_level_may_send(above: Sett
 
 
 @pytest.mark.parametrize("spec", ["raw", "lz4", "fp16", "topk:0.5+bf16"])
-def test_nan_is_refused_where_the_downlink_cannot_code_it(spec: str) -> None:
-    """Else the shard itself would fail, when it publishes."""
+def test_nan_is_found_in_whatever_carries_it(spec: str) -> None:
     values = np.linspace(1.0, 2.0, 100, dtype=np.float32)
     itemsize = 4 if spec in ("raw", "lz4") else 2
     payload = bytearray(values.tobytes() if spec == "raw" else parse("dense" if spec == "lz4" else spec).encode(values))
     codec = RAW if spec == "raw" else CODED
-    check_part(first_weights(codec, payload), (0, 100), finite=True)
+    assert check_part(first_weights(codec, payload), (0, 100))
     begin = 0 if spec == "raw" else 16
     payload[begin : begin + itemsize] = b"\xff" * itemsize
-    check_part(first_weights(codec, payload), (0, 100), finite=False)
-    with pytest.raises(RemoteProtocolError, match="NaN or infinity"):
-        check_part(first_weights(codec, payload), (0, 100), finite=True)
+    assert not check_part(first_weights(codec, payload), (0, 100))
 
 
 def first_weights(codec: int, payload: m.Buffer) -> m.FirstWeights:

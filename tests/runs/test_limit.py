@@ -11,6 +11,7 @@ from kit.liars import LIAR, NOISY, ended
 from narrows.protocols.errors import UsageError
 from narrows.protocols.settings import Settings
 from narrows.ps.limit import FIRST, RECENT, Limit
+from narrows.ps.looks import Look
 
 WORKERS = 4
 
@@ -21,18 +22,21 @@ def reference(lengths: list[float], most: float) -> list[float]:
     factors = []
     for length in lengths:
         usual = float(np.median(kept[-RECENT:])) if len(kept) >= 2 else FIRST
-        factor = 0.0 if not np.isfinite(length) else min(1.0, most * usual / length)
-        factors.append(factor)
-        kept += [length * factor] if factor else []
+        factors.append(1.0 if length <= most * usual else usual / length)
+        kept.append(min(length, most * usual))
     return factors
+
+
+def look(worker: int, length: float, clock: int = 0) -> Look:
+    return Look(worker, clock, length, np.zeros(1, np.float32))
 
 
 def test_the_rule_is_that_of_the_page() -> None:
     rng = np.random.default_rng(0)
     lengths = [float(x) for x in 0.05 * rng.lognormal(0, 1, 300)]
-    lengths[5], lengths[50], lengths[200] = 1e9, float("nan"), float("inf")
-    limit = Limit(0, 2.0, lambda update: lengths[int(str(update))], lambda: 1.0)
-    found = [limit.factors([(number % 3, number, number)])[0] for number in range(len(lengths))]
+    lengths[5] = lengths[50] = lengths[200] = 1e9
+    limit = Limit(0, 2.0, lambda: 1.0)
+    found = [limit.factors([look(number % 3, length, number)])[0] for number, length in enumerate(lengths)]
     np.testing.assert_allclose(found, reference(lengths, 2.0), rtol=1e-12)
     assert len(limit.logs) == 3, "the first of each worker"
     assert sum(limit.struck.values()) == sum(factor != 1 for factor in found)
@@ -40,10 +44,16 @@ def test_the_rule_is_that_of_the_page() -> None:
 
 def test_a_set_is_looked_at_together() -> None:
     """The first clock too, when nothing is known yet."""
-    lengths = [1.0, 1.1, 1e6, 0.9]
-    limit = Limit(0, 3.0, lambda update: lengths[int(str(update))], lambda: 1.0)
-    found = limit.factors([(worker, 0, worker) for worker in range(4)])
-    assert found[:2] == [1.0, 1.0] and found[3] == 1.0 and found[2] == pytest.approx(3 * 1.05 / 1e6)
+    limit = Limit(0, 3.0, lambda: 1.0)
+    found = limit.factors([look(worker, length) for worker, length in enumerate([1.0, 1.1, 1e6, 0.9])])
+    assert found[:2] == [1.0, 1.0] and found[3] == 1.0 and found[2] == pytest.approx(1.05 / 1e6)
+    assert limit.factors([]) == []
+
+
+def test_a_run_whose_updates_all_grow_goes_on() -> None:
+    limit = Limit(0, 2.0, lambda: 1.0)
+    found = [limit.factors([look(0, 0.1 if number < RECENT else 10.0)])[0] for number in range(6 * RECENT)]
+    assert found[RECENT] == pytest.approx(0.01) and found[-1] == 1.0
 
 
 @pytest.mark.parametrize("flags", [

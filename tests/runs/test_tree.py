@@ -145,6 +145,7 @@ def test_without_workers_a_cluster_leaves_and_comes_back() -> None:
 @pytest.mark.parametrize(("above", "below", "said"), [
     (Settings(sync="bsp"), Settings(), "it takes gradients (--sync bsp) and a cluster pushes updates: start it with --push"),
     (Settings(sync="local", fragments=2), Settings(), "it merges fragments of the model (--fragments, --merge-delay, --merge-"),
+    (Settings(dp_clip=1.0), Settings(), "it asks for --dp-clip, which workers alone obey: give the flag to this ps-serve"),
     (Settings(shards=2), Settings(), "it has 2 shards and this cluster 1, and each pushes to one: give --shards 2 here"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_one_sentence(above: Settings, below: Settings, said: str) -> None:

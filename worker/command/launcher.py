@@ -95,7 +95,7 @@ class Launcher:
 
     def _embed(self) -> None:
         self.console.doing("starting the server ...")
-        words = ["-m", "narrows.ps.command.cli", "--bind", "tcp://127.0.0.1:0"]
+        words = ["-m", "narrows.ps.command.cli", "--bind", "tcp://127.0.0.1:0", "--record", ""]
         for name, value in self.options.run.items():
             words += ["--" + name.replace("_", "-"), str(value)]
         words += ["--checkpoint-dir", self.options.checkpoint_dir or "none", *["--resume"] * self.options.resume]
@@ -170,6 +170,8 @@ class Launcher:
                 self.server = address
             case (_, "say", {"text": text}):
                 self.console.doing(text)
+            case (_, "noted", {"what": what, "values": values}):
+                self.recording.note("server", what=what, **values)
             case (_, "out", line):
                 self.console.out(line)
             case (index, "err", line):

@@ -34,6 +34,7 @@ class Recording:
         self.last: dict[int, dict[str, float]] = {}
         self.up: dict[int, int] = {}
         self.down: dict[int, int] = {}
+        self.privacy = (0.0, 0.0)  # epsilon of the worker that sent most, and its delta
         self.dropped: Counter[str] = Counter()  # messages for which there was no room, by name
 
     def close(self) -> None:
@@ -59,6 +60,9 @@ class Recording:
         elif kind == "bytes":
             self.up[worker], self.down[worker] = event["up"], event["down"]
             self.dropped.update(event["dropped"])
+        elif kind == "privacy":
+            self.privacy = max(self.privacy, (event["epsilon"], event["delta"]))
+            self.note(kind, worker=worker, **event)
         elif kind in ("compress", "late"):
             self.note(kind, worker=worker, **event)
         elif kind in ("step", "last"):
@@ -112,6 +116,7 @@ class Recording:
             dropped=self.dropped,
             exit_codes=codes,
             last=self.averages(),
+            **({"epsilon": self.privacy[0], "delta": self.privacy[1]} if self.privacy[1] else {}),
         )
         less = f" ({raw / up:.0f}x less than fp32)" if up and raw > 1.5 * up else ""
         return "; ".join(
@@ -119,6 +124,7 @@ class Recording:
                 f"{codes.count(0)} of {len(codes)} workers done in {self.seconds:.1f} s",
                 *([_figures(self.averages(), ", ")] if self.averages() else []),
                 f"up {up / 1e6:.2f} MB{less}, down {down / 1e6:.2f} MB",
+                *([f"epsilon {self.privacy[0]:.4g} at delta {self.privacy[1]:g}"] if self.privacy[1] else []),
             )
         )
 
