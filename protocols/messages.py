@@ -11,9 +11,10 @@ Rules
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from enum import IntEnum
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 from narrows.protocols.errors import RemoteProtocolError
@@ -54,13 +55,19 @@ Weights = tuple[tuple[int, float], ...]
 Ints = tuple[int, ...]
 
 
+INT_MAX = (1 << 63) - 1
+INTS = frozenset({int, RefuseCode, PushStatus})  # types of a whole number; bool is none
+
+
 def _is_int(value: object) -> bool:
-    return isinstance(value, int) and type(value) is not bool and -1 <= value <= (1 << 63) - 1
+    return isinstance(value, int) and -1 <= value <= INT_MAX and type(value) is not bool
 
 
 def _is_rows(value: object, width: int, last: type) -> bool:
     if type(value) is not tuple or len(value) > LIST_MAX:
         return False
+    if not value:
+        return True
     if not all(type(row) is tuple and len(row) == width for row in value):
         return False
     checks = [_is_int] * (width - 1) + [_is_int if last is int else CHECKS["float"]]
@@ -69,7 +76,7 @@ def _is_rows(value: object, width: int, last: type) -> bool:
 
 
 def _is_ints(value: object) -> bool:
-    return type(value) is tuple and len(value) <= LIST_MAX and all(_is_int(v) for v in value)
+    return type(value) is tuple and len(value) <= LIST_MAX and all(map(_is_int, value))
 
 
 # One checker for each annotation that a message may use; the messages below use no other.
@@ -114,8 +121,11 @@ class Message:
 
     def __post_init__(self) -> None:
         kind: Any = type(self)
-        for name, annotation in _annotations(kind):
-            if not CHECKS[annotation](getattr(self, name)):
+        numbers, rest, whole = _checks(kind)
+        found = numbers(self)  # most fields are whole numbers: they are looked at together
+        plain = INTS.issuperset(map(type, found)) and min(found, default=0) >= -1 and max(found, default=0) <= INT_MAX
+        for name, check, annotation in rest if plain else whole:
+            if not check(getattr(self, name)):
                 raise RemoteProtocolError(
                     f"{type(self).__name__}.{name} is {_short(getattr(self, name))}, not {annotation}"
                 )
@@ -126,9 +136,17 @@ def _short(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
+Checks = list[tuple[str, Callable[[Any], bool], str]]  # field, check, annotation
+
+
 @cache
-def _annotations(kind: Any) -> tuple[tuple[str, str], ...]:
-    return tuple((f.name, str(f.type)) for f in fields(kind))
+def _checks(kind: Any) -> tuple[Callable[[Any], tuple[Any, ...]], Checks, Checks]:
+    """What reads the fields that are whole numbers; the checks of the other fields; those of all."""
+    whole = [(f.name, CHECKS[str(f.type)], str(f.type)) for f in fields(kind)]
+    numbers = [name for name, _, annotation in whole if annotation == "int"]
+    if len(numbers) < 2:
+        return (lambda message: ()), whole, whole
+    return attrgetter(*numbers), [row for row in whole if row[0] not in numbers], whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,7 +390,10 @@ class Ledger(Message):
 
     def decides_as(self, other: Ledger) -> bool:
         """Only the numbers of the messages differ."""
-        return replace(self, version=other.version, report_seen=other.report_seen) == other
+        return DECISIONS(self) == DECISIONS(other)
+
+
+DECISIONS = attrgetter(*(f.name for f in fields(Ledger) if f.name not in ("version", "report_seen")))
 
 
 @dataclass(frozen=True, slots=True)

@@ -259,11 +259,13 @@ class Server:
 
     def _route(self, effects: list[ServerEffect], now_ns: int) -> list[ServerEffect]:
         """The effects for the runner; what shard 0 and the coordinator send each other goes to `inner`."""
+        if self.coordinator is None:
+            return effects
         outer: list[ServerEffect] = []
         for effect in effects:
             if isinstance(effect, Stop) and self.membership is not None:
                 outer += self.membership.leave(now_ns)
-            elif self.coordinator is not None and isinstance(effect, Send) and effect.peer == COORDINATOR:
+            elif isinstance(effect, Send) and effect.peer == COORDINATOR:
                 self.inner.append(effect.message)
             else:
                 outer.append(effect)

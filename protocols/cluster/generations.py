@@ -45,10 +45,12 @@ class Generations(Decision):
 
     def decide(self, now_ns: int) -> bool:
         """Start, or choose the weights that are handed up."""
+        if self.run.started:
+            return False
         current, first = self.run.current, self.initialiser
         if len(current) < self.run.shards:
             return False
-        if not self.run.started and self._gathered(now_ns) and all(map(self._ready, current)):
+        if self._gathered(now_ns) and all(map(self._ready, current)):
             self.run.move("start")
             self.rounds.open(now_ns)
         elif self.above.child and self.weights < 0 <= first and all(r.weights_from == first for r in current):

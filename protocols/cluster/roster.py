@@ -131,7 +131,8 @@ class Roster(Decision):
 
     def readies(self, buffers: bytes, only: Seat | None = None) -> list[ServerEffect]:
         """Ready for each member whose epoch every shard knows by now; for `only`, once more."""
-        if self.plan is None or not self.run.complete:
+        waiting = [seat for seat in self.run.declared if not seat.ready_sent] if only is None else [only]
+        if not waiting or self.plan is None or not self.run.complete:
             return []
         reports = self.run.reports
         if self.run.started and any(report.from_above != self.above.epoch for report in reports.values()):
@@ -139,8 +140,8 @@ class Roster(Decision):
         known = min(report.epoch if self.run.planned(shard) else 0 for shard, report in reports.items())
         ranges = tuple(split(self.plan.size, self.run.shards))
         effects: list[ServerEffect] = []
-        for seat in self.run.declared if only is None else [only]:
-            if seat.epoch <= known and (only is not None or not seat.ready_sent):
+        for seat in waiting:
+            if seat.epoch <= known:
                 seat.ready_sent = True
                 ready = m.Ready(seat.worker, seat.epoch, seat.start, ranges, buffers)
                 effects += [Send(seat.peer, ready), *self.meeting.rosters([seat])]

@@ -86,7 +86,7 @@ class Rounds(Decision):
     def resting(self) -> dict[int, int]:
         """Members, with their clocks, that wait for the last model, all that they pushed being in."""
         waiting = [set(report.finishing) for report in self.run.reports.values()]
-        here = set.intersection(*waiting) & self.progress.keys() if waiting else ()
+        here = set.intersection(*waiting) & self.progress.keys() if all(waiting) and waiting else ()
         seats = [self.run.seats[worker] for worker in here]
         return {seat.worker: self.clock(seat) for seat in seats if not self._open(seat)}
 
@@ -133,7 +133,7 @@ class Rounds(Decision):
                 self.norms[clock] = sum(squares[shard] for shard in range(self.run.shards)) ** 0.5
                 del self.shard_norms[clock]
                 return True
-        if self.run.complete:
+        if self.run.complete and (self.sets or self.norms):
             self._prune(min(report.min_clock for report in self.run.reports.values()))
         return False
 

@@ -38,11 +38,8 @@ class PushRecord:
     began_ns: int  # when its first part was sent
     sent_ns: int
     held: bool = False
+    bytes: int = 0  # of their payloads
     repeated: bool = False  # so an ack may be of an earlier copy, and tells nothing of the link
-
-    @property
-    def bytes(self) -> int:
-        return sum(len(message.payload) for message in self.messages)
 
 
 class Session:
@@ -86,11 +83,13 @@ class Session:
                 raise LocalProtocolError(text)
             record = self.pushes[push.clock] = PushRecord([], now_ns, now_ns)
         record.messages.append(push)
+        record.bytes += len(push.payload)
         record.sent_ns = now_ns
         return push
 
     def _follow(self, follow: m.Follow, now_ns: int) -> m.Message:
-        self.follow, self.waits, self.heard_ns = replace(follow, have=self.have), True, now_ns
+        self.follow = follow if follow.have == self.have else replace(follow, have=self.have)
+        self.waits, self.heard_ns = True, now_ns
         return self.follow
 
     def _pull(self, pull: m.Pull, now_ns: int) -> m.Message:
@@ -205,10 +204,11 @@ class Session:
                 effects += [Send(self.shard, message) for message in record.messages]
         if self.follow is not None and self.waits and now_ns - self.heard_ns >= self.timing.request_retry_ns:
             effects += self.say([self.follow], now_ns)
-        # Each copy of the answer is a model: from one to the next it is waited for longer.
-        wait_ns = min(len(self.pulled), PATIENCE_MAX) * self.timing.answer_ns(FRAME_BYTES)
-        if self.pull is not None and now_ns - self.pull_ns >= wait_ns:
-            effects += self.say([self.pull], now_ns)
+        if self.pull is not None:
+            # Each copy of the answer is a model: from one to the next it is waited for longer.
+            wait_ns = min(len(self.pulled), PATIENCE_MAX) * self.timing.answer_ns(FRAME_BYTES)
+            if now_ns - self.pull_ns >= wait_ns:
+                effects += self.say([self.pull], now_ns)
         return effects
 
 

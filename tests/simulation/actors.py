@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -81,12 +82,14 @@ class PlainSGD:
         assert not state
 
 
+@cache
 def peer_of(source: str) -> bytes:
     """The routing id of who is called `source`: all shards of a cluster have one name above."""
     member, _, shard = source.partition(".s")
     return member.encode().ljust(m.NAME_BYTES) + b"/" + shard.encode()
 
 
+@cache
 def source_of(peer: bytes) -> str:
     member, _, shard = peer.decode().partition("/")
     return f"{member.rstrip()}.s{shard}" if shard else member.rstrip()
@@ -171,7 +174,7 @@ class Watch(Protocol):
     def follow(self, process: Process) -> None: ...
     def saved(self, process: Process, clock: int) -> None: ...
     def loaded(self, process: Process, clock: int) -> None: ...
-    def server_event(self, process: Process, effects: Sequence[ServerEffect], why: str) -> None: ...
+    def server_event(self, process: Process, effects: Sequence[ServerEffect], event: Event, source: str) -> None: ...
 
 
 class Host(Protocol):
@@ -218,6 +221,7 @@ class Process:
         self.port, self.up = f"{run.prefix}s{index}", f"{run.prefix}s{index}.{life}"
         self.first_port = f"{run.prefix}s0"
         self.above = f"{run.parent.prefix}s{index}" if run.parent is not None else ""  # the shard above
+        self.kinds = {self.above: Kind.ABOVE, self.first_port: Kind.COORDINATOR}  # of who is no child
         settings, disk = run.settings, run.disk
         self.coordinator: Coordinator | None = None
         member: Member | None = None
@@ -243,24 +247,24 @@ class Process:
         run.sim.start(self, self.port, self.up)
         shadow_of = type(self).shadow_of
         self.shadow = shadow_of(self) if shadow_of is not None else None
-        self._happen(Event(Kind.START, run.sim.now_ns), "start")
+        self._happen(Event(Kind.START, run.sim.now_ns))
 
     def handle(self, source: str, message: m.Message, now_ns: int) -> None:
         self.run.checker.heard(self, message)
         try:
-            kind = {self.above: Kind.ABOVE, self.first_port: Kind.COORDINATOR}.get(source, Kind.BELOW)
+            kind = self.kinds.get(source, Kind.BELOW)
             peer = peer_of(source) if kind is Kind.BELOW else b""
-            self._happen(Event(kind, now_ns, peer, message), f"{type(message).__name__} of {source}")
+            self._happen(Event(kind, now_ns, peer, message), source)
         except NarrowsError as error:
             raise Violation(f"{self.port} blames {source}, which keeps the rules: {error}") from error
 
     def tick(self, now_ns: int) -> None:
-        self._happen(Event(Kind.TICK, now_ns), "tick")
+        self._happen(Event(Kind.TICK, now_ns))
 
     def unreached(self, target: str, now_ns: int) -> None:
-        self._happen(Event(Kind.UNREACHED, now_ns, peer_of(target)), f"nobody is at {target}")
+        self._happen(Event(Kind.UNREACHED, now_ns, peer_of(target)), target)
 
-    def _happen(self, event: Event, why: str) -> None:
+    def _happen(self, event: Event, source: str = "") -> None:
         """One event of the machine, and what it asks for, and what follows from that inside it; then all is looked at."""
         run, checker = self.run, self.run.checker
         if event.kind is Kind.ABOVE and event.message is not None:
@@ -275,7 +279,7 @@ class Process:
             done += more
         if self.shadow is not None:
             self.shadow.happened(event, done)
-        checker.server_event(self, done, why)
+        checker.server_event(self, done, event, source)
         run.server_event(self)
 
     def _carry_out(self, effects: Sequence[ServerEffect]) -> None:

@@ -27,6 +27,7 @@ from narrows.protocols import messages as m
 from narrows.protocols.cluster.coordinator import Coordinator
 from narrows.protocols.cluster.rounds import GRACE_MAX_NS, GRACE_MIN_NS
 from narrows.protocols.effects import NS, ServerEffect
+from narrows.ps.events import Event
 from simulation.mirrors import FloatArray, Given, Held, Mirror, Violation
 
 if TYPE_CHECKING:
@@ -147,14 +148,14 @@ class Checker:
     def loaded(self, process: Process, clock: int) -> None:
         self.mirrors[process.index].loaded(self.disk[process.index, clock], clock)
 
-    def server_event(self, process: Process, effects: Sequence[ServerEffect], why: str) -> None:
+    def server_event(self, process: Process, effects: Sequence[ServerEffect], event: Event, source: str) -> None:
         """After every event of a server, its effects carried out."""
         self.follow(process)
         if process.coordinator is not None:
             self._decided(process.coordinator, effects)
         mirror = self.mirrors.get(process.index)
         if mirror is not None:
-            mirror.compare(why)
+            mirror.compare(event, source)
             for effect in effects:
                 if isinstance(effect, e.Send):
                     if isinstance(effect.message, m.State):

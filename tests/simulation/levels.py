@@ -31,6 +31,7 @@ from narrows.protocols.cluster.coordinator import Coordinator
 from narrows.protocols.effects import ServerEffect
 from narrows.protocols.member.member import Phase
 from narrows.ps.changes import Change, FirstWeights, Fold, Load, Outer, Publish, Rebase, Step, Terms, Update
+from narrows.ps.events import Event
 from narrows.ps.folding import Barrier
 from narrows.ps.gain import GONE
 from narrows.ps.planned import Planned
@@ -180,7 +181,7 @@ class Level:
     def loaded(self, process: Process, clock: int) -> None:
         pass
 
-    def server_event(self, process: Process, effects: Sequence[ServerEffect], why: str) -> None:
+    def server_event(self, process: Process, effects: Sequence[ServerEffect], event: Event, source: str) -> None:
         """After every event of a server, its effects carried out."""
         index, planned = process.index, process.shard.planned
         mirror = self.mirrors.get(index)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,6 +18,7 @@ from kit.merging import TrueGain
 from narrows.protocols import messages as m
 from narrows.protocols.keys import split
 from narrows.ps.changes import Change, FirstWeights, Fold, Outer, Publish, Step, Terms, Update
+from narrows.ps.events import Event
 from narrows.ps.folding import Barrier
 from narrows.ps.gain import GONE
 from narrows.ps.store import Store
@@ -60,6 +60,15 @@ class Held:
     closed: int = 0  # clocks (barrier)
     gain: float = 1.0  # of a mean of updates
     agreement: float = 0.0
+    whole: set[tuple[int, int]] = field(default_factory=set)  # worker, clock of all that are folded
+
+    def fold(self, push: PushId, weight: float, publication: int) -> None:
+        self.folded[push], self.shown[push] = weight, publication
+        self.whole.add((push[0], push[2]))
+
+    def copy(self) -> Held:
+        folded, shown, whole = self.folded.copy(), self.shown.copy(), self.whole.copy()
+        return replace(self, x=self.x.copy(), momentum=self.momentum.copy(), folded=folded, shown=shown, whole=whole)
 
 
 class Mirror:
@@ -99,27 +108,28 @@ class Mirror:
             case Publish():
                 self._publish(checksum)
 
-    def compare(self, why: str) -> None:
+    def compare(self, event: Event, source: str) -> None:
         if self.store.publication >= 0 and self.store.x.tobytes() != self.held.x.tobytes():
-            raise Violation(f"shard {self.index} holds {self.store.x} after {why}, the log gives {self.held.x}")
+            what = f"{event.kind.name} {type(event.message).__name__ if event.message is not None else ''} {source}"
+            raise Violation(f"shard {self.index} holds {self.store.x} after {what}, the log gives {self.held.x}")
 
     def saved(self, clock: int) -> Held:
         self._is_of(clock)
-        return deepcopy(self.held)
+        return self.held.copy()
 
     def _is_of(self, clock: int) -> None:
         if self.mode.barrier and self.held.closed != clock:
             raise Violation(f"checkpoint {clock} is of clock {self.held.closed}")
 
     def loaded(self, saved: Held, clock: int) -> None:
-        self.held = deepcopy(saved)
+        self.held = saved.copy()
         self.gain.factor, self.gain.agreement = saved.gain, saved.agreement
         self._is_of(clock)
         self.given.publications[self._publication()] = zlib.crc32(self.store.p.tobytes())
 
     def has(self, worker: int, clock: int) -> bool:
         """Whether update `clock` of the worker is whole on the shard: folded, held, or in a set that awaits the norm."""
-        if any(push[0] == worker and push[2] == clock for push in self.held.folded):
+        if (worker, clock) in self.held.whole:
             return True
         folding = self.process.shard.planned.folding if self.process.shard.planned is not None else None
         if not isinstance(folding, Barrier):
@@ -215,7 +225,7 @@ class Mirror:
         right *= self.gain.factor
         if abs(weight - right) > CLOSE * right * self.case.scaled:
             raise Violation(f"weight of {push} on shard {self.index} is {weight}, not {right}")
-        held.folded[push], held.shown[push] = weight, held.publication + 1
+        held.fold(push, weight, held.publication + 1)
 
     def _closed(self) -> None:
         """A barrier was folded: over the coordinator's set, in id order, with samples over their sum."""
@@ -230,7 +240,7 @@ class Mirror:
             share = self.folded_at * pushes[push][1] / total
             if abs(weight - share) > CLOSE * share * self.case.scaled:
                 raise Violation(f"weight of {push} in {where} is {weight}, not {share}")
-            held.folded[push], held.shown[push] = weight, held.publication
+            held.fold(push, weight, held.publication)
         self.batch, held.closed = [], clock + 1
 
     def _true_mean(self, pushes: list[tuple[float, PushId]]) -> FloatArray:

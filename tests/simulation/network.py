@@ -14,15 +14,20 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Any, Generic, Protocol, TypeVar
 
+import numpy as np
+
 from narrows.protocols.effects import NS
 
 MS = NS // 1000
+AT_ONCE = 512  # values of a generator
 _MASK = (1 << 64) - 1
+with np.errstate(over="ignore"):
+    _STEPS = np.arange(1, AT_ONCE + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
 
 Message = TypeVar("Message")
 Heard = TypeVar("Heard", contravariant=True)
@@ -31,17 +36,10 @@ Heard = TypeVar("Heard", contravariant=True)
 class Random:
     """SplitMix64 (Steele, Lea, Flood 2014): sixty-four bits of state, and the same stream everywhere."""
 
-    __slots__ = ("state",)
+    __slots__ = ("next",)
 
     def __init__(self, seed: int) -> None:
-        self.state = seed & _MASK
-
-    def next(self) -> int:
-        """The next of 2**64 values."""
-        self.state = z = (self.state + 0x9E3779B97F4A7C15) & _MASK
-        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
-        return z ^ (z >> 31)
+        self.next: Callable[[], int] = _values(seed & _MASK).__next__  # of 2**64 values
 
     def between(self, low: int, high: int) -> int:
         """A whole number from `low` to `high`, both included."""
@@ -49,6 +47,17 @@ class Random:
 
     def chance(self, probability: float) -> bool:
         return self.next() < probability * (_MASK + 1)
+
+
+def _values(state: int) -> Iterator[int]:
+    """Many are made at once: each event of a run draws several."""
+    while True:
+        with np.errstate(over="ignore"):
+            z = np.uint64(state) + _STEPS
+            z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            yield from (z ^ (z >> np.uint64(31))).tolist()
+        state = (state + AT_ONCE * 0x9E3779B97F4A7C15) & _MASK
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +121,10 @@ class Simulator(Generic[Message]):
     ) -> None:
         self.random = Random(seed)
         self.faults, self.tick_ns, self.trace = faults, tick_ns, trace
+        # Of 2**64 values those below are a fault.
+        self._lost, self._held_back, self._copied = (
+            p * (_MASK + 1) for p in (faults.loss, faults.reordering, faults.duplication)
+        )
         self.now_ns = 0
         self.struck: Counter[str] = Counter()
         self.digest = 0  # of all events so far: two runs are the same where it is
@@ -146,18 +159,18 @@ class Simulator(Generic[Message]):
 
     def send(self, source: str, target: str, message: Message, size: int = 0) -> None:
         """`size`: bytes, for a link that is laid over a wire."""
-        random, faults = self.random, self.faults
-        link = self._link(source, target)
+        random, faults, now_ns = self.random, self.faults, self.now_ns
+        link = self._links.get((source, target)) or self._link(source, target)
         number, link.sent = link.sent, link.sent + 1
-        there_ns = self.now_ns if link.wire is None else link.wire.arrival_ns(self.now_ns, size)
-        if self.now_ns < link.cut_ns or random.chance(faults.loss):
-            self.struck["cut off" if self.now_ns < link.cut_ns else "lost"] += target in self._machines
+        there_ns = now_ns if link.wire is None else link.wire.arrival_ns(now_ns, size)
+        if now_ns < link.cut_ns or random.next() < self._lost:
+            self.struck["cut off" if now_ns < link.cut_ns else "lost"] += target in self._machines
             return
         arrival = link.free_ns = max(there_ns + random.between(*faults.delay_ns), link.free_ns)
-        if random.chance(faults.reordering):
+        if random.next() < self._held_back:
             arrival += random.between(0, faults.late_ns)
         self.at(arrival, self._deliver, link, number, False, source, target, message)
-        if random.chance(faults.duplication):
+        if random.next() < self._copied:
             arrival += random.between(0, faults.late_ns)
             self.at(arrival, self._deliver, link, number, True, source, target, message)
 
