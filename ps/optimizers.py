@@ -111,12 +111,13 @@ class TorchOptimizer:
     def _try(self, made: dict[str, Any], then: dict[str, Any] | None = None) -> None:
         """Step with these, and with what a group may have become."""
         stand_in = torch.zeros(1, requires_grad=True)
-        stand_in.grad = torch.zeros(1)
+        stand_in.grad = torch.ones(1)
         optimizer = self.kind([stand_in], **made)  # as arguments: in a group, torch looks at none of them
-        optimizer.step()  # a step too: some are looked at only there
-        if then is not None:
-            optimizer.param_groups[0].update(then)
-            optimizer.step()
+        for update in (None, then) if then is not None else (None,):
+            optimizer.param_groups[0].update(update or {})
+            optimizer.step()  # a step too: some are looked at only there, and a rate that is NaN nowhere
+            if not stand_in.isfinite().all():
+                raise ValueError("with them a step leads to no number")
 
     def _groups(self, hyper: bytes) -> list[dict[str, Any]]:
         value = unpack(hyper) if hyper else None

@@ -59,3 +59,17 @@ def test_one_that_was_pickled_goes_on_to_the_bit(kind: str, steps: int) -> None:
             each.check(hyper)
             each.step(at, gradient.copy(), hyper, (), 1.0)
     assert weights.tobytes() == others.tobytes()
+
+
+@pytest.mark.parametrize(("kind", "values"), [
+    ("SGD", {"lr": float("nan")}),
+    ("SGD", {"lr": float("inf")}),
+    ("SGD", {"lr": 0.1, "weight_decay": float("inf")}),
+    ("AdamW", {"lr": float("inf")}),
+    ("RMSprop", {"lr": float("nan")}),
+])  # fmt: skip
+def test_a_rate_that_leads_to_no_number_is_refused(kind: str, values: dict[str, Any]) -> None:
+    """torch takes most of them, and one member would be enough."""
+    with pytest.raises(RemoteProtocolError, match=f"{kind} refuses its hyper-parameters"):
+        server_side(kind).check(pack([values]))
+    server_side(kind).check(pack([{"lr": 1e-3}]))

@@ -225,6 +225,8 @@ def test_a_contradiction_names_both_sides_and_agreement_is_silent() -> None:
         "look_ahead": 0.0,
         "max_update_norm": 5.0,
         "robust": "median",
+        "dp_clip": 1.0,
+        "dp_noise": 2.0,
         "quorum": 2,
         "grace": 1.0,
         "fragments": 5,
