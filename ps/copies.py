@@ -30,6 +30,7 @@ SAY_NS = NS // 2  # between two signs of life
 AGAIN_NS = NS  # without progress: then what was sent last is sent again
 LOST_LEASES, LOST_LEAST_NS = 0.25, NS  # silence after which the other side is taken for lost
 NONE: Mapping[int, int] = {}
+DEPOSE_NS = 600 * NS  # for so long the one before is told that it serves no more
 GIVE_UP_NS = 60 * NS  # a server that has lost its standby, and that most members do not hear, ends
 
 
@@ -96,7 +97,7 @@ class Siblings:
 
 class Original:
     """Of shard `index`, which serves and listens on `port`. `freeze`: its machine, as bytes. `first_view`: none of an earlier
-    life of the run was as large."""
+    life of the run was as large. `before`: where the shard is that this one copied, and in whose place it serves."""
 
     def __init__(
         self,
@@ -107,9 +108,11 @@ class Original:
         freeze: Callable[[], bytes],
         siblings: Siblings,
         first_view: int = 0,
+        before: str = "",
     ) -> None:
         self.index, self.machine, self.port, self.lost_ns = index, machine, port, lost_ns
-        self.freeze, self.siblings, self.first_view = freeze, siblings, first_view
+        self.freeze, self.siblings, self.first_view, self.before = freeze, siblings, first_view, before
+        self.deposed_ns = 0  # for so long the one before was told
         self.peer, self.address = b"", ""  # of the standby of this shard, and where members find it
         self.heard_ns = self.progress_ns = self.said_ns = 0
         self.tail: deque[m.Copied] = deque()  # events that it has not acknowledged
@@ -118,6 +121,7 @@ class Original:
         self.acked = self.sent = 0  # events
         self.frozen, self.frozen_at, self.frozen_sent = b"", -1, 0  # a machine that is on its way; parts
         self.rosters: deque[tuple[int, frozenset[int]]] = deque()  # since this event, back to the acknowledged one
+        self.known = machine.happened if machine.standby else 0  # of a process that was killed, none from before this event
         self.votes: dict[int, int] = {}  # of each worker, its newest view
         self.shown = 0  # the view whose standby was shown on the console
         self.greeted: set[int] = set()  # members
@@ -231,13 +235,15 @@ class Original:
             if member.worker == vote.worker:
                 check_name(peer, member.name, member.worker)
                 self.votes[vote.worker] = max(self.votes.get(vote.worker, 0), vote.view)
-                if vote.attempt and vote.view == self.machine.view and self.siblings.at(vote.view):
+                if vote.attempt and vote.view <= self.machine.view and self.siblings.at(self.machine.view):
                     ports = self.siblings.ports(self.port)
                     return [Send(peer, m.View(self.machine.view, self.machine.standby, True, ports))]
         return []
 
     def _elected(self, view: int) -> bool:
         """More than half of the members have voted for us, whichever roster the standby knows."""
+        if self.acked < self.known:
+            return False
         self._roster()
         for _, members in self.rosters:
             if 2 * sum(self.votes.get(worker, 0) >= view for worker in members) <= len(members) and members:
@@ -250,10 +256,14 @@ class Original:
         if now_ns - self.said_ns < SAY_NS or not (self.peer or self.machine.standby or self.machine.view):
             return self._greet()
         self.said_ns = now_ns
+        effects: list[CopyEffect] = []
+        if self.before and self.deposed_ns < DEPOSE_NS:
+            self.deposed_ns += SAY_NS
+            effects.append(Tell(self.before, m.View(self.machine.view, "", True)))
         if self.index:
             whole = self.copied(now_ns)
-            return [Send(COORDINATOR, m.Copying(self.index, self.machine.view, whole, self.port))]
-        return self._decide(now_ns)
+            return [*effects, Send(COORDINATOR, m.Copying(self.index, self.machine.view, whole, self.port))]
+        return effects + self._decide(now_ns)
 
     def _greet(self) -> list[CopyEffect]:
         """Tell new members of the standby: they may need it soon."""

@@ -203,9 +203,10 @@ class Member:
 
     def receive_standby(self, message: m.Message, now_ns: int) -> list[MemberEffect]:
         """The effects of a message of the standby, or of the server that it has become."""
-        effects, turned = self.views.hear(message), self.views.turned
-        self.heard_ns = now_ns
-        for shard in range(0 if turned else len(self.sessions)):
+        if not self.views.turned:
+            return []
+        effects, self.heard_ns = self.views.hear(message), now_ns
+        for shard in range(0 if self.views.turned else len(self.sessions)):
             self.repeat_soon(shard)
         return effects
 

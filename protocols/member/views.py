@@ -43,10 +43,9 @@ class Views:
 
     def hear(self, message: m.Message) -> list[MemberEffect]:
         """What the standby says. `turned` is over where that is so."""
-        if not self.turned or not isinstance(message, (m.Stay, m.View)) or message.view != self.view + 1:
-            return []
-        if isinstance(message, m.Stay):
-            self.turned = message.attempt != self.attempt
+        if isinstance(message, m.Stay) and (message.view, message.attempt) == (self.view + 1, self.attempt):
+            self.turned = False
+        if not self.turned or not isinstance(message, m.View) or message.view <= self.view:
             return []
         if not message.ports:  # not all of its shards serve yet
             return []

@@ -101,8 +101,9 @@ def original(
     """What gives this shard to a standby. `siblings`: as this server knows them, where it was a standby."""
     lost_ns, coordinator = lost_after(process.settings.lease), server.coordinator
     first_view = coordinator.run.first_epoch if coordinator is not None else 0
+    before = process.follows if siblings is not None else ""
     siblings = siblings or Siblings(process.settings.shards, lost_ns)
-    return Original(process.index, server, port, lost_ns, freeze, siblings, first_view)
+    return Original(process.index, server, port, lost_ns, freeze, siblings, first_view, before)
 
 
 def introduction(process: Process, server: Server) -> m.Original:

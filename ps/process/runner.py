@@ -249,8 +249,6 @@ class Runner:
                 self._at_once(self.original.hear_view(message))
             else:
                 self.happen(Event(Kind.COORDINATOR, now_ns, message=message), frames)
-        elif peer == self.process.follows:  # it believes that it serves
-            self._put(peer, m.View(self.server.view, "", True))
         elif peer == self.server.above:
             self.bytes_down += sum(map(len, frames))
             try:
@@ -293,7 +291,7 @@ class Runner:
             case m.Copying():
                 self.original.siblings.hear(peer, message, now_ns)
             case m.View():
-                return self.original.deposed(message) if peer == self.original.peer else []
+                return self.original.deposed(message)
             case m.Vote():
                 return self.original.vote(peer, message)
         return []

@@ -29,12 +29,12 @@ from narrows.ps.reports import COORDINATOR
 from simulation.mirrors import Violation
 from simulation.network import MS, Faults, Random, Simulator
 
-LEASE_S = 4.0
-TICK_NS = 50 * MS
-FAULTS_NS = 60 * NS  # then all that lives is left alone
-END_NS = 240 * NS
-LOST_S = 30  # of silence, after which a member fails
-ASKS = 60  # of each member
+LEASE_S = 3.0
+TICK_NS = 100 * MS
+FAULTS_NS = 30 * NS  # then all that lives is left alone
+END_NS = 120 * NS
+LOST_S = 8  # of silence, after which a member fails
+ASKS = 30  # of each member
 KEPT = 4096  # bytes of a box, a part each
 
 
@@ -170,7 +170,8 @@ class Shard:
         self.box.happen(event)
 
     def _serves(self, box: Box, siblings: Siblings) -> None:
-        self.original = Original(self.index, box, self.index, lost_after(LEASE_S), box.packed, siblings)
+        before = self.standby.original if self.standby is not None else ""
+        self.original = Original(self.index, box, self.index, lost_after(LEASE_S), box.packed, siblings, 0, before)
 
     def _happen(self, event: Event) -> None:
         original = self._original
@@ -232,13 +233,11 @@ class Shard:
             self._happen(Event(Kind.WROTE, now_ns, peer, None, values))
         elif isinstance(message, m.Copy):
             self._at_once(original.copy(peer, message, now_ns))
-        elif isinstance(message, m.Copied):
-            self._send(source, m.View(self.box.view, "", True))
         elif isinstance(message, m.Vote):
             self._at_once(original.vote(peer, message))
         elif isinstance(message, m.View) and source == self.first:
             self._at_once(original.hear_view(message))
-        elif isinstance(message, m.View) and peer == original.peer:
+        elif isinstance(message, m.View):
             self._at_once(original.deposed(message))
 
     def _follow(self, source: str, message: Any, now_ns: int) -> None:
@@ -320,7 +319,7 @@ class Guest:
                 self.done.append((message.shard, message.number))
                 self.stall_ns = max(self.stall_ns, now_ns - self.done_ns)
                 self.asked, self.asked_ns, self.done_ns = self.asked + 1, 0, now_ns
-        elif source == self.views.standby and isinstance(message, (m.Stay, m.View)):
+        elif source == self.views.standby and self.views.turned and isinstance(message, (m.Stay, m.View)):
             self.heard_ns, self.asked_ns = now_ns, 0
             self._say(self.views.hear(message))
 
@@ -389,13 +388,12 @@ class Theatre:
         if leader is not None and leader.leads and leader.name not in stand_by and len(self.servers) < 8:
             name = "abcdefgh"[len(self.servers)]
             self.servers[name] = Server(self, name, leader.name)
-        self.sim.at(self.sim.now_ns + self.random.between(2, 15) * NS, self._another)
+        self.sim.at(self.sim.now_ns + self.random.between(2, 8) * NS, self._another)
 
     def _strike(self) -> None:
-        random, now_ns = self.random, self.sim.now_ns
+        random = self.random
         living = [each for each in self.servers.values() if each.alive]
         server = living[random.between(0, len(living) - 1)]
-        until_ns = min(now_ns + random.between(NS // 2, 20 * NS), FAULTS_NS)
         fault = random.between(0, 5)
         if fault == 0 and sum(each.alive for each in self.servers.values()) > 1 and self._safe(server):
             self.sim.struck["machine lost"] += 1
@@ -404,7 +402,7 @@ class Theatre:
             self.sim.struck["process killed"] += 1
             server.restart(random.between(0, self.shards - 1))
         else:
-            self._cut(server, fault, until_ns)
+            self._cut(server, fault)
 
     def _safe(self, server: Server) -> bool:
         """The other one of the pair can go on."""
@@ -417,7 +415,7 @@ class Theatre:
             for each in followers
         )
 
-    def _cut(self, server: Server, fault: int, until_ns: int) -> None:
+    def _cut(self, server: Server, fault: int) -> None:
         self.sim.struck["cuts"] += 1
         ours = [shard.name for shard in server.shards]
         others = [shard.name for each in self.servers.values() if each is not server for shard in each.shards]
@@ -425,8 +423,10 @@ class Theatre:
         away = {2: others, 3: guests, 4: others + guests}.get(fault)
         if away is None:
             away = [name for name in others + guests if self.random.chance(0.5)]
-        for one in ours:
-            for other in away:
+        now_ns = self.sim.now_ns
+        for other in away:  # each is there again in its own time
+            until_ns = min(now_ns + self.random.between(NS // 2, 12 * NS), FAULTS_NS)
+            for one in ours:
                 self.sim.cut(one, other, until_ns)
 
     # The end, and what must hold.
