@@ -329,7 +329,7 @@ class Runner:
             if name != SERVER:
                 text = f"shard {self.process.index}: {name} sent {size / 1e6:.2f} MB"
                 self._log("sent", name=name, bytes=size, text=text)
-        emit("done", dropped=dropped, refused=dict(self.gate.refused))
+        emit("done", dropped=dropped, refused=self.gate.totals())
 
 
 def run(process: Process, ready: Callable[..., None], both: tuple[int, int] | None = None) -> None:
