@@ -9,8 +9,8 @@ Rules
   strangers at a listener that has nothing to do with the run, the strangers at the run; then the next kind.
 - Strangers on this machine take its cores from the run, whomever they dial. So the step beside strangers is compared with the
   one beside the unrelated listener, too. That listener throws away what it gets, in a process of its own.
-- A step is that of the worker's loop, computing and `optimizer.step()`. Times are medians over all steps. A ratio is that of two
-  phases side by side: the median over all rounds, the least and the greatest.
+- A step is that of the worker's loop, computing and `optimizer.step()`. Times are medians over all steps. A ratio is that of
+  two phases side by side: the median over all rounds, the least and the greatest.
 - Connections are opened before their phase begins. The steps meanwhile are told apart.
 - Memory is the resident set of each server process, at its most in a phase.
 """

@@ -8,10 +8,12 @@ Rules
 
 from __future__ import annotations
 
+import socket
 import struct
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -20,10 +22,14 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
+from narrows.protocols.addresses import parted
 from narrows.protocols.runtime.connections import Connections
 
 FAILURES = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 EVENT = struct.Struct("=Hi")  # what a monitor tells: its kind, and a value
+PROBE_S = 1.0  # a greeting comes at once, or not at all
+GREETING_BEGINS = b"\xff" + bytes(8) + b"\x7f\x03"  # ZMTP 3: signature and version
+GREETING_BYTES, GREETING_NAMES = 64, slice(12, 32)  # how long it is, and where it has the name of the mechanism
 LOOK_S = 0.25  # between two looks at what strangers have sent
 NOBODY = "0" * 64  # the key of nobody: who names none where there are keys is dialled in vain, and never in the open
 STRANGE_MAX = 4  # handshakes that end without a reason, for so many seconds: those of a server that is starting may too
@@ -109,13 +115,43 @@ class Failures:
                 case _:
                     self.strange += 1
                     self.since = self.since if self.strange > 1 else self.clock()
+                    # Where one has keys and the other has none, either may hang up before the other has read why.
+                    if self.strange == 1 and not self.met and mechanism(self.address) not in (b"", self._own()):
+                        found.append(Why.KEYLESS)
                     often = self.strange >= STRANGE_MAX and self.clock() - self.since > STRANGE_S
                     found += [Why.STRANGE] if often and not self.met else []
         return found
 
+    def _own(self) -> bytes:
+        return b"NULL" if self.watched.getsockopt(zmq.MECHANISM) == zmq.NULL else b"CURVE"
+
     def close(self) -> None:
         self.watched.disable_monitor()
         self.monitor.close()
+
+
+def mechanism(address: str) -> bytes:
+    """By what handshake those there are let in who dial it, as its greeting says; b"" where none comes within PROBE_S."""
+    endpoint = parted(address)[0]
+    with suppress(OSError, ValueError):
+        if endpoint.startswith("ipc://@"):
+            with socket.socket(socket.AF_UNIX) as probe:
+                probe.settimeout(PROBE_S)
+                probe.connect("\0" + endpoint.removeprefix("ipc://@"))
+                return _greeted(probe)
+        host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+        with socket.create_connection((host.strip("[]"), int(port)), PROBE_S) as probe:
+            return _greeted(probe)
+    return b""
+
+
+def _greeted(probe: socket.socket) -> bytes:
+    """The mechanism that the greeting of the other end names. It says all of that once it knows our version."""
+    heard = b""
+    probe.sendall(GREETING_BEGINS)
+    while len(heard) < GREETING_BYTES and (piece := probe.recv(GREETING_BYTES - len(heard))):
+        heard += piece
+    return heard[GREETING_NAMES].rstrip(b"\0")
 
 
 def _meant(value: int) -> Why:

@@ -287,8 +287,10 @@ class Cluster:
                 click.echo(line, err=True)
             case (index, "error", {"code": code, "text": text}):
                 self.errors.append((index, code, text))
-            case (index, "done", _):
+            case (index, "done", {"refused": refused}):
                 self.done.add(index)
+                for text, count in refused.items():
+                    show("counted", {"text": f"shard {index} refused {count} times: {text}"})
                 self.lives.due.pop(index, None)
             case (index, "exit", code):
                 self._exited(index, code)

@@ -124,6 +124,10 @@ class Gate:
             if parted(theirs)[1] != peer.key:  # it says it again, when our roster may have it
                 raise RemoteProtocolError("its number is not that of the cluster whose key it has")
 
+    def totals(self) -> dict[str, int]:
+        """How often each refusal was made."""
+        return {**self.refused, **self.connections.ended}
+
     def stranger(self, why: Why, public: str) -> None:
         """Somebody who dialled us was not let in."""
         if self.guard is None and why is not Why.KEYLESS:

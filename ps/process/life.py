@@ -25,7 +25,7 @@ def run(process: Process, ready: Callable[..., None], both: tuple[int, int] | No
         if follower is not None:
             ready(port=number, epoch=0)
             if not follower.loop(sockets):
-                return emit("done", dropped={}, refused=dict(gate.refused))
+                return emit("done", dropped={}, refused=gate.totals())
         runner = Runner(process, sockets, number, gate, both, follower)
         sockets.failed, sockets.linked = runner.shut_out, runner.linked
         coordinator = runner.server.coordinator
@@ -51,4 +51,4 @@ def totals(runner: Runner) -> None:
         if name != SERVER:
             text = f"shard {runner.process.index}: {name} sent {size / 1e6:.2f} MB"
             emit("log", name="sent", values={"shard": runner.process.index, "name": name, "bytes": size, "text": text})
-    emit("done", dropped=dropped, refused=dict(runner.gate.refused))
+    emit("done", dropped=dropped, refused=runner.gate.totals())

@@ -99,5 +99,5 @@ def test_silent_connections_and_random_frames_take_nothing_from_the_others(tmp_p
         "too many messages that were refused",
         "does not speak the Narrows protocol",
     ):
-        assert said.count(text) == 1, said
+        assert 1 <= said.count(text) <= 2, said  # as it happened, and its count at the end
     assert "Traceback" not in said and len(said) < 20_000 and (tmp_path / "kept" / "model.safetensors").exists()
