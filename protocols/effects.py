@@ -71,6 +71,25 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
+class Held:
+    """Member: push no update from clock `at` on, -1: push as before. The keys are about to be cut anew."""
+
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Member: the keys are cut anew, and our place is with these shards, in another epoch. All that was pushed before `clock`
+    is in; residuals and the clock stay."""
+
+    worker: int
+    epoch: int
+    clock: int
+    ranges: tuple[tuple[int, int], ...]
+    ports: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class GiveWeights:
     """Member: the run has no weights yet, and ours are the first: send them to this shard."""
 
@@ -226,7 +245,7 @@ class Drop:
 
 
 ServerEffect = Send | Tell | Log | Checkpoint | Load | Stop
-OfRun = Joined | Started | BuffersWanted | LinkSeen | ServerGone | Failed | Left
+OfRun = Joined | Started | Held | Moved | BuffersWanted | LinkSeen | ServerGone | Failed | Left
 OfShard = GiveWeights | StatePart | StateArrived | MasterArrived | PushSettled
 OfPeers = RosterNews | OfferArrived | AdoptAsked | PeerEnded | PeerLost | PeersSettled
 MemberEffect = Send | Tell | OfRun | OfShard | OfPeers

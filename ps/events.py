@@ -24,6 +24,7 @@ class Kind(IntEnum):
     LINKED = 8  # peer: the connection to this cluster is another one; "": that to the shard above
     UNREACHED = 9  # nobody is connected under the name of this peer, which had dialled us
     ENDED = 10  # shards: these had ended when the process was started again
+    RESHARD = 11  # shards: the keys are to be cut over so many
 
 
 @dataclass(frozen=True, slots=True)

@@ -273,7 +273,7 @@ class Cluster:
             )
         if clock >= 0:
             try:
-                path = checkpoints.merge(folder, self.settings.shards, clock, checkpoints.buffers(folder, clock))
+                path = checkpoints.merge(folder, clock, checkpoints.buffers(folder, clock))
             except OSError as error:
                 text = f"{folder}/model.safetensors: {error.strerror or error}; its checkpoints are of clock {clock}"
                 raise NarrowsError(text) from None

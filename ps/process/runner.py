@@ -191,7 +191,7 @@ class Runner:
             return
         facts = {
             "publication": planned.store.publication,
-            "shards": self.process.settings.shards,
+            "shards": self.server.shard.settings.shards,
             "plan": planned.plan.packed(),
             "buffers": coordinator.buffers if coordinator is not None else b"",
             "epoch": coordinator.run.epoch if coordinator is not None else 0,
@@ -224,11 +224,9 @@ class Runner:
         if clock < 0:
             return
         assert planned is not None
-        arrays, facts = checkpoints.read(folder, self.process.index, clock)
-        keys, held = planned.store.size, arrays["x"].size
-        if held != keys:
-            raise NarrowsError(f"the checkpoint of clock {clock} has {held} keys here, not {keys}")
-        planned.apply([LoadArrays(arrays, int(facts["publication"]))])
+        shards = self.server.shard.settings.shards
+        arrays, publication, recut = checkpoints.read_for(folder, self.process.index, shards, clock)
+        planned.begin(LoadArrays(arrays, publication), recut)
         self.anew = True  # that file may be gone when it would be read again
 
     # Events.
@@ -286,15 +284,18 @@ class Runner:
         self.happen(Event(Kind.STOP, self.clock.now()))
 
     def loop(self, sockets: Sockets) -> None:
-        """Until the run is over. A line on stdin: show the tree; its end: stop."""
+        """Until the run is over. A line on stdin: show the tree, or a number of shards to be; its end: stop."""
         stdin = sys.stdin.fileno()
 
         def hear_parent() -> None:
-            if os.read(stdin, 4096):
-                self.apply(self.server.show_tree(), self.clock.now())
-            else:
+            if not (lines := os.read(stdin, 4096).decode().splitlines()):
                 sockets.unwatch(stdin)
-                self.stop()
+                return self.stop()
+            for line in lines:
+                if line:
+                    self.happen(Event(Kind.RESHARD, self.clock.now(), values=(int(line),)))
+                else:
+                    self.apply(self.server.show_tree(), self.clock.now())
 
         sockets.watch(stdin, hear_parent)
         self.happen(Event(Kind.START, self.clock.now()))
