@@ -20,7 +20,7 @@ STEPS = 24
 MOVES = {8: 3, 16: 2}  # by the step of the first worker
 
 
-def trained(settings: Settings, folder: Path, moves: dict[int, int], make: Any, **more: Any) -> Array:
+def trained(settings: Settings, folder: Path, moves: dict[int, int], make: Any, **more: Any) -> Any:
     cluster = OnDisk(settings, folder)
 
     def script(worker: int) -> Array:
