@@ -90,6 +90,7 @@ class Session:
         return push
 
     def _follow(self, follow: m.Follow, now_ns: int) -> m.Message:
+        self.have = max(self.have, follow.have)  # of the shards before, where the keys were cut anew
         self.follow, self.waits, self.heard_ns = replace(follow, have=self.have), True, now_ns
         return self.follow
 
