@@ -23,6 +23,7 @@ from narrows.protocols.cluster.rounds import Rounds
 from narrows.protocols.cluster.run import Decision, Run, Seat
 from narrows.protocols.effects import Log, Send
 from narrows.protocols.keys import split
+from narrows.protocols.modes import Rule
 from narrows.protocols.settings import SHARDS_MAX
 
 
@@ -84,6 +85,8 @@ class Moves(Decision):
             return "another move is under way"
         if not 1 <= shards <= SHARDS_MAX:
             return f"give a number of shards from 1 to {SHARDS_MAX}"
+        if mode.rule is Rule.MIX:
+            return "under --sync gossip the model is with the workers"
         if mode.bound is None:
             return f"--sync {mode.name} has no bound, so there is no clock that all workers come to"
         if self.run.settings.quorum > 0 or mode.streams:

@@ -185,6 +185,10 @@ class Moved(Run):
             self.done += [shards] if shards == self.wanted else []
             self.wanted = 0
 
+    def run(self) -> Moved:
+        super().run()
+        return self
+
     def _end(self, process: Process) -> None:
         if self.servers.get(process.index) is not process:
             return

@@ -13,6 +13,7 @@ from narrows.protocols import messages as m
 from narrows.protocols.cluster.moves import Moves
 from narrows.protocols.cluster.run import Run
 from narrows.protocols.effects import ServerEffect
+from narrows.ps import recut as recutting
 from narrows.ps.shard import Shard
 from simulation import actors
 from simulation.actors import Bug, Kit, Process, planted
@@ -71,7 +72,7 @@ def leaves_behind(replica: HostReplica, before: Iterable[HostReplica]) -> None:
     """The state that a worker has is not that of its keys."""
 
 
-shift, recut = Run.shift, actors.recut
+shift, recut = Run.shift, recutting.recut
 PLANTED: dict[str, tuple[Bug, str]] = {
     "keys with two shards": (Kit(shard=KeepsItsKeys), "are with two shards"),
     "an update folded on both sides": ([(Run, "shift", one_early)], "folded twice, before a move"),
