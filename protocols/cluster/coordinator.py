@@ -82,10 +82,6 @@ class Coordinator:
         return self.run.over
 
     @property
-    def shards(self) -> int:
-        return self.run.shards
-
-    @property
     def min_clock(self) -> int:
         return self.rounds.min_clock
 
@@ -182,7 +178,7 @@ class Coordinator:
         index = report.shard
         if self.moves.offer(peer, report):
             return self._settle(now_ns)
-        if not 0 <= index < self.shards or (index == 0) != (peer == b""):
+        if not 0 <= index < self.run.shards or (index == 0) != (peer == b""):
             raise RemoteProtocolError(f"there is no shard {index} at that peer")
         before = self.reports.get(index)
         if before is not None and (report.incarnation, report.version) <= (before.incarnation, before.version):
@@ -289,7 +285,7 @@ class Coordinator:
         for shard in self.reports.keys() - self.lines.keys():
             self.lines[shard] = Line(self.moves.offered[shard][0])
         ledgers = [self._ledger(shard, now_ns) for shard in self.lines]
-        self.lines = {shard: line for shard, line in self.lines.items() if shard < self.shards}
+        self.lines = {shard: line for shard, line in self.lines.items() if shard < self.run.shards}
         told = [*self.rounds.tell(), *self.moves.tell()]
         return [*told, *ledgers, *self.meeting.introductions(), *self.moves.words()]
 

@@ -208,20 +208,15 @@ class Moves(Decision):
         current = self.run.current
         if len(current) < self.run.shards or any(report.epoch < self.run.generation for report in current):
             return False
-        self._serve_all()
-        return True
-
-    def _serve_all(self) -> None:
         self._move("serve")
         self.offered.clear()
         self.number += 1
+        return True
 
     def anew(self) -> None:
         """A shard was restarted: all join again, wherever the keys are."""
         if self._may_stay:
             self.said.append(self._stay("a shard was restarted"))
-        elif self.phase is MovePhase.PASSED:
-            self._serve_all()
 
     # What members are told.
 

@@ -55,7 +55,7 @@ def trained(settings: Settings, folder: Path, moves: dict[int, int], **more: Any
         results = started.together(script)
     assert all(np.array_equal(results[0], other) for other in results)
     coordinator = cluster.servers[0].coordinator
-    assert coordinator is not None and coordinator.shards == ([*moves.values()] or [settings.shards])[-1]
+    assert coordinator is not None and coordinator.run.shards == ([*moves.values()] or [settings.shards])[-1]
     return results[0]
 
 

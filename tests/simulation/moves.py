@@ -177,7 +177,10 @@ class Moved(Run):
         moved = shards != self.settings.shards
         self.settings = replace(self.settings, shards=shards)
         for index in [index for index in self.begun if index >= max(shards, target)]:
-            self.sim.at(self.sim.now_ns + 1000 * MS * moved, self._end, self.servers[index])
+            if index in self.servers:
+                self.sim.at(self.sim.now_ns + 1000 * MS * moved, self._end, self.servers[index])
+            else:
+                self.begun.discard(index)
         for index in range(shards, target):
             self.begun.add(index)
             self.sim.at(self.sim.now_ns + self.sim.random.between(0, 300 * MS), self._serve, index, 0)
