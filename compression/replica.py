@@ -31,6 +31,22 @@ class HostReplica:
         self.samples = [sample_of(high - low) for (low, high), _ in self.feedbacks]
         self.held_back = 0.0  # how long the residual was beside an update, at the sample of the newest fragment
 
+    def inherit(self, before: "Iterable[HostReplica]") -> None:
+        """Take over what these have of our keys: pulled values and residuals."""
+        for other in before:
+            low, high = max(self.begin, other.begin), min(self.end, other.end)
+            if low < high and self.pulled.size:
+                self.pulled[low - self.begin : high - self.begin] = other.pulled[low - other.begin : high - other.begin]
+        kept = [residual for other in before for residual in other.residuals]
+        for (begin, end), feedback in self.feedbacks:
+            common = [(max(begin, low), min(end, high), low, values) for low, high, values in kept]
+            if any(low < high for low, high, *_ in common):
+                residual = np.zeros(end - begin, np.float32)
+                for low, high, start, values in common:
+                    if low < high:
+                        residual[low - begin : high - begin] = values[low - start : high - start]
+                feedback.load_state_dict({"residual": residual})
+
     @property
     def residuals(self) -> list[tuple[int, int, FloatArray]]:
         """Begin, end and values of each residual that there is."""

@@ -58,7 +58,7 @@ class Serve:
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class Turned:
     """Member: the server is another one from now on: its shards listen on `ports`, on the host of `address`."""
 
     address: str
@@ -85,6 +85,25 @@ class Started:
     ranges: tuple[tuple[int, int], ...]
     buffers: bytes
     again: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Member: push no update from clock `at` on, -1: push as before. The keys are about to be cut anew."""
+
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Member: the keys are cut anew, and our place is with these shards, in another epoch. All that was pushed before `clock`
+    is in; residuals and the clock stay."""
+
+    worker: int
+    epoch: int
+    clock: int
+    ranges: tuple[tuple[int, int], ...]
+    ports: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +263,7 @@ class Drop:
 
 ServerEffect = Send | Tell | Log | Checkpoint | Load | Stop
 CopyEffect = Send | Tell | Log | Serve | Stop
-OfRun = Joined | Started | Moved | BuffersWanted | LinkSeen | ServerGone | Failed | Left
+OfRun = Joined | Started | Turned | Held | Moved | BuffersWanted | LinkSeen | ServerGone | Failed | Left
 OfShard = GiveWeights | StatePart | StateArrived | MasterArrived | PushSettled
 OfPeers = RosterNews | OfferArrived | AdoptAsked | PeerEnded | PeerLost | PeersSettled
 MemberEffect = Send | Tell | OfRun | OfShard | OfPeers

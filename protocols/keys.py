@@ -23,6 +23,12 @@ def fragment(begin: int, end: int, fragments: int, index: int) -> tuple[int, int
     return begin + size * index // fragments, begin + size * (index + 1) // fragments
 
 
+def overlaps(before: Sequence[Keys], begin: int, end: int) -> list[tuple[int, int, int]]:
+    """Which ranges of a split have keys of [begin, end): (index, begin, end) of each common run, in order."""
+    found = [(index, max(low, begin), min(high, end)) for index, (low, high) in enumerate(before)]
+    return [(index, low, high) for index, low, high in found if low < high]
+
+
 def parts(begin: int, end: int, values_max: int = FRAME_VALUES) -> Iterator[tuple[int, int]]:
     """Cut [begin, end) into runs of at most `values_max` keys. An empty range is one empty part."""
     if begin == end:

@@ -315,6 +315,24 @@ class Heartbeat(Message):
     roster: int = 0  # epoch of the newest Roster that is here; a newer one is the answer (gossip)
     below: str = ""  # of a cluster: itself and all below it, a line each
     ended: bool = False  # this worker has done its last step, and answers its peers until all have (gossip)
+    move: int = 0  # number of the newest Move that is here; a newer one is the answer
+
+
+@dataclass(frozen=True, slots=True)
+class Move(Message):
+    """Coordinator to worker: the keys are cut anew. The newest number replaces all before it.
+
+    at >= 0, place 0: push no update from this clock on, until the next Move. place > 0: all updates before clock `at` are in
+    the shards that are named here; go on with them at that clock, in the epoch `place`. at -1: go on as before.
+    """
+
+    worker: int
+    epoch: int  # in which it joined, or came to the shards that it has
+    number: int
+    at: int
+    place: int = 0
+    ports: Ints = ()
+    ranges: Sets = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,6 +405,7 @@ class Ledger(Message):
     alone: bool = False  # the server above is gone, and the run goes on without it (gossip)
     shared: int = -1  # the newest checkpoint that all shards have, -1: none
     names: bytes = b""  # of each member, NAME_BYTES: who speaks for it has this name
+    shards: int = 0  # of this generation, 0: as before
 
     def decides_as(self, other: Ledger) -> bool:
         """Only the numbers of the messages differ."""
@@ -589,6 +608,7 @@ KINDS: dict[int, type[Message]] = {
     24: Ledger,
     25: Report,
     26: Roster,
+    50: Move,
     27: Copy,
     28: Original,
     29: Copied,

@@ -121,7 +121,9 @@ class Original:
         self.acked = self.sent = 0  # events
         self.frozen, self.frozen_at, self.frozen_sent = b"", -1, 0  # a machine that is on its way; parts
         self.rosters: deque[tuple[int, frozenset[int]]] = deque()  # since this event, back to the acknowledged one
-        self.known = machine.happened if machine.standby else 0  # of a process that was killed, none from before this event
+        self.known = (
+            machine.happened if machine.standby else 0
+        )  # of a process that was killed, none from before this event
         self.votes: dict[int, int] = {}  # of each worker, its newest view
         self.shown = 0  # the view whose standby was shown on the console
         self.greeted: set[int] = set()  # members

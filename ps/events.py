@@ -28,6 +28,7 @@ class Kind(IntEnum):
     UNREACHED = 9  # nobody is connected under the name of this peer, which had dialled us
     ENDED = 10  # shards: these had ended when the process was started again
     VIEW = 11  # view, standby, port: who serves from now on, where its shard listens, and the address of who stands by
+    RESHARD = 12  # shards: the keys are to be cut over so many
 
 
 @dataclass(frozen=True, slots=True)

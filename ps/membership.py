@@ -51,7 +51,7 @@ class Membership:
         if coordinator.roster.plan is None or member.plan or not coordinator.generations.may_declare:
             return []
         # Only updates go up: what steps the weights is ours alone.
-        ports = [coordinator.reports[shard].port for shard in range(coordinator.shards)]
+        ports = [coordinator.reports[shard].port for shard in range(coordinator.run.shards)]
         there = f"/{self.public}" if self.public else ""
         member.address = " ".join(f"tcp://{self.host}:{port}{there}" for port in ports)
         upward = replace(coordinator.roster.plan, optimizer="", max_grad_norm=0.0)
@@ -148,7 +148,7 @@ class Membership:
 
     def _joined(self, event: e.Joined, now_ns: int) -> list[ServerEffect]:
         settings = Settings.unpacked(event.settings)
-        why = self._cannot_join(settings, self.coordinator.shards, len(event.ports))
+        why = self._cannot_join(settings, self.coordinator.run.shards, len(event.ports))
         if why:
             return self.end(m.RefuseCode.INCOMPATIBLE, why, now_ns)
         place = f"is member {event.rank + 1} of {event.world_size} of {self.parent}"

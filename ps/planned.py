@@ -22,7 +22,7 @@ from narrows.compression import ladder
 from narrows.protocols import messages as m
 from narrows.protocols.cluster.coordinator import Coordinator
 from narrows.protocols.effects import Checkpoint, Log, ServerEffect
-from narrows.protocols.errors import LocalProtocolError, RemoteProtocolError
+from narrows.protocols.errors import LocalProtocolError, NarrowsError, RemoteProtocolError
 from narrows.protocols.keys import Keys, covers, fragment, split
 from narrows.protocols.member.member import Member
 from narrows.protocols.modes import Rule
@@ -132,6 +132,14 @@ class Planned:
             self.store.apply(change)
             if isinstance(change, (FirstWeights, Load)):
                 self.publications.begin(self.min_clock)
+
+    def begin(self, load: Load, recut: bool = False) -> None:
+        """Go on from a checkpoint; `recut`: its files are of other shards, and are not written anew. Raises NarrowsError."""
+        keys, held = self.store.size, load.arrays["x"].size
+        if held != keys:
+            raise NarrowsError(f"the checkpoint of clock {self.min_clock} has {held} keys here, not {keys}")
+        self.apply([load])
+        self.written = self.min_clock if recut else -1
 
     # The stages. Each returns its effects, and whether the next one may follow.
 

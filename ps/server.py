@@ -68,7 +68,7 @@ class Server:
     def ended(self) -> bool:
         """The run is over, and what the coordinator is to hear of it is on its way. The coordinator itself ends by `Stop`."""
         reported = self.shard.min_clock >= self.shard.ledger.min_clock and self.shard.at_rest
-        return self.coordinator is None and self.over and reported
+        return self.coordinator is None and (self.shard.retired or (self.over and reported))
 
     @property
     def above(self) -> str:
@@ -120,7 +120,8 @@ class Server:
         if self.begun:
             if self.shard.planned is not None:
                 self.shard.planned.publications.repeat_soon()
-            return [*self.linked(""), *self._route([self.shard.report(now_ns)], now_ns)]
+            where = [self.coordinator.moves.where("")] if self.coordinator is not None else []
+            return [*where, *self.linked(""), *self._route([self.shard.report(now_ns)], now_ns)]
         above, self.begun = self.membership, True
         effects = above.seen(above.member.join(now_ns), now_ns) if above is not None else []
         # As if of long ago: process 0 may not listen yet, and the first tick says it again.
@@ -145,6 +146,10 @@ class Server:
         if self.coordinator is not None:
             self.coordinator.ended(shards)
         return []
+
+    def reshard(self, shards: int, now_ns: int) -> list[ServerEffect]:
+        """Cut the keys over so many shards; 0: leave them where they are."""
+        return self._route(self.coordinator.reshard(shards, now_ns), now_ns) if self.coordinator is not None else []
 
     def unreached(self, peer: bytes, now_ns: int) -> list[ServerEffect]:
         """A message to this peer found nobody."""
@@ -306,5 +311,6 @@ HAPPENS: dict[Kind, Callable[[Server, Event], list[ServerEffect]]] = {
     Kind.ENDED: lambda server, event: server.ended_shards(event.values),
     Kind.UNREACHED: lambda server, event: server.unreached(event.peer, event.now_ns),
     Kind.VIEW: lambda server, event: server.serve(*event.values),
+    Kind.RESHARD: lambda server, event: server.reshard(event.values[0], event.now_ns),
     Kind.STOP: lambda server, event: server.stop(event.now_ns),
 }

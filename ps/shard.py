@@ -10,6 +10,7 @@ Rules
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from narrows.protocols import messages as m
 from narrows.protocols.effects import Load, Log, MemberEffect, Send, ServerEffect
@@ -57,6 +58,11 @@ class Shard:
         """Of the arrays, which are nearly all of it."""
         return sum(each.nbytes for each in self.planned.store.arrays().values()) if self.planned is not None else 0
 
+    @property
+    def retired(self) -> bool:
+        """The keys are with other shards."""
+        return self.index >= self.settings.shards
+
     # The ledger.
 
     def handle_ledger(self, ledger: m.Ledger, now_ns: int) -> list[ServerEffect]:
@@ -74,7 +80,7 @@ class Shard:
         before, self.ledger = self.ledger, ledger
         if ledger.decides_as(before):
             return [self.report(now_ns)]
-        if ledger.plan and self.planned is None:
+        if ledger.plan and self.planned is None and not self.retired:
             plan, clock = Plan.unpacked(ledger.plan), max(ledger.restart_clock, 0)
             self.planned = Planned(self.index, self.settings, plan, self.inbox, clock, self.means)
             self.service = Service(self.planned)
@@ -91,11 +97,16 @@ class Shard:
         effects: list[ServerEffect] = []
         reached, clock = self.min_clock, max(ledger.restart_clock, 0)
         self.inbox, self.planned, self.service = Inbox(self.index, self.mode), None, None
+        self.settings, self.tried = replace(self.settings, shards=ledger.shards or self.settings.shards), -1
+        if self.retired:
+            return effects
         if reached > clock:  # said by each shard: where shard 0 was restarted, its coordinator does not know
             where = {"shard": self.index, "from_clock": clock, "to_clock": reached}
             text = f"shard {self.index} goes back from clock {reached} to {clock}: what was folded since is lost"
             effects.append(Log("lost", where | {"text": text}))
-        self.checkpoints = [clock for clock in self.checkpoints if clock <= ledger.restart_clock]
+        # That clock is there for all: who has no part of it reads those of others.
+        kept = {clock for clock in self.checkpoints if clock < ledger.restart_clock}
+        self.checkpoints = sorted(kept | {ledger.restart_clock} - {-1})
         return [*effects, Load(ledger.restart_clock)]
 
     def _members(self) -> list[Log]:
@@ -171,6 +182,8 @@ class Shard:
         if seat is None or message.epoch != seat.epoch:
             if message.epoch > self.inbox.epoch:
                 return []  # who is a member has not reached this shard yet; it will ask again
+            if seat is not None and message.epoch < seat.epoch and m.name_of(peer) == seat.name:
+                return []  # of its place before the keys were cut anew
             text = f"worker {message.worker} is no member (its lease expired, or the server was restarted)"
             return [Send(peer, m.Refuse(m.RefuseCode.NOT_A_MEMBER, message.worker, message.epoch, text))]
         m.check_name(peer, seat.name, seat.worker)

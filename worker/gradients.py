@@ -16,6 +16,7 @@ import torch
 
 from narrows.compression.codecs import raw_pieces
 from narrows.protocols import effects as e
+from narrows.protocols.effects import MemberEffect
 from narrows.protocols.errors import UsageError
 from narrows.protocols.keys import Keys, parts
 from narrows.protocols.modes import ELEMENTWISE
@@ -98,8 +99,15 @@ class Gradients(Updates):
 
     def begin(self, event: e.Started) -> None:
         super().begin(event)
+        if self.overlap is not None and len(self.overlap.cuts) != len(event.ranges):
+            self.overlap.cut(list(event.ranges))
         if self.passes and self.overlap is None:
             self.overlap = Overlap(self.engine.flat, list(event.ranges), self.passes, self._send_part)
+
+    def handle(self, event: MemberEffect) -> None:
+        super().handle(event)
+        if isinstance(event, e.Moved) and self.overlap is not None:  # no part has left: ready() waits for the move
+            self.overlap.cut(list(event.ranges))
 
     def ready(self, limit_s: float = WAIT_LIMIT_S) -> None:
         super().ready(limit_s)

@@ -72,6 +72,7 @@ class Merging(Updates):
         kept = not self.shards.tuning.up_lossless or self.mode.merge_alpha > 0 if self.mode.streams else self.owes
         turns = self.mode.fragments
         for _ in range(turns if self.local_step or kept else turns - 1):
+            self.shards.wait_window()
             self.push(dense=True)
             self.shards.wait_settled(self.shards.clock)
             self.resume()  # what was in flight is given up, as ever; the residuals are not

@@ -31,7 +31,16 @@ class Overlap:
 
     def __init__(self, flat: FlatModel, ranges: list[tuple[int, int]], accumulate: int, send: SendPart) -> None:
         self.flat, self.accumulate, self.send = flat, accumulate, send
-        self.cuts = []
+        self.lock = threading.Lock()
+        self.target: FloatArray | None = None
+        self.sent_early = 0  # parts that left during the last backward: for traces
+        self.cut(ranges)
+        for tensor, parameter in enumerate(flat.parameters):
+            parameter.register_post_accumulate_grad_hook(self._hook(tensor))
+
+    def cut(self, ranges: list[tuple[int, int]]) -> None:
+        """The parts of each of these shards; between two steps."""
+        flat, self.cuts = self.flat, list[list[Keys]]()
         for begin, end in ranges:
             values = min(FRAME_VALUES, max(PART_VALUES_MIN, (end - begin) // PARTS_AIM))
             self.cuts.append([(begin, begin), *parts(begin, end, values)])
@@ -43,12 +52,7 @@ class Overlap:
                     if flat.offsets[tensor] < end and begin < flat.offsets[tensor + 1] and begin < end:
                         self.parts_of[tensor].append((shard, part))
                         self.tensors_in[shard][part] += 1
-        self.lock = threading.Lock()
-        self.target: FloatArray | None = None
-        self.sent_early = 0  # parts that left during the last backward: for traces
         self._begin()
-        for tensor, parameter in enumerate(flat.parameters):
-            parameter.register_post_accumulate_grad_hook(self._hook(tensor))
 
     def _begin(self) -> None:
         self.left = [list(counts) for counts in self.tensors_in]

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from narrows.protocols import messages as m
 from narrows.protocols.addresses import is_address, parse_address, parted
-from narrows.protocols.effects import NS, Failed, Joined, MemberEffect, Moved, RosterNews, Send, Tell
+from narrows.protocols.effects import NS, Failed, Joined, MemberEffect, RosterNews, Send, Tell, Turned
 from narrows.protocols.errors import BY_EXIT_CODE, AuthenticationError, NarrowsError, RemoteProtocolError
 from narrows.protocols.member.member import Member
 from narrows.protocols.runtime.clock import Awake
@@ -162,13 +162,13 @@ class Link:
                     elif isinstance(message, m.Vote) and is_address(address):
                         self._standby = endpoint(*parse_address("", address))
                         self._put(self._standby, message)
-                case Moved(address, ports):
+                case Turned(address, ports):
                     self._move(address, ports)
                 case Failed(code, text):
                     self._fail(BY_EXIT_CODE.get(code, NarrowsError)(f"{self.address}: {text}"))
                 case _:
-                    if isinstance(effect, Joined):
-                        self._shards += [endpoint(self.host, port) for port in effect.ports[len(self._shards) :]]
+                    if isinstance(effect, (Joined, Moved)):
+                        self._find(effect.ports)
                     elif isinstance(effect, RosterNews):
                         self._dial(effect.roster)
                     self._deliver(effect)
@@ -190,6 +190,13 @@ class Link:
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
+
+    def _find(self, ports: tuple[int, ...]) -> None:
+        """The shards are there, and nowhere else; the first stays where it is."""
+        there = [self._shards[0], *(endpoint(self.host, port) for port in ports[1:])]
+        for gone in set(self._shards) - set(there):
+            self._sockets.hang_up(gone)
+        self._shards = there
 
     def _dial(self, roster: m.Roster) -> None:
         """Those who are named, and no others. An address that is none: its owner will count as silent."""

@@ -40,6 +40,7 @@ class Shards:
         self.worker, self.epoch = -1, 0
         self.samples, self.samples_pending = 1, 0  # of a push, and of the next one alone
         self.wait_s = 0.0  # in the newest step
+        self.pulls: bool | None = None  # the master copy is awaited, and whether all is to be in it
 
     @property
     def clock(self) -> int:
@@ -72,16 +73,36 @@ class Shards:
     def begin(self, event: e.Started, follow: bool = True) -> None:
         """A place in the run, or another one: what was in flight is given up, the residuals are not. `follow`: what the server
         publishes is wanted."""
-        if not event.again:
-            self.replicas = [
-                self.arrays.replica(begin, end, self._feedbacks(begin, end, event.worker << 16 | shard))
-                for shard, (begin, end) in enumerate(event.ranges)
-            ]
-            self.exchanges = [Exchange(self.mode, each, self.whole) for each in self.replicas]
+        if not event.again or len(event.ranges) != len(self.replicas):
+            self._cut(event)
         self.worker, self.epoch, self.samples_pending = event.worker, event.epoch, 0
         for shard, exchange in enumerate(self.exchanges):
             begun = exchange.begin(event.worker, event.epoch, event.clock)
             self.say(shard, begun if follow else [])
+
+    def _cut(self, event: e.Started | e.Moved) -> None:
+        """An exchange with each of these shards. The residuals go along with their keys."""
+        before = self.replicas
+        self.replicas = [
+            self.arrays.replica(begin, end, self._feedbacks(begin, end, event.worker << 16 | shard))
+            for shard, (begin, end) in enumerate(event.ranges)
+        ]
+        for replica in self.replicas:
+            replica.inherit(before)
+        self.exchanges = [Exchange(self.mode, each, self.whole) for each in self.replicas]
+
+    def _moved(self, event: e.Moved) -> None:
+        """The keys are cut anew. All that was pushed is in, so nothing is given up, and this life goes on."""
+        before = self.exchanges
+        self._cut(event)
+        for shard, exchange in enumerate(self.exchanges):
+            self.say(shard, exchange.go_on(event, before))
+        if self.pulls is not None:
+            self._pull(self.pulls)
+
+    def _pull(self, flushed: bool) -> None:
+        for shard, exchange in enumerate(self.exchanges):
+            self.say(shard, exchange.ask_shared(flushed))
 
     def _feedbacks(self, begin: int, end: int, seed: int) -> list[tuple[tuple[int, int], ErrorFeedback]]:
         """One for each fragment. They may share a seed: the clocks that they encode at differ."""
@@ -96,6 +117,11 @@ class Shards:
                 self.say(shard, self.exchanges[shard].give(self.arrays.first(replica.begin, replica.end)))
             case e.StatePart(shard) | e.StateArrived(shard) | e.MasterArrived(shard) | e.PushSettled(shard):
                 self.say(shard, self.exchanges[shard].take(event))
+            case e.Held(at):
+                for exchange in self.exchanges:
+                    exchange.held_at = at
+            case e.Moved():
+                self._moved(event)
             case e.LinkSeen():
                 self.tuning.seen.append(event)
 
@@ -192,9 +218,10 @@ class Shards:
             else:
                 self.wait_settled(self.clock)
             if self.epoch == epoch:
-                for shard, exchange in enumerate(self.exchanges):
-                    self.say(shard, exchange.ask_shared(flushed))
+                self.pulls = flushed
+                self._pull(flushed)
                 self.wait(here(lambda x: x.shared is not None), WAIT_LIMIT_S, "the shared model")
+                self.pulls = None
             if self.epoch == epoch:
                 return self.arrays.joined([x.shared for x in self.exchanges if x.shared is not None])
             resume()

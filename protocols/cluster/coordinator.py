@@ -16,6 +16,7 @@ from narrows.protocols import messages as m
 from narrows.protocols.cluster.above import Above
 from narrows.protocols.cluster.generations import Generations
 from narrows.protocols.cluster.meeting import Meeting
+from narrows.protocols.cluster.moves import Moves
 from narrows.protocols.cluster.roster import Roster
 from narrows.protocols.cluster.rounds import Rounds
 from narrows.protocols.cluster.run import Decision, Run, Seat
@@ -52,7 +53,7 @@ class Coordinator:
         child: bool = False,
         keys_max: int = KEYS_MAX,
     ) -> None:
-        self.shards, self.version = settings.shards, 1
+        self.version = 1
         self.lines = {0: Line(b"")}  # shard 0 is in our process
         self.buffers, self.buffers_ns = b"", 0
         self.tree_above: Callable[[], str] = str  # all levels, as the server above tells them
@@ -63,7 +64,8 @@ class Coordinator:
         self.generations = Generations(run, rounds, above)
         self.meeting = meeting = Meeting(run)
         self.roster = Roster(run, rounds, above, meeting, keys_max)
-        self.decisions: tuple[Decision, ...] = (self.generations, rounds, meeting, above, self.roster)
+        self.moves = Moves(run, rounds, above, self.generations, self.roster)
+        self.decisions: tuple[Decision, ...] = (self.generations, rounds, meeting, above, self.roster, self.moves)
 
     # For a runner, or a machine beside it.
 
@@ -134,6 +136,8 @@ class Coordinator:
         refuse = self.roster.refusal(seat, declare)
         if refuse is not None:
             return [Send(seat.peer, refuse), *self._remove(seat, "refused", now_ns)]
+        if self.moves.holds:
+            return []  # it asks again
         if self.above.holds(seat, declare):
             return []
         self.roster.admit(seat, declare.address, now_ns)
@@ -144,8 +148,9 @@ class Coordinator:
         shown = self.tree_above() or self.tree() if beat.below else ""
         ack = m.HeartbeatAck(seat.worker, seat.epoch, beat.sent_ns, now_ns, now_ns, shown)
         settled = self._settle(now_ns) if beat.ended and self.meeting.end(seat) else []
+        settled += self._settle(now_ns) if self.moves.knows(seat, beat.move) else []
         news = self.meeting.rosters([seat]) if beat.roster != self.meeting.epoch else []
-        return [Send(seat.peer, ack), *settled, *news]
+        return [Send(seat.peer, ack), *settled, *news, *self.moves.word(seat)]
 
     def _leave(self, leave: m.Leave, now_ns: int) -> list[ServerEffect]:
         seat = self.run.named(leave.token)
@@ -171,7 +176,9 @@ class Coordinator:
 
     def _report(self, peer: bytes, report: m.Report, now_ns: int) -> list[ServerEffect]:
         index = report.shard
-        if not 0 <= index < self.shards or (index == 0) != (peer == b""):
+        if self.moves.offer(peer, report):
+            return self._settle(now_ns)
+        if not 0 <= index < self.run.shards or (index == 0) != (peer == b""):
             raise RemoteProtocolError(f"there is no shard {index} at that peer")
         before = self.reports.get(index)
         if before is not None and (report.incarnation, report.version) <= (before.incarnation, before.version):
@@ -197,6 +204,11 @@ class Coordinator:
         seen, clock = self.generations.over_version, self.rounds.min_clock
         for shard in self.reports.keys() & set(shards) if self.over else ():
             self.reports[shard] = replace(self.reports[shard], ledger_seen=seen, min_clock=clock, at_rest=True)
+
+    def reshard(self, shards: int, now_ns: int) -> list[ServerEffect]:
+        """Cut the keys over so many shards from now on; 0: leave them where they are."""
+        number, log = self.moves.number, self.moves.ask(shards)
+        return [log, *(self._broadcast(now_ns) if self.moves.number != number else self._settle(now_ns))]
 
     # The run above.
 
@@ -270,8 +282,12 @@ class Coordinator:
 
     def _broadcast(self, now_ns: int) -> list[ServerEffect]:
         self.version += 1
+        for shard in self.reports.keys() - self.lines.keys():
+            self.lines[shard] = Line(self.moves.offered[shard][0])
         ledgers = [self._ledger(shard, now_ns) for shard in self.lines]
-        return [*self.rounds.tell(), *ledgers, *self.meeting.introductions()]
+        self.lines = {shard: line for shard, line in self.lines.items() if shard < self.run.shards}
+        told = [*self.rounds.tell(), *self.moves.tell()]
+        return [*told, *ledgers, *self.meeting.introductions(), *self.moves.words()]
 
     def _ledger(self, shard: int, now_ns: int) -> Send:
         """All that is decided, for one shard."""

@@ -112,10 +112,20 @@ class Generations(Decision):
             self.end(version)  # all had finished when a shard was restarted: nobody comes back
             return True
         every, open_ = self._every_ns, self.run.started and not self.run.over
-        tried = all(self.checkpoint in (-1, report.tried) for report in self.run.reports.values())
-        if not (every and tried and open_) or now_ns - self.checkpoint_ns < every:
+        if not (every and self.tried(self.checkpoint) and open_) or now_ns - self.checkpoint_ns < every:
             return False
         self.checkpoint, self.checkpoint_ns = self.rounds.min_clock + 1, now_ns
+        return True
+
+    def tried(self, clock: int) -> bool:
+        """All shards have written the checkpoint of this clock, or could not; -1: there is none."""
+        return all(clock in (-1, report.tried) for report in self.run.reports.values())
+
+    def ask(self, clock: int) -> bool:
+        """Ask for a checkpoint of the clock that is reached. False: another one is being written."""
+        if self.checkpoint <= clock and not self.tried(self.checkpoint):
+            return False
+        self.checkpoint = clock
         return True
 
     @property

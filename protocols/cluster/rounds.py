@@ -49,6 +49,7 @@ class Rounds(Decision):
         self.norms: dict[int, float] = {}
         self.shard_norms: dict[int, dict[int, float]] = {}  # squared, of clocks for which some are awaited
         self.said: list[Log] = []  # to be told with the ledger that has the set
+        self.stop = -1  # no clock from here on closes, -1: all may
 
     # Members.
 
@@ -114,9 +115,23 @@ class Rounds(Decision):
         return self.min_clock
 
     def anew(self) -> None:
-        self.min_clock, self.quorum_ns = max(self.run.restart_clock, 0), -1
+        self.min_clock, self.quorum_ns, self.stop = max(self.run.restart_clock, 0), -1, -1
         for table in (self.progress, self.departed, self.sets, self.norms, self.shard_norms):
             table.clear()
+
+    def stop_at(self, clock: int) -> None:
+        """Close no clock from this one on; -1: as before."""
+        self.stop = clock
+
+    def shift(self) -> None:
+        """All members go on from the present clock, over other shards; none has an update that is not folded."""
+        for worker, before in self.progress.items():
+            start = self.run.seats[worker].start
+            arrived = [start] * self.run.shards
+            self.progress[worker] = Progress(arrived, start, start, before.moved_ns, before.step_ns)
+        for table in (self.departed, self.sets, self.norms, self.shard_norms):
+            table.clear()
+        self.stop = -1
 
     def decide(self, now_ns: int) -> bool:
         """Close a clock, or complete a norm."""
@@ -139,7 +154,8 @@ class Rounds(Decision):
 
     def _closable(self, now_ns: int) -> bool:
         # After the end no clock closes: a shard that has reached the last one is gone, and would be waited for.
-        going = self._going() if self.run.started and not self.run.over else []
+        open_ = self.run.started and not self.run.over and self.min_clock != self.stop
+        going = self._going() if open_ else []
         if not going:
             return False
         if not all(map(self._open, going)):

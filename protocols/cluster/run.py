@@ -9,7 +9,7 @@ Rules
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from narrows.protocols import messages as m
@@ -65,6 +65,8 @@ class Seat:
     ready_sent: bool = False
     last: int = -1  # its final clock, while it is leaving
     name: bytes = b""  # of its routing ids: nobody else speaks for it
+    move: int = 0  # number of the newest Move that it has
+    before: int = 0  # its epoch before the keys were cut anew, while it does not know, else 0
 
     @property
     def leaving(self) -> bool:
@@ -110,6 +112,17 @@ class Run:
         self.move("restart")
         self.generation, self.restart_clock = self.changed(), clock
         self.seats.clear()
+
+    def shift(self, shards: int, clock: int) -> None:
+        """A generation over so many shards, which begins where the one before has come to: its members stay."""
+        self.generation, self.restart_clock = self.changed(), clock
+        self.shards, self.settings = shards, replace(self.settings, shards=shards)
+        for seat in [seat for seat in self.seats.values() if not seat.epoch]:
+            del self.seats[seat.worker]  # it was told of the shards before, and joins again
+        for seat in self.seats.values():
+            seat.before, seat.epoch, seat.start = seat.epoch, self.epoch, clock
+        for shard in [shard for shard in self.reports if shard >= shards]:
+            del self.reports[shard]
 
     def changed(self) -> int:
         """A new epoch."""

@@ -37,6 +37,7 @@ class Exchange(Generic[A]):
         self.contains: dict[int, float] = {}  # own clocks in it that are not settled, and the weight each was folded at
         self.gain, self.ahead, self.agreement = 1.0, 1.0, 0.0  # as the pulled state says
         self.in_flight: set[int] = set()
+        self.held_at = -1  # no update from this clock on may be pushed yet, -1: all may
         self.own: OrderedDict[int, Sequence[Piece]] = OrderedDict()  # updates as sent that may stand in
         self.asked = False  # for a whole state, which has not come
         self.coding = ""  # what published states are to be coded with, where that is ours to say
@@ -47,9 +48,21 @@ class Exchange(Generic[A]):
         self.worker, self.epoch, self.clock = worker, epoch, clock
         self.publication = self.min_clock = self.settled = -1
         self.contains, self.asked, self.shared = {}, False, None
+        self.held_at = -1
         self.in_flight.clear()
         self.own.clear()
         return self._follow(clock)
+
+    def go_on(self, moved: e.Moved, before: Sequence[Exchange[A]]) -> Says:
+        """A place with a shard that has keys of those before. All that was pushed is in its state; where the states of that
+        clock were all here they are what it shows, so none has to come again."""
+        asks, first = self.begin(moved.worker, moved.epoch, moved.clock), before[0]
+        if any((x.settled, x.publication) != (moved.clock, first.publication) for x in before):
+            return asks
+        self.publication, self.min_clock, self.settled = first.publication, first.min_clock, first.settled
+        self.gain, self.ahead, self.agreement = first.gain, first.ahead, first.agreement
+        self.asked = False
+        return [] if self.whole else self._follow(moved.clock)
 
     @property
     def may_compute(self) -> bool:
@@ -58,7 +71,7 @@ class Exchange(Generic[A]):
 
     @property
     def may_push(self) -> bool:
-        return len(self.in_flight) < self.mode.window
+        return len(self.in_flight) < self.mode.window and not 0 <= self.held_at <= self.clock
 
     def turn(self, clock: int) -> Keys:
         """The keys that update `clock` carries."""

@@ -89,6 +89,7 @@ class Member:
         self.peers: Peers | None = None  # from Ready on, in a run of gossip
         self.ended = False  # we have done our last step there
         self.views, self.turns = Views(-1, 0), True  # to a standby
+        self.move = 0  # number of the newest Move
 
     @property
     def token(self) -> str:
@@ -149,12 +150,12 @@ class Member:
     def beat(self, now_ns: int) -> Send:
         self.beat_ns = now_ns
         roster = self.peers.epoch if self.peers is not None else 0
-        return Send(0, m.Heartbeat(self.worker, self._known_by, now_ns, roster, self.below(), self.ended))
+        return Send(0, m.Heartbeat(self.worker, self._known_by, now_ns, roster, self.below(), self.ended, self.move))
 
     def rejoin(self, now_ns: int) -> list[MemberEffect]:
         """Join once more, under a token of its own; what was in flight is given up."""
         self.attempt += 1
-        self.epoch, self.ended, self.sessions = 0, False, []
+        self.epoch, self.ended, self.sessions, self.move = 0, False, [], 0
         return self.join(now_ns)
 
     def end_session(self) -> None:
@@ -194,6 +195,8 @@ class Member:
                 return self._beaten(message, now_ns)
             case m.Roster():
                 return self.peers.roster(message, now_ns) if self.peers is not None else []
+            case m.Move():
+                return self._moved(message, now_ns)
             case m.LeaveAck(token):
                 return [e.Left()] if token == self.token and self._go("LeaveAck") else []
             case m.Refuse():
@@ -236,14 +239,36 @@ class Member:
                 "the server sent a place that is none: it cuts the model elsewhere, or has no such clock"
             )
         self._go("Ready")
-        self.epoch, mode = message.epoch, self.settings.mode()
-        self.meter = LinkMeter()  # the server may have been started anew, on a machine with another clock
-        self.sessions = [Session(i, self.epoch, mode, self.timing, self.meter) for i in range(len(self.ports))]
-        if mode.rule is Rule.MIX:
+        self._seat(message.epoch)
+        if self.settings.mode().rule is Rule.MIX:
             self.peers, self.ended = Peers(self.worker, int(self.settings.lease * NS)), False
         self.views = Views(self.worker, self.epoch)
         again, self.again = self.again, True
         return [e.Started(message.worker, message.epoch, message.clock, tuple(ranges), message.buffers, again)]
+
+    def _seat(self, epoch: int) -> None:
+        """A session with each shard."""
+        self.epoch, mode = epoch, self.settings.mode()
+        self.meter = LinkMeter()  # the server may have been started anew, on a machine with another clock
+        self.sessions = [Session(i, epoch, mode, self.timing, self.meter) for i in range(len(self.ports))]
+
+    def _moved(self, move: m.Move, now_ns: int) -> list[MemberEffect]:
+        """The keys are about to be cut anew, or are. A cluster does not say that it knows: its server cannot follow."""
+        ours = move.worker == self.worker and move.epoch == self.epoch and self.phase is Phase.RUNNING
+        if not ours or move.number <= self.move or self.below() or self.welcome is None:
+            return []
+        if not move.place:
+            self.move = move.number
+            return [e.Held(move.at), self.beat(now_ns)]
+        ranges = split(Plan.unpacked(self.plan).size, len(move.ports))
+        if list(move.ranges) != ranges or not move.ports or not all(0 < port <= PORT_MAX for port in move.ports):
+            raise RemoteProtocolError(
+                "the server sent a place that is none: it cuts the model elsewhere, or has no ports"
+            )
+        self.move, self.welcome = move.number, replace(self.welcome, ports=move.ports)
+        self.settings = replace(self.settings, shards=len(ranges))
+        self._seat(move.place)
+        return [e.Moved(self.worker, self.epoch, move.at, tuple(ranges), move.ports), self.beat(now_ns)]
 
     def _beaten(self, message: m.HeartbeatAck, now_ns: int) -> list[MemberEffect]:
         if message.worker == self.worker:

@@ -88,6 +88,7 @@ class Session:
         return push
 
     def _follow(self, follow: m.Follow, now_ns: int) -> m.Message:
+        self.have = max(self.have, follow.have)  # of the shards before, where the keys were cut anew
         self.follow = follow if follow.have == self.have else replace(follow, have=self.have)
         self.waits, self.heard_ns = True, now_ns
         return self.follow

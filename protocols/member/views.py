@@ -8,7 +8,7 @@ Rules
 from __future__ import annotations
 
 from narrows.protocols import messages as m
-from narrows.protocols.effects import NS, MemberEffect, Moved, Send, Tell
+from narrows.protocols.effects import NS, MemberEffect, Send, Tell, Turned
 
 SAY_NS = NS // 2  # from one vote to the next that says the same
 LOST_NS = 5 * NS // 2  # silence of a server that has a standby, and says something twice a second
@@ -51,4 +51,4 @@ class Views:
             return []
         address, self.turned = self.standby, False
         self.view, self.standby = message.view, message.standby
-        return [Moved(address, message.ports)]
+        return [Turned(address, message.ports)]

@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from narrows.protocols.runtime.flags import COMMAND, run, run_flags
+from narrows.protocols.settings import SHARDS_MAX
 from narrows.ps.command.cluster import NAME
 from narrows.ps.command.serve import serve
 
@@ -48,6 +49,17 @@ def command(context: click.Context, /, **flags: Any) -> int:
     writes a checkpoint and ends it; SIGUSR1 prints all levels of the run.
     """
     return serve(**flags) if context.invoked_subcommand is None else 0
+
+
+@command.command()
+@click.argument("count", type=click.IntRange(1, SHARDS_MAX))
+@click.option("--at", default="tcp://127.0.0.1:5555", show_default=True, help="address of that ps-serve")
+def shards(count: int, at: str) -> None:
+    """Cut the keys of a ps-serve that runs on this machine over COUNT shards, and wait for it. Training goes on."""
+    from narrows.protocols.addresses import parse_address
+    from narrows.ps.command.moving import ask
+
+    click.echo(ask(parse_address("--at", at)[1], count))
 
 
 @command.group()

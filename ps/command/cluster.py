@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -25,6 +25,7 @@ from narrows.protocols.runtime.children import Child, Children, Event, signal_na
 from narrows.protocols.runtime.flags import ALLOCATOR
 from narrows.protocols.settings import Settings
 from narrows.ps.command.lives import Again, Lives
+from narrows.ps.command.moving import Moving
 from narrows.ps.process.main import JOURNAL
 
 START_S = 120.0  # a cold machine compiles kernels first
@@ -109,6 +110,7 @@ class Cluster:
         self.disk: dict[int, str] = {}  # by shard, why its newest could not be written
         self.signals: list[int] = []
         self.asked: list[int] = []  # to show the tree
+        self.moving = Moving(self)
 
     def follow(self, standby: str, original: dict[str, Any]) -> None:
         """Copy the server at this address, which has told this of itself."""
@@ -143,7 +145,7 @@ class Cluster:
         self._until(lambda: self.ready, deadline)
         for indices in (range(1), range(1, self.settings.shards)):
             for index in indices if not self.signals else ():
-                self._start(index)
+                self.start_shard(index)
             self._until(lambda: len(self.ports) == indices.stop, deadline)  # noqa: B023 - called at once
 
     def _until(self, done: Callable[[], bool], deadline: float) -> None:
@@ -156,12 +158,13 @@ class Cluster:
             if time.monotonic() > deadline:
                 raise NarrowsError(f"a shard process did not start within {START_S:.0f} s")
 
-    def _start(self, index: int, replay: bool = False) -> None:
+    def start_shard(self, index: int, replay: bool = False) -> None:
         """Start a shard; the second time on the port that it had, where it was (`replay`) or from its checkpoints."""
+        shards = self.moving.target if self.moving.strange(index) else self.settings.shards
         here = "127.0.0.1" if self.host in ANY_HOSTS else self.host
         told = self.told | {
             "index": index,
-            "settings": asdict(self.settings),
+            "settings": asdict(replace(self.settings, shards=shards)),
             "bind": f"tcp://{self.host}:{self.ports.get(index, self.port + index if self.port else 0)}",
             "coordinator": f"tcp://{here}:{self.ports[0]}" if index else "",
             "resume": self.told["resume"] or self.lives.restarts > 0,
@@ -185,6 +188,8 @@ class Cluster:
     def _exited(self, index: int, code: int) -> None:
         """A shard that died is started again, if the run goes on without an error of its own. Under gossip one that failed is
         not: the workers have the model and go on alone."""
+        if self.moving.exited(index):
+            return
         over = index in self.done or self.errors or self.signals or self.stopping
         again = Again.NOT if over else self.lives.ended(index, code, time.monotonic())
         if again is Again.NOT or (again is Again.CHECKPOINT and self.settings.mode().rule is Rule.MIX):
@@ -193,7 +198,14 @@ class Cluster:
         self.shards[index].close_stdin()
         how = signal_name(-code) if code < 0 else f"exit code {code}"
         say(f"shard {index} died ({how}) and is started again", error=True)
-        self._start(index, again is Again.JOURNAL)
+        self.start_shard(index, again is Again.JOURNAL)
+
+    def forget(self, index: int) -> None:
+        """This shard is none any more."""
+        self.shards.pop(index).close_stdin()
+        self.ports.pop(index, None)
+        self.done.discard(index)
+        self.lives.forget(index)
 
     def note(self, name: str, values: dict[str, Any]) -> None:
         """One line of --record."""
@@ -205,7 +217,8 @@ class Cluster:
     def write_ready(self) -> None:
         """What --ready-file is to hold."""
         if self.ready_file:
-            ports, pids = ([which[index] for index in sorted(which)] for which in (self.ports, self.pids))
+            here = range(self.settings.shards)
+            ports, pids = ([which[index] for index in here if index in which] for which in (self.ports, self.pids))
             temporary = Path(f"{self.ready_file}.{os.getpid()}.tmp")
             told = {"address": self.address, "ports": ports, "pid": os.getpid(), "shard_pids": pids}
             temporary.write_text(json.dumps(told))
@@ -223,6 +236,7 @@ class Cluster:
                 self.stopping, deadline = True, time.monotonic() + END_S
                 self.shards[0].write("stop")
                 self.shards[0].close_stdin()  # it writes a checkpoint and ends the run; the others follow
+            self.moving.turn()
             if self.asked:
                 self.asked.clear()
                 self.shards[0].write("")
@@ -267,10 +281,15 @@ class Cluster:
                 self.lives.serving.add(index)
                 if not index:  # its next life begins later, whatever its checkpoints say
                     self.told["first_epoch"] = epoch + LIFE_EPOCHS
+                self.moving.bound(index)
                 if self.address:
                     self.write_ready()  # it is another process
             case (index, "alive", {"within": within}):
                 self.lives.expect(index, within)
+            case (_, "log", {"name": "move", "values": values}):
+                self.moving.heard(values["shards"], values["target"], values["text"])
+                if values["text"]:
+                    show("move", values)
             case (index, "log", {"name": name, "values": values}):
                 if name == "checkpoint":
                     self.checkpoint = values["clock"] if index == 0 else self.checkpoint
@@ -285,6 +304,8 @@ class Cluster:
                 self.note(name, values)
             case (_, "err", line):
                 click.echo(line, err=True)
+            case (index, "error", {"text": text}) if self.moving.strange(index):
+                say(f"shard {index}: {text}", error=True)
             case (index, "error", {"code": code, "text": text}):
                 self.errors.append((index, code, text))
             case (index, "done", {"refused": refused}):
@@ -311,7 +332,7 @@ class Cluster:
             )
         if clock >= 0:
             try:
-                path = checkpoints.merge(folder, self.settings.shards, clock, checkpoints.buffers(folder, clock))
+                path = checkpoints.merge(folder, clock, checkpoints.buffers(folder, clock))
             except OSError as error:
                 text = f"{folder}/model.safetensors: {error.strerror or error}; its checkpoints are of clock {clock}"
                 raise NarrowsError(text) from None

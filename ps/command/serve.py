@@ -143,6 +143,8 @@ def serve(
         cluster.start()
         if not cluster.signals:
             announce(cluster)
+            if not EMBEDDED:
+                cluster.moving.listen(cluster.ports[0])
             if code := cluster.watch():
                 return code
             cluster.merge()

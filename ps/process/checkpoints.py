@@ -5,6 +5,7 @@
                                           of the workers, and its buffers. Not what no worker trains: frozen parameters
 
 Every write goes to a temporary file first and is renamed, so a file is whole or absent. The newest two clocks are kept.
+All files of a clock are of one number of shards, which each names; any other number of shards can begin from them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
 from narrows.protocols.errors import IncompatibleError, UsageError
+from narrows.protocols.keys import overlaps, split
 from narrows.protocols.plan import DTYPES, NamedArray, Plan, unpack_arrays
+from narrows.ps.recut import recut
 
 KEPT = 2
 DEFAULT = "checkpoints"  # a run's folder is made in it where none is named
@@ -73,30 +76,31 @@ def clocks(folder: Path, shard: int) -> tuple[int, ...]:
 
 
 def sound(folder: Path, shard: int, shards: int) -> tuple[tuple[int, ...], list[str]]:
-    """Of `clocks`, those whose files hold what was written; and a sentence for each that does not.
-
-    Raises IncompatibleError for the checkpoints of another number of shards.
-    """
-    whole, sentences = [], []
-    for clock in clocks(folder, shard):
+    """Clocks that this shard, one of so many, can begin from, for the files of it hold what was written; and a sentence for
+    each other one."""
+    whole, sentences, own = [], [], clocks(folder, shard)
+    for clock in sorted({*own, *clocks(folder, 0)}):
         try:
-            facts = read(folder, shard, clock)[1]
+            count = int(read(folder, shard if clock in own else 0, clock)[1].get("shards", shards))
+            for index in range(count) if count != shards else ():
+                read(folder, index, clock)
         except IncompatibleError as error:
-            sentences.append(str(error))
+            sentences += [str(error)] if clock in own else []
             continue
-        if facts.get("shards", shards) != shards:
-            raise IncompatibleError(
-                f"the checkpoints in {folder} are those of a run with --shards {facts['shards']}, this one has --shards "
-                f"{shards}: resume with theirs"
-            )
-        whole.append(clock)
+        if clock in own or count != shards:
+            whole.append(clock)
     return tuple(whole), sentences
 
 
-def newest(folder: Path, shards: int) -> int:
-    """The newest clock of which all shards have a sound checkpoint, -1: they share none.
+def shards_of(folder: Path, clock: int) -> int:
+    """How many shards wrote the checkpoint of this clock. Raises IncompatibleError as `read`."""
+    return int(read(folder, 0, clock, only=())[1].get("shards", 1))
 
-    Raises IncompatibleError as `sound` does, and where the damaged are all that they share.
+
+def newest(folder: Path, shards: int) -> int:
+    """The newest clock that all of so many shards can begin from, -1: there is none.
+
+    Raises IncompatibleError where there would be one, were its files not damaged.
     """
     found = [sound(folder, shard, shards) for shard in range(shards)]
     shared = max(set.intersection(*(set(whole) for whole, _ in found)), default=-1)
@@ -161,7 +165,12 @@ def write(
     for old in clocks(folder, shard)[:-KEPT]:
         if old != shared:
             path_of(folder, shard, old).unlink(missing_ok=True)
-    return clocks(folder, shard)
+    kept = clocks(folder, shard)
+    for left in folder.glob("shard-*.safetensors") if not shard else ():
+        match = _NAME.fullmatch(left.name)  # of shards that are no more
+        if match and int(match[1]) >= facts["shards"] and int(match[2]) not in kept:
+            left.unlink(missing_ok=True)
+    return kept
 
 
 def drop_after(folder: Path, shard: int, clock: int) -> None:
@@ -202,6 +211,21 @@ def read(
     return arrays, facts
 
 
+def read_for(folder: Path, shard: int, shards: int, clock: int) -> tuple[dict[str, npt.NDArray[np.float32]], int, bool]:
+    """The arrays of one of so many shards at the checkpoint of `clock`, the number of what was published then, and whether the
+    files are of another number of shards. Raises IncompatibleError as `read`."""
+    count = shards_of(folder, clock)
+    if count == shards:
+        arrays, facts = read(folder, shard, clock)
+        return arrays, int(facts["publication"]), False
+    _, facts = read(folder, 0, clock, only=())
+    plan = Plan.unpacked(facts["plan"])
+    ranges, (begin, end) = split(plan.size, count), split(plan.size, shards)[shard]
+    needed = {index for index, *_ in overlaps(ranges, begin, end)}
+    before = [(keys, read(folder, index, clock)[0] if index in needed else {}) for index, keys in enumerate(ranges)]
+    return recut(plan, before, (begin, end)), int(facts["publication"]), True
+
+
 def _bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
     """The upper half of each float32, rounded to nearest, ties to even."""
     bits = values.view(np.uint32)
@@ -219,11 +243,11 @@ def _as_on_workers(values: npt.NDArray[np.float32], shape: tuple[int, ...], dtyp
     return "float32", shape, values.tobytes()
 
 
-def merge(folder: Path, shards: int, clock: int, buffers: dict[str, NamedArray]) -> Path:
+def merge(folder: Path, clock: int, buffers: dict[str, NamedArray]) -> Path:
     """Write model.safetensors from the shards' checkpoints of `clock`; return its path."""
     flat = []
     facts: dict[str, Any] = {}
-    for shard in range(shards):
+    for shard in range(shards_of(folder, clock)):
         arrays, facts = read(folder, shard, clock, only=("x",))
         flat.append(arrays["x"])
     whole = np.concatenate(flat)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from narrows.protocols.effects import Log
-from narrows.protocols.errors import NarrowsError
 from narrows.ps.changes import Load
 from narrows.ps.process import checkpoints
 from narrows.ps.process.machine import Process
@@ -26,7 +25,7 @@ class Disk:
             return
         facts = {
             "publication": planned.store.publication,
-            "shards": self.process.settings.shards,
+            "shards": server.shard.settings.shards,
             "plan": planned.plan.packed(),
             "buffers": coordinator.buffers if coordinator is not None else b"",
             "epoch": coordinator.run.epoch if coordinator is not None else 0,
@@ -59,8 +58,5 @@ class Disk:
             return
         planned = server.shard.planned
         assert planned is not None
-        arrays, facts = checkpoints.read(self.folder, self.index, clock)
-        keys, held = planned.store.size, arrays["x"].size
-        if held != keys:
-            raise NarrowsError(f"the checkpoint of clock {clock} has {held} keys here, not {keys}")
-        planned.apply([Load(arrays, int(facts["publication"]))])
+        arrays, publication, recut = checkpoints.read_for(self.folder, self.index, server.shard.settings.shards, clock)
+        planned.begin(Load(arrays, publication), recut)

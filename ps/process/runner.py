@@ -317,17 +317,26 @@ class Runner:
         self.happen(Event(Kind.STOP, self.clock.now()))
 
     def loop(self, sockets: Sockets) -> None:
-        """Until the run is over. A line on stdin: show the tree; its end: stop."""
+        """Until the run is over. A line on stdin: show the tree, or a number of shards to be; its end: stop."""
         stdin = sys.stdin.fileno()
 
         def hear_parent() -> None:
-            said = os.read(stdin, 4096)
-            if said and b"stop" not in said:
-                return self.apply(self.server.show_tree(), self.clock.now())
-            sockets.unwatch(stdin)
-            if said or not self.original.holds:
-                return self.stop()
-            self.running, self.end = False, Stop(m.RefuseCode.SERVER_LOST, "ps-serve was killed; its standby goes on")
+            if not (lines := os.read(stdin, 4096).decode().splitlines()):
+                sockets.unwatch(stdin)
+                if not self.original.holds:
+                    return self.stop()
+                self.running, self.end = (
+                    False,
+                    Stop(m.RefuseCode.SERVER_LOST, "ps-serve was killed; its standby goes on"),
+                )
+            for line in lines:
+                match line:
+                    case "":
+                        self.apply(self.server.show_tree(), self.clock.now())
+                    case "stop":
+                        self.stop()
+                    case _:
+                        self.happen(Event(Kind.RESHARD, self.clock.now(), values=(int(line),)))
 
         sockets.watch(stdin, hear_parent)
         self.happen(Event(Kind.START, self.clock.now()))

@@ -16,6 +16,7 @@ from narrows.protocols.cluster.above import Above
 from narrows.protocols.cluster.coordinator import Coordinator
 from narrows.protocols.cluster.generations import EVERY_LEAST_NS, Generations
 from narrows.protocols.cluster.meeting import Meeting
+from narrows.protocols.cluster.moves import MOVE_LIFE, MovePhase
 from narrows.protocols.cluster.roster import Roster
 from narrows.protocols.cluster.rounds import Rounds
 from narrows.protocols.cluster.run import RUN_LIFE, SEAT_LIFE, Run, RunPhase, Seat, SeatPhase
@@ -58,7 +59,7 @@ def push(rounds: Rounds, seat: Seat, clock: int, shards: int = 2, **said: Any) -
 # Phases.
 
 
-@pytest.mark.parametrize(("phases", "life"), [(RunPhase, RUN_LIFE), (SeatPhase, SEAT_LIFE)])
+@pytest.mark.parametrize(("phases", "life"), [(RunPhase, RUN_LIFE), (SeatPhase, SEAT_LIFE), (MovePhase, MOVE_LIFE)])
 def test_every_phase_is_reached_from_the_first(phases: Any, life: dict[Any, dict[str, Any]]) -> None:
     reached = {next(iter(phases))}
     for _ in phases:

@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -18,25 +18,18 @@ import numpy as np
 import pytest
 import torch
 from kit import in_process, streaming
+from kit.on_disk import OnDisk
 from kit.scripts import Array, Run, build, flat, loss_of, run, seeded
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from narrows.protocols.effects import NS, Send, ServerEffect
 from narrows.protocols.errors import IncompatibleError
-from narrows.protocols.messages import Buffer
 from narrows.protocols.plan import Plan, TensorSpec
-from narrows.protocols.runtime.sockets import Peer, Receipt
 from narrows.protocols.settings import Settings
-from narrows.protocols.wire import decode
 from narrows.ps.process import checkpoints
 from narrows.ps.process.checkpoints import KEPT, buffers, clocks, merge, newest, path_of, read, write
-from narrows.ps.process.machine import Process
-from narrows.ps.process.runner import Runner
 from narrows.ps.process.writer import Writer
-from narrows.ps.reports import COORDINATOR
-from narrows.ps.server import Server
 from narrows.worker import DistributedOptimizer, clock
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -182,7 +175,7 @@ def test_the_merged_model_has_every_name_in_the_dtype_of_the_workers(tmp_path: P
         part = whole[cuts[shard] : cuts[shard + 1]]
         write(tmp_path, shard, 3, {"x": part, "p": part}, FACTS | {"shards": 2})
     buffer = ("int64", (), (17).to_bytes(8, "little"))
-    tensors = load_file(merge(tmp_path, 2, 3, {"count": buffer}))
+    tensors = load_file(merge(tmp_path, 3, {"count": buffer}))
     full = torch.from_numpy(whole)
     expected = {
         "a": full[:6].reshape(2, 3),
@@ -217,87 +210,15 @@ def test_bfloat16_is_rounded_as_torch_rounds() -> None:
 
 
 def test_a_merge_wants_every_shard_of_the_clock(tmp_path: Path) -> None:
-    write(tmp_path, 0, 3, store_of(), FACTS)
+    write(tmp_path, 0, 3, store_of(), FACTS | {"shards": 2})
     with pytest.raises(IncompatibleError, match=r"shard-1\.clock-3\.safetensors is missing"):
-        merge(tmp_path, 2, 3, {})
-    write(tmp_path, 1, 3, store_of(), FACTS)
+        merge(tmp_path, 3, {})
+    write(tmp_path, 1, 3, store_of(), FACTS | {"shards": 2})
     with pytest.raises(IncompatibleError, match="have 24 keys, not 12"):
-        merge(tmp_path, 2, 3, {})
+        merge(tmp_path, 3, {})
 
 
 # Runs. The runner of each server process carries out what concerns the disk.
-
-COORDINATORS = "tcp://coordinator:1"  # address
-
-
-class Carried:
-    """The port of a server process in an in-process cluster: what is sent goes to the cluster. Nothing is received by it."""
-
-    def __init__(self, cluster: OnDisk, index: int) -> None:
-        self.cluster, self.index = cluster, index
-
-    def send(self, to: Peer, frames: Sequence[Buffer], *, control: bool = False) -> Receipt:
-        peer = COORDINATOR if to == COORDINATORS else to
-        assert isinstance(peer, bytes)
-        self.cluster.carry(self.index, Send(peer, decode(frames)))
-        return Receipt()
-
-    def receive(self, limit_ms: int) -> list[tuple[Peer, list[Buffer]]]:
-        return []
-
-    def hang_up(self, address: str) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class OnDisk(in_process.Cluster):
-    """An in-process cluster whose servers have a checkpoint folder."""
-
-    lives = 0
-
-    def __init__(self, settings: Settings, folder: Path, resume: bool = False) -> None:
-        OnDisk.lives += 1
-        self.folder, self.resume = folder, resume
-        self.runners: list[Runner] = []
-        super().__init__(settings)
-        with self.changed:
-            self.ahead_ns = 0
-            self._apply(0, self.servers[0].tick(self.now()))
-
-    def _server(self, index: int) -> Server:
-        process = Process(
-            index=index,
-            settings=self.settings,
-            bind="",
-            coordinator=COORDINATORS if index else "",
-            first_epoch=OnDisk.lives << 20,
-            checkpoint_dir=str(self.folder),
-            resume=self.resume,
-        )
-        self.runners.append(Runner(process, Carried(self, index), 1 + index))
-        return self.runners[-1].server
-
-    def carry(self, index: int, effect: Send) -> None:
-        self._carry_out(index, [effect])
-
-    def _apply(self, index: int, effects: Iterable[ServerEffect]) -> None:
-        runner = self.runners[index]
-        runner.apply(list(effects), self.now())
-        if runner.disk.writer is not None:
-            runner.disk.writer.wait()
-        runner.wrote()
-
-    def checkpoint_soon(self) -> None:
-        """The time of a checkpoint has come: one is written at the next clock."""
-        with self.changed:
-            self.ahead_ns += int(self.settings.checkpoint_every * NS)
-            self._apply(0, self.servers[0].tick(self.now() + self.ahead_ns))
-
-    def interrupt(self) -> None:
-        """Ctrl-C."""
-        with self.changed:
-            self._apply(0, self.servers[0].stop(self.now()))
-
 
 Make = Callable[[Any], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {
@@ -436,12 +357,18 @@ def test_a_crash_goes_back_to_the_newest_checkpoint_that_all_shards_have(tmp_pat
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-def test_another_number_of_shards_is_refused_in_one_sentence(shards: int, tmp_path: Path) -> None:
-    cluster = OnDisk(BSP, tmp_path)
-    with run(BSP, cluster) as started:
-        train(started, OPTIMIZERS["SGD"], 2, finish=True)
-    with pytest.raises(IncompatibleError, match=f"a run with --shards 2, this one has --shards {shards}"):
-        OnDisk(Settings(sync="bsp", workers=2, shards=shards), tmp_path, resume=True)
+def test_a_run_goes_on_over_another_number_of_shards(shards: int, tmp_path: Path) -> None:
+    """Trace: 2 shards to clock 6; resumed over `shards`, which is stopped before its first checkpoint of its own; again."""
+    make, other = OPTIMIZERS["AdamW"], replace(BSP, shards=shards)
+    with run(BSP, OnDisk(BSP, tmp_path)) as started:
+        train(started, make, 6, finish=False)
+        cast(OnDisk, started.cluster).interrupt()
+    OnDisk(other, tmp_path, resume=True).interrupt()
+    assert newest(tmp_path, shards) == newest(tmp_path, 2) == 6
+    with run(other, OnDisk(other, tmp_path, resume=True)) as started:
+        resumed = train(started, make, STEPS, finish=True, seed=99)
+    assert np.array_equal(resumed, straight(BSP, make))
+    assert load_file(merge(tmp_path, STEPS, {}))["0.weight"].shape == (17, 9)
 
 
 def test_a_disk_that_refuses_for_long_costs_no_checkpoint_that_all_shards_have(
@@ -532,7 +459,7 @@ def test_a_plain_model_loads_what_a_run_leaves(sync: str, tmp_path: Path) -> Non
         with optimizer.shared():
             trained = {name: tensor.clone() for name, tensor in net.state_dict().items()}
         last = newest(tmp_path, 3)
-    tensors = load_file(merge(tmp_path, 3, last, buffers(tmp_path, last)))
+    tensors = load_file(merge(tmp_path, last, buffers(tmp_path, last)))
     assert set(tensors) == set(trained)
     for name, tensor in trained.items():
         assert tensors[name].dtype == tensor.dtype and tensors[name].shape == tensor.shape, name

@@ -27,7 +27,7 @@ from narrows.protocols.cluster.coordinator import Coordinator
 from narrows.protocols.cluster.run import Decision
 from narrows.protocols.effects import NS, MemberEffect, ServerEffect
 from narrows.protocols.errors import NarrowsError
-from narrows.protocols.keys import fragment, parts
+from narrows.protocols.keys import fragment, parts, split
 from narrows.protocols.member.exchange import Exchange
 from narrows.protocols.member.member import Member, Phase
 from narrows.protocols.modes import Rule
@@ -39,6 +39,7 @@ from narrows.ps.changes import Load
 from narrows.ps.events import Event, Kind
 from narrows.ps.planned import Means
 from narrows.ps.process.checkpoints import KEPT
+from narrows.ps.recut import recut
 from narrows.ps.reports import COORDINATOR
 from narrows.ps.server import Server
 from narrows.ps.shard import Shard
@@ -97,9 +98,9 @@ def source_of(peer: bytes) -> str:
 
 @dataclass(slots=True)
 class Disk:
-    """What ps/checkpoints.py is: (shard, clock) -> arrays, publication, plan. A write takes less than `slow_ns`."""
+    """What ps/checkpoints.py is: (shard, clock) -> arrays, publication, plan, shards. A write takes less than `slow_ns`."""
 
-    files: dict[tuple[int, int], tuple[dict[str, FloatArray], int, bytes]] = field(default_factory=dict)
+    files: dict[tuple[int, int], tuple[dict[str, FloatArray], int, bytes, int]] = field(default_factory=dict)
     slow_ns: int = NS // 5
 
     def takes_ns(self, shard: int, clock: int) -> int:
@@ -109,17 +110,50 @@ class Disk:
     def clocks(self, shard: int) -> tuple[int, ...]:
         return tuple(sorted(clock for owner, clock in self.files if owner == shard))
 
+    def sound(self, shard: int, shards: int) -> tuple[int, ...]:
+        """Clocks that this one of so many can begin from: its own, and those that others have whole."""
+        found = {*self.clocks(shard), *self.clocks(0)}
+        return tuple(sorted(clock for clock in found if self._begins(shard, shards, clock)))
+
+    def _begins(self, shard: int, shards: int, clock: int) -> bool:
+        count = self.files[(shard, clock) if (shard, clock) in self.files else (0, clock)][3]
+        return all((index, clock) in self.files for index in ((shard,) if count == shards else range(count)))
+
     def shared(self, shards: int) -> int:
-        return max(set.intersection(*(set(self.clocks(shard)) for shard in range(shards))), default=-1)
+        return max(set.intersection(*(set(self.sound(shard, shards)) for shard in range(shards))), default=-1)
+
+    def shards(self, clock: int) -> int:
+        """Which have written the checkpoint of this clock."""
+        return self.files[0, clock][3]
+
+    def read(self, shard: int, shards: int, clock: int) -> tuple[dict[str, FloatArray], int]:
+        """Arrays and publication of one of so many shards."""
+        count, plan = self.shards(clock), Plan.unpacked(self.files[0, clock][2])
+        if count == shards:
+            return self.files[shard, clock][:2]
+        ranges = split(plan.size, count)
+        before = [(keys, self.files[index, clock][0]) for index, keys in enumerate(ranges)]
+        return recut(plan, before, split(plan.size, shards)[shard]), self.files[0, clock][1]
 
     def write(
-        self, shard: int, clock: int, arrays: dict[str, FloatArray], publication: int, plan: bytes, shared: int
+        self,
+        shard: int,
+        clock: int,
+        arrays: dict[str, FloatArray],
+        publication: int,
+        plan: bytes,
+        shared: int,
+        shards: int = 1,
     ) -> None:
-        self.files[shard, clock] = ({name: array.copy() for name, array in arrays.items()}, publication, plan)
+        self.files[shard, clock] = ({name: array.copy() for name, array in arrays.items()}, publication, plan, shards)
         self.drop_after(shard, clock)
         for old in self.clocks(shard)[:-KEPT]:
             if old != shared:
                 del self.files[shard, old]
+        kept = self.clocks(shard)
+        for other, left in [*self.files] if not shard else ():
+            if other >= shards and left not in kept:
+                del self.files[other, left]
 
     def drop_after(self, shard: int, clock: int) -> None:
         for late in [c for c in self.clocks(shard) if c > clock]:
@@ -223,6 +257,8 @@ class Process:
         self.above = f"{run.parent.prefix}s{index}" if run.parent is not None else ""  # the shard above
         self.kinds = {self.above: Kind.ABOVE, self.first_port: Kind.COORDINATOR}  # of who is no child
         settings, disk = run.settings, run.disk
+        # One that is to come knows more shards than there are.
+        settings, disk = replace(run.settings, shards=max(run.settings.shards, index + 1)), run.disk
         self.coordinator: Coordinator | None = None
         member: Member | None = None
         if index == 0:
@@ -239,7 +275,8 @@ class Process:
             coordinator=self.coordinator,
             timing=TIMING,
         )
-        self.shard = run.kit.shard(index, settings, life + 1, 1 + index, disk.clocks(index), means)
+        kept = disk.sound(index, settings.shards) if life else ()
+        self.shard = run.kit.shard(index, settings, life + 1, 1 + index, kept, means)
         self.server = Server(self.shard, self.coordinator, member, self.above)
         self.writing: Writing | None = None  # a checkpoint that the disk does not have yet
         self.shadow: Shadow | None = None
@@ -322,7 +359,8 @@ class Process:
         if writing is None or writing is not self.writing or not self.run.sim.alive(self.up):
             return
         (clock, arrays, publication, plan), self.writing = writing, None
-        self.run.disk.write(self.index, clock, arrays, publication, plan, self.shard.ledger.shared)
+        shards, shared = self.shard.settings.shards, self.shard.ledger.shared
+        self.run.disk.write(self.index, clock, arrays, publication, plan, shared, shards)
         self.run.sim.note(f"{self.port} checkpoint {clock}")
         self.shard.wrote_checkpoint(clock, self.run.disk.clocks(self.index))
         if self.shadow is not None:
@@ -335,8 +373,9 @@ class Process:
             return
         assert self.shard.planned is not None
         self.run.checker.follow(self)
-        arrays, publication, _ = self.run.disk.files[self.index, clock]
-        self.shard.planned.apply([Load(arrays, publication)])
+        shards = self.shard.settings.shards
+        load = Load(*self.run.disk.read(self.index, shards, clock))
+        self.shard.planned.begin(load, recut=self.run.disk.shards(clock) != shards)
         self.run.checker.loaded(self, clock)
         self.run.sim.note(f"{self.port} load {clock}")
         if self.shadow is not None:
@@ -421,6 +460,11 @@ class Worker:
         checker = self.run.checker
         if isinstance(event, e.Started):
             self._start(event)
+        elif isinstance(event, e.Held):
+            for exchange in self.exchanges:
+                exchange.held_at = event.at
+        elif isinstance(event, e.Moved):
+            self._move(event)
         elif isinstance(event, e.GiveWeights):
             keys = event.shard, self.replicas[event.shard].begin, self.replicas[event.shard].end
             cuts = parts(*keys[1:], self.run.part_keys)
@@ -452,6 +496,20 @@ class Worker:
         self.computed = self.finishing = False
         self.asked.clear()
         begun = [exchange.begin(event.worker, event.epoch, event.clock) for exchange in self.exchanges]
+        self.run.checker.worker_started(self)
+        for shard, messages in enumerate(begun):
+            self._say(shard, messages)
+
+    def _move(self, event: e.Moved) -> None:
+        """The keys are cut anew, and this life goes on."""
+        before, replicas = self.exchanges, self.replicas
+        self.replicas = [self._replica(begin, end) for begin, end in event.ranges]
+        for replica in self.replicas:
+            replica.inherit(replicas)
+        self.exchanges = [Exchange(self.mode, replica, self.whole) for replica in self.replicas]
+        self.epoch = event.epoch
+        self.asked.clear()
+        begun = [exchange.go_on(event, before) for exchange in self.exchanges]
         self.run.checker.worker_started(self)
         for shard, messages in enumerate(begun):
             self._say(shard, messages)

@@ -214,7 +214,7 @@ class Run:
         if self.planned["cut"] and cut is not None and worker.index == cut.who and worker.run_clock >= cut.clock:
             self.planned["cut"] = False
             self.sim.struck["cuts"] += 1
-            for shard in range(self.case.settings.shards):
+            for shard in range(self.settings.shards):
                 self.sim.cut(worker.name, f"s{shard}", self.sim.now_ns + cut.lasts_ns)
 
     def _crash_worker(self, later_ns: int) -> None:
@@ -246,7 +246,7 @@ class Run:
         restart = self.case.restart
         if restart is None or not self.planned["restart"] or process.coordinator is None:
             return
-        if process.coordinator.min_clock >= restart.clock and self.disk.shared(self.case.settings.shards) >= 0:
+        if process.coordinator.min_clock >= restart.clock and self.disk.shared(self.settings.shards) >= 0:
             self.planned["restart"] = False
             self.sim.at(self.sim.now_ns + restart.later_ns, self._shard_crashes)
 

@@ -20,7 +20,12 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
@@ -56,7 +61,7 @@ class Checker:
         self.pulls: dict[tuple[int, int, int, int], int] = {}  # shard, worker, epoch, request -> clock
         self.follows: dict[tuple[int, int, int], m.Follow] = {}  # shard, worker, epoch -> the newest that has come
         self.mirrors: dict[int, Mirror] = {}
-        self.disk: dict[tuple[int, int], Held] = {}  # shard, clock
+        self.disk: dict[tuple[int, int, int], Held] = {}  # shard, clock, shards
         self.reached: dict[int, tuple[int, int]] = {}  # shard -> generation, min_clock
         # Of the coordinator, as of its last event.
         self.version = (0, 0)  # its life, and the version of what it decided
@@ -143,10 +148,38 @@ class Checker:
             mirror.follow()
 
     def saved(self, process: Process, clock: int) -> None:
-        self.disk[process.index, clock] = self.mirrors[process.index].saved(clock)
+        shards = process.shard.settings.shards
+        self.disk[process.index, clock, shards] = self.mirrors[process.index].saved(clock)
 
     def loaded(self, process: Process, clock: int) -> None:
-        self.mirrors[process.index].loaded(self.disk[process.index, clock], clock)
+        shards = self.run.disk.shards(clock)
+        if shards == process.shard.settings.shards:
+            saved = self.disk[process.index, clock, shards]
+        else:
+            saved = self._joined([self.disk[index, clock, shards] for index in range(shards)], process)
+        self.mirrors[process.index].loaded(saved, clock)
+
+    def _joined(self, parts: Sequence[Held], process: Process) -> Held:
+        """The keys of this shard, of what so many others held. All of them have folded the same updates of the members."""
+        first, live, coordinator = (
+            parts[0],
+            {row[0] for row in process.shard.ledger.members},
+            self.run.servers[0].coordinator,
+        )
+        life = coordinator.run.first_epoch if coordinator is not None else 0  # numbers of workers begin anew in each
+        for other in parts[1:]:
+            differ = other.folded.keys() ^ first.folded.keys()
+            if some := [push for push in differ if push[0] in live and push[1] >= life]:
+                raise Violation(f"the keys are cut anew where not all shards have folded {sorted(some)[:4]}")
+        mirror, ends = self.mirrors[process.index], np.cumsum([0, *(part.x.size for part in parts)])
+        begin, end = mirror.store.begin, mirror.store.end
+        common = [max(0, min(end, high) - max(begin, low)) for low, high in pairwise(ends.tolist())]
+        known = [(part.agreement, keys) for part, keys in zip(parts, common, strict=True) if part.agreement and keys]
+        agreement = sum(a * keys for a, keys in known) / sum(keys for _, keys in known) if known else 0.0
+        x, momentum = (np.concatenate([getattr(part, name) for part in parts]) for name in ("x", "momentum"))
+        gain = 1 / agreement if agreement and self.run.case.scaled else 1.0
+        held = replace(deepcopy(first), x=x[begin:end], momentum=momentum[begin:end])
+        return replace(held, agreement=agreement, gain=gain)
 
     def server_event(self, process: Process, effects: Sequence[ServerEffect], event: Event, source: str) -> None:
         """After every event of a server, its effects carried out."""
@@ -257,8 +290,8 @@ class Checker:
         self._moved("a generation")
         if not run.sim.struck["shard restarted"]:
             return
-        for shard in range(run.case.settings.shards):
-            if clock >= 0 and clock not in run.disk.clocks(shard):
+        for shard in range(run.settings.shards):
+            if clock >= 0 and clock not in run.disk.sound(shard, run.settings.shards):
                 raise Violation(f"the run goes back to clock {clock}, shard {shard} has no checkpoint of it")
         if clock > was or coordinator.min_clock != max(clock, 0):
             raise Violation(f"the run goes on at {coordinator.min_clock}, from checkpoint {clock}; it was at {was}")

@@ -248,7 +248,7 @@ class Mirror:
         whole = sum_of([(w, self.given.pushes[push][0]) for w, push in pushes])
         clip = self.case.max_grad_norm
         if clip:
-            parts = [whole[begin:end] for begin, end in split(len(whole), self.case.settings.shards)]
+            parts = [whole[begin:end] for begin, end in split(len(whole), self.process.shard.settings.shards)]
             coefficient = clip / (sum(float(np.dot(part, part)) for part in parts) ** 0.5 + 1e-6)
             if coefficient < 1.0:
                 whole *= np.float32(coefficient)

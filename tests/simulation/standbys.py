@@ -330,7 +330,7 @@ class Guest:
                     self.theatre.sim.send(self.name, f"{self.server}0", message)
                 case e.Tell(address, message):
                     self.theatre.sim.send(self.name, address, message)
-                case e.Moved(address, ports):
+                case e.Turned(address, ports):
                     if list(ports) != list(range(self.theatre.shards)):
                         raise Violation(f"{self.name} was told of the ports {ports}")
                     self.server = address[:-1]

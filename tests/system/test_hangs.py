@@ -7,8 +7,6 @@ import os
 import signal
 import threading
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 from kit.processes import Worker, trained_alone
@@ -24,7 +22,6 @@ from narrows.ps.command.cluster import Cluster
 from narrows.ps.command.lives import Lives
 from narrows.ps.process.gate import FLIGHT_TIMES, Gate
 from narrows.ps.process.pulse import BEAT_S, BYTES_PER_S, HANG_S, Pulse
-from narrows.ps.server import Server
 
 SOON_S = 3.0
 
@@ -81,9 +78,9 @@ def test_a_shard_says_how_long_it_may_take(capfd: pytest.CaptureFixture[str], tm
     (tmp_path / "shard-0.clock-7.safetensors").write_bytes(bytes(1_000_000))
     gate = Gate("", "", "secret", "")
     for nbytes, folder in ((0, None), (0, tmp_path), (int(1e9), tmp_path)):
-        pulse, server = Pulse(gate, folder), cast(Server, SimpleNamespace(shard=SimpleNamespace(nbytes=nbytes)))
-        pulse.beat(server)
-        pulse.beat(server)
+        pulse = Pulse(gate, folder)
+        pulse.beat(nbytes)
+        pulse.beat(nbytes)
         assert gate.connections.bytes_most == STRANGER_BYTES_MAX + FLIGHT_TIMES * nbytes
     told = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
     assert [each["within"] - HANG_S for each in told] == pytest.approx([0, 1e6 / BYTES_PER_S, 1e9 / BYTES_PER_S])

@@ -178,7 +178,7 @@ def test_only_one_that_was_killed_goes_on(
     monkeypatch.setattr(cluster, "say", lambda *words, **more: None)
     ours = Cluster(Settings(shards=2).validated())
     ours.lives.files[1], ours.shards[1] = files(), type("Ended", (), {"close_stdin": lambda self: None})()
-    monkeypatch.setattr(ours, "_start", lambda index, replay: told.append((index, replay)))
+    monkeypatch.setattr(ours, "start_shard", lambda index, replay: told.append((index, replay)))
     if serves:
         ours._taken((1, "bound", {"port": 1, "epoch": 0}))
     if not keeps:
@@ -240,6 +240,6 @@ def test_where_the_system_gives_no_memory_there_is_no_journal(monkeypatch: pytes
         ours.children, "start", lambda *words, **more: type("Child", (), {"write": lambda self, line: None})()
     )
     for index in range(2):
-        ours._start(index)
+        ours.start_shard(index)
     assert said == ["no journals are kept (Too many open files): a shard that dies goes back to a checkpoint"]
     assert not ours.lives.files

@@ -1,0 +1,269 @@
+"""Cuts the keys of a run anew, over more or fewer shards, at a clock of the run; training goes on.
+
+Rules
+- Members are told to hold: to push no update from clock `at` on. It is the first one that none can have pushed, for no clock
+  closes until all have said that they know. Then all updates before it are folded, on all shards, and none after it.
+- Each shard writes a checkpoint of that clock. The next generation begins from it, over the new shards. Members keep their
+  seats and what they have not sent. Each gets a new epoch, so that nothing from before counts.
+- Until that checkpoint is on all disks, all can go on as before, and do so where anything fails. From then on a shard that
+  fails goes back to it, as to any other.
+- While members hold, nobody else becomes one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from enum import Enum
+
+from narrows.protocols import messages as m
+from narrows.protocols.cluster.above import Above
+from narrows.protocols.cluster.generations import Generations
+from narrows.protocols.cluster.roster import Roster
+from narrows.protocols.cluster.rounds import Rounds
+from narrows.protocols.cluster.run import Decision, Run, Seat
+from narrows.protocols.effects import Log, Send
+from narrows.protocols.keys import split
+from narrows.protocols.modes import Rule
+from narrows.protocols.settings import SHARDS_MAX
+
+
+class MovePhase(Enum):
+    STILL = "still"  # there is no move
+    ASKED = "asked"  # new shards are awaited, and the start of the run
+    TOLD = "told"  # members are told to hold
+    HELD = "held"  # all know; what is under way is folded
+    WRITING = "writing"  # the checkpoint of the clock that all hold at
+    PASSED = "passed"  # the shards begin from it
+
+
+MOVE_LIFE: dict[MovePhase, dict[str, MovePhase]] = {
+    MovePhase.STILL: {"ask": MovePhase.ASKED, "stay": MovePhase.STILL},
+    MovePhase.ASKED: {"tell": MovePhase.TOLD, "stay": MovePhase.STILL},
+    MovePhase.TOLD: {"hold": MovePhase.HELD, "stay": MovePhase.STILL},
+    MovePhase.HELD: {"write": MovePhase.WRITING, "stay": MovePhase.STILL},
+    MovePhase.WRITING: {"pass": MovePhase.PASSED, "stay": MovePhase.STILL},
+    MovePhase.PASSED: {"serve": MovePhase.STILL, "stay": MovePhase.STILL},
+}
+
+
+class Moves(Decision):
+    """`target`: shards that there are to be. `at`: the clock at which all hold. `number`: of the newest word to members."""
+
+    def __init__(self, run: Run, rounds: Rounds, above: Above, generations: Generations, roster: Roster) -> None:
+        self.run, self.rounds, self.above = run, rounds, above
+        self.generations, self.roster = generations, roster
+        self.phase = MovePhase.STILL
+        self.target, self.at, self.number = run.shards, -1, 0
+        self.most = run.shards  # that there ever were to be
+        self.told = 0  # the newest number that all members were sent
+        self.offered: dict[int, tuple[bytes, m.Report]] = {}  # shards that are to come: where each is, and what it says
+        self.said: list[Log] = []
+
+    @property
+    def holds(self) -> bool:
+        """Who is a member does not change, but for those who go."""
+        return self.phase not in (MovePhase.STILL, MovePhase.ASKED)
+
+    def _move(self, step: str) -> None:
+        self.phase = MOVE_LIFE[self.phase][step]
+
+    # What the owner of the processes asks for.
+
+    def ask(self, shards: int) -> Log:
+        """Move to so many; 0: to none, where that can still be. Asked again, the answer is the same."""
+        if shards == self.target or not shards:
+            return self._stay("a new shard did not start") if not shards and self._may_stay else self.where("")
+        if why := self._unfit(shards):
+            return self.where(f"the keys stay where they are: {why}")
+        self._move("ask")
+        self.target, self.most = shards, max(self.most, shards)
+        return self.where(f"{self.run.shards} shards become {shards}")
+
+    def _unfit(self, shards: int) -> str:
+        mode = self.run.mode
+        if self.phase is not MovePhase.STILL:
+            return "another move is under way"
+        if not 1 <= shards <= SHARDS_MAX:
+            return f"give a number of shards from 1 to {SHARDS_MAX}"
+        if mode.rule is Rule.MIX:
+            return "under --sync gossip the model is with the workers"
+        if mode.bound is None:
+            return f"--sync {mode.name} has no bound, so there is no clock that all workers come to"
+        if self.run.settings.quorum > 0 or mode.streams:
+            return "with --quorum, --fragments or --merge-delay updates of several clocks are under way"
+        if self.above.child or self._levels:
+            return "this run has two levels"
+        return "the run is over" if self.run.over else ""
+
+    @property
+    def _levels(self) -> bool:
+        return any(seat.below for seat in self.run.declared)
+
+    def where(self, text: str) -> Log:
+        """How many shards there are and are to be."""
+        told = {"shards": self.run.shards, "target": self.target, "clock": self.rounds.min_clock}
+        return Log("move", told | {"text": text})
+
+    @property
+    def _may_stay(self) -> bool:
+        """There is a move to call off."""
+        return self.phase not in (MovePhase.STILL, MovePhase.PASSED)
+
+    def _stay(self, why: str) -> Log:
+        """Call it off."""
+        self.number += self.holds
+        self._move("stay")
+        self.target, self.at = self.run.shards, -1
+        self.rounds.stop_at(-1)
+        self.offered.clear()
+        return self.where(f"the keys stay where they are: {why}")
+
+    def offer(self, peer: bytes, report: m.Report) -> bool:
+        """What a shard says that is to come, or has gone. False: it is neither."""
+        if not self.run.shards <= report.shard < self.most:
+            return False
+        if report.shard >= self.target:
+            return True
+        before = self.offered.get(report.shard)
+        if before is None or (before[1].incarnation, before[1].version) <= (report.incarnation, report.version):
+            self.offered[report.shard] = (peer, report)
+        return True
+
+    # The move.
+
+    def decide(self, now_ns: int) -> bool:
+        """Take the next step."""
+        if self.phase is MovePhase.STILL:
+            return False
+        if self._may_stay and (why := self._broken):
+            self.said.append(self._stay(why))
+            return True
+        return STEPS[self.phase](self)
+
+    @property
+    def _broken(self) -> str:
+        if self.run.over:
+            return "the run is over"
+        if self.holds and not self.run.declared:
+            return "nobody trains any more"
+        return "this run has two levels" if self._levels else ""
+
+    @property
+    def _waited_for(self) -> list[Seat]:
+        """Members that go on: who leaves pushes nothing more."""
+        return [seat for seat in self.run.declared if not seat.leaving]
+
+    @property
+    def _known(self) -> bool:
+        return all(seat.move == self.number for seat in self._waited_for)
+
+    def _tell(self) -> bool:
+        come = all(shard in self.offered for shard in range(self.run.shards, self.target))
+        unaware = any(seat.before for seat in self.run.declared)  # of the move before
+        if not (come and self.run.started and self._waited_for) or unaware:
+            return False
+        bound = self.run.mode.bound
+        assert bound is not None
+        self._move("tell")
+        self.number += 1
+        self.at = self.rounds.min_clock + bound + 1
+        self.rounds.stop_at(self.rounds.min_clock)
+        return True
+
+    def _hold(self) -> bool:
+        if not self._known:
+            return False
+        self._move("hold")
+        self.rounds.stop_at(self.at)
+        return True
+
+    def _write(self) -> bool:
+        here = self.run.complete and all(report.min_clock == self.at for report in self.run.current)
+        if not here or len(self.run.current) < self.run.shards or len(self._waited_for) < len(self.run.declared):
+            return False
+        if not self.generations.ask(self.at):
+            return False
+        self._move("write")
+        return True
+
+    def _pass(self) -> bool:
+        """All is on the disks, or one of them has refused."""
+        if not self.generations.tried(self.at):
+            return False
+        lacks = [shard for shard, report in sorted(self.run.reports.items()) if self.at not in report.checkpoints]
+        if lacks:
+            self.said.append(self._stay(f"shard {lacks[0]} could not write its checkpoint"))
+            return True
+        self._move("pass")
+        before = self.run.shards
+        self.run.shift(self.target, self.at)
+        for shard, (_, report) in self.offered.items():  # each can begin from the others' checkpoint
+            self.run.reports[shard] = replace(report, checkpoints=(self.at,))
+        self.rounds.shift()
+        self.generations.anew()
+        self.said.append(self.where(f"the keys of {before} shards are those of {self.target} from clock {self.at} on"))
+        return True
+
+    def _serve(self) -> bool:
+        current = self.run.current
+        if len(current) < self.run.shards or any(report.epoch < self.run.generation for report in current):
+            return False
+        self._move("serve")
+        self.offered.clear()
+        self.number += 1
+        return True
+
+    def anew(self) -> None:
+        """A shard was restarted: all join again, wherever the keys are."""
+        if self._may_stay:
+            self.said.append(self._stay("a shard was restarted"))
+
+    # What members are told.
+
+    def word(self, seat: Seat) -> list[Send]:
+        """The newest, for one that does not have it."""
+        if (
+            seat.move == self.number
+            or self.phase is MovePhase.PASSED
+            or not seat.ready_sent
+            or self.roster.plan is None
+        ):
+            return []
+        if self.holds:
+            return [Send(seat.peer, m.Move(seat.worker, seat.epoch, self.number, self.at))]
+        if not seat.before:
+            return [Send(seat.peer, m.Move(seat.worker, seat.epoch, self.number, -1))]
+        ports = tuple(self.run.reports[shard].port for shard in range(self.run.shards))
+        place = (seat.epoch, ports, tuple(split(self.roster.plan.size, self.run.shards)))
+        return [Send(seat.peer, m.Move(seat.worker, seat.before, self.number, seat.start, *place))]
+
+    def knows(self, seat: Seat, number: int) -> bool:
+        """The newest word that this member has. False: that was known."""
+        news = seat.move != number
+        seat.move = number
+        if number == self.number and not self.holds:
+            seat.before = 0
+        return news
+
+    def tell(self) -> list[Log]:
+        said, self.said = self.said, []
+        return said
+
+    def words(self) -> list[Send]:
+        """The newest for all, once."""
+        if self.told == self.number or self.phase is MovePhase.PASSED:
+            return []
+        self.told = self.number
+        return [word for seat in self.run.declared for word in self.word(seat)]
+
+    def fields(self, shard: int) -> dict[str, object]:
+        return {"shards": self.run.shards}
+
+
+STEPS = {
+    MovePhase.ASKED: Moves._tell,
+    MovePhase.TOLD: Moves._hold,
+    MovePhase.HELD: Moves._write,
+    MovePhase.WRITING: Moves._pass,
+    MovePhase.PASSED: Moves._serve,
+}

@@ -1,0 +1,64 @@
+"""The arrays of one shard out of those of others, which have cut the same keys elsewhere. Pure.
+
+Rules
+- `x`, `p` and `outer.momentum` have one value a key: the runs of keys that two shards have in common are copied.
+- `optimizer.GROUP.PIECE.NAME` is of one piece of a tensor, the PIECE-th of its group in that shard: a value for each key, or
+  one for all pieces of the tensor, such as a count of steps.
+- `gain` is of a shard, and measured: the mean of it, by the keys that come from each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from narrows.protocols.keys import Keys, overlaps
+from narrows.protocols.plan import Plan
+from narrows.ps.changes import FloatArray
+
+OPTIMIZER = "optimizer."
+Arrays = Mapping[str, FloatArray]  # as Store.arrays
+
+
+def pieces(plan: Plan, keys: Keys) -> list[list[tuple[int, int, int]]]:
+    """By group: tensor, begin and end of each piece that a shard of these keys has of it."""
+    offsets = plan.offsets()
+    cut = [[(t, max(offsets[t], keys[0]), min(offsets[t + 1], keys[1])) for t in group] for group in plan.groups]
+    return [[piece for piece in group if piece[1] < piece[2]] for group in cut]
+
+
+def recut(plan: Plan, before: Sequence[tuple[Keys, Arrays]], keys: Keys) -> dict[str, FloatArray]:
+    """The arrays of a shard of `keys`; `before`: the ranges of a split, and what each shard of it has. The arrays of a range
+    without a key in common with `keys` are not looked at."""
+    common = overlaps([each for each, _ in before], *keys)
+    sources = [(*before[index], low, high) for index, low, high in common]
+    made: dict[str, FloatArray] = {}
+    for name in ("x", "p", "outer.momentum"):
+        found = [
+            arrays[name][low - begin : high - begin] for (begin, _), arrays, low, high in sources if name in arrays
+        ]
+        if found:
+            made[name] = np.concatenate(found)
+    gains = [(float(arrays["gain"][0]), high - low) for _, arrays, low, high in sources if "gain" in arrays]
+    if gains:
+        made["gain"] = np.array(
+            [sum(each * share for each, share in gains) / sum(share for _, share in gains)], np.float32
+        )
+    for g, group in enumerate(pieces(plan, keys)):
+        for i, (tensor, begin, end) in enumerate(group):
+            states = [_of_tensor(plan, *source[:2], g, tensor, (begin, end)) for source in sources]
+            for name in dict.fromkeys(name for state in states for name in state):
+                values = [state[name] for state in states if name in state]
+                made[f"{OPTIMIZER}{g}.{i}.{name}"] = values[0] if not values[0].ndim else np.concatenate(values)
+    return made
+
+
+def _of_tensor(plan: Plan, had: Keys, arrays: Arrays, group: int, tensor: int, keys: Keys) -> dict[str, FloatArray]:
+    """By name, the state that a shard has of a tensor at `keys`."""
+    for i, (which, begin, end) in enumerate(pieces(plan, had)[group]):
+        if which == tensor and begin < keys[1] and keys[0] < end:
+            prefix, at = f"{OPTIMIZER}{group}.{i}.", slice(max(keys[0], begin) - begin, min(keys[1], end) - begin)
+            found = {name.removeprefix(prefix): values for name, values in arrays.items() if name.startswith(prefix)}
+            return {name: values[at] if values.ndim else values for name, values in found.items()}
+    return {}

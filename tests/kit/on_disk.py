@@ -1,0 +1,100 @@
+"""An in-process cluster whose servers have a checkpoint folder: the runner of each carries out what concerns the disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from kit import in_process
+from narrows.protocols.effects import NS, Send, ServerEffect
+from narrows.protocols.messages import Buffer
+from narrows.protocols.runtime.sockets import Peer, Receipt
+from narrows.protocols.settings import Settings
+from narrows.protocols.wire import decode
+from narrows.ps.events import Event, Kind
+from narrows.ps.process.machine import Process
+from narrows.ps.process.runner import Runner
+from narrows.ps.reports import COORDINATOR
+from narrows.ps.server import Server
+
+COORDINATORS = "tcp://coordinator:1"  # address
+
+
+class Carried:
+    """The port of a server process in an in-process cluster: what is sent goes to the cluster. Nothing is received by it."""
+
+    def __init__(self, cluster: OnDisk, index: int) -> None:
+        self.cluster, self.index = cluster, index
+
+    def send(self, to: Peer, frames: Sequence[Buffer], *, control: bool = False) -> Receipt:
+        peer = COORDINATOR if to == COORDINATORS else to
+        assert isinstance(peer, bytes)
+        self.cluster.carry(self.index, Send(peer, decode(frames)))
+        return Receipt()
+
+    def receive(self, limit_ms: int) -> list[tuple[Peer, list[Buffer]]]:
+        return []
+
+    def hang_up(self, address: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class OnDisk(in_process.Cluster):
+    """An in-process cluster whose servers have a checkpoint folder."""
+
+    lives = 0
+
+    def __init__(self, settings: Settings, folder: Path, resume: bool = False) -> None:
+        OnDisk.lives += 1
+        self.folder, self.resume = folder, resume
+        self.runners: list[Runner] = []
+        super().__init__(settings)
+        with self.changed:
+            self.ahead_ns = 0
+            self._apply(0, self.servers[0].tick(self.now()))
+
+    def _server(self, index: int) -> Server:
+        process = Process(
+            index=index,
+            settings=self.settings,
+            bind="",
+            coordinator=COORDINATORS if index else "",
+            first_epoch=OnDisk.lives << 20,
+            checkpoint_dir=str(self.folder),
+            resume=self.resume,
+        )
+        self.runners.append(Runner(process, Carried(self, index), 1 + index))
+        return self.runners[-1].server
+
+    def carry(self, index: int, effect: Send) -> None:
+        self._carry_out(index, [effect])
+
+    def _apply(self, index: int, effects: Iterable[ServerEffect]) -> None:
+        runner = self.runners[index]
+        runner.apply(list(effects), self.now())
+        if runner.disk.writer is not None:
+            runner.disk.writer.wait()
+        runner.wrote()
+
+    def checkpoint_soon(self) -> None:
+        """The time of a checkpoint has come: one is written at the next clock."""
+        with self.changed:
+            self.ahead_ns += int(self.settings.checkpoint_every * NS)
+            self._apply(0, self.servers[0].tick(self.now() + self.ahead_ns))
+
+    def move(self, shards: int) -> None:
+        """As ps-serve does it: the processes that are to come, and a word to process 0."""
+        with self.changed:
+            first = range(len(self.servers), shards)
+            self.settings = replace(self.settings, shards=max(shards, len(self.servers)))
+            self.runners[0].happen(Event(Kind.RESHARD, self.now(), values=(shards,)))
+            for index in first:
+                self.servers.append(self._server(index))
+                self._apply(index, self.servers[index].start(self.now()))
+
+    def interrupt(self) -> None:
+        """Ctrl-C."""
+        with self.changed:
+            self._apply(0, self.servers[0].stop(self.now()))

@@ -1,0 +1,147 @@
+"""The keys of a run are cut anew while it trains: no update is lost, and none is folded twice."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+import pytest
+import torch
+from kit.on_disk import OnDisk
+from kit.scripts import build, distance, flat, loss_of, run
+
+from narrows.compression.codecs import add
+from narrows.compression.replica import HostReplica
+from narrows.protocols import messages as m
+from narrows.protocols.cluster.coordinator import Coordinator
+from narrows.protocols.effects import Log, Moved, Send
+from narrows.protocols.errors import RemoteProtocolError
+from narrows.protocols.member.exchange import Exchange
+from narrows.protocols.member.member import Member
+from narrows.protocols.plan import Plan, TensorSpec
+from narrows.protocols.settings import Settings
+from narrows.ps.planned import Planned
+from narrows.worker import DistributedOptimizer, clock, rank, step_count
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CLOCKS = 12
+MOVES = {4: 3, 8: 2}  # by the clock of the first worker
+ADAMW: Any = lambda p: torch.optim.AdamW(p, lr=3e-3)  # noqa: E731
+
+
+def trained(settings: Settings, folder: Path, moves: dict[int, int], **more: Any) -> Any:
+    cluster = OnDisk(settings, folder)
+
+    def script(worker: int) -> Any:
+        net = build()
+        optimizer = DistributedOptimizer(ADAMW(net.parameters()), net, **more)
+        asked = 0
+        while clock() < CLOCKS:
+            if worker == 0 and clock() in moves and clock() > asked:
+                asked = clock()
+                cluster.move(moves[asked])
+            optimizer.zero_grad()
+            loss_of(net, step_count(), rank(), settings.workers).backward()
+            optimizer.step()
+        optimizer.finish()
+        with optimizer.shared():
+            return flat(net)
+
+    with run(settings, cluster) as started:
+        results = started.together(script)
+    assert all(np.array_equal(results[0], other) for other in results)
+    coordinator = cluster.servers[0].coordinator
+    assert coordinator is not None and coordinator.run.shards == ([*moves.values()] or [settings.shards])[-1]
+    return results[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "more"),
+    [
+        ({}, {}),
+        ({}, {"overlap": True}),
+        ({"push": "update", "update_gain": 1.0}, {"max_grad_norm": 1.0}),  # a gain is measured by each shard
+        ({"sync": "local", "local_steps": 2, "outer_momentum": 0.5}, {}),
+    ],
+)
+def test_with_a_barrier_it_is_the_undisturbed_run(flags: dict[str, Any], more: dict[str, Any], tmp_path: Path) -> None:
+    known: dict[str, Any] = {"sync": "bsp", "workers": 2, "shards": 2}
+    settings = Settings(**known | flags)
+    moved = trained(settings, tmp_path / "a", MOVES, **more)
+    assert distance(moved, trained(settings, tmp_path / "b", {}, **more)) < 1e-6
+
+
+def test_no_update_is_lost_where_most_of_each_waits_for_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each part that was pushed is folded once; and all that workers have moved by is in what was folded, once they have sent
+    what was left: so the residuals went along with their keys."""
+    size = sum(parameter.numel() for parameter in build().parameters())
+    pushed, folded = Counter[tuple[int, ...]](), Counter[tuple[int, ...]]()
+    moved, summed = np.zeros(size), np.zeros(size, np.float32)
+    encode, push, accept = HostReplica.encode, Exchange.push, Planned.accept
+
+    def part(worker: int, at: int, piece: Any) -> tuple[int, ...]:
+        return (worker, at, piece.begin, piece.end, crc32(piece.payload))
+
+    def encoding(replica: Any, update: Any, at: int, dense: bool = False) -> Any:
+        begin, end = replica.turn(at)[0]
+        moved[begin:end] += update
+        return encode(replica, update, at, dense)
+
+    def pushing(exchange: Any, pieces: Any, *rest: Any, **more: Any) -> Any:
+        pushed.update(part(exchange.worker, exchange.clock, piece) for piece in pieces)
+        return push(exchange, pieces, *rest, **more)
+
+    def accepting(planned: Any, seat: Any, update: Any) -> Any:
+        folded.update(part(seat.worker, seat.clock, piece) for piece in update)
+        for piece in update:
+            add(piece, 1.0, summed, 0)
+        return accept(planned, seat, update)
+
+    monkeypatch.setattr(HostReplica, "encode", encoding)
+    monkeypatch.setattr(Exchange, "push", pushing)
+    monkeypatch.setattr(Planned, "accept", accepting)
+    settings = Settings(sync="ssp", staleness=2, workers=2, shards=2, compress="topk:0.05+int8")
+    trained(settings, tmp_path, MOVES)
+    assert pushed == folded and set(folded.values()) == {1}
+    assert {begin for _, _, begin, *_ in folded} == {0, size // 3, size // 2, 2 * size // 3}, (
+        "of two shards and of three"
+    )
+    assert distance(summed, moved.astype(np.float32)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ({"sync": "async"}, "has no bound"),
+        ({"sync": "gossip"}, "gossip"),
+        ({"sync": "local", "quorum": 1}, "updates of several clocks"),
+        ({"sync": "local", "fragments": 2}, "updates of several clocks"),
+    ],
+)
+def test_a_run_that_cannot_move_says_why(flags: dict[str, Any], why: str) -> None:
+    coordinator = Coordinator(Settings(**{"workers": 2, "shards": 2} | flags).validated(), 1)
+    (log,) = coordinator.reshard(3, 0)
+    assert isinstance(log, Log) and why in str(log.values["text"])
+    assert (log.values["shards"], log.values["target"]) == (2, 2)
+
+
+def test_a_place_that_is_none_is_refused() -> None:
+    member = Member("w", "here")
+    member.join(0)
+    member.declare(Plan((TensorSpec("w", (4,), "float32"),), "", ((0,),)).packed(), 0)
+    member.receive(0, m.Welcome("w", 3, 0, 1, 7, Settings().validated().packed(), (1,)), 0)
+    member.receive(0, m.Ready(3, 8, 0, ((0, 4),), b""), 0)
+    assert member.receive(0, m.Move(3, 7, 1, 5), 0) == member.receive(0, m.Move(4, 8, 1, 5), 0) == []
+    for ports, ranges in (((1, 2), ((0, 3), (3, 4))), ((1, 0), ((0, 2), (2, 4))), ((), ())):
+        with pytest.raises(RemoteProtocolError, match="a place that is none"):
+            member.receive(0, m.Move(3, 8, 2, 5, 9, ports, ranges), 0)
+    moved, beat = member.receive(0, m.Move(3, 8, 2, 5, 9, (1, 2), ((0, 2), (2, 4))), 0)
+    assert isinstance(moved, Moved) and (moved.epoch, moved.clock) == (9, 5)
+    assert isinstance(beat, Send) and beat.message == m.Heartbeat(3, 9, 0, move=2)
+    assert member.receive(0, m.Move(3, 8, 2, 5, 9, (1, 2), ((0, 2), (2, 4))), 0) == [], "it comes twice"

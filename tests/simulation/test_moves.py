@@ -1,0 +1,102 @@
+"""Keys that are cut anew under every fault, a crash in the midst of it too; and bugs planted."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from narrows.compression.replica import HostReplica
+from narrows.protocols import messages as m
+from narrows.protocols.cluster.moves import Moves
+from narrows.protocols.cluster.run import Run
+from narrows.protocols.effects import ServerEffect
+from narrows.ps import recut as recutting
+from narrows.ps.shard import Shard
+from simulation import actors
+from simulation.actors import Bug, Kit, Process, planted
+from simulation.mirrors import Violation
+from simulation.moves import Moved, moves_of
+from simulation.twins import Twin
+
+RUNS, RESTARTS, TWINS = 12, 6, 1
+PLANTED_SEEDS = 20  # within so many a planted bug is found
+
+
+def test_every_invariant_holds_while_keys_move() -> None:
+    runs = [Moved(moves_of(seed)).run() for seed in range(RUNS)]
+    assert sum(len(run.done) for run in runs) > 1.7 * RUNS
+    assert {run.case.settings.sync for run in runs} == {"bsp", "ssp", "local"}
+    for fault in ("lost", "duplicated", "reordered", "worker crashed"):
+        assert sum(run.sim.struck[fault] > 0 for run in runs) > 0.8 * len(runs), fault
+
+
+def test_a_shard_that_fails_in_the_midst_of_a_move_ends_no_run() -> None:
+    runs = [Moved(moves_of(seed, restart=True)).run() for seed in range(RESTARTS)]
+    assert sum(run.sim.struck["shard restarted"] for run in runs) > 0.8 * RESTARTS
+    moves = [len(run.done) for run in runs]
+    assert 0 < sum(moves) < 2 * RESTARTS, "some are called off"
+
+
+def test_a_process_that_is_killed_while_keys_move_can_be_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Process, "shadow_of", Twin)
+    assert all(Moved(moves_of(seed)).run().done for seed in range(TWINS))
+
+
+# Planted bugs: what a move guards, taken out.
+
+
+class KeepsItsKeys(Shard):
+    """The keys of shard 0 are those that it had."""
+
+    def _restart(self, ledger: m.Ledger) -> list[ServerEffect]:
+        before, effects = self.settings, super()._restart(ledger)
+        self.settings = before if self.index == 0 else self.settings
+        return effects
+
+
+def one_early(run: Run, shards: int, clock: int) -> None:
+    """Members go on one clock before that of the checkpoint: what was under way is folded on both sides."""
+    shift(run, shards, clock)
+    for seat in run.seats.values():
+        seat.start = clock - 1
+
+
+def without_momentum(*words: Any) -> Any:
+    return {name: values for name, values in recut(*words).items() if name != "outer.momentum"}
+
+
+def leaves_behind(replica: HostReplica, before: Iterable[HostReplica]) -> None:
+    """The state that a worker has is not that of its keys."""
+
+
+shift, recut = Run.shift, recutting.recut
+PLANTED: dict[str, tuple[Bug, str]] = {
+    "keys with two shards": (Kit(shard=KeepsItsKeys), "are with two shards"),
+    "an update folded on both sides": ([(Run, "shift", one_early)], "folded twice, before a move"),
+    "members that were not told": (
+        [(Moves, "_known", property(lambda moves: True))],
+        "the keys are cut at|not all shards",
+    ),
+    "a momentum that stays behind": ([(actors, "recut", without_momentum)], "the log gives"),
+    "a state that stays behind": ([(HostReplica, "inherit", leaves_behind)], "is another one in"),
+}
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    which, complaint = PLANTED[bug]
+    kit = planted(which, monkeypatch)
+    with pytest.raises(Violation, match=complaint):
+        _until_found(kit, complaint)
+
+
+def _until_found(kit: Kit, complaint: str) -> None:
+    for seed in range(PLANTED_SEEDS):
+        try:
+            Moved(moves_of(seed), kit).run()
+        except Violation as violation:
+            if re.search(complaint, str(violation)):
+                raise
