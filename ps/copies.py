@@ -1,5 +1,4 @@
-"""How a server has a standby, and how that becomes the server: an `Original` for each shard that serves, a `Standby` for each
-that copies one. No I/O.
+"""How a server has a standby: an `Original` for each of its shards; the other side is in standby.py. No I/O.
 
 Rules
 - The standby has an event before anything that follows from it is sent. So what others have seen of a shard, the standby has
@@ -167,7 +166,20 @@ class Original:
         self.tail.clear()
         self.tail_bytes, self.frozen, self.frozen_at = 0, b"", -1
 
-    # What the standby says.
+    # What a standby says, a member of it, and the other shards.
+
+    def receive(self, peer: bytes, message: m.Message, now_ns: int) -> list[CopyEffect]:
+        """Return the effects of one of OF_COPIES. Raises RemoteProtocolError."""
+        match message:
+            case m.Copy():
+                return self.copy(peer, message, now_ns)
+            case m.Copying():
+                self.siblings.hear(peer, message, now_ns)
+            case m.View():
+                return self.deposed(message)
+            case m.Vote():
+                return self.vote(peer, message)
+        return []
 
     def copy(self, peer: bytes, copy: m.Copy, now_ns: int) -> list[CopyEffect]:
         """What is still missing there."""
@@ -314,125 +326,3 @@ class Original:
         """All members, but for those whose votes say that they know it."""
         members = self.machine.members if view.view else []
         return [Send(member.peer, view) for member in members if votes.get(member.worker, -1) < view.view]
-
-
-class Standby:
-    """Of a shard that copies the one at `original`. `address`: of this server, as members will find it; `port`: of this shard.
-    `thaw`: a machine of bytes; `again`: handles an event of it."""
-
-    def __init__(
-        self,
-        index: int,
-        original: str,
-        address: str,
-        port: int,
-        lost_ns: int,
-        siblings: Siblings,
-        thaw: Callable[[bytes], Machine],
-        again: Callable[[Event], None],
-    ) -> None:
-        self.index, self.original, self.address, self.port, self.lost_ns = index, original, address, port, lost_ns
-        self.siblings, self.thaw, self.again = siblings, thaw, again
-        self.machine: Machine | None = None
-        self.have = -1  # events that are here
-        self.parts: list[m.Buffer] = []  # of a machine
-        self.parts_of = -1
-        self.events: deque[Event] = deque()  # that are here and not handled
-        self.heard_ns = self.said_ns = 0
-        self.owes = True  # an acknowledgement
-        self.votes: dict[int, int] = {}  # of each worker, the attempt that counts
-        self.void: dict[int, int] = {}  # the newest that does not
-
-    # What the original says.
-
-    @property
-    def coming(self) -> int:
-        """Bytes of a machine that are here, of which the rest is to come."""
-        return sum(map(len, self.parts))
-
-    def receive(self, copied: m.Copied, now_ns: int) -> None:
-        """Take an event, or a part of a machine. Raises what `thaw` raises."""
-        self.heard_ns, self.owes = now_ns, True
-        if not copied.parts:
-            if copied.number == self.have + 1 and self.machine is not None:
-                frames = [copied.header, copied.payload][: copied.frames]
-                self.events.append(Event.of(copied.about, frames))
-                self.have = copied.number
-            return
-        if copied.number != self.parts_of:
-            self.begin_anew()
-            self.parts_of = copied.number
-        if copied.part == len(self.parts) and self.have < 0:
-            self.parts.append(copied.payload)
-        if len(self.parts) == copied.parts:
-            self.machine, self.have = self.thaw(b"".join(self.parts)), copied.number
-            self.parts = []
-
-    def begin_anew(self) -> None:
-        """What is here is of no use."""
-        self.machine, self.have, self.parts, self.parts_of = None, -1, [], -1
-        self.events.clear()
-
-    def handle(self) -> None:
-        """Let all that has come happen to the machine."""
-        while self.events and self.machine is not None:
-            self.again(self.events.popleft())
-
-    def acknowledge(self, now_ns: int) -> list[CopyEffect]:
-        """What is here, where that has changed."""
-        if not self.owes:
-            return []
-        self.owes, self.said_ns = False, now_ns
-        of = self.parts_of if self.have < 0 else -1
-        return [Tell(self.original, m.Copy(self.index, self.have, of, len(self.parts), self.address))]
-
-    # Members, and the other shards.
-
-    @property
-    def stands_by(self) -> bool:
-        """Members know of this server."""
-        return self.machine is not None and self.machine.standby == self.address
-
-    def lost(self, now_ns: int) -> bool:
-        """The original has been silent for long."""
-        return now_ns - self.heard_ns > self.lost_ns
-
-    def vote(self, peer: bytes, vote: m.Vote, now_ns: int) -> list[CopyEffect]:
-        """A member has not heard the server. Raises RemoteProtocolError where it is none."""
-        machine = self.machine
-        if machine is None or not self.stands_by or vote.view != machine.view + 1:
-            return []
-        for member in machine.members:
-            if member.worker == vote.worker:
-                check_name(peer, member.name, member.worker)
-        if self.lost(now_ns) and vote.attempt > self.void.get(vote.worker, 0):
-            self.votes[vote.worker] = vote.attempt
-            return []
-        self.votes.pop(vote.worker, None)
-        self.void[vote.worker] = max(self.void.get(vote.worker, 0), vote.attempt)
-        return [Send(peer, m.Stay(vote.view, vote.attempt))]
-
-    def hear_view(self, view: m.View) -> list[CopyEffect]:
-        """From shard 0 of this server."""
-        if self.machine is None or view.view <= self.machine.view:
-            return []
-        self.handle()
-        return [Serve(view.view, view.standby)]
-
-    def tick(self, now_ns: int) -> list[CopyEffect]:
-        self.handle()
-        machine, effects = self.machine, list[CopyEffect]()
-        if now_ns - self.said_ns >= SAY_NS:
-            self.owes = True
-            effects += self.acknowledge(now_ns)
-            if self.index:
-                view, whole = (machine.view, self.stands_by) if machine is not None else (0, False)
-                effects.append(Send(COORDINATOR, m.Copying(self.index, view, whole, self.port)))
-        if machine is None or self.index or not self.stands_by or not self.lost(now_ns):
-            return effects
-        if not self.siblings.whole(now_ns) or not self.siblings.at(machine.view):
-            return effects
-        members = [member.worker for member in machine.members]
-        if members and 2 * sum(worker in self.votes for worker in members) >= len(members):
-            effects.append(Serve(machine.view + 1, ""))
-        return effects

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from narrows.protocols import messages as m
 from narrows.protocols.addresses import is_address, parse_address, parted
-from narrows.protocols.effects import NS, Failed, Joined, MemberEffect, RosterNews, Send, Tell, Turned
+from narrows.protocols.effects import NS, Failed, Joined, MemberEffect, Moved, RosterNews, Send, Tell, Turned
 from narrows.protocols.errors import BY_EXIT_CODE, AuthenticationError, NarrowsError, RemoteProtocolError
 from narrows.protocols.member.member import Member
 from narrows.protocols.runtime.clock import Awake

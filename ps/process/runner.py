@@ -267,7 +267,8 @@ class Runner:
             message, size = decode(frames), sum(map(len, frames))
             self.gate.check(peer, message, size)
             if isinstance(message, m.OF_COPIES):
-                return self._at_once(self._copies(peer, message, now_ns))
+                self._at_once(self._copies(peer, message, now_ns))
+                return self.gate.connections.let_in(peer)
             if isinstance(message, OF_CLUSTERS):
                 self.bytes_down += size
             effects = self._happen(Event(Kind.BELOW, now_ns, peer, message), frames)
@@ -280,21 +281,12 @@ class Runner:
 
     def _copies(self, peer: bytes, message: m.Message, now_ns: int) -> list[CopyEffect]:
         """What a standby says, or a member of it. Raises RemoteProtocolError."""
-        match message:
-            case m.Copy() if not self.process.replicas:
-                text = "this server has no standby: start it with --replicas 1"
-                return [Send(peer, m.Refuse(m.RefuseCode.INCOMPATIBLE, -1, 0, text))]
-            case m.Copy(shard=-1):
-                return [Send(peer, introduction(self.process, self.server))]
-            case m.Copy():
-                return self.original.copy(peer, message, now_ns)
-            case m.Copying():
-                self.original.siblings.hear(peer, message, now_ns)
-            case m.View():
-                return self.original.deposed(message)
-            case m.Vote():
-                return self.original.vote(peer, message)
-        return []
+        if not isinstance(message, m.Copy) or (self.process.replicas and message.shard >= 0):
+            return self.original.receive(peer, message, now_ns)
+        if self.process.replicas:
+            return [Send(peer, introduction(self.process, self.server))]
+        text = "this server has no standby: start it with --replicas 1"
+        return [Send(peer, m.Refuse(m.RefuseCode.INCOMPATIBLE, -1, 0, text))]
 
     def shut_out(self, address: str, why: Why, public: str) -> None:
         """A handshake has failed. Another cluster may not know of us yet: the next message to it dials anew."""

@@ -11,7 +11,8 @@ import pytest
 from narrows.protocols import messages as m
 from narrows.protocols.effects import NS, MemberEffect, Send
 from narrows.protocols.member.views import Views
-from narrows.ps.copies import Original, Standby
+from narrows.ps.copies import Original
+from narrows.ps.standby import Standby
 from simulation.mirrors import Violation
 from simulation.standbys import LEASE_S, Shard, Theatre
 
