@@ -270,6 +270,8 @@ class Original:
         if now_ns - self.said_ns < SAY_NS or not (self.peer or self.machine.standby or self.machine.view):
             return self._greet()
         self.said_ns = now_ns
+        if self.peer and not self.machine.standby and now_ns - self.heard_ns > self.lost_ns:
+            self.forget()  # it was lost before it had all
         effects: list[CopyEffect] = []
         if self.before and self.deposed_ns < DEPOSE_NS:
             self.deposed_ns += SAY_NS

@@ -116,9 +116,7 @@ class Cluster:
         """Copy the server at this address, which has told this of itself."""
         host, _ = parse_address("--standby", standby)
         self.follows = {shard: f"tcp://{host}:{port}" for shard, port in enumerate(original["ports"])}
-        self.told |= {
-            name: original[name] for name in ("secret", "parent", "parent_timeout", "first_epoch", "replicas")
-        }
+        self.told |= {name: value for name, value in original.items() if name in self.told}
 
     def listen(self) -> None:
         """Hear what this process is told: signals, and the end of stdin where it is embedded."""
@@ -234,8 +232,9 @@ class Cluster:
         while len(self.ended) < self.settings.shards:
             if self.signals and not self.stopping:
                 self.stopping, deadline = True, time.monotonic() + END_S
-                self.shards[0].write("stop")
-                self.shards[0].close_stdin()  # it writes a checkpoint and ends the run; the others follow
+                for index in self.follows or (0,):  # which writes a checkpoint and ends the run; the others follow
+                    self.shards[index].write("stop")
+                    self.shards[index].close_stdin()
             self.moving.turn()
             if self.asked:
                 self.asked.clear()

@@ -68,7 +68,7 @@ class Follower:
 
     @property
     def over(self) -> bool:
-        """The run has ended, and this standby has seen all of it."""
+        """The run has ended. Its server is listened to until it is gone: it holds its last words back for us."""
         machine = self.standby.machine
         return machine is not None and (self.replay.stop is not None or self.server.ended)
 
@@ -106,6 +106,11 @@ class Follower:
                 self._carry_out(self.standby.hear_view(message))
             case m.Vote() if isinstance(peer, bytes):
                 self._carry_out(self.standby.vote(peer, message, now_ns))
+            case m.Hello() if isinstance(peer, bytes):
+                text = (
+                    f"this server stands by for the one at {self.process.follows}: give --server {self.process.follows}"
+                )
+                self._carry_out([Send(peer, m.Refuse(m.RefuseCode.INCOMPATIBLE, -1, 0, text))])
             case m.Copying() if isinstance(peer, bytes):
                 self.standby.siblings.hear(peer, message, now_ns)
 
@@ -121,7 +126,8 @@ class Follower:
                 ended.append(True)
 
         sockets.watch(stdin, hear_parent)
-        while not self.serves and not ended and not self.over:
+        now_ns = self.clock.now()
+        while not self.serves and not ended and not (self.over and self.standby.lost(now_ns)):
             for peer, frames in sockets.receive(TICK_MS):
                 self._receive(peer, frames)
             now_ns = self.clock.turn()

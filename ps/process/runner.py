@@ -315,12 +315,10 @@ class Runner:
         def hear_parent() -> None:
             if not (lines := os.read(stdin, 4096).decode().splitlines()):
                 sockets.unwatch(stdin)
-                if not self.original.holds:
+                if self.stop_by < float("inf") or not self.original.holds:
                     return self.stop()
-                self.running, self.end = (
-                    False,
-                    Stop(m.RefuseCode.SERVER_LOST, "ps-serve was killed; its standby goes on"),
-                )
+                text = "ps-serve was killed; its standby goes on"
+                self.running, self.end = False, Stop(m.RefuseCode.SERVER_LOST, text)
             for line in lines:
                 match line:
                     case "":
