@@ -24,7 +24,6 @@ from narrows.protocols.runtime.curve import Why
 from narrows.protocols.runtime.keys import SERVER, refusal
 from narrows.protocols.runtime.sockets import NOBODY, Drops, Peer, Port, Receipt, Sockets
 from narrows.protocols.wire import decode, encode
-from narrows.ps.changes import Load as LoadArrays
 from narrows.ps.events import Event, Kind
 from narrows.ps.planned import Stage
 from narrows.ps.process import checkpoints
@@ -224,9 +223,7 @@ class Runner:
         if clock < 0:
             return
         assert planned is not None
-        shards = self.server.shard.settings.shards
-        arrays, publication, recut = checkpoints.read_for(folder, self.process.index, shards, clock)
-        planned.begin(LoadArrays(arrays, publication), recut)
+        planned.begin(*checkpoints.read_for(folder, self.process.index, self.server.shard.settings.shards, clock))
         self.anew = True  # that file may be gone when it would be read again
 
     # Events.
