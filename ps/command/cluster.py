@@ -150,7 +150,10 @@ class Cluster:
             "settings": asdict(replace(self.settings, shards=shards)),
             "bind": f"tcp://{self.host}:{self.ports.get(index, self.port + index if self.port else 0)}",
             "coordinator": f"tcp://{here}:{self.ports[0]}" if index else "",
-            "resume": self.told["resume"] or self.lives.restarts > 0,
+            # One that has keys while workers train has them from a checkpoint.
+            "resume": self.told["resume"]
+            or self.lives.restarts > 0
+            or (self.address > "" and not self.moving.strange(index)),
             "replay": replay,
             "done": sorted(self.done),
         }
@@ -187,6 +190,7 @@ class Cluster:
         self.ports.pop(index, None)
         self.done.discard(index)
         self.lives.forget(index)
+        self.lives.serving.discard(index)
 
     def write_ready(self) -> None:
         """What --ready-file is to hold."""

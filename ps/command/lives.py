@@ -35,8 +35,13 @@ class Lives:
         self.files: dict[int, Files] = {}  # by shard, the descriptors of its journal
         self.serving: set[int] = set()  # shards whose present process has come to serve
         self.restarts = 0
+        self.deaths: dict[bool, deque[float]] = {True: deque(), False: deque()}
+        self.over(shards)
+
+    def over(self, shards: int) -> None:
+        """There are so many shards from now on."""
         most = RESTARTS_MAX * shards
-        self.deaths: dict[bool, deque[float]] = {killed: deque(maxlen=most) for killed in (True, False)}
+        self.deaths = {killed: deque(deaths, maxlen=most) for killed, deaths in self.deaths.items()}
 
     def begin(self, shard: int) -> None:
         """A new life: with an empty journal. Raises OSError where the system has no memory for it; then none is kept."""

@@ -354,6 +354,15 @@ def test_keys_stay_where_nobody_trains_any_more(phase: MovePhase) -> None:
     assert log.values["target"] == 2 and "nobody trains" in str(log.values["text"])
 
 
+def test_who_does_not_say_that_it_holds_is_waited_for_no_longer_than_two_leases() -> None:
+    moves, (first, second) = moving(2)
+    moves.knows(first, moves.number)
+    assert not moves.decide(20 * NS) and moves.holds
+    assert moves.decide(20 * NS + 1) and not moves.holds
+    (log,) = moves.tell()
+    assert f"worker {second.worker} does not say" in str(log.values["text"])
+
+
 def test_a_shard_that_cannot_write_keeps_the_keys_where_they_are() -> None:
     moves, (seat,) = moving(1)
     moves.knows(seat, moves.number)
