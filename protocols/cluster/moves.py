@@ -21,10 +21,12 @@ from narrows.protocols.cluster.generations import Generations
 from narrows.protocols.cluster.roster import Roster
 from narrows.protocols.cluster.rounds import Rounds
 from narrows.protocols.cluster.run import Decision, Run, Seat
-from narrows.protocols.effects import Log, Send
+from narrows.protocols.effects import NS, Log, Send
 from narrows.protocols.keys import split
 from narrows.protocols.modes import Rule
 from narrows.protocols.settings import SHARDS_MAX
+
+HOLD_LEASES = 2  # in which a member that lives says that it knows, whatever its script does: no clock closes until then
 
 
 class MovePhase(Enum):
@@ -55,6 +57,7 @@ class Moves(Decision):
         self.phase = MovePhase.STILL
         self.target, self.at, self.number = run.shards, -1, 0
         self.most = run.shards  # that there ever were to be
+        self.since_ns = 0  # when the present phase began
         self.told = 0  # the newest number that all members were sent
         self.offered: dict[int, tuple[bytes, m.Report]] = {}  # shards that are to come: where each is, and what it says
         self.said: list[Log] = []
@@ -135,18 +138,24 @@ class Moves(Decision):
         """Take the next step."""
         if self.phase is MovePhase.STILL:
             return False
-        if self._may_stay and (why := self._broken):
+        if self._may_stay and (why := self._broken(now_ns)):
             self.said.append(self._stay(why))
             return True
-        return STEPS[self.phase](self)
+        done = STEPS[self.phase](self)
+        self.since_ns = now_ns if done else self.since_ns
+        return done
 
-    @property
-    def _broken(self) -> str:
+    def _broken(self, now_ns: int) -> str:
+        """Why the keys stay where they are, "" where they need not."""
         if self.run.over:
             return "the run is over"
         if self.holds and not self.run.declared:
             return "nobody trains any more"
-        return "this run has two levels" if self._levels else ""
+        if self._levels:
+            return "this run has two levels"
+        late = self.phase is MovePhase.TOLD and now_ns - self.since_ns > HOLD_LEASES * self.run.settings.lease * NS
+        silent = [seat.worker for seat in self._waited_for if seat.move != self.number] if late else []
+        return f"worker {silent[0]} does not say that it holds" if silent else ""
 
     @property
     def _waited_for(self) -> list[Seat]:

@@ -165,7 +165,10 @@ class Cluster:
             "settings": asdict(replace(self.settings, shards=shards)),
             "bind": f"tcp://{self.host}:{self.ports.get(index, self.port + index if self.port else 0)}",
             "coordinator": f"tcp://{here}:{self.ports[0]}" if index else "",
-            "resume": self.told["resume"] or self.lives.restarts > 0,
+            # One that has keys while workers train has them from a checkpoint.
+            "resume": self.told["resume"]
+            or self.lives.restarts > 0
+            or (self.address > "" and not self.moving.strange(index)),
             "replay": replay,
             "done": sorted(self.done),
             "follows": self.follows.get(index, ""),
@@ -204,6 +207,7 @@ class Cluster:
         self.ports.pop(index, None)
         self.done.discard(index)
         self.lives.forget(index)
+        self.lives.serving.discard(index)
 
     def note(self, name: str, values: dict[str, Any]) -> None:
         """One line of --record."""

@@ -42,8 +42,13 @@ class Lives:
         self.clock = Awake()
         self.due: dict[int, float] = {}  # by shard, when the next sign of life is to be here, by that clock, seconds
         self.within: dict[int, float] = {}  # how long that may take, as it said last
+        self.deaths: dict[bool, deque[float]] = {True: deque(), False: deque()}
+        self.over(shards)
+
+    def over(self, shards: int) -> None:
+        """There are so many shards from now on."""
         most = RESTARTS_MAX * shards
-        self.deaths: dict[bool, deque[float]] = {killed: deque(maxlen=most) for killed in (True, False)}
+        self.deaths = {killed: deque(deaths, maxlen=most) for killed, deaths in self.deaths.items()}
 
     def begin(self, shard: int) -> None:
         """A new life: with an empty journal. Raises OSError where the system has no memory for it; then none is kept."""

@@ -125,6 +125,7 @@ class Moving:
             if index not in cluster.shards:
                 cluster.start_shard(index)
         if moved:
+            cluster.lives.over(shards)
             cluster.write_ready()
         if target == shards and (text or shards == self.wanted):
             self._answer(text or f"{shards} shards", int(shards != self.wanted))

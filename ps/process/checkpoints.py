@@ -28,6 +28,7 @@ from safetensors import SafetensorError, safe_open
 from narrows.protocols.errors import IncompatibleError, UsageError
 from narrows.protocols.keys import overlaps, split
 from narrows.protocols.plan import DTYPES, NamedArray, Plan, unpack_arrays
+from narrows.ps.changes import Load
 from narrows.ps.recut import recut
 
 KEPT = 2
@@ -211,19 +212,19 @@ def read(
     return arrays, facts
 
 
-def read_for(folder: Path, shard: int, shards: int, clock: int) -> tuple[dict[str, npt.NDArray[np.float32]], int, bool]:
-    """The arrays of one of so many shards at the checkpoint of `clock`, the number of what was published then, and whether the
-    files are of another number of shards. Raises IncompatibleError as `read`."""
+def read_for(folder: Path, shard: int, shards: int, clock: int) -> tuple[Load, bool]:
+    """What one of so many shards begins from at the checkpoint of `clock`, and whether its files are of another number of
+    shards. Raises IncompatibleError as `read`."""
     count = shards_of(folder, clock)
     if count == shards:
         arrays, facts = read(folder, shard, clock)
-        return arrays, int(facts["publication"]), False
+        return Load(arrays, int(facts["publication"])), False
     _, facts = read(folder, 0, clock, only=())
     plan = Plan.unpacked(facts["plan"])
     ranges, (begin, end) = split(plan.size, count), split(plan.size, shards)[shard]
     needed = {index for index, *_ in overlaps(ranges, begin, end)}
     before = [(keys, read(folder, index, clock)[0] if index in needed else {}) for index, keys in enumerate(ranges)]
-    return recut(plan, before, (begin, end)), int(facts["publication"]), True
+    return Load(recut(plan, before, (begin, end)), int(facts["publication"])), True
 
 
 def _bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from narrows.protocols.effects import Log
-from narrows.ps.changes import Load
 from narrows.ps.process import checkpoints
 from narrows.ps.process.machine import Process
 from narrows.ps.process.writer import Writer, Written
@@ -58,5 +57,4 @@ class Disk:
             return
         planned = server.shard.planned
         assert planned is not None
-        arrays, publication, recut = checkpoints.read_for(self.folder, self.index, server.shard.settings.shards, clock)
-        planned.begin(Load(arrays, publication), recut)
+        planned.begin(*checkpoints.read_for(self.folder, self.index, server.shard.settings.shards, clock))

@@ -16,11 +16,12 @@ from narrows.protocols.cluster.above import Above
 from narrows.protocols.cluster.coordinator import Coordinator
 from narrows.protocols.cluster.generations import EVERY_LEAST_NS, Generations
 from narrows.protocols.cluster.meeting import Meeting
-from narrows.protocols.cluster.moves import MOVE_LIFE, MovePhase
+from narrows.protocols.cluster.moves import MOVE_LIFE, MovePhase, Moves
 from narrows.protocols.cluster.roster import Roster
 from narrows.protocols.cluster.rounds import Rounds
 from narrows.protocols.cluster.run import RUN_LIFE, SEAT_LIFE, Run, RunPhase, Seat, SeatPhase
 from narrows.protocols.effects import NS
+from narrows.protocols.plan import Plan, TensorSpec
 from narrows.protocols.settings import Settings
 
 FILES = sorted(Path(coordinator.__file__).parent.glob("*.py"))
@@ -308,3 +309,73 @@ def test_shard_0_does_not_wait_for_shards_that_have_ended() -> None:
     assert not ours.generations.at_rest
     ours.ended([1])
     assert ours.generations.at_rest
+
+
+# Keys that move.
+
+
+def moving(members: int) -> tuple[Moves, list[Seat]]:
+    """A run of two shards whose members have been told to hold at clock 1, for a third shard."""
+    ours = Coordinator(Settings(sync="bsp", workers=members, shards=2).validated(), 1)
+    run, rounds, moves = ours.run, ours.rounds, ours.moves
+    seats = [member(run, rounds) for _ in range(members)]
+    run.move("start")
+    reports = [report(run, shard) for shard in range(2)]
+    moves.ask(3)
+    assert not moves.decide(0) and not moves.holds, "the third shard is not there"
+    moves.offer(b"third", replace(reports[1], shard=2))
+    assert moves.decide(0) and (moves.at, rounds.stop) == (1, 0)
+    return moves, seats
+
+
+def test_no_clock_closes_until_all_know_that_they_are_to_hold() -> None:
+    moves, (first, second) = moving(2)
+    for seat in (first, second):
+        push(moves.rounds, seat, 1)
+    moves.knows(first, moves.number)
+    assert not moves.decide(0) and not moves.rounds.decide(0), "the second might push update 1"
+    moves.knows(second, moves.number)
+    assert moves.decide(0) and moves.phase is MovePhase.HELD
+    assert moves.rounds.decide(0) and moves.rounds.min_clock == 1
+    assert not moves.rounds.decide(0) and not moves.decide(0), "the shards have not published it"
+
+
+@pytest.mark.parametrize("phase", [MovePhase.TOLD, MovePhase.HELD])
+def test_keys_stay_where_nobody_trains_any_more(phase: MovePhase) -> None:
+    """Else the run would let nobody in, and wait for ever."""
+    moves, (seat,) = moving(1)
+    if phase is MovePhase.HELD:
+        moves.knows(seat, moves.number)
+        moves.decide(0)
+    assert moves.phase is phase and moves.holds
+    moves.roster.left(seat, "expired")
+    assert moves.decide(0) and not moves.holds and moves.rounds.stop == -1
+    (log,) = moves.tell()
+    assert log.values["target"] == 2 and "nobody trains" in str(log.values["text"])
+
+
+def test_who_does_not_say_that_it_holds_is_waited_for_no_longer_than_two_leases() -> None:
+    moves, (first, second) = moving(2)
+    moves.knows(first, moves.number)
+    assert not moves.decide(20 * NS) and moves.holds
+    assert moves.decide(20 * NS + 1) and not moves.holds
+    (log,) = moves.tell()
+    assert f"worker {second.worker} does not say" in str(log.values["text"])
+
+
+def test_a_shard_that_cannot_write_keeps_the_keys_where_they_are() -> None:
+    moves, (seat,) = moving(1)
+    moves.knows(seat, moves.number)
+    push(moves.rounds, seat, 1)
+    assert moves.decide(0) and moves.rounds.decide(0)
+    for shard, kept in enumerate(((1,), ())):
+        report(moves.run, shard, min_clock=1)
+        assert moves.decide(0) == bool(shard)
+        report(moves.run, shard, tried=1, checkpoints=kept)
+    report(moves.run, 0, tried=1)
+    assert moves.phase is MovePhase.WRITING and moves.decide(0) and not moves.holds
+    (log,) = moves.tell()
+    assert "shard 1 could not write" in str(log.values["text"]) and moves.run.shards == 2
+    assert [word.message for word in moves.word(seat)] == []  # it is not ready
+    seat.ready_sent, moves.roster.plan = True, Plan((TensorSpec("w", (4,), "float32"),), "", ((0,),))
+    assert [word.message for word in moves.word(seat)] == [m.Move(seat.worker, seat.epoch, 2, -1)]

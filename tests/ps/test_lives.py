@@ -38,6 +38,16 @@ def test_so_often_in_a_while(code: int, again: Again, while_s: float, lives: Liv
     assert lives.ended(0, code, now=while_s + 1) is again and lives.restarts == most + 1
 
 
+def test_where_there_are_more_shards_more_may_die(lives: Lives) -> None:
+    for count in range(RESTARTS_MAX * SHARDS):
+        lives.serving.add(0)
+        lives.ended(0, -9, now=float(count))
+    lives.over(SHARDS + 1)
+    for again in [*[Again.JOURNAL] * RESTARTS_MAX, Again.NOT]:
+        lives.serving.add(0)
+        assert lives.ended(0, -9, now=KILLED_S - 1) is again
+
+
 def test_the_two_kinds_are_counted_apart(lives: Lives) -> None:
     for count in range(RESTARTS_MAX * SHARDS):
         assert lives.ended(1, 1, now=float(count)) is Again.CHECKPOINT

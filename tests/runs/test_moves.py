@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from narrows.protocols.member.member import Member
 from narrows.protocols.plan import Plan, TensorSpec
 from narrows.protocols.settings import Settings
 from narrows.ps.planned import Planned
+from narrows.ps.process import checkpoints
 from narrows.worker import DistributedOptimizer, clock, rank, step_count
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -33,7 +36,8 @@ MOVES = {4: 3, 8: 2}  # by the clock of the first worker
 ADAMW: Any = lambda p: torch.optim.AdamW(p, lr=3e-3)  # noqa: E731
 
 
-def trained(settings: Settings, folder: Path, moves: dict[int, int], **more: Any) -> Any:
+def trained(settings: Settings, folder: Path, moves: dict[int, int], shards: int = 2, **more: Any) -> Any:
+    """The model that all workers end with; the keys are with so many shards by then."""
     cluster = OnDisk(settings, folder)
 
     def script(worker: int) -> Any:
@@ -55,7 +59,7 @@ def trained(settings: Settings, folder: Path, moves: dict[int, int], **more: Any
         results = started.together(script)
     assert all(np.array_equal(results[0], other) for other in results)
     coordinator = cluster.servers[0].coordinator
-    assert coordinator is not None and coordinator.run.shards == ([*moves.values()] or [settings.shards])[-1]
+    assert coordinator is not None and coordinator.run.shards == shards
     return results[0]
 
 
@@ -73,6 +77,20 @@ def test_with_a_barrier_it_is_the_undisturbed_run(flags: dict[str, Any], more: d
     settings = Settings(**known | flags)
     moved = trained(settings, tmp_path / "a", MOVES, **more)
     assert distance(moved, trained(settings, tmp_path / "b", {}, **more)) < 1e-6
+
+
+def test_a_disk_that_refuses_leaves_the_keys_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = checkpoints.write
+
+    def refusing(folder: Path, shard: int, *rest: Any) -> Any:
+        if shard == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(folder, shard, *rest)
+
+    settings = Settings(sync="bsp", workers=2, shards=2)
+    undisturbed = trained(settings, tmp_path / "a", {})
+    monkeypatch.setattr(checkpoints, "write", refusing)
+    assert distance(trained(settings, tmp_path / "b", {4: 3}), undisturbed) < 1e-6
 
 
 def test_no_update_is_lost_where_most_of_each_waits_for_the_next(

@@ -380,6 +380,20 @@ def test_the_disk_keeps_what_the_real_one_keeps(tmp_path: Path) -> None:
     for clock, shared in ((4, -1), (8, 4), (9, 8), (6, 4), (7, 6), (8, 6), (10, 6), (11, 10), (12, 11)):
         disk.write(0, clock, {"x": x, "p": x}, 0, b"", shared)
         assert checkpoints.write(tmp_path, 0, clock, {"x": x, "p": x}, facts, shared) == disk.clocks(0)
+    # Two shards become one: the file of the second goes when the first does not need that clock any more.
+    for shard, clock, shards, shared in (
+        (0, 14, 2, 12),
+        (1, 14, 2, 14),
+        (0, 16, 1, 14),
+        (0, 18, 1, 14),
+        (0, 20, 1, 18),
+    ):
+        disk.write(shard, clock, {"x": x, "p": x}, 0, b"", shared, shards)
+        checkpoints.write(tmp_path, shard, clock, {"x": x, "p": x}, facts | {"shards": shards}, shared)
+        for each in range(2):
+            assert checkpoints.clocks(tmp_path, each) == disk.clocks(each)
+            assert checkpoints.sound(tmp_path, each, shards)[0] == disk.sound(each, shards)
+    assert disk.clocks(1) == ()
     for clock in (6, -1):
         disk.drop_after(0, clock)
         checkpoints.drop_after(tmp_path, 0, clock)
