@@ -96,11 +96,11 @@ class Directions:
         return dict(zip(known, zip((own / (count - 1)).tolist(), others.tolist(), strict=True), strict=True))
 
     def _factor(self, worker: int, clock: int, cosines: dict[int, tuple[float, float]]) -> float:
+        self.opposing.discard(worker)
         if worker not in cosines:
             return 1.0
         own, others = cosines[worker]
         self.newest[worker] = own
-        self.opposing.discard(worker)
         if others <= AGREE or own >= SHARE * others - SURE:
             return 1.0
         self.opposing.add(worker)

@@ -57,6 +57,12 @@ class Shard:
         """Of the arrays, which are nearly all of it."""
         return sum(each.nbytes for each in self.planned.store.arrays().values()) if self.planned is not None else 0
 
+    @property
+    def writing(self) -> int:
+        """The clock of a checkpoint that the runner was asked for, and has not told of: -1, none."""
+        asked = self.planned.written if self.planned is not None else -1
+        return asked if asked != self.tried else -1
+
     # The ledger.
 
     def handle_ledger(self, ledger: m.Ledger, now_ns: int) -> list[ServerEffect]:
@@ -95,7 +101,7 @@ class Shard:
             where = {"shard": self.index, "from_clock": clock, "to_clock": reached}
             text = f"shard {self.index} goes back from clock {reached} to {clock}: what was folded since is lost"
             effects.append(Log("lost", where | {"text": text}))
-        self.checkpoints = [clock for clock in self.checkpoints if clock <= ledger.restart_clock]
+        self.checkpoints, self.tried = [clock for clock in self.checkpoints if clock <= ledger.restart_clock], -1
         return [*effects, Load(ledger.restart_clock)]
 
     def _members(self) -> list[Log]:

@@ -27,7 +27,9 @@ from safetensors import SafetensorError, safe_open
 from narrows.protocols.errors import IncompatibleError, UsageError
 from narrows.protocols.plan import DTYPES, NamedArray, Plan, unpack_arrays
 
-KEPT = 2
+KEPT = (
+    3  # the newest, which some shards may not have yet; the one that all share; the one before it, if that is damaged
+)
 DEFAULT = "checkpoints"  # a run's folder is made in it where none is named
 _NAME = re.compile(r"shard-(\d+)\.clock-(\d+)\.safetensors")
 _BYTES = "bytes."  # facts that are bytes are arrays of this name: a header is no place for megabytes

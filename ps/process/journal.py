@@ -27,7 +27,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from narrows.protocols.effects import NS, Checkpoint, Load, ServerEffect, Stop
+from narrows.protocols.effects import NS, Load, ServerEffect, Stop
 from narrows.protocols.errors import NarrowsError
 from narrows.protocols.messages import Buffer
 from narrows.protocols.wire import decode, pack, unpack
@@ -54,10 +54,9 @@ def files() -> tuple[int, int]:
 
 
 class Replayed(NamedTuple):
-    """`writing`: the clock of a checkpoint that was being written, -1: none. `stop`: what the run ended with."""
+    """`stop`: what the run ended with."""
 
     events: int
-    writing: int
     stop: Stop | None
 
 
@@ -208,21 +207,18 @@ class Journal:
 
     def replay(self, server: Server, load: Callable[[int], None]) -> Replayed:
         """All that has happened since the machine was written, but for what others saw of it. `load`: reads a checkpoint."""
-        count, writing, stop = 0, -1, None
+        count, stop = 0, None
         for event in self.events():
-            count, writing = count + 1, -1 if event.kind is Kind.WROTE else writing
+            count += 1
             effects: list[ServerEffect] = []
             with contextlib.suppress(NarrowsError):  # a message that was refused
                 effects = server.happen(event)
             while effects or server.inner:
                 for effect in effects:
                     match effect:
-                        case Checkpoint(clock):
-                            writing = clock
                         case Load(clock):
                             load(clock)
-                            writing = -1
                         case Stop():
                             stop = effect
                 effects = server.advance(event.now_ns) if server.inner else []
-        return Replayed(count, writing, stop)
+        return Replayed(count, stop)

@@ -126,10 +126,11 @@ class Runner:
         self._log("replayed", clock=shard.min_clock, text=f"shard {index} goes on where it was ({again})")
         # Later in a clock the arrays may have what belongs to the next one.
         whole = shard.planned is not None and shard.planned.stage in (Stage.FOLD, Stage.CHECKPOINT)
-        if done.writing == shard.min_clock and whole:
-            self._checkpoint(done.writing)
-        elif done.writing >= 0 and self.process.folder is not None:
-            self._write_down(Written(done.writing, checkpoints.clocks(self.process.folder, index), 0))
+        writing = shard.writing
+        if writing == shard.min_clock and whole:
+            self._checkpoint(writing)
+        elif writing >= 0 and self.process.folder is not None:
+            self._write_down(Written(writing, checkpoints.clocks(self.process.folder, index), 0))
         elif self.server.over and shard.checkpoints:  # who waits for it may not have been told
             self._log("checkpoint", clock=shard.checkpoints[-1])
 
@@ -221,6 +222,7 @@ class Runner:
             return
         self.writer.forget()
         checkpoints.drop_after(folder, self.process.index, clock)
+        self.anew = True  # done again later, it would drop what was written since; and the file may be gone by then
         if clock < 0:
             return
         assert planned is not None
@@ -229,7 +231,6 @@ class Runner:
         if held != keys:
             raise NarrowsError(f"the checkpoint of clock {clock} has {held} keys here, not {keys}")
         planned.apply([LoadArrays(arrays, int(facts["publication"]))])
-        self.anew = True  # that file may be gone when it would be read again
 
     # Events.
 

@@ -198,12 +198,13 @@ class Server:
 
 
 @contextmanager
-def serving(*flags: str, cwd: Path | None = None, port: int = 0) -> Iterator[Server]:
+def serving(*flags: str, cwd: Path | None = None, port: int = 0, env: dict[str, str] | None = None) -> Iterator[Server]:
     with tempfile.TemporaryDirectory() as folder:
         ready = Path(folder) / "ready"
         bind = f"tcp://127.0.0.1:{port}"
         where = () if "--checkpoint-dir" in flags or cwd else ("--checkpoint-dir", "none")
-        with started("ps-serve", "--bind", bind, "--ready-file", str(ready), *where, *flags, cwd=cwd) as command:
+        words = ("ps-serve", "--bind", bind, "--ready-file", str(ready), *where, *flags)
+        with started(*words, env=env, cwd=cwd) as command:
             until(lambda: ready.exists() or command.process.poll() is not None, str(command))
             assert ready.exists(), command
             server = Server(command, ready)

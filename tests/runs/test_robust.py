@@ -20,7 +20,7 @@ from narrows.ps.command.serve import checked
 from narrows.ps.gain import WINDOW, Gain
 from narrows.ps.mean import AT_ONCE, Trimmed
 from narrows.ps.process.journal import _Pickler, _Unpickler
-from narrows.ps.screen import AGREE, LEAST, RECENT, SHARE, SURE, Directions
+from narrows.ps.screen import AGREE, LEAST, RECENT, SHARE, SURE, Directions, Screen
 from narrows.ps.store import Store, assume_lent
 
 STEPS = 48
@@ -121,6 +121,22 @@ def test_the_cosine_is_that_of_the_definition() -> None:
     assert set(check.struck) == {LIAR} and len(check.logs) == 1, "it is named once"
     check.members({0, 1, 3})
     assert LIAR not in check.cosines() and check.logs[-1].values["left_out"] == check.struck[LIAR]
+
+
+def test_who_was_left_out_counts_once_too_many_have_left_to_judge_it() -> None:
+    """Its weight and those of the others come to 1."""
+    rng = np.random.default_rng(3)
+    true = rng.standard_normal(KEYS).astype(np.float32)
+    check = Directions(0, lambda update: update)
+    screen = Screen([check], alike=True)
+    for clock in range(2 * LEAST):
+        factors = screen.factors([(worker, clock, -true if worker == LIAR else true) for worker in range(WORKERS)])
+    assert factors[LIAR] == 0.0
+    rest = [LIAR, (LIAR + 1) % WORKERS]
+    screen.members(set(rest))
+    factors = screen.factors([(worker, 99, -true if worker == LIAR else true) for worker in rest])
+    shares = screen.shares([(worker, 1) for worker in rest])
+    assert factors == [1.0, 1.0] and sum(shares) == 1.0
 
 
 @pytest.mark.parametrize("lie", ["long", "not finite", "nothing", "constant"])
