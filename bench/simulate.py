@@ -1,20 +1,24 @@
 """Run thousands of simulated clusters, every invariant checked after every event, and say how often each fault struck.
 
-    python bench/simulate.py --runs 10000 --restarts 1000 --trees 1000 --jobs 2
-    python bench/simulate.py --replay 17 --restart          one seed again, with its trace; or --tree, --gossip
+    python bench/simulate.py --campaign 100000 --jobs 2     of every kind its share
+    python bench/simulate.py --runs 10000 --trees 1000      so many of these kinds
+    python bench/simulate.py --replay 17 --restart          one seed again, with its trace; or --kill, --tree, --gossip
     python bench/simulate.py --tree --clusters 50 --workers 1000 --above ssp --sync ssp
                                                             one tree without faults, and the closed form of a round
     python bench/simulate.py --gossip --workers 1000 --topology ring --compress int8
                                                             the same of a gossip run, and of its bytes
 
-A run is tests/simulation/campaigns.py's: at least 4 workers, 2 shards and 20 clocks, all modes in turn. A tree is
-tests/simulation/trees.py's; `--above all --sync all` is every pair of modes, `--clusters 0` puts all workers below the root.
-A gossip run is tests/simulation/gossips.py's, and rounds.py's without faults. Exit code 1 where one failed.
+A run is tests/simulation/campaigns.py's: at least 4 workers, 2 shards and 20 clocks, all modes in turn. In a restart a shard
+goes on from a checkpoint, in a kill several go on from their journals (tests/simulation/lives.py). A tree is
+tests/simulation/trees.py's, a felled one has kills. `--above all --sync all` is every pair of modes, `--clusters 0` puts all
+workers below the root. A gossip run is tests/simulation/gossips.py's, and rounds.py's without
+faults. Exit code 1 where one failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import multiprocessing
 import sys
 import time
@@ -23,7 +27,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
@@ -40,7 +44,7 @@ from narrows.protocols.messages import Message
 
 BATCH = 50  # runs of one job between two reports
 FAILED_SHOWN = 20
-OPTION = {"runs": "", "restarts": " --restart", "trees": " --tree", "gossips": " --gossip"}  # of --replay
+COLLECT_EVERY = 10  # runs: what one leaves behind is freed then
 
 
 @dataclass
@@ -61,25 +65,44 @@ class Tally:
         self.failed += other.failed
 
 
-KINDS: dict[str, Callable[[int, Trace | None], Run | Tree | Campaign]] = {
-    "runs": lambda seed, trace: Run(case_of(seed), trace=trace),
-    "restarts": lambda seed, trace: Run(case_of(seed, restart=True), trace=trace),
-    "trees": lambda seed, trace: Tree(fault_case(seed), trace=trace),
-    "gossips": lambda seed, trace: Campaign(seed, trace),
+class Kind(NamedTuple):
+    """`share`: of a campaign, in percent. `option`: of --replay."""
+
+    share: int
+    option: str
+    make: Callable[[int, Trace | None], Run | Tree | Campaign]
+
+
+KINDS = {
+    "runs": Kind(50, "", lambda seed, trace: Run(case_of(seed), trace=trace)),
+    "restarts": Kind(10, " --restart", lambda seed, trace: Run(case_of(seed, restart=True), trace=trace)),
+    "kills": Kind(20, " --kill", lambda seed, trace: Run(case_of(seed, seed % 4 == 3, kills=True), trace=trace)),
+    "trees": Kind(8, " --tree", lambda seed, trace: Tree(fault_case(seed), trace=trace)),
+    "felled": Kind(6, " --tree --kill", lambda seed, trace: Tree(fault_case(seed, kills=True), trace=trace)),
+    "gossips": Kind(6, " --gossip", lambda seed, trace: Campaign(seed, trace)),
 }
+
+
+def shares(total: int) -> dict[str, int]:
+    """Of a campaign of so many runs."""
+    return {name: total * kind.share // 100 for name, kind in KINDS.items()}
 
 
 def batch(first: int, count: int, kind: str) -> Tally:
     tally = Tally(Counter({kind: count}))
+    gc.disable()  # a run makes few cycles, and the collector looks at all that there is, again and again
     for seed in range(first, first + count):
-        run = KINDS[kind](seed, None)
+        run = KINDS[kind].make(seed, None)
         try:
             run.run()
         except Violation as violation:
-            tally.failed.append(f"{violation}\n    python bench/simulate.py --replay {seed}{OPTION[kind]}")
+            tally.failed.append(f"{violation}\n    python bench/simulate.py --replay {seed}{KINDS[kind].option}")
         tally.virtual_s += run.sim.now_ns / NS
         tally.struck += run.sim.struck
         tally.runs_struck.update(fault for fault, times in run.sim.struck.items() if times)
+        if seed % COLLECT_EVERY == 0:
+            del run
+            gc.collect()
     return tally
 
 
@@ -97,7 +120,7 @@ def campaign(first: int, totals: dict[str, int], jobs: int) -> Tally:
     """All runs, over `jobs` processes; after Ctrl-C those that there were."""
     tally = Tally()
     # spawn: a fork would copy whatever threads numba has started
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), gc.freeze) as pool:
         try:
             for future in as_completed([pool.submit(batch, *work) for work in batches(first, totals)]):
                 tally.add(future.result())
@@ -110,8 +133,9 @@ def campaign(first: int, totals: dict[str, int], jobs: int) -> Tally:
 
 def show(tally: Tally, wall_s: float, jobs: int) -> None:
     total, kinds = tally.kinds.total(), tally.kinds
-    what = f"{kinds['runs']} runs, {kinds['restarts']} in which a shard restarts, {kinds['trees']} trees"
-    print(f"{what}, and {kinds['gossips']} gossip runs: {len(tally.failed)} failed")
+    what = f"{kinds['runs']} runs, {kinds['restarts']} in which a shard restarts, {kinds['kills']} in which shards are killed, "
+    what += f"{kinds['trees']} trees, {kinds['felled']} in which shards are killed, and {kinds['gossips']} gossip runs"
+    print(f"{what}: {len(tally.failed)} failed")
     print(
         f"{wall_s:.0f} s, {total / wall_s:.1f} runs/s with {jobs} jobs, {tally.virtual_s / 3600:.1f} h of virtual time\n"
     )
@@ -128,7 +152,7 @@ def replay(seed: int, kind: str) -> int:
     def trace(now_ns: int, text: str, message: Message | None) -> None:
         print(f"{now_ns / NS:9.4f} {text} {describe(message)}".rstrip())
 
-    run = KINDS[kind](seed, trace)
+    run = KINDS[kind].make(seed, trace)
     print(run.case)
     try:
         run.run()
@@ -230,14 +254,18 @@ def gossip_line(told: argparse.Namespace, topology: str, bound: int) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=10_000)
-    parser.add_argument("--restarts", type=int, default=1_000, help="further runs in which a shard restarts")
-    parser.add_argument("--trees", type=int, default=1_000, help="small trees of clusters, with every fault")
-    parser.add_argument("--gossips", type=int, default=1_000, help="small gossip runs in which anything may happen")
+    parser.add_argument("--campaign", type=int, default=0, metavar="N", help="N runs, of every kind its share")
+    parser.add_argument("--runs", type=int, default=0, help="of one cluster, with every fault")
+    parser.add_argument("--restarts", type=int, default=0, help="such runs in which a shard restarts")
+    parser.add_argument("--kills", type=int, default=0, help="such runs in which shards are killed, and replayed")
+    parser.add_argument("--trees", type=int, default=0, help="small trees of clusters, with every fault")
+    parser.add_argument("--felled", type=int, default=0, help="such trees in which shards are killed, and replayed")
+    parser.add_argument("--gossips", type=int, default=0, help="small gossip runs in which anything may happen")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--replay", type=int, metavar="SEED", help="run one seed and print its trace")
     parser.add_argument("--restart", action="store_true", help="with --replay: the run in which a shard restarts")
+    parser.add_argument("--kill", action="store_true", help="with --replay: that in which shards are killed")
     parser.add_argument("--tree", action="store_true", help="one large tree, without faults, against its closed form")
     parser.add_argument("--gossip", action="store_true", help="one large gossip run, without faults, the same way")
     parser.add_argument("--workers", type=int, default=1000, help="with --tree: of all clusters; with --gossip")
@@ -251,15 +279,16 @@ def main() -> int:
     parser.add_argument("--staleness", type=int, choices=[0, 1], help="with --gossip; not given: both")
     told = parser.parse_args()
     if told.replay is not None:
-        return replay(
-            told.replay, "trees" if told.tree else "gossips" if told.gossip else "restarts" if told.restart else "runs"
-        )
+        asked = {option for option in ("restart", "kill", "tree", "gossip") if getattr(told, option)}
+        kind = next(name for name, kind in KINDS.items() if {*kind.option.replace("--", "").split()} == asked)
+        return replay(told.replay, kind)
     if told.tree:
         return trees(told)
     if told.gossip:
         return gossips(told)
     began = time.monotonic()
-    tally = campaign(told.seed, {kind: getattr(told, kind) for kind in KINDS}, told.jobs)
+    totals = shares(told.campaign) if told.campaign else {kind: getattr(told, kind) for kind in KINDS}
+    tally = campaign(told.seed, totals, told.jobs)
     show(tally, time.monotonic() - began, told.jobs)
     return 1 if tally.failed else 0
 

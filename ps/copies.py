@@ -19,6 +19,7 @@ from typing import Protocol
 from narrows.protocols import messages as m
 from narrows.protocols.effects import NS, CopyEffect, Log, Send, Serve, Stop, Tell
 from narrows.protocols.messages import RefuseCode, check_name
+from narrows.protocols.wire import encode
 from narrows.ps.events import Event
 from narrows.ps.reports import COORDINATOR
 
@@ -152,6 +153,10 @@ class Original:
             return []
         self.sent = number
         return [Send(self.peer, copied)]
+
+    def again(self, event: Event) -> None:
+        """Before an event is handled that a process before this one has handled: the standby may lack it."""
+        self.note(event, encode(event.message) if event.message is not None else ())
 
     def _roster(self) -> None:
         members = frozenset(member.worker for member in self.machine.members)

@@ -63,6 +63,12 @@ class Shard:
         """The keys are with other shards."""
         return self.index >= self.settings.shards
 
+    @property
+    def writing(self) -> int:
+        """The clock of a checkpoint that the runner was asked for, and has not told of: -1, none."""
+        asked = self.planned.written if self.planned is not None else -1
+        return asked if asked != self.tried else -1
+
     # The ledger.
 
     def handle_ledger(self, ledger: m.Ledger, now_ns: int) -> list[ServerEffect]:
@@ -107,6 +113,7 @@ class Shard:
         # That clock is there for all: who has no part of it reads those of others.
         kept = {clock for clock in self.checkpoints if clock < ledger.restart_clock}
         self.checkpoints = sorted(kept | {ledger.restart_clock} - {-1})
+        self.tried = -1
         return [*effects, Load(ledger.restart_clock)]
 
     def _members(self) -> list[Log]:

@@ -31,7 +31,9 @@ from narrows.protocols.plan import DTYPES, NamedArray, Plan, unpack_arrays
 from narrows.ps.changes import Load
 from narrows.ps.recut import recut
 
-KEPT = 2
+KEPT = (
+    3  # the newest, which some shards may not have yet; the one that all share; the one before it, if that is damaged
+)
 DEFAULT = "checkpoints"  # a run's folder is made in it where none is named
 _NAME = re.compile(r"shard-(\d+)\.clock-(\d+)\.safetensors")
 _BYTES = "bytes."  # facts that are bytes are arrays of this name: a header is no place for megabytes

@@ -28,11 +28,11 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from narrows.protocols.effects import NS, Checkpoint, Load, ServerEffect, Stop
+from narrows.protocols.effects import NS, Load, ServerEffect, Stop
 from narrows.protocols.errors import NarrowsError
 from narrows.protocols.messages import Buffer
 from narrows.protocols.wire import pack, unpack
-from narrows.ps.events import Event, Kind
+from narrows.ps.events import Event
 from narrows.ps.server import Server
 
 HEAD = struct.Struct("<QQ")  # serial number and bytes of the machine; 0: there is none
@@ -55,29 +55,23 @@ def files() -> tuple[int, int]:
 
 
 class Replay:
-    """Does again what happened to a machine, but for what others saw of it. `load`: reads a checkpoint.
-
-    `writing`: the clock of a checkpoint that was being written, -1: none. `stop`: what the run ended with."""
+    """Does again what happened to a machine, but for what others saw of it. `load`: reads a checkpoint. `stop`: what the run
+    ended with."""
 
     def __init__(self, server: Server, load: Callable[[int], None]) -> None:
-        self.server, self.load = server, load
-        self.events, self.writing = 0, -1
+        self.server, self.load, self.events = server, load, 0
         self.stop: Stop | None = None
 
     def again(self, event: Event) -> None:
         self.events += 1
-        self.writing = -1 if event.kind is Kind.WROTE else self.writing
         effects: list[ServerEffect] = []
         with contextlib.suppress(NarrowsError):  # a message that was refused
             effects = self.server.happen(event)
         while effects or self.server.inner:
             for effect in effects:
                 match effect:
-                    case Checkpoint(clock):
-                        self.writing = clock
                     case Load(clock):
                         self.load(clock)
-                        self.writing = -1
                     case Stop():
                         self.stop = effect
             effects = self.server.advance(event.now_ns) if self.server.inner else []
@@ -233,3 +227,13 @@ class Journal:
             yield Event.of(about, frames)
             self.end = at
         os.ftruncate(file, self.end)  # of one that is not whole
+
+    def replay(
+        self, server: Server, load: Callable[[int], None], note: Callable[[Event], None] = lambda event: None
+    ) -> Replay:
+        """Do again all that has happened since the machine was written. `note` is told of each event before."""
+        done = Replay(server, load)
+        for event in self.events():
+            note(event)
+            done.again(event)
+        return done

@@ -122,10 +122,8 @@ class Runner:
 
     def _replay(self, journal: Journal) -> None:
         """All that happened since the machine was written, but for what others have seen of it."""
-        began, done = time.monotonic(), Replay(self.server, self._load)
-        for event in journal.events():
-            self.original.note(event, encode(event.message) if event.message is not None else ())
-            done.again(event)
+        began = time.monotonic()
+        done = journal.replay(self.server, self._load, self.original.again)
         again = f"{done.events} events done again in {time.monotonic() - began:.1f} s"
         text = f"shard {self.process.index} goes on where it was ({again})"
         self._log("replayed", clock=self.server.shard.min_clock, text=text)
@@ -138,10 +136,11 @@ class Runner:
         index, shard, folder = self.process.index, self.server.shard, self.process.folder
         # Later in a clock the arrays may have what belongs to the next one.
         whole = shard.planned is not None and shard.planned.stage in (Stage.FOLD, Stage.CHECKPOINT)
-        if done.writing == shard.min_clock and whole:
-            self.disk.write(done.writing, self.server)
-        elif folder is not None and (done.writing >= 0 or not here):
-            clock = done.writing if done.writing >= 0 else shard.tried
+        writing = shard.writing
+        if writing == shard.min_clock and whole:
+            self.disk.write(writing, self.server)
+        elif folder is not None and (writing >= 0 or not here):
+            clock = writing if writing >= 0 else shard.tried
             self._write_down(Written(clock, checkpoints.clocks(folder, index), 0))
         elif self.server.over and shard.checkpoints:  # who waits for it may not have been told
             self._log("checkpoint", clock=shard.checkpoints[-1])

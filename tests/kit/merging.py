@@ -30,6 +30,11 @@ class TrueGain:
         self.over: dict[Hashable, Array] = {}
         self.shares: dict[Hashable, float] = {}
 
+    def forget(self, who: Hashable) -> None:
+        """Its update was left out: it begins a new window when it counts again."""
+        self.going.pop(who, None)
+        self.over.pop(who, None)
+
     def saw(self, who: Hashable, live: Collection[Hashable], share: float, update: npt.NDArray[np.float32]) -> None:
         """`live`: all who may fold, once this update has come."""
         for gone in [each for each in self.going if each not in live]:

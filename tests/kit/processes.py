@@ -198,7 +198,9 @@ class Server:
 
 
 @contextmanager
-def serving(*flags: str, cwd: Path | None = None, port: int = 0, descriptors: int = 0) -> Iterator[Server]:
+def serving(
+    *flags: str, cwd: Path | None = None, port: int = 0, descriptors: int = 0, env: dict[str, str] | None = None
+) -> Iterator[Server]:
     """`descriptors`: that each of its processes may have, 0: as many as this one."""
     limited = ("/bin/sh", "-c", f'ulimit -n {descriptors}; exec "$0" "$@"', str(BIN / "ps-serve"))
     serve = limited if descriptors else ("ps-serve",)
@@ -206,7 +208,8 @@ def serving(*flags: str, cwd: Path | None = None, port: int = 0, descriptors: in
         ready = Path(folder) / "ready"
         bind = f"tcp://127.0.0.1:{port}"
         where = () if "--checkpoint-dir" in flags or cwd else ("--checkpoint-dir", "none")
-        with started(*serve, "--bind", bind, "--ready-file", str(ready), *where, *flags, cwd=cwd) as command:
+        words = (*serve, "--bind", bind, "--ready-file", str(ready), *where, *flags)
+        with started(*words, env=env, cwd=cwd) as command:
             until(lambda: ready.exists() or command.process.poll() is not None, str(command))
             assert ready.exists(), command
             server = Server(command, ready)

@@ -129,6 +129,24 @@ def test_the_cosine_is_that_of_the_definition() -> None:
     assert LIAR not in check.cosines()
 
 
+def test_who_was_left_out_counts_once_too_many_have_left_to_judge_it() -> None:
+    """Its weight and those of the others come to 1."""
+    true = np.random.default_rng(3).standard_normal(KEYS).astype(np.float32)
+    screen = Screen(0, Looks(0, KEYS), [Directions(0)], alike=True)
+
+    def pushed(worker: int, clock: int) -> tuple[int, int, Any]:
+        return worker, clock, raw_pieces(-true if worker == LIAR else true, 0, [(0, KEYS)])
+
+    for clock in range(2 * LEAST):
+        factors = screen.factors([pushed(worker, clock) for worker in range(WORKERS)])
+    assert factors[LIAR] == 0.0
+    rest = [LIAR, (LIAR + 1) % WORKERS]
+    screen.members(set(rest))
+    factors = screen.factors([pushed(worker, 99) for worker in rest])
+    shares = screen.shares([(worker, 1) for worker in rest])
+    assert factors == [1.0, 1.0] and sum(shares) == 1.0
+
+
 @pytest.mark.parametrize("lie", ["long", "nothing", "constant"])
 def test_one_voice_is_one_voice_whatever_it_sends(lie: str) -> None:
     """No liar makes honest workers look like liars."""

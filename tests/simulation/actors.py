@@ -37,16 +37,19 @@ from narrows.protocols.timing import Timing
 from narrows.protocols.wire import pack, unpack
 from narrows.ps.changes import Load
 from narrows.ps.events import Event, Kind
-from narrows.ps.planned import Means
+from narrows.ps.planned import Means, Stage
 from narrows.ps.process.checkpoints import KEPT
 from narrows.ps.recut import recut
 from narrows.ps.reports import COORDINATOR
 from narrows.ps.server import Server
 from narrows.ps.shard import Shard
+from simulation.lives import Kept, Kill
 from simulation.mirrors import RATE, FloatArray, Violation
 from simulation.network import Simulator
 
 CLOCKS = 20
+CLOCKS_APART_NS = 3600 * NS  # of any two processes
+STRANGER = "x"  # how the address of somebody begins who speaks as another
 KEYS = 7  # of the model: shards of three and four, parts of two
 PART_KEYS = 2
 TIMING = Timing(join_retry_ns=NS // 4, request_retry_ns=NS // 2, bytes_per_second=1 << 30)
@@ -96,12 +99,19 @@ def source_of(peer: bytes) -> str:
     return f"{member.rstrip()}.s{shard}" if shard else member.rstrip()
 
 
+class FailsError(Exception):
+    """A process ends by itself in the midst of an event."""
+
+
 @dataclass(slots=True)
 class Disk:
-    """What ps/checkpoints.py is: (shard, clock) -> arrays, publication, plan, shards. A write takes less than `slow_ns`."""
+    """What ps/checkpoints.py is: (shard, clock) -> arrays, publication, plan, shards. A write takes less than `slow_ns`. One
+    that is torn is no checkpoint."""
 
     files: dict[tuple[int, int], tuple[dict[str, FloatArray], int, bytes, int]] = field(default_factory=dict)
     slow_ns: int = NS // 5
+    tears: Callable[[int, int], bool] = lambda shard, clock: False  # whether a checkpoint is torn once it is written
+    torn: set[tuple[int, int]] = field(default_factory=set)
 
     def takes_ns(self, shard: int, clock: int) -> int:
         """Not drawn: the other faults of a seed stay what they were."""
@@ -117,7 +127,8 @@ class Disk:
 
     def _begins(self, shard: int, shards: int, clock: int) -> bool:
         count = self.files[(shard, clock) if (shard, clock) in self.files else (0, clock)][3]
-        return all((index, clock) in self.files for index in ((shard,) if count == shards else range(count)))
+        needed = {(index, clock) for index in ((shard,) if count == shards else range(count))}
+        return needed <= self.files.keys() - self.torn
 
     def shared(self, shards: int) -> int:
         return max(set.intersection(*(set(self.sound(shard, shards)) for shard in range(shards))), default=-1)
@@ -127,7 +138,9 @@ class Disk:
         return self.files[0, clock][3]
 
     def read(self, shard: int, shards: int, clock: int) -> tuple[dict[str, FloatArray], int]:
-        """Arrays and publication of one of so many shards."""
+        """Arrays and publication of one of so many shards. Raises FailsError for one that is torn or missing."""
+        if not self._begins(shard, shards, clock):
+            raise FailsError
         count, plan = self.shards(clock), Plan.unpacked(self.files[0, clock][2])
         if count == shards:
             return self.files[shard, clock][:2]
@@ -145,6 +158,10 @@ class Disk:
         shared: int,
         shards: int = 1,
     ) -> None:
+        self.torn.discard((shard, clock))
+        if self.tears(shard, clock):
+            self.torn.add((shard, clock))
+            arrays = {name: array + 1 for name, array in arrays.items()}
         self.files[shard, clock] = ({name: array.copy() for name, array in arrays.items()}, publication, plan, shards)
         self.drop_after(shard, clock)
         for old in self.clocks(shard)[:-KEPT]:
@@ -205,6 +222,7 @@ class Watch(Protocol):
     def leaves(self, worker: Worker) -> None: ...
     def model_arrived(self, worker: Worker, shard: int, model: bytes) -> None: ...
     def server_started(self, process: Process) -> None: ...
+    def replayed(self, process: Process) -> None: ...
     def follow(self, process: Process) -> None: ...
     def saved(self, process: Process, clock: int) -> None: ...
     def loaded(self, process: Process, clock: int) -> None: ...
@@ -232,6 +250,18 @@ class Host(Protocol):
     def checker(self) -> Watch: ...
     def send(self, source: str, target: str, message: m.Message) -> None: ...
     def compute_ns(self, index: int) -> int: ...
+    def kills_of(self, index: int) -> list[Kill]:
+        """Of a server process, the last first."""
+
+    def gives(self, worker: Worker, values: FloatArray) -> FloatArray:
+        """What this worker hands up in the place of what it computed."""
+
+    def replayed(self, process: Process) -> None:
+        """It was killed, and goes on."""
+
+    def failed(self, process: Process) -> None:
+        """It cannot read a checkpoint, and ends."""
+
     def worker_pushed(self, worker: Worker) -> None: ...
     def worker_failed(self, worker: Worker, failed: e.Failed) -> None: ...
     def server_event(self, process: Process) -> None: ...
@@ -239,6 +269,9 @@ class Host(Protocol):
 
 class Shadow(Protocol):
     """Goes along with a process."""
+
+    def written(self, event: Event) -> None:
+        """It is about to happen."""
 
     def happened(self, event: Event, effects: Sequence[ServerEffect]) -> None: ...
     def changed(self) -> None:
@@ -251,7 +284,7 @@ class Process:
     shadow_of: Callable[[Process], Shadow] | None = None  # what each has, where a test wants that
 
     def __init__(self, run: Host, index: int, life: int) -> None:
-        self.run, self.index = run, index
+        self.run, self.index, self.life = run, index, life
         self.port, self.up = f"{run.prefix}s{index}", f"{run.prefix}s{index}.{life}"
         self.first_port = f"{run.prefix}s0"
         self.above = f"{run.parent.prefix}s{index}" if run.parent is not None else ""  # the shard above
@@ -279,49 +312,94 @@ class Process:
         self.shard = run.kit.shard(index, settings, life + 1, 1 + index, kept, means)
         self.server = Server(self.shard, self.coordinator, member, self.above)
         self.writing: Writing | None = None  # a checkpoint that the disk does not have yet
-        self.shadow: Shadow | None = None
+        self.events = 0
+        self.kills = run.kills_of(index) if not life else []
+        self.leave = -1  # how many effects are still carried out, -1: all
+        self.era = 0  # grows where what was being written does not count any more
+        self.missed_ns = -(life + 1) * (index + 1) * CLOCKS_APART_NS  # no two processes have one clock
         run.checker.server_started(self)
         run.sim.start(self, self.port, self.up)
         shadow_of = type(self).shadow_of
-        self.shadow = shadow_of(self) if shadow_of is not None else None
-        self._happen(Event(Kind.START, run.sim.now_ns))
+        self.shadow: Shadow | None = None
+        if shadow_of is not None or self.kills:
+            self.shadow = shadow_of(self) if shadow_of is not None else Kept(self)
+        self._happen(Event(Kind.START, self.now_ns))
+
+    @property
+    def now_ns(self) -> int:
+        """By the clock of this process: what it missed is left out, as protocols/runtime/clock.py leaves it out."""
+        return self.run.sim.now_ns - self.missed_ns
 
     def handle(self, source: str, message: m.Message, now_ns: int) -> None:
+        if source.startswith(STRANGER):
+            return self._strange(source, message)
         self.run.checker.heard(self, message)
         try:
             kind = self.kinds.get(source, Kind.BELOW)
             peer = peer_of(source) if kind is Kind.BELOW else b""
-            self._happen(Event(kind, now_ns, peer, message), source)
+            self._happen(Event(kind, self.now_ns, peer, message), source)
         except NarrowsError as error:
             raise Violation(f"{self.port} blames {source}, which keeps the rules: {error}") from error
 
+    def _strange(self, source: str, message: m.Message) -> None:
+        """Of somebody who speaks as another: whether the machine finds that out shows in all that is checked."""
+        try:
+            self._happen(Event(Kind.BELOW, self.now_ns, peer_of(source), message), source)
+        except NarrowsError as error:
+            self.run.sim.struck["stranger refused"] += 1
+            self._carry_out(self.server.refused(peer_of(source), error))
+
     def tick(self, now_ns: int) -> None:
-        self._happen(Event(Kind.TICK, now_ns))
+        self._happen(Event(Kind.TICK, self.now_ns))
 
     def unreached(self, target: str, now_ns: int) -> None:
-        self._happen(Event(Kind.UNREACHED, now_ns, peer_of(target)), target)
+        self._happen(Event(Kind.UNREACHED, self.now_ns, peer_of(target)), target)
+
+    def linked(self) -> None:
+        """The shard above is another process."""
+        if self.run.sim.alive(self.up):
+            self._happen(Event(Kind.LINKED, self.now_ns, values=("",)))
+
+    def stop(self, lasts_ns: int) -> None:
+        """It does nothing for so long, and its time stands still."""
+        self.run.sim.stop(self.run.sim.now_ns + lasts_ns, self.port, self.up)
+        self.missed_ns += lasts_ns
 
     def _happen(self, event: Event, source: str = "") -> None:
         """One event of the machine, and what it asks for, and what follows from that inside it; then all is looked at."""
         run, checker = self.run, self.run.checker
+        self.events += 1
+        kill = self.kills.pop() if self.kills and self.kills[-1].event <= self.events else None
+        self.leave = kill.effects if kill is not None else -1
+        if self.shadow is not None:
+            self.shadow.written(event)
         if event.kind is Kind.ABOVE and event.message is not None:
+            self.server.now_ns = event.now_ns
             effects = self.server.handle_above(event.message, event.now_ns)  # `happen` would end the session quietly
         else:
             effects = self.server.happen(event)
         done = [*effects]
-        self._carry_out(effects)
-        while self.server.inner:
-            more = self.server.advance(event.now_ns)
-            self._carry_out(more)
-            done += more
+        try:
+            self._carry_out(effects)
+            while self.server.inner:
+                more = self.server.advance(event.now_ns)
+                self._carry_out(more)
+                done += more
+        except FailsError:
+            return run.failed(self)
         if self.shadow is not None:
             self.shadow.happened(event, done)
         checker.server_event(self, done, event, source)
         run.server_event(self)
+        if kill is not None and not run.over:
+            self._die(kill)
 
     def _carry_out(self, effects: Sequence[ServerEffect]) -> None:
         run = self.run
         for effect in effects:
+            if not self.leave and not isinstance(effect, e.Load):  # which is done again
+                continue
+            self.leave -= 1
             if isinstance(effect, e.Send):
                 if isinstance(effect.peer, int):
                     run.send(self.port, self.above, effect.message)
@@ -338,6 +416,45 @@ class Process:
                 self._load(effect.clock)
             else:
                 run.over = True
+
+    # Killed, and made again.
+
+    def _die(self, kill: Kill) -> None:
+        sim = self.run.sim
+        self.leave, self.writing, self.era = -1, None, self.era + 1
+        sim.crash(self.port, self.up)
+        sim.struck["shard killed"] += 1
+        sim.at(sim.now_ns + kill.lasts_ns, self._revive)
+
+    def _revive(self) -> None:
+        """As ps/process/runner.py begins with a journal."""
+        run, sim = self.run, self.run.sim
+        if run.over:
+            return
+        assert isinstance(self.shadow, Kept)
+        done = self.shadow.again(self._take, self._read_again)
+        self.missed_ns = sim.now_ns - self.server.now_ns
+        run.checker.replayed(self)
+        sim.start(self, self.port, self.up)
+        self.shadow.begin()
+        if done.stop is not None:
+            run.over = True
+            return
+        planned, clock = self.shard.planned, self.shard.writing
+        whole = planned is not None and planned.stage in (Stage.FOLD, Stage.CHECKPOINT)
+        if clock == self.shard.min_clock and whole:
+            sim.struck["checkpoint once more"] += 1
+            self._checkpoint(clock)
+        elif clock >= 0:
+            sim.struck["checkpoint given up"] += 1
+            self._wrote(clock, self.era)
+        self._happen(Event(Kind.START, self.now_ns))
+        run.replayed(self)
+
+    def _take(self, server: Server) -> None:
+        self.server, self.shard, self.coordinator = server, server.shard, server.coordinator
+
+    # Checkpoints.
 
     def _checkpoint(self, clock: int) -> None:
         planned = self.shard.planned
@@ -362,24 +479,32 @@ class Process:
         shards, shared = self.shard.settings.shards, self.shard.ledger.shared
         self.run.disk.write(self.index, clock, arrays, publication, plan, shared, shards)
         self.run.sim.note(f"{self.port} checkpoint {clock}")
-        self.shard.wrote_checkpoint(clock, self.run.disk.clocks(self.index))
-        if self.shadow is not None:
-            self.shadow.changed()
+        self.run.sim.at(self.run.sim.now_ns, self._wrote, clock, self.era)
+
+    def _wrote(self, clock: int, era: int) -> None:
+        """The machine is told."""
+        if self.run.sim.alive(self.up) and era == self.era:
+            kept = self.run.disk.clocks(self.index)
+            self._happen(Event(Kind.WROTE, self.now_ns, values=(clock, [*kept], 0)))
 
     def _load(self, clock: int) -> None:
-        self.writing = None
-        self.run.disk.drop_after(self.index, clock)
-        if clock < 0:
-            return
-        assert self.shard.planned is not None
-        self.run.checker.follow(self)
-        shards = self.shard.settings.shards
-        load = Load(*self.run.disk.read(self.index, shards, clock))
-        self.shard.planned.begin(load, recut=self.run.disk.shards(clock) != shards)
-        self.run.checker.loaded(self, clock)
-        self.run.sim.note(f"{self.port} load {clock}")
+        self.writing, self.era = None, self.era + 1
         if self.shadow is not None:
             self.shadow.changed()
+        if clock < 0:
+            return self.run.disk.drop_after(self.index, clock)
+        self.run.checker.follow(self)
+        self._read_again(clock)
+        self.run.checker.loaded(self, clock)
+        self.run.sim.note(f"{self.port} load {clock}")
+
+    def _read_again(self, clock: int) -> None:
+        self.run.disk.drop_after(self.index, clock)
+        if clock >= 0:
+            assert self.shard.planned is not None
+            shards = self.shard.settings.shards
+            load = Load(*self.run.disk.read(self.index, shards, clock))
+            self.shard.planned.begin(load, recut=self.run.disk.shards(clock) != shards)
 
 
 class Worker:
@@ -420,6 +545,11 @@ class Worker:
     def tick(self, now_ns: int) -> None:
         self._apply(self.member.tick(now_ns))
         self._go()
+
+    def linked(self, shard: int) -> None:
+        """The process of this shard is another one."""
+        if self.run.sim.alive(self.name):
+            self.member.repeat_soon(shard)
 
     def _apply(self, effects: Sequence[MemberEffect]) -> None:
         for effect in effects:
@@ -537,7 +667,8 @@ class Worker:
         run, clock = self.run, self.clock
         self.computed = False
         self.steps += 1
-        values, samples = update_of(self.index, self.life, self.steps), 1 + (self.index + clock // 7) % 4
+        values = run.gives(self, update_of(self.index, self.life, self.steps))
+        samples = 1 + (self.index + clock // 7) % 4
         run.checker.pushed(self, clock, values, samples)
         for shard, exchange in enumerate(self.exchanges):
             begin, end = exchange.turn(clock)

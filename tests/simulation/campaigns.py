@@ -8,8 +8,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
@@ -18,9 +20,10 @@ from narrows.protocols.errors import NarrowsError
 from narrows.protocols.modes import Rule
 from narrows.protocols.settings import Settings
 from narrows.protocols.wire import decode, encode
-from simulation.actors import CLOCKS, PART_KEYS, PLANS, SCALED, Disk, Kit, Process, Worker
+from simulation.actors import CLOCKS, PART_KEYS, PLANS, SCALED, STRANGER, Disk, Kit, Process, Worker
 from simulation.invariants import Checker
-from simulation.mirrors import Violation
+from simulation.lives import Kill, killed
+from simulation.mirrors import BOTH, DOWN, UP, FloatArray, Violation
 from simulation.network import MS, Faults, Random, Simulator
 
 Trace = Callable[[int, str, m.Message | None], None]
@@ -28,6 +31,7 @@ Trace = Callable[[int, str, m.Message | None], None]
 LEASE_S = 2.0
 TICK_NS = 200 * MS
 END_NS = 240 * NS  # virtual time in which every run has ended
+LEANING = 4.0  # what the updates of all have in common, where the server looks where they lead
 WIRE_EVERY = 16  # one run in so many sends bytes, not objects
 
 # What `local` streams in every other run of it: one clock in flight, two, four.
@@ -60,6 +64,7 @@ class Fault:
     later_ns: int
     lasts_ns: int
     told: bool = False  # the coordinator, by a launcher
+    way: str = BOTH  # of a cut: from the worker UP, or DOWN to it
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +81,41 @@ class Case:
     restart: Fault | None  # of a shard, by min_clock
     wire: bool
     scaled: bool = False  # the mean of updates has a gain
+    stop: Fault | None = None  # of a shard that does nothing for a while, by min_clock
+    kills: tuple[Kill, ...] = ()
+    slow_ns: int = NS // 5  # what a checkpoint takes, at most
+    torn: int = 0  # one of so many checkpoints is, 0: none
+    stranger: bool = False  # somebody says again what workers say, with other values, under their numbers
+    liar: int = -1  # the worker whose updates lead against those of the others
 
 
-def case_of(seed: int, restart: bool = False) -> Case:
+def case_of(seed: int, restart: bool = False, kills: bool = False) -> Case:
+    """`restart`: a shard fails, and begins anew from a checkpoint. `kills`: some are killed, and go on from their journals."""
+    return _more(_case_of(seed, restart), Random(~seed), kills)
+
+
+def _more(case: Case, random: Random, kills: bool) -> Case:
+    """Faults that some of the runs have. Drawn by themselves: the rest of a seed is what it is without them."""
+    between, chance, settings = random.between, random.chance, case.settings
+    if case.cut is not None:
+        case = replace(case, cut=replace(case.cut, way=(BOTH, BOTH, UP, DOWN)[between(0, 3)]))
+    if chance(0.15):
+        stop = Fault(between(0, settings.shards - 1), between(1, CLOCKS - 4), 0, between(NS // 10, 4 * NS))
+        case = replace(case, stop=stop)
+    case = replace(case, slow_ns=3 * NS if chance(0.2) else case.slow_ns, stranger=chance(0.15))
+    if case.restart is not None and chance(0.4):
+        case = replace(case, torn=between(2, 6))
+    if settings.fragments == 1 and chance(0.2):
+        of_clocks = settings.mode().barrier and settings.mode().rule in (Rule.OPTIMIZER, Rule.OUTER)
+        robust = ("cosine", "trim:0.1", "median")[between(0, 2 if of_clocks else 0)]
+        case = replace(case, settings=replace(settings, robust=robust).validated(), liar=between(0, settings.workers))
+    if kills:
+        struck = tuple(killed(random, between(0, settings.shards - 1)) for _ in range(between(1, 5)))
+        case = replace(case, kills=struck)
+    return case
+
+
+def _case_of(seed: int, restart: bool) -> Case:
     random = Random(seed * 2 + restart)
     between, chance = random.between, random.chance
     row = dict(MODES[seed % len(MODES)])
@@ -131,6 +168,21 @@ def case_of(seed: int, restart: bool = False) -> Case:
     )
 
 
+OF_WORKERS = (m.Push, m.Follow, m.Pull, m.Heartbeat, m.FirstWeights)
+
+
+def forged(message: m.Message) -> m.Message:
+    """Who says it is somebody else, and wants other things."""
+    match message:
+        case m.Push() | m.FirstWeights():
+            return replace(message, payload=bytes(len(message.payload)))
+        case m.Follow(clock=clock):
+            return replace(message, clock=clock + 5)
+        case m.Pull(request=request):
+            return replace(message, request=request + 1, clock=0)
+    return message
+
+
 class Run:
     """One case, from the first start to the end of everyone."""
 
@@ -143,15 +195,22 @@ class Run:
         self.settings = case.settings
         self.plan = SCALED if case.scaled else PLANS[case.max_grad_norm]
         self.sim: Simulator[m.Message] = Simulator(case.seed, case.faults, TICK_NS, trace)
-        self.disk = Disk()
+        self.disk = Disk(slow_ns=case.slow_ns)
+        if case.torn:
+            assert case.restart is not None
+            # Of the one that begins anew, which looks at what it has, or of another, which finds out when it reads it.
+            whose = (case.restart.who + case.torn) % 2
+            self.disk.tears = lambda shard, clock: shard % 2 == whose and clock % (2 + case.torn // 2) == 0
         self.checker = Checker(self)
         self.over = False
+        self.restarts = case.restart is not None
         self.workers: dict[int, Worker] = {}
         self.servers: dict[int, Process] = {}
         self.planned = {
             "crash": case.crash is not None,
             "cut": case.cut is not None,
             "restart": case.restart is not None,
+            "stop": case.stop is not None,
         }
         for index in range(case.settings.shards):
             self.sim.at(self.sim.random.between(0, 100 * MS), self._serve, index, 0)
@@ -164,6 +223,8 @@ class Run:
         if self.case.wire:
             message = decode([bytes(frame) for frame in encode(message)])
         self.sim.send(source, target, message)
+        if self.case.stranger and source[0] == "w" and isinstance(message, OF_WORKERS) and self.sim.random.chance(0.1):
+            self.sim.send(f"{STRANGER}{target}", target, forged(message))
 
     def compute_ns(self, index: int) -> int:
         base = self.case.step_ns[index]
@@ -192,7 +253,7 @@ class Run:
             for process in self.servers.values():
                 if self.sim.alive(process.port):
                     self.sim.crash(process.port, process.up)
-        return self.over or self._deserted()
+        return self.over or (self.restarts and self._deserted())
 
     def _deserted(self) -> bool:
         """All had finished when shard 0, and the coordinator in it, was restarted: it waits for workers, as at any start."""
@@ -214,8 +275,12 @@ class Run:
         if self.planned["cut"] and cut is not None and worker.index == cut.who and worker.run_clock >= cut.clock:
             self.planned["cut"] = False
             self.sim.struck["cuts"] += 1
+            until_ns = self.sim.now_ns + cut.lasts_ns
             for shard in range(self.settings.shards):
-                self.sim.cut(worker.name, f"s{shard}", self.sim.now_ns + cut.lasts_ns)
+                if cut.way != DOWN:
+                    self.sim.cut_way(worker.name, f"s{shard}", until_ns)
+                if cut.way != UP:
+                    self.sim.cut_way(f"s{shard}", worker.name, until_ns)
 
     def _crash_worker(self, later_ns: int) -> None:
         self.planned["crash"] = False
@@ -242,19 +307,54 @@ class Run:
         if failed.code != m.RefuseCode.OVER:
             raise Violation(f"{worker.name} fails, though servers and links come back: {failed.text}")
 
+    def gives(self, worker: Worker, values: FloatArray) -> FloatArray:
+        if not self.case.settings.robust:
+            return values
+        values = values + np.float32(LEANING)
+        return -values if worker.index == self.case.liar else values
+
+    def kills_of(self, index: int) -> list[Kill]:
+        return sorted((kill for kill in self.case.kills if kill.who == index), key=lambda kill: -kill.event)
+
+    def replayed(self, process: Process) -> None:
+        """Members connect anew."""
+        for worker in self.workers.values():
+            self.sim.at(self.sim.now_ns + self.sim.random.between(1, NS // 2), worker.linked, process.index)
+
+    def failed(self, process: Process) -> None:
+        self._shard_ends(process, "shard failed")
+        self.sim.at(self.sim.now_ns + NS // 2, self._serve, process.index, process.life + 1)
+
+    def _shard_ends(self, process: Process, struck: str) -> None:
+        self.sim.crash(process.port, process.up)
+        self.sim.struck[struck] += 1
+        self.checker.server_crashed(process)
+
     def server_event(self, process: Process) -> None:
-        restart = self.case.restart
-        if restart is None or not self.planned["restart"] or process.coordinator is None:
+        restart, stop = self.case.restart, self.case.stop
+        if process.coordinator is None:
+            return
+        if self.planned["stop"] and stop is not None and process.coordinator.min_clock >= stop.clock:
+            self.planned["stop"] = False
+            self.sim.at(self.sim.now_ns + stop.later_ns, self._shard_stops, stop)
+        if restart is None or not self.planned["restart"]:
             return
         if process.coordinator.min_clock >= restart.clock and self.disk.shared(self.settings.shards) >= 0:
             self.planned["restart"] = False
             self.sim.at(self.sim.now_ns + restart.later_ns, self._shard_crashes)
 
+    def _shard_stops(self, stop: Fault) -> None:
+        process = self.servers[stop.who]
+        if self.sim.alive(process.port):
+            self.sim.struck["shard stopped"] += 1
+            process.stop(stop.lasts_ns)
+
     def _shard_crashes(self) -> None:
-        assert self.case.restart is not None
-        index = self.case.restart.who
-        process = self.servers[index]
-        self.sim.crash(process.port, process.up)
-        self.sim.struck["shard restarted"] += 1
-        self.checker.server_crashed(process)
-        self.sim.at(self.sim.now_ns + self.case.restart.lasts_ns, self._serve, index, 1)
+        restart = self.case.restart
+        assert restart is not None
+        process = self.servers[restart.who]
+        if not self.sim.alive(process.port):  # it was killed, or has failed: later
+            self.sim.at(self.sim.now_ns + NS, self._shard_crashes)
+            return
+        self._shard_ends(process, "shard restarted")
+        self.sim.at(self.sim.now_ns + restart.lasts_ns, self._serve, restart.who, process.life + 1)

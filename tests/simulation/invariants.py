@@ -33,7 +33,7 @@ from narrows.protocols.cluster.coordinator import Coordinator
 from narrows.protocols.cluster.rounds import GRACE_MAX_NS, GRACE_MIN_NS
 from narrows.protocols.effects import NS, ServerEffect
 from narrows.ps.events import Event
-from simulation.mirrors import FloatArray, Given, Held, Mirror, Violation
+from simulation.mirrors import BOTH, FloatArray, Given, Held, Mirror, Violation
 
 if TYPE_CHECKING:
     from simulation.actors import Process, Worker
@@ -125,6 +125,14 @@ class Checker:
     def server_started(self, process: Process) -> None:
         self.mirrors.pop(process.index, None)
         self.reached.pop(process.index, None)
+
+    def replayed(self, process: Process) -> None:
+        """The mirror of the killed one goes on with the next, which has the checkpoints that it says it has."""
+        newest, on_disk = max(process.shard.checkpoints, default=-1), self.run.disk.clocks(process.index)
+        if newest >= 0 and newest not in on_disk:
+            raise Violation(f"shard {process.index} says it has checkpoint {newest}, on its disk are {on_disk}")
+        if process.index in self.mirrors:
+            self.mirrors[process.index].adopt(process)
 
     def server_crashed(self, process: Process) -> None:
         if process.index == 0:
@@ -288,7 +296,7 @@ class Checker:
         same_life, self.generation = self.generation >= 0, coordinator.run.generation
         self.quorum_ns = self.closable_ns = -1
         self._moved("a generation")
-        if not run.sim.struck["shard restarted"]:
+        if not run.sim.struck["shard restarted"] + run.sim.struck["shard failed"]:
             return
         for shard in range(run.settings.shards):
             if clock >= 0 and clock not in run.disk.sound(shard, run.settings.shards):
@@ -334,7 +342,7 @@ class Checker:
         inside, pushed = {worker for worker, _ in updates}, self._open(coordinator)
         if not (live if self.quorum < 0 else pushed) <= inside:
             raise Violation(f"clock {clock} is closed over {updates}, and {live} are live, {pushed} have pushed")
-        waited = self.run.sim.now_ns - self.quorum_ns if self.quorum_ns >= 0 else 0
+        waited = self.run.servers[0].now_ns - self.quorum_ns if self.quorum_ns >= 0 else 0
         if not live <= inside and (len(inside) < self.quorum or waited < coordinator.rounds.grace_ns):
             raise Violation(f"clock {clock} is closed over {updates} after {waited / NS:.3f} s, and {live} are live")
         for worker, update in updates:
@@ -348,7 +356,7 @@ class Checker:
 
     def _on_quorum(self, coordinator: Coordinator) -> None:
         """No clock is open for longer than the grace after its quorum, but for the ticks that look at the time."""
-        settings, now_ns = self.run.case.settings, self.run.sim.now_ns
+        settings, now_ns = self.run.case.settings, self.run.servers[0].now_ns
         published = all(report.min_clock >= coordinator.min_clock for report in coordinator.reports.values())
         if len(self._open(coordinator)) + len(coordinator.rounds.departed) < self.quorum or coordinator.over:
             self.quorum_ns = self.closable_ns = -1
@@ -395,8 +403,14 @@ class Checker:
         lease_ns = int(case.settings.lease * NS)
         allowed = lease_ns + 4 * max(case.step_ns) + SLACK_NS + int(max(case.settings.grace, 0) * NS)
         allowed += (strikes["lost"] + strikes["reordered"] + strikes["duplicated"]) * (COST_NS + case.faults.late_ns)
-        if strikes["shard restarted"] and case.restart is not None:
-            allowed += case.restart.lasts_ns + 2 * lease_ns  # it is down, and the rest may have to be waited for
+        anew = strikes["shard restarted"] + strikes["shard failed"]
+        if anew and case.restart is not None:  # it is down, and the rest may have to be waited for
+            allowed += anew * (case.restart.lasts_ns + 2 * lease_ns)
+        if strikes["cut off"] and case.cut is not None and case.cut.way != BOTH:
+            allowed += case.cut.lasts_ns  # who is heard and hears nothing keeps its lease
+        allowed += strikes["shard killed"] * (COST_NS + max((kill.lasts_ns for kill in case.kills), default=0))
+        if strikes["shard stopped"] and case.stop is not None:
+            allowed += case.stop.lasts_ns + lease_ns
         waited = now_ns - self.moved_ns
         if run.hurried and waited > allowed:
             raise Violation(

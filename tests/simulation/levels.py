@@ -172,6 +172,13 @@ class Level:
     def server_started(self, process: Process) -> None:
         pass
 
+    def replayed(self, process: Process) -> None:
+        """The mirror of the killed one goes on with the next."""
+        planned = process.shard.planned
+        if process.index in self.mirrors:
+            assert planned is not None, f"{process.port} has forgotten its model"
+            self.mirrors[process.index].adopt(planned)
+
     def follow(self, process: Process) -> None:
         pass  # the mirrors follow at once
 
@@ -326,9 +333,18 @@ class Mirror:
         self.place: Child = (-1, -1)
         self.gain, self.folded_at = TrueGain(planned.plan.degree), 1.0
         self.publication = -1  # held of the shard above
-        self.plain, store.apply = store.apply, self._apply  # type: ignore[method-assign]
+        self._watch()
         if store.publication >= 0:
             self._show()
+
+    def _watch(self) -> None:
+        self.plain, self.store.apply = self.store.apply, self._apply  # type: ignore[method-assign]
+
+    def adopt(self, planned: Planned) -> None:
+        """Another process goes on where this shard was."""
+        self.planned, self.store = planned, planned.store
+        self._watch()
+        self.follow_above()
 
     def follow_above(self) -> None:
         above, parent = self.planned.above, self.level.node.parent

@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,9 +19,11 @@ from narrows.protocols import messages as m
 from narrows.protocols.keys import split
 from narrows.ps.changes import Change, FirstWeights, Fold, Outer, Publish, Step, Terms, Update
 from narrows.ps.events import Event
-from narrows.ps.folding import Barrier
+from narrows.ps.folding import AtOnce, Barrier
 from narrows.ps.gain import GONE
+from narrows.ps.inbox import Seat
 from narrows.ps.store import Store
+from simulation.screens import Screen
 
 if TYPE_CHECKING:
     from simulation.actors import Process
@@ -31,6 +33,7 @@ FloatArray = npt.NDArray[np.float32]
 PushId = tuple[int, int, int]  # worker, epoch, clock
 CLOSE = 1e-4  # a gain is measured in float32, by differences of the weights
 RATE = 0.5  # of the server's optimizer, plain SGD
+BOTH, UP, DOWN = "both", "up", "down"  # ways of a link that are cut
 
 
 class Violation(AssertionError):
@@ -71,6 +74,12 @@ class Held:
         return replace(self, x=self.x.copy(), momentum=self.momentum.copy(), folded=folded, shown=shown, whole=whole)
 
 
+class Accepted(NamedTuple):
+    """An update is here whole, and its turn has come: it is folded at once, or left out."""
+
+    push: PushId
+
+
 class Mirror:
     """One shard in one generation."""
 
@@ -81,8 +90,28 @@ class Mirror:
         self.samples: dict[int, int] = {}
         self.batch: list[tuple[float, PushId]] = []  # folded since the last publication (barrier)
         self.gain, self.folded_at = TrueGain(0.0 if case.scaled else 1.0), 1.0
-        self.log: list[tuple[Change, int]] = []  # and the checksum of what is published after it
-        self.plain, store.apply = store.apply, self._apply  # type: ignore[method-assign]
+        self.log: list[tuple[Change | Accepted, int]] = []  # and the checksum of what is published after it
+        self.screen = Screen(case.settings.robust)
+        self.judged: dict[PushId, bool] = {}  # of the set of the present clock (barrier): which updates count
+        self._watch()
+
+    def _watch(self) -> None:
+        self.plain, self.store.apply = self.store.apply, self._apply  # type: ignore[method-assign]
+        planned = self.process.shard.planned
+        if planned is not None and isinstance(planned.folding, AtOnce) and self.case.settings.robust:
+            accept = planned.folding.accept
+
+            def accepted(seat: Seat, update: list[m.Push], publication: int) -> list[Change]:
+                self.log.append((Accepted((seat.worker, seat.epoch, seat.clock)), 0))
+                return accept(seat, update, publication)
+
+            planned.folding.accept = accepted  # type: ignore[method-assign]
+
+    def adopt(self, process: Process) -> None:
+        """Another process goes on where this shard was."""
+        assert process.shard.planned is not None, f"shard {self.index} has forgotten its model"
+        self.store = process.shard.planned.store
+        self._watch()
 
     def _apply(self, change: Change) -> None:
         self.plain(change)
@@ -90,8 +119,12 @@ class Mirror:
 
     def follow(self) -> None:
         """Do over again what was done to the store since the last event."""
-        for change, checksum in self.log:
-            self._change(change, checksum)
+        for number, (change, checksum) in enumerate(self.log):
+            if isinstance(change, Accepted):
+                after = self.log[number + 1][0] if number + 1 < len(self.log) else None
+                self._accepted(change.push, isinstance(after, (Fold, Outer, Step)))
+            else:
+                self._change(change, checksum)
         self.log.clear()
 
     def _change(self, change: Change, checksum: int) -> None:
@@ -134,6 +167,10 @@ class Mirror:
         folding = self.process.shard.planned.folding if self.process.shard.planned is not None else None
         if not isinstance(folding, Barrier):
             return False
+        if self.case.settings.robust:  # what is left out of a set that awaits the norm is in no term of it
+            generation = self.process.shard.ledger.generation
+            if any((worker, clock) in self.given.sets[generation, at] for at in folding.closing):
+                return True
         waiting = [update[0] for terms, _ in folding.closing.values() for _, update in terms]
         return worker in folding.held.get(clock, {}) or any(
             (push.worker, push.clock) == (worker, clock) for push in waiting if isinstance(push, m.Push)
@@ -152,10 +189,44 @@ class Mirror:
         self.held.publication = -1
         self._publish(zlib.crc32(self.held.x.tobytes()))
 
+    def _live(self) -> set[int]:
+        return {row[0] for row in self.process.shard.ledger.members}
+
+    def _accepted(self, push: PushId, folded: bool) -> None:
+        """At once: one that leads against the others is left out."""
+        (counts,) = self.screen.counts([(push[0], self._mine(self.given.pushes[push][0]))], self._live())
+        self._as_it_counts(push, counts, folded)
+        if not folded:
+            self._once(push)
+            self.held.fold(push, 0.0, self.held.publication + 1)
+            self.gain.forget(push[:2])
+
+    def _as_it_counts(self, push: PushId, counts: bool | None, folded: bool) -> None:
+        if counts not in (None, folded):
+            raise Violation(f"{push} on shard {self.index} is {'folded' if folded else 'left out'}, and is not to be")
+        self.screen.settle(push[0], folded)
+        self.process.run.sim.struck["left out"] += not folded
+
+    def _judge(self, folded: Sequence[PushId]) -> None:
+        """At a barrier: which updates of the set of this clock count; those that are folded should be all of them."""
+        if self.judged or not self.case.settings.robust:
+            return
+        generation = self.process.shard.ledger.generation
+        right = self.given.sets.get((generation, self.held.closed), ())
+        epochs = {of[0]: of[1] for of, since in self.given.generation_of.items() if since == generation}
+        pushes = [(worker, epochs[worker], update) for worker, update in right]
+        updates = [(push[0], self._mine(self.given.pushes[push][0])) for push in pushes]
+        for push, counts in zip(pushes, self.screen.counts(updates, self._live()), strict=True):
+            self._as_it_counts(push, counts, push in folded)
+            self.judged[push] = push in folded
+            if push not in folded:
+                self.gain.forget(push[:2])
+
     def _pushes(self, terms: Terms, at_once: float | None = None) -> list[tuple[float, PushId]]:
         """Whose pushes are folded, and at which weight; `at_once`: that, where the mean is of one."""
-        pushes = [(weight, self._once(update)) for weight, update in terms]
+        pushes = [(weight, self._once(push_of(update))) for weight, update in terms]
         if self.mode.barrier:
+            self._judge([push for _, push in pushes])
             self.batch += pushes
         else:
             self._at_once(pushes[0][1], pushes[0][0] if at_once is None else at_once)
@@ -200,11 +271,8 @@ class Mirror:
 
     # What must be so.
 
-    def _once(self, pieces: Update) -> PushId:
+    def _once(self, push: PushId) -> PushId:
         """Whose push is folded: one that was given, once only, and of this generation."""
-        first = pieces[0]
-        assert isinstance(first, m.Push)
-        push = (first.worker, first.epoch, first.clock)
         where = f"{push} on shard {self.index}"
         if push not in self.given.pushes:
             raise Violation(f"{where} was never pushed")
@@ -222,6 +290,8 @@ class Mirror:
             raise Violation(f"{push} is folded on shard {self.index}, and its worker is no member")
         samples = self.samples[push[0]] = self.given.pushes[push][1]
         right = samples / sum(self.samples.get(worker, samples) for worker in live)
+        if self.case.settings.robust:
+            right = self.screen.share(live)
         right *= self.gain.factor
         if abs(weight - right) > CLOSE * right * self.case.scaled:
             raise Violation(f"weight of {push} on shard {self.index} is {weight}, not {right}")
@@ -231,21 +301,30 @@ class Mirror:
         """A barrier was folded: over the coordinator's set, in id order, with samples over their sum."""
         held, clock, pushes = self.held, self.held.closed, self.given.pushes
         where = f"clock {clock} on shard {self.index}"
+        self._judge([])  # where nothing was folded
+        for push in [push for push, counted in self.judged.items() if not counted]:
+            held.fold(push, 0.0, held.publication)
         updates = tuple((worker, update) for _, (worker, _, update) in self.batch)
         right = self.given.sets.get((self.process.shard.ledger.generation, clock))
+        if right is not None and self.judged:
+            left_out = {(worker, update) for (worker, _, update), counted in self.judged.items() if not counted}
+            right = tuple(pair for pair in right if pair not in left_out)
         if updates != right or (self.case.settings.quorum < 0 and any(update != clock for _, update in updates)):
             raise Violation(f"{where} is closed over {self.batch}, not the updates of {right}")
         total = sum(pushes[push][1] for _, push in self.batch)
         for weight, push in self.batch:
             share = self.folded_at * pushes[push][1] / total
+            if self.case.settings.robust:
+                share = self.folded_at * self.screen.share([push[0] for push in self.judged])
             if abs(weight - share) > CLOSE * share * self.case.scaled:
                 raise Violation(f"weight of {push} in {where} is {weight}, not {share}")
             held.fold(push, weight, held.publication)
-        self.batch, held.closed = [], clock + 1
+        self.batch, self.judged, held.closed = [], {}, clock + 1
 
     def _true_mean(self, pushes: list[tuple[float, PushId]]) -> FloatArray:
         """What the store must have folded, clipped where the plan says so: by the norm over all shards."""
-        whole = sum_of([(w, self.given.pushes[push][0]) for w, push in pushes])
+        mean = self.screen.mean if self.screen.cut else sum_of
+        whole = mean([(w, self.given.pushes[push][0]) for w, push in pushes])
         clip = self.case.max_grad_norm
         if clip:
             parts = [whole[begin:end] for begin, end in split(len(whole), self.process.shard.settings.shards)]
@@ -256,6 +335,12 @@ class Mirror:
 
     def _mine(self, whole: FloatArray) -> FloatArray:
         return whole[self.store.begin : self.store.end]
+
+
+def push_of(pieces: Update) -> PushId:
+    first = pieces[0]
+    assert isinstance(first, m.Push)
+    return (first.worker, first.epoch, first.clock)
 
 
 def sum_of(terms: Sequence[tuple[float, FloatArray]]) -> FloatArray:

@@ -56,7 +56,7 @@ def _values(state: int) -> Iterator[int]:
             z = np.uint64(state) + _STEPS
             z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
             z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-            yield from (z ^ (z >> np.uint64(31))).tolist()
+        yield from (z ^ (z >> np.uint64(31))).tolist()  # outside: who closes this may be in another context
         state = (state + AT_ONCE * 0x9E3779B97F4A7C15) & _MASK
 
 
@@ -129,6 +129,8 @@ class Simulator(Generic[Message]):
         self.struck: Counter[str] = Counter()
         self.digest = 0  # of all events so far: two runs are the same where it is
         self._machines: dict[str, Machine[Message]] = {}
+        self._ticks: dict[str, int] = {}  # by address: which of its ticks count, those of the newest start
+        self._stopped: dict[str, int] = {}  # by address: until when
         self._links: dict[tuple[str, str], _Link] = {}
         self._events: list[tuple[int, int, Callable[..., None], tuple[Any, ...]]] = []
         self._made = 0
@@ -140,13 +142,20 @@ class Simulator(Generic[Message]):
         for address in addresses:
             self._machines[address] = machine
         self.note(f"start {' '.join(addresses)}")
-        self.at(self.now_ns + self.random.between(1, self.tick_ns), self._tick, addresses[0], machine)
+        self._ticks[addresses[0]] = self._made
+        self.at(self.now_ns + self.random.between(1, self.tick_ns), self._tick, addresses[0], self._made)
 
     def crash(self, *addresses: str) -> None:
         """Take away the machine at these addresses."""
         for address in addresses:
             del self._machines[address]
         self.note(f"crash {' '.join(addresses)}")
+
+    def stop(self, until_ns: int, *addresses: str) -> None:
+        """The machine there does nothing until then. What comes meanwhile waits for it."""
+        for address in addresses:
+            self._stopped[address] = until_ns
+        self.note(f"stop {' '.join(addresses)}")
 
     def alive(self, address: str) -> bool:
         return address in self._machines
@@ -176,7 +185,12 @@ class Simulator(Generic[Message]):
 
     def cut(self, one: str, other: str, until_ns: int) -> None:
         """Lose all that is sent between two addresses until then."""
-        self._link(one, other).cut_ns = self._link(other, one).cut_ns = until_ns
+        self.cut_way(one, other, until_ns)
+        self.cut_way(other, one, until_ns)
+
+    def cut_way(self, source: str, target: str, until_ns: int) -> None:
+        """Lose what is sent from `source` to `target` until then; what is said back arrives."""
+        self._link(source, target).cut_ns = until_ns
 
     def _link(self, source: str, target: str) -> _Link:
         link = self._links.get((source, target))
@@ -212,6 +226,9 @@ class Simulator(Generic[Message]):
             if unreached := getattr(self._machines.get(source), "unreached", None):
                 unreached(target, self.now_ns)  # as a connection that was closed shows it
             return
+        if self._stopped and (until_ns := self._stopped.get(target, 0)) > self.now_ns:
+            self.at(until_ns, self._deliver, link, number, copy, source, target, message)
+            return
         if copy:
             self.struck["duplicated"] += 1
         elif number < link.newest:
@@ -220,7 +237,12 @@ class Simulator(Generic[Message]):
         self.note(f"{source} > {target} {type(message).__name__}", message)
         machine.handle(source, message, self.now_ns)
 
-    def _tick(self, address: str, machine: Machine[Message]) -> None:
-        if self._machines.get(address) is machine:
-            machine.tick(self.now_ns)
-            self.at(self.now_ns + self.tick_ns, self._tick, address, machine)
+    def _tick(self, address: str, which: int) -> None:
+        machine = self._machines.get(address)
+        if machine is None or self._ticks[address] != which:
+            return
+        if (until_ns := self._stopped.get(address, 0)) > self.now_ns:
+            self.at(until_ns, self._tick, address, which)
+            return
+        machine.tick(self.now_ns)
+        self.at(self.now_ns + self.tick_ns, self._tick, address, which)

@@ -41,6 +41,7 @@ class Stage(Run):
         steps = tuple(step_ms * MS for _ in range(settings.workers))
         super().__init__(Case(0, settings, faults, 0.0, steps, None, None, None, False), trace=self._trace)
         self.disk.slow_ns = 0
+        self.restarts = True
 
     def _trace(self, now_ns: int, text: str, message: m.Message | None) -> None:
         if message is None:

@@ -9,7 +9,7 @@ The few keys of the model stand for `model_bytes`. tests/forms.py says how long 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from narrows.compression.codecs import RAW
@@ -22,7 +22,8 @@ from narrows.protocols.settings import Settings
 from narrows.protocols.wire import decode, encode
 from simulation.actors import KEYS, PLANS, SCALED, Disk, Kit, Process, Worker
 from simulation.levels import Level
-from simulation.mirrors import Violation
+from simulation.lives import Kill, killed
+from simulation.mirrors import FloatArray, Violation
 from simulation.network import MS, Faults, Random, Simulator, Wire
 
 Trace = Callable[[int, str, m.Message | None], None]
@@ -97,6 +98,7 @@ class TreeCase:
     faults: Faults = STILL
     crash: Crash | None = None
     cut: Cut | None = None
+    kills: tuple[tuple[str, Kill], ...] = ()  # of a server process of this cluster, or of the root
     model_bytes: int = 1 << 20
     wire: bool = False  # sends bytes, not objects
 
@@ -179,12 +181,18 @@ def tree_of(
     )
 
 
-def fault_case(seed: int) -> TreeCase:
-    """A small tree with every fault: the pairs of modes in turn, all else from the seed."""
+def fault_case(seed: int, kills: bool = False) -> TreeCase:
+    """A small tree with every fault: the pairs of modes in turn, all else from the seed. `kills`: of server processes too."""
     random = Random(seed)
     above, below = [*ABOVE.values()][seed % len(ABOVE)], [*BELOW.values()][seed // len(ABOVE) % len(BELOW)]
-    clusters, workers = random.between(2, 4), random.between(1, 4)
-    return tree_of(seed, above, below, clusters, workers, CLOCKS, shards=random.between(1, 3), faulty=True)
+    clusters, workers, shards = random.between(2, 4), random.between(1, 4), random.between(1, 3)
+    case = tree_of(seed, above, below, clusters, workers, CLOCKS, shards=shards, faulty=True)
+    names = ["root", *(f"c{index}" for index in range(clusters))]
+    struck = [
+        (names[random.between(0, clusters)], killed(random, random.between(0, shards - 1)))
+        for _ in range(random.between(2, 6) if kills else 0)
+    ]
+    return replace(case, kills=tuple(struck))
 
 
 class Node:
@@ -249,6 +257,25 @@ class Node:
 
     def server_event(self, process: Process) -> None:
         pass
+
+    def gives(self, worker: Worker, values: FloatArray) -> FloatArray:
+        return values
+
+    def kills_of(self, index: int) -> list[Kill]:
+        kills = [kill for name, kill in self.tree.case.kills if (name, kill.who) == (self.name, index)]
+        return sorted(kills, key=lambda kill: -kill.event)
+
+    def replayed(self, process: Process) -> None:
+        """Its workers connect anew, and the shards of clusters below it."""
+        between = self.sim.random.between
+        for worker in self.workers.values():
+            self.sim.at(self.sim.now_ns + between(1, NS // 2), worker.linked, process.index)
+        for node in self.tree.clusters if self.parent is None else ():
+            if process.index in node.servers:
+                self.sim.at(self.sim.now_ns + between(1, NS // 2), node.servers[process.index].linked)
+
+    def failed(self, process: Process) -> None:
+        raise AssertionError("no checkpoint of a tree is read")
 
     def pushed_up(self, shard: int) -> None:
         if shard == 0:
@@ -325,6 +352,7 @@ class Tree:
         strikes = struck - self.moved_struck
         allowed = 2 * int(case.below.lease * NS) + case.wait_ns + SLACK_NS
         allowed += (strikes["lost"] + strikes["reordered"] + strikes["duplicated"]) * (COST_NS + case.faults.late_ns)
+        allowed += strikes["shard killed"] * (COST_NS + max((kill.lasts_ns for _, kill in case.kills), default=0))
         if case.cut is not None and strikes["cut off"]:
             allowed += case.cut.lasts_ns
         if now_ns - self.moved_ns > allowed:

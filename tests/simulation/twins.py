@@ -6,38 +6,23 @@ same, whatever happens. So a process that is killed can be made again from its j
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from narrows.protocols import effects as e
 from narrows.protocols.effects import ServerEffect
+from narrows.protocols.errors import NarrowsError
 from narrows.protocols.wire import encode
 from narrows.ps.events import Event
-from narrows.ps.process.journal import Journal, files
+from narrows.ps.process.journal import Journal
 from narrows.ps.server import Server
 from narrows.ps.store import assume_lent
-from simulation.actors import Process
+from simulation.lives import Kept
 from simulation.mirrors import Violation
 
 REPLAY_EVERY = 37  # events, from one replay of all that was written to the next
 BEGIN_EVERY = 3  # of those, after which the journal begins anew
-
-
-@contextmanager
-def unwatched(server: Server) -> Iterator[None]:
-    """Who watches a store has put itself in the place of one of its methods: that is no part of the machine."""
-    planned = server.shard.planned
-    watched: list[Any] = [planned.store, planned.above] if planned is not None else []
-    kept = [
-        (each, name, each.__dict__.pop(name)) for each in watched for name in ("apply", "_push") if name in vars(each)
-    ]
-    try:
-        yield
-    finally:
-        for each, name, method in kept:
-            setattr(each, name, method)
 
 
 def said(effects: Sequence[ServerEffect]) -> list[Any]:
@@ -52,37 +37,19 @@ def said(effects: Sequence[ServerEffect]) -> list[Any]:
     return out
 
 
-class Twin:
+class Twin(Kept):
     """Of one process."""
 
     replays = 0  # of all twins
 
-    def __init__(self, process: Process) -> None:
-        self.process, self.files = process, files()
-        self.journal = Journal(self.files, assume_lent)
-        self.count, self.stale, self.inside = 0, False, False
-        self._begin()
-
-    def __del__(self) -> None:
-        for file in self.files:
-            os.close(file)
-
-    def _begin(self) -> None:
-        """From what the process is now."""
-        with unwatched(self.process.server):
-            self.journal.begin(self.process.server)
-        assert not self.journal.trouble
-        self.server, self.stale = self.journal.machine(), False
-
-    def changed(self) -> None:
-        """A checkpoint was read, or written: the machine is told of that in the midst of an event, or between two."""
-        self.stale = True
+    def begin(self) -> None:
+        super().begin()
+        self.server = self.journal.machine()
 
     def happened(self, event: Event, effects: Sequence[ServerEffect]) -> None:
         """The process has done that; so must the twin."""
-        if self.stale:
-            return self._begin()
-        self.journal.note(event, encode(event.message) if event.message is not None else [])
+        if self.stale:  # it was told of that in the midst of the event
+            return self.begin()
         ours, theirs = said(effects), said(_follow(self.server, event))
         if ours != theirs:
             found = [pair for pair in zip(ours, theirs, strict=False) if pair[0] != pair[1]] or [(ours, theirs)]
@@ -97,10 +64,11 @@ class Twin:
         journal = Journal(self.files, assume_lent)
         self.server = journal.machine()
         for event in journal.events():
-            _follow(self.server, event)
+            with suppress(NarrowsError):  # a message that was refused
+                _follow(self.server, event)
         assert (journal.serial, journal.end) == (self.journal.serial, self.journal.end)
         if self.count % (BEGIN_EVERY * REPLAY_EVERY) == 0:
-            self._begin()
+            self.begin()
 
 
 def _follow(server: Server, event: Event) -> list[ServerEffect]:

@@ -212,12 +212,12 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(tmp_path: Pat
     flags = ("--sync", "bsp", "--shards", "2", "--checkpoint-every", "0.1", "--checkpoint-dir", str(tmp_path))
     with serving(*flags) as server:
         worker = Worker(server.address)
-        until(stepped(worker, lambda: len(checkpoints.clocks(tmp_path, 1)) == 2), "two checkpoints")
+        until(stepped(worker, lambda: len(checkpoints.clocks(tmp_path, 1)) >= 2), "two checkpoints")
         server.kill()
         worker.session.link.close()
-    before, newest = checkpoints.clocks(tmp_path, 1)
+    *_, before, newest = checkpoints.clocks(tmp_path, 1)
     path = checkpoints.path_of(tmp_path, 1, newest)
     path.write_bytes(path.read_bytes()[:-5])
     with serving(*flags, "--resume") as server, Worker(server.address) as again:
         assert f"{path} is damaged" in server.command.out
-        assert again.clock == before or before not in checkpoints.clocks(tmp_path, 0)
+        assert again.clock == before

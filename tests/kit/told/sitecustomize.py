@@ -1,0 +1,61 @@
+"""Each process of a run writes down what its model is made of, and what it was acknowledged: put this folder on PYTHONPATH, and
+name one in TOLD.
+
+What was folded is kept in the store itself, and what was acknowledged in the exchange. So both go where the machine goes: into
+the journal, and with it into the process that comes after one that was killed. A line is what this machine has folded, not
+what some process once did. PLANTED: what becomes of updates that are folded while events are done again, "lost" or "twice".
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from narrows.protocols import effects as e
+from narrows.protocols.member.exchange import Exchange
+from narrows.ps.changes import Fold, Outer, Step
+from narrows.ps.process.journal import Journal
+from narrows.ps.store import Store
+
+TOLD, PLANTED = Path(os.environ["TOLD"]), os.environ.get("PLANTED", "")
+TIMES = {"": 1, "lost": 0, "twice": 2}
+replaying = False
+
+
+def _write(name: str, lines: list[Any]) -> None:
+    path = TOLD / f"{name}.{os.getpid()}"
+    path.write_text(json.dumps(lines))
+    path.rename(TOLD / f"{name}.json")
+
+
+def _apply(store: Any, change: Any, apply: Any = Store.apply) -> Any:
+    if not isinstance(change, (Fold, Outer, Step)):
+        return apply(store, change)
+    for _ in range(TIMES[PLANTED] if replaying else 1):
+        apply(store, change)
+        store.told = getattr(store, "told", [])
+        for weight, update in change.terms:
+            push: Any = update[0]
+            scale = getattr(change, "scale", 1.0)
+            store.told.append((push.worker, push.epoch, push.clock, weight * scale))
+    _write(f"folded-{store.begin}", store.told)
+
+
+def _take(exchange: Any, event: Any, take: Any = Exchange.take) -> Any:
+    says = take(exchange, event)
+    if isinstance(event, e.PushSettled):
+        exchange.told = [*getattr(exchange, "told", []), (exchange.worker, exchange.epoch, event.clock)]
+        _write(f"settled-{exchange.replica.begin}-{exchange.worker}", exchange.told)
+    return says
+
+
+def _replay(journal: Any, server: Any, load: Any, replay: Any = Journal.replay) -> Any:
+    global replaying
+    replaying = True
+    done = replay(journal, server, load)
+    replaying = False
+    return done
+
+
+for where, name, what in ((Store, "apply", _apply), (Exchange, "take", _take), (Journal, "replay", _replay)):
+    setattr(where, name, what)

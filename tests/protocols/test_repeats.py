@@ -1,0 +1,53 @@
+"""What is done at once where the other end is another process: said again, measured anew."""
+
+from __future__ import annotations
+
+from narrows.compression.codecs import RAW
+from narrows.protocols import messages as m
+from narrows.protocols.effects import NS, Tell
+from narrows.protocols.gossip.peers import RETRY_NS, Peers
+from narrows.protocols.member.member import Member
+from narrows.protocols.member.meter import LinkMeter
+
+MS = NS // 1000
+HOUR = 3600 * NS
+
+
+def pings(meter: LinkMeter, there_ns: int) -> int:
+    """A link of 10 ms each way, to a server whose clock is ahead by so much: the round trip that is seen."""
+    for now in range(NS, 2 * NS, NS // 4):
+        meter.up.passed(now, now + 10 * MS + there_ns)
+        meter.down.passed(now + there_ns, now + 10 * MS)
+    return meter.read().round_trip_ns
+
+
+def test_the_clock_of_another_process_is_no_delay() -> None:
+    """It stood still while nobody ran it. Of two clocks the least delays would be 20 ms less than an hour, or none."""
+    kept, anew = Member("token", "here"), Member("token", "here")
+    assert pings(kept.meter, HOUR) == pings(anew.meter, HOUR) == 20 * MS
+    anew.repeat_soon(0)
+    assert pings(anew.meter, HOUR - 5 * NS) == 20 * MS != pings(kept.meter, HOUR - 5 * NS)
+    assert anew.meter.read().up_bytes == 0
+
+
+def offer(peer: int) -> m.Offer:
+    return m.Offer(0, peer, 1, 0, 0, 0, 1, 0, 1, 0.5, False, RAW, bytes(4))
+
+
+def told(peers: Peers, now_ns: int) -> list[tuple[str, str]]:
+    return [(each.address, type(each.message).__name__) for each in peers.tick(now_ns) if isinstance(each, Tell)]
+
+
+def test_a_peer_that_is_linked_anew_is_told_again_with_the_next_tick_and_no_other() -> None:
+    peers = Peers(0, 10 * NS)
+    members = tuple((worker, 1, worker, 0) for worker in range(3))
+    peers.roster(m.Roster(0, 1, True, members, ("tcp://a:1", "tcp://b:1", "tcp://c:1")), NS)
+    for peer in (1, 2):
+        peers.offer([offer(peer)], NS)
+    peers.adopt(2, NS)
+    assert told(peers, NS + 1) == []
+    peers.repeat_soon("tcp://b:1")
+    assert told(peers, NS + 2) == [("tcp://b:1", "Offer")] and told(peers, NS + 3) == []
+    peers.repeat_soon()
+    assert told(peers, NS + 4) == [("tcp://b:1", "Offer"), ("tcp://c:1", "Offer"), ("tcp://c:1", "Adopt")]
+    assert told(peers, NS + 5 + 2 * RETRY_NS)

@@ -1,0 +1,33 @@
+"""A cluster that leaves the run above."""
+
+from __future__ import annotations
+
+import pytest
+
+from narrows.protocols import messages as m
+from narrows.protocols.cluster.coordinator import Coordinator
+from narrows.protocols.effects import NS, Send, Stop
+from narrows.protocols.member.member import Member, Phase
+from narrows.protocols.settings import Settings
+from narrows.ps.events import Event, Kind
+from narrows.ps.planned import Means
+from narrows.ps.server import Server
+from narrows.ps.shard import Shard
+
+
+@pytest.mark.parametrize("done", [True, False])
+def test_one_that_is_done_ends_with_the_answer_and_not_with_what_its_own_shards_say_then(done: bool) -> None:
+    """All was at rest when it said good-bye. A shard that is killed then is not, and asks other clusters that are gone. A
+    cluster without workers says the same good-bye, and stays."""
+    settings = Settings(sync="bsp").validated()
+    coordinator, member = Coordinator(settings, 7, child=True), Member("token", "here")
+    means = Means(child=True, member=member, coordinator=coordinator)
+    server = Server(Shard(0, settings, 1, 5, (), means), coordinator, member, "tcp://above:1")
+    server.happen(Event(Kind.START, NS))
+    assert server.membership is not None
+    told = server.membership.leave(NS) if done else member.leave(-1, NS)
+    assert [type(effect.message) for effect in told if isinstance(effect, Send)] == [m.Leave]
+    assert not coordinator.generations.at_rest
+    answer = Event(Kind.ABOVE, 2 * NS, message=m.LeaveAck("token"))
+    assert server.happen(answer) == ([Stop()] if done else []) and member.phase is Phase.OVER
+    assert server.happen(answer) == [], "an answer that comes twice is none"

@@ -1,0 +1,101 @@
+"""A server process that is killed, and the next one, made of its journal: in a run, at any event, with others about it.
+
+Rules
+- An event is written before the machine handles it. A process that is killed in an event has sent some of the effects, in
+  their order, and never sends the rest. What it has sent arrives.
+- The next process does the events again and sends nothing meanwhile. It stands where the killed one stood: the mirrors go on
+  with it, and compare.
+- Time stands still for the machine while nobody runs it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from narrows.protocols.effects import NS, ServerEffect
+from narrows.protocols.wire import encode
+from narrows.ps.events import Event
+from narrows.ps.process.journal import Journal, Replay, files
+from narrows.ps.server import Server
+from narrows.ps.store import assume_lent
+from simulation.network import Random
+
+if TYPE_CHECKING:
+    from simulation.actors import Process
+
+BEGIN_EVERY = 150  # events, after which the machine is written anew
+WATCHED = ("apply", "accept", "_push")
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """Of server process `who`, in its event of this number, after so many of the effects; another is there `lasts_ns` later."""
+
+    who: int
+    event: int
+    effects: int
+    lasts_ns: int
+
+
+def killed(random: Random, who: int) -> Kill:
+    """By its number an event early or late in a run: as many die at the first ten as at the next hundreds."""
+    event = random.between(1, 1 << random.between(2, 9))
+    return Kill(who, event, random.between(0, 3), random.between(1, NS))
+
+
+@contextmanager
+def unwatched(server: Server) -> Iterator[None]:
+    """Who watches a machine has put itself in the place of some methods: that is no part of the machine."""
+    planned = server.shard.planned
+    watched: list[Any] = [planned.store, planned.folding, planned.above] if planned is not None else []
+    kept = [(each, name, each.__dict__.pop(name)) for each in watched for name in WATCHED if name in vars(each)]
+    try:
+        yield
+    finally:
+        for each, name, method in kept:
+            setattr(each, name, method)
+
+
+class Kept:
+    """The journal of one process."""
+
+    def __init__(self, process: Process) -> None:
+        self.process, self.files = process, files()
+        self.journal = Journal(self.files, assume_lent)
+        self.count, self.stale = 0, False
+        self.begin()
+
+    def __del__(self) -> None:
+        for file in self.files:
+            os.close(file)
+
+    def begin(self) -> None:
+        """From what the process is now."""
+        with unwatched(self.process.server):
+            self.journal.begin(self.process.server)
+        assert not self.journal.trouble, self.journal.trouble
+        self.stale = False
+
+    def written(self, event: Event) -> None:
+        self.journal.note(event, encode(event.message) if event.message is not None else [])
+
+    def changed(self) -> None:
+        """A checkpoint was read: it may be gone when it would be read again."""
+        self.stale = True
+
+    def happened(self, event: Event, effects: Sequence[ServerEffect]) -> None:
+        self.count += 1
+        if self.stale or self.count % BEGIN_EVERY == 0:
+            self.begin()
+
+    def again(self, take: Callable[[Server], None], load: Callable[[int], None]) -> Replay:
+        """As the next process begins: `take` the machine as it was written, and do all again that has happened since."""
+        self.journal = Journal(self.files, assume_lent)
+        assert self.journal.whole
+        server = self.journal.machine()
+        take(server)
+        return self.journal.replay(server, load)
