@@ -55,7 +55,7 @@ SHOWN = {
 }
 LOOK_S = 0.2
 START_S = 60.0
-PAUSE_S = 0.5  # after a phase: what it has left behind is gone
+PAUSE_S = 0.3  # after a phase: what it has left behind is gone
 COUNTS = {kind: int(words[1]) for kind, words in KINDS.items() if words[0] == "silent"}
 
 
