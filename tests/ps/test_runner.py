@@ -108,8 +108,8 @@ def test_a_checkpoint_that_was_lost_is_written_again_while_the_arrays_are_those_
     monkeypatch.setattr(life.runner.disk.writer, "write", lambda *words: None)  # killed before it was on disk
     life.push()
 
-    def staged(journal: Journal, server: Any, load: Any, plain: Any = Journal.replay) -> Replay:
-        done: Replay = plain(journal, server, load)
+    def staged(journal: Journal, server: Any, load: Any, note: Any, plain: Any = Journal.replay) -> Replay:
+        done: Replay = plain(journal, server, load, note)
         server.shard.planned.stage = stage
         return done
 

@@ -43,7 +43,8 @@ def moves_of(seed: int, restart: bool = False) -> Moves:
     for clock in (random.between(1, 7), random.between(9, 15)):
         shards = [each for each in SHARDS if each != shards][random.between(0, len(SHARDS) - 2)]
         moves.append((clock, shards))
-    return Moves(case, tuple(moves))
+    # The checkpoint of a move is the only one that the new shards can read: torn, it may end a run.
+    return Moves(replace(case, torn=0), tuple(moves))
 
 
 def movable(case: Case) -> bool:
@@ -168,7 +169,7 @@ class Moved(Run):
     def _ask(self) -> None:
         process = self.servers[0]
         if self.sim.alive(process.up):  # else the next one is asked
-            process._happen(Event(Kind.RESHARD, self.sim.now_ns, values=(self.wanted,)), "a move is asked for")
+            process._happen(Event(Kind.RESHARD, process.now_ns, values=(self.wanted,)))
 
     def _listen(self, shards: int, target: int) -> None:
         before, self.heard = self.heard, (shards, target)

@@ -130,8 +130,12 @@ def any_peer(peer: bytes, name: bytes, worker: int) -> None:
     """Whoever says that it is this worker is believed."""
 
 
-def as_it_is(disk: Disk, shard: int, clock: int) -> Any:
+def as_it_is(disk: Disk, shard: int, shards: int, clock: int) -> Any:
     return disk.files[shard, clock][:2]
+
+
+def all_of_them(disk: Disk, shard: int, shards: int) -> tuple[int, ...]:
+    return disk.clocks(shard)
 
 
 written_of, replay_of, apply_of = Kept.written, Journal.replay, Store.apply
@@ -142,7 +146,7 @@ PLANTED: dict[str, tuple[Bug, Callable[[int], Case], str]] = {
     "checkpoints dropped by what is done again": ([(Kept, "changed", lambda kept: None)], killed, "says it has checkpoint"),
     "an identity unchecked": ([(messages, "check_name", any_peer)], with_stranger, "seed"),
     "a checkpoint altered and not noticed": (
-        [(Disk, "sound", Disk.clocks), (Disk, "read", as_it_is)], restarted, "the log gives"
+        [(Disk, "sound", all_of_them), (Disk, "read", as_it_is)], restarted, "the log gives"
     ),
     "an epoch reused by a new life of shard 0": (Kit(coordinator=SameEpoch), restarted, "seed"),
 }  # fmt: skip
