@@ -151,6 +151,8 @@ def _greeted(probe: socket.socket) -> bytes:
     probe.sendall(GREETING_BEGINS)
     while len(heard) < GREETING_BYTES and (piece := probe.recv(GREETING_BYTES - len(heard))):
         heard += piece
+    if heard[:1] != GREETING_BEGINS[:1] or heard[9:10] != GREETING_BEGINS[9:10]:
+        return b""  # a web server, or something else
     return heard[GREETING_NAMES].rstrip(b"\0")
 
 

@@ -49,10 +49,10 @@ def _take(exchange: Any, event: Any, take: Any = Exchange.take) -> Any:
     return says
 
 
-def _replay(journal: Any, server: Any, load: Any, replay: Any = Journal.replay) -> Any:
+def _replay(journal: Any, *words: Any, replay: Any = Journal.replay) -> Any:
     global replaying
     replaying = True
-    done = replay(journal, server, load)
+    done = replay(journal, *words)
     replaying = False
     return done
 
