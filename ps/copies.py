@@ -18,14 +18,15 @@ from typing import Protocol
 
 from narrows.protocols import messages as m
 from narrows.protocols.effects import NS, CopyEffect, Log, Send, Serve, Stop, Tell
-from narrows.protocols.messages import RefuseCode, check_name
+from narrows.protocols.messages import RefuseCode, name_of
 from narrows.protocols.wire import encode
 from narrows.ps.events import Event
 from narrows.ps.reports import COORDINATOR
 
 PART_BYTES = 1 << 20  # of a machine
 PARTS_AHEAD = 16  # that were sent and are not acknowledged
-TAIL_BYTES = 1 << 28  # of events that are not acknowledged
+TAIL_BYTES, TAIL_TIMES = 1 << 28, 2  # of events that are not acknowledged, or so often the machine where that is more
+BYTES_PER_SECOND = 1_250_000  # of the slowest link to a standby: bytes that are under way get so long
 SAY_NS = NS // 2  # between two signs of life
 AGAIN_NS = NS  # without progress: then what was sent last is sent again
 LOST_LEASES, LOST_LEAST_NS = 0.25, NS  # silence after which the other side is taken for lost
@@ -37,6 +38,11 @@ GIVE_UP_NS = 60 * NS  # a server that has lost its standby, and that most member
 def lost_after(lease: float) -> int:
     """Nanoseconds of silence, of a lease in seconds."""
     return max(LOST_LEAST_NS, int(LOST_LEASES * lease * NS))
+
+
+def again_after(size: int) -> int:
+    """Nanoseconds without progress after which so many bytes that are under way count as lost."""
+    return AGAIN_NS + size * NS // BYTES_PER_SECOND
 
 
 class Member(Protocol):
@@ -53,6 +59,7 @@ class Machine(Protocol):
     view: int
     standby: str
     happened: int
+    viewed: int  # the event with which the present view began
 
     @property
     def members(self) -> Sequence[Member]: ...
@@ -120,7 +127,8 @@ class Original:
         self.streams = False  # it has a machine, and gets each event
         self.acked = self.sent = 0  # events
         self.frozen, self.frozen_at, self.frozen_sent = b"", -1, 0  # a machine that is on its way; parts
-        self.rosters: deque[tuple[int, frozenset[int]]] = deque()  # since this event, back to the acknowledged one
+        self.here = self.size = 0  # parts of it that are there; bytes of the newest one
+        self.rosters: deque[tuple[int, dict[int, Member]]] = deque()  # since this event, back to the acknowledged one
         self.known = (
             machine.happened if machine.standby else 0
         )  # of a process that was killed, none from before this event
@@ -146,7 +154,7 @@ class Original:
         copied = m.Copied(number, 0, 0, event.described(), len(frames), header, payload)
         self.tail.append(copied)
         self.tail_bytes += len(header) + len(payload)
-        if self.tail_bytes > TAIL_BYTES:
+        if self.tail_bytes > max(TAIL_BYTES, TAIL_TIMES * self.size):
             self.forget()
             return []
         if not self.streams or self.sent != number - 1:
@@ -159,8 +167,8 @@ class Original:
         self.note(event, encode(event.message) if event.message is not None else ())
 
     def _roster(self) -> None:
-        members = frozenset(member.worker for member in self.machine.members)
-        if not self.rosters or self.rosters[-1][1] != members:
+        members = {member.worker: member for member in self.machine.members}
+        if not self.rosters or self.rosters[-1][1].keys() != members.keys():
             self.rosters.append((self.machine.happened, members))
         while len(self.rosters) > 1 and self.rosters[1][0] <= self.acked:
             self.rosters.popleft()
@@ -174,7 +182,7 @@ class Original:
     # What a standby says, a member of it, and the other shards.
 
     def receive(self, peer: bytes, message: m.Message, now_ns: int) -> list[CopyEffect]:
-        """Return the effects of one of OF_COPIES. Raises RemoteProtocolError."""
+        """Return the effects of one of OF_COPIES."""
         match message:
             case m.Copy():
                 return self.copy(peer, message, now_ns)
@@ -203,7 +211,7 @@ class Original:
         while self.tail and self.tail[0].number <= copy.have:
             gone = self.tail.popleft()
             self.tail_bytes -= len(gone.header) + len(gone.payload)
-        if now_ns - self.progress_ns >= AGAIN_NS:
+        if now_ns - self.progress_ns >= again_after(self.tail_bytes):
             self.sent, self.progress_ns = copy.have, now_ns
         self.sent = max(self.sent, copy.have)
         missing = [copied for copied in self.tail if copied.number > self.sent]
@@ -215,13 +223,15 @@ class Original:
             self.tail.clear()
             self.tail_bytes, self.streams = 0, False
             self.frozen, self.frozen_at, self.frozen_sent = self.freeze(), self.machine.happened, 0
+            self.here, self.size = 0, len(self.frozen)
             self.sent, self.progress_ns = self.frozen_at, now_ns
         parts = -(-len(self.frozen) // PART_BYTES)
         here = copy.parts if copy.machine == self.frozen_at else 0
-        if here >= self.frozen_sent:
+        if here > self.here:
             self.progress_ns = now_ns
-        elif now_ns - self.progress_ns >= AGAIN_NS:
+        elif now_ns - self.progress_ns >= again_after((self.frozen_sent - here) * PART_BYTES):
             self.frozen_sent, self.progress_ns = here, now_ns
+        self.here = here
         first, self.frozen_sent = self.frozen_sent, max(self.frozen_sent, min(parts, here + PARTS_AHEAD))
         view = memoryview(self.frozen)
         return [
@@ -233,8 +243,8 @@ class Original:
         ]
 
     def copied(self, now_ns: int) -> bool:
-        """The standby follows this shard, and was heard a moment ago."""
-        return self.streams and now_ns - self.heard_ns <= self.lost_ns
+        """The standby follows this shard, was heard a moment ago, and knows of the present view."""
+        return self.streams and self.acked >= self.machine.viewed and now_ns - self.heard_ns <= self.lost_ns
 
     # Views.
 
@@ -249,15 +259,19 @@ class Original:
         return [Stop(RefuseCode.SERVER_LOST, f"the standby at {self.machine.standby or 'its address'} serves now")]
 
     def vote(self, peer: bytes, vote: m.Vote) -> list[CopyEffect]:
-        """A member knows of a view. One that has turned to us is told where our shards are. Raises RemoteProtocolError."""
-        for member in self.machine.members:
-            if member.worker == vote.worker:
-                check_name(peer, member.name, member.worker)
+        """A member knows of a view. One that has turned to us is told where our shards are."""
+        for member in self._electors():
+            if (member.worker, member.name) == (vote.worker, name_of(peer)) and vote.view <= self.machine.view + 1:
                 self.votes[vote.worker] = max(self.votes.get(vote.worker, 0), vote.view)
-                if vote.attempt and vote.view <= self.machine.view and self.siblings.at(self.machine.view):
-                    ports = self.siblings.ports(self.port)
-                    return [Send(peer, m.View(self.machine.view, self.machine.standby, True, ports))]
-        return []
+        if not vote.attempt or not self.siblings.at(self.machine.view):
+            return []
+        # Who has expired meanwhile may join again.
+        return [Send(peer, m.View(self.machine.view, self.machine.standby, True, self.siblings.ports(self.port)))]
+
+    def _electors(self) -> list[Member]:
+        """All whom the standby may count, who have left since too."""
+        self._roster()
+        return [*{worker: member for _, members in self.rosters for worker, member in members.items()}.values()]
 
     def _elected(self, view: int) -> bool:
         """More than half of the members have voted for us, whichever roster the standby knows."""
@@ -273,7 +287,7 @@ class Original:
 
     def tick(self, now_ns: int) -> list[CopyEffect]:
         if now_ns - self.said_ns < SAY_NS or not (self.peer or self.machine.standby or self.machine.view):
-            return self._greet()
+            return self._greet() if self.copied(now_ns) else []
         self.said_ns = now_ns
         if self.peer and not self.machine.standby and now_ns - self.heard_ns > self.lost_ns:
             self.forget()  # it was lost before it had all
@@ -288,15 +302,11 @@ class Original:
 
     def _greet(self) -> list[CopyEffect]:
         """Tell new members of the standby: they may need it soon."""
-        holds = self.machine.standby and self.siblings.at(self.machine.view)
+        holds = self.machine.standby and self.siblings.at(self.machine.view) and not self.missed_ns
         members = {member.worker: member.peer for member in self.machine.members} if holds else {}
         new = [peer for worker, peer in members.items() if worker not in self.greeted]
         self.greeted = set(members)
-        return (
-            [Send(peer, m.View(self.machine.view, self.machine.standby, True)) for peer in new]
-            if not self.missed_ns
-            else []
-        )
+        return [Send(peer, m.View(self.machine.view, self.machine.standby, True)) for peer in new]
 
     def _decide(self, now_ns: int) -> list[CopyEffect]:
         machine, siblings = self.machine, self.siblings
@@ -318,16 +328,18 @@ class Original:
             ):
                 self.shown = machine.view
                 text = f"{machine.standby} stands by: it has all that is here, and the workers know it"
-                effects.append(Log("standby", {"text": text}))
+                effects.append(Log("standby", {"there": True, "text": text}))
             return effects + self._tell(m.View(machine.view, machine.standby, True))
         self.missed_ns = self.missed_ns or now_ns
+        if now_ns - self.missed_ns < AGAIN_NS:
+            return effects
         if self._elected(machine.view + 1):
             text = f"the standby at {machine.standby} is lost; the run goes on without one"
-            return [*effects, Log("standby", {"text": text}), Serve(machine.view + 1, "")]
+            return [*effects, Log("standby", {"there": False, "text": text}), Serve(machine.view + 1, "")]
         if now_ns - self.missed_ns > GIVE_UP_NS:
             text = "neither the standby nor most of the workers answer; if the standby serves, go on there"
             return [Stop(RefuseCode.SERVER_LOST, text)]
-        return effects + self._tell(m.View(machine.view + 1, "", False))
+        return effects + [Send(member.peer, m.View(machine.view + 1, "", False)) for member in self._electors()]
 
     def _tell(self, view: m.View, votes: Mapping[int, int] = NONE) -> list[Send]:
         """All members, but for those whose votes say that they know it."""

@@ -27,7 +27,9 @@ class Kind(IntEnum):
     LINKED = 8  # peer: the connection to this cluster is another one; "": that to the shard above
     UNREACHED = 9  # nobody is connected under the name of this peer, which had dialled us
     ENDED = 10  # shards: these had ended when the process was started again
-    VIEW = 11  # view, standby, port: who serves from now on, where its shard listens, and the address of who stands by
+    VIEW = (
+        11  # view, standby, port, moved: who serves and stands by from now on, where this shard listens, if elsewhere
+    )
     RESHARD = 12  # shards: the keys are to be cut over so many
 
 

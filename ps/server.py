@@ -55,7 +55,7 @@ class Server:
         self.begun = False
         self.now_ns = 0  # of the newest event
         self.happened = 0  # events
-        self.view, self.standby = 0, ""  # who serves: ps/copies.py
+        self.view, self.standby, self.viewed = 0, "", 0  # who serves, since which event: ps/copies.py
 
     # Asked by a runner.
 
@@ -127,11 +127,11 @@ class Server:
         # As if of long ago: process 0 may not listen yet, and the first tick says it again.
         return self._route([*effects, self.shard.report(0)], now_ns)
 
-    def serve(self, view: int, standby: str, port: int) -> list[ServerEffect]:
-        """Another view has begun. `port`: where this shard listens by now."""
-        if port != self.shard.port and self.coordinator is not None:
+    def serve(self, view: int, standby: str, port: int, moved: bool) -> list[ServerEffect]:
+        """Another view has begun. `port`: where this shard listens by now; `moved`: on another machine."""
+        if moved and self.coordinator is not None:
             self.coordinator.roster.moved(self.now_ns)
-        self.view, self.standby, self.shard.port = view, standby, port
+        self.view, self.standby, self.viewed, self.shard.port = view, standby, self.happened, port
         return []
 
     def linked(self, peer: str) -> list[ServerEffect]:

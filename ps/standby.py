@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 from narrows.protocols import messages as m
 from narrows.protocols.effects import CopyEffect, Send, Serve, Tell
-from narrows.protocols.messages import check_name
 from narrows.ps.copies import SAY_NS, Machine, Siblings
 from narrows.ps.events import Event
 from narrows.ps.reports import COORDINATOR
@@ -37,7 +36,7 @@ class Standby:
         self.events: deque[Event] = deque()  # that are here and not handled
         self.heard_ns = self.said_ns = 0
         self.owes = True  # an acknowledgement
-        self.votes: dict[int, int] = {}  # of each worker, the attempt that counts
+        self.votes: dict[int, int] = {}  # of each worker, the view that it has turned to us for
         self.void: dict[int, int] = {}  # the newest that does not
 
     # What the original says.
@@ -56,6 +55,8 @@ class Standby:
                 self.events.append(Event.of(copied.about, frames))
                 self.have = copied.number
             return
+        if copied.number < max(self.have, self.parts_of):
+            return  # of a machine that was sent before this one
         if copied.number != self.parts_of:
             self.begin_anew()
             self.parts_of = copied.number
@@ -95,19 +96,22 @@ class Standby:
         return now_ns - self.heard_ns > self.lost_ns
 
     def vote(self, peer: bytes, vote: m.Vote, now_ns: int) -> list[CopyEffect]:
-        """A member has not heard the server. Raises RemoteProtocolError where it is none."""
+        """A member has not heard the server."""
         machine = self.machine
-        if machine is None or not self.stands_by or vote.view != machine.view + 1:
-            return []
-        for member in machine.members:
-            if member.worker == vote.worker:
-                check_name(peer, member.name, member.worker)
-        if self.lost(now_ns) and vote.attempt > self.void.get(vote.worker, 0):
-            self.votes[vote.worker] = vote.attempt
-            return []
+        if machine is not None and self._knows(machine, peer, vote) and self.lost(now_ns):
+            if vote.attempt > self.void.get(vote.worker, 0):
+                self.votes[vote.worker] = vote.view
+                return []
+        elif self.lost(now_ns) or len(self.void) >= m.WORKERS_MAX:
+            return []  # what does not count is not given back either: the server may be gone
         self.votes.pop(vote.worker, None)
         self.void[vote.worker] = max(self.void.get(vote.worker, 0), vote.attempt)
         return [Send(peer, m.Stay(vote.view, vote.attempt))]
+
+    def _knows(self, machine: Machine, peer: bytes, vote: m.Vote) -> bool:
+        """It is the vote of a member, for the view after this one."""
+        known = (vote.worker, m.name_of(peer)) in [(member.worker, member.name) for member in machine.members]
+        return known and self.stands_by and vote.view == machine.view + 1
 
     def hear_view(self, view: m.View) -> list[CopyEffect]:
         """From shard 0 of this server."""
@@ -130,6 +134,7 @@ class Standby:
         if not self.siblings.whole(now_ns) or not self.siblings.at(machine.view):
             return effects
         members = [member.worker for member in machine.members]
-        if members and 2 * sum(worker in self.votes for worker in members) >= len(members):
+        view = machine.view + 1
+        if members and 2 * sum(self.votes.get(worker) == view for worker in members) >= len(members):
             effects.append(Serve(machine.view + 1, ""))
         return effects

@@ -155,6 +155,7 @@ class Member:
     def rejoin(self, now_ns: int) -> list[MemberEffect]:
         """Join once more, under a token of its own; what was in flight is given up."""
         self.attempt += 1
+        self.views = Views(-1, 0)
         self.epoch, self.ended, self.sessions, self.move = 0, False, [], 0
         return self.join(now_ns)
 
@@ -208,7 +209,8 @@ class Member:
         """The effects of a message of the standby, or of the server that it has become."""
         if not self.views.turned:
             return []
-        effects, self.heard_ns = self.views.hear(message), now_ns
+        effects = self.views.hear(message, now_ns)
+        self.heard_ns = now_ns if effects else self.heard_ns  # else the standby lives, and the server may not
         for shard in range(0 if self.views.turned else len(self.sessions)):
             self.repeat_soon(shard)
         return effects

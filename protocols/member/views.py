@@ -22,18 +22,21 @@ class Views:
         self.view, self.standby = 0, ""
         self.turned = False  # to the standby
         self.attempt = 0
-        self.said_ns = 0
+        self.said_ns = self.stayed_ns = 0
 
     def told(self, view: m.View) -> list[MemberEffect]:
         """What the server says of itself."""
-        if view.view < self.view or (self.turned and not (view.decided and view.view > self.view)):
+        alone = view.decided and not view.standby and view.view == self.view  # we have voted for it
+        if self.turned and not (alone or (view.decided and view.view > self.view)):
             return []
-        self.view, self.standby, self.turned = view.view, view.standby, False
-        return [Send(0, m.Vote(self.worker, self.epoch, view.view, 0))]
+        if view.view >= self.view and view.decided:
+            self.standby, self.turned = view.standby, False
+        self.view = max(self.view, view.view)
+        return [Send(0, m.Vote(self.worker, self.epoch, self.view, 0))]  # the server may have lost the one before
 
     def tick(self, heard_ns: int, now_ns: int) -> list[MemberEffect]:
         """Turn to the standby, where there is one and the server has been silent for long."""
-        if self.standby and not self.turned and now_ns - heard_ns > LOST_NS:
+        if self.standby and not self.turned and now_ns - max(heard_ns, self.stayed_ns) > LOST_NS:
             self.turned, self.said_ns = True, now_ns - SAY_NS
             self.attempt += 1
         if not self.turned or now_ns - self.said_ns < SAY_NS:
@@ -41,11 +44,11 @@ class Views:
         self.said_ns = now_ns
         return [Tell(self.standby, m.Vote(self.worker, self.epoch, self.view + 1, self.attempt))]
 
-    def hear(self, message: m.Message) -> list[MemberEffect]:
+    def hear(self, message: m.Message, now_ns: int) -> list[MemberEffect]:
         """What the standby says. `turned` is over where that is so."""
         if isinstance(message, m.Stay) and (message.view, message.attempt) == (self.view + 1, self.attempt):
-            self.turned = False
-        if not self.turned or not isinstance(message, m.View) or message.view <= self.view:
+            self.turned, self.stayed_ns = False, now_ns
+        if not self.turned or not isinstance(message, m.View) or message.view < self.view:
             return []
         if not message.ports:  # not all of its shards serve yet
             return []

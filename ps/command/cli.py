@@ -8,7 +8,7 @@ import click
 
 from narrows.protocols.runtime.flags import COMMAND, run, run_flags
 from narrows.protocols.settings import SHARDS_MAX
-from narrows.ps.command.cluster import NAME
+from narrows.ps.command.console import NAME
 from narrows.ps.command.serve import serve
 
 

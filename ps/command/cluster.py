@@ -1,6 +1,6 @@
-"""The shard processes of one ps-serve: started, started again where one dies, and ended; and what they say, on the console.
+"""The shard processes of one ps-serve: started, started again where one dies, and ended.
 
-It owns the processes and the console; each process owns its shard.
+It owns the processes; each process owns its shard.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from narrows.protocols.modes import Rule
 from narrows.protocols.runtime.children import Child, Children, Event, signal_name
 from narrows.protocols.runtime.flags import ALLOCATOR
 from narrows.protocols.settings import Settings
+from narrows.ps.command.console import EMBEDDED, doing, say, show
 from narrows.ps.command.lives import Again, Lives
 from narrows.ps.command.moving import Moving
 from narrows.ps.process.main import JOURNAL
@@ -31,21 +32,6 @@ from narrows.ps.process.main import JOURNAL
 START_S = 120.0  # a cold machine compiles kernels first
 END_S = 40.0  # a shard that does not end within this after the stop is killed
 LIFE_EPOCHS = 1 << 32  # more than shard 0 has in one life
-EMBEDDED = os.environ.get("NARROWS_EMBEDDED") == "1"  # in a ps-worker, which ends us by closing our stdin
-NAME = "ps-worker" if EMBEDDED else "ps-serve"
-
-SHOWN = {
-    "member": "worker {worker} (rank {rank}, {host}) {how} at clock {clock}; {live} live",
-    "discarded": "update {clock} of worker {worker} was discarded on shard {shard}: {why}",
-    "restart": "shard {shard} was restarted: the run goes back from clock {to_clock} to {from_clock}",
-    "checkpoint": "shard {shard}: checkpoint of clock {clock}",
-}  # any other event has its own text
-NOTED = ("void", "long", "against", "worker")  # what members send
-# What a user of ps-worker must know.
-SHOWN_EMBEDDED = ("discarded", "restart", "lost", "refused", "hyper", "dropped", "disk", "damaged", "journal", "void", "long",
-                  "against")  # fmt: skip
-
-
 NEEDS = [("loading kernels ...", "narrows.compression:warm_up"), ("", "narrows.ps.process.runner")]
 OPTIMIZERS = [("importing torch ...", "narrows.ps.optimizers:warm_up")]  # where gradients are pushed
 
@@ -54,34 +40,6 @@ def environment(hash_seed: str) -> dict[str, str]:
     """Each shard has one thread, and no module of the folder in which ps-serve was started."""
     ones = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS", "PYTHONSAFEPATH"), "1")
     return ALLOCATOR | os.environ | ones | {"PYTHONHASHSEED": hash_seed}
-
-
-def say(text: str, error: bool = False) -> None:
-    """Lines for the console. Those of an embedded server are ps-worker's, whose stdout is the script's."""
-    click.echo(f"{NAME}: {printable(text)}", err=error or EMBEDDED)
-
-
-def printable(text: str) -> str:
-    """Nothing that a stranger has named itself moves the cursor or rings the bell."""
-    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
-
-
-def doing(text: str) -> None:
-    """Say what the run has to wait for."""
-    if EMBEDDED:
-        print(json.dumps({"event": "say", "text": text}), flush=True)
-    else:
-        say(text)
-
-
-def show(name: str, values: dict[str, Any]) -> None:
-    """An event of a shard on the console; of an embedded server only some, and some go to the record of its ps-worker."""
-    if EMBEDDED and name in NOTED:
-        print(json.dumps({"event": "noted", "what": name, "values": values}), flush=True)
-    if name == "worker" and "text" not in values:
-        return  # a row of a record
-    if not EMBEDDED or name in SHOWN_EMBEDDED or values.get("how") == "expired":
-        say(SHOWN[name].format(**values) if name in SHOWN else str(values.get("text", values)))
 
 
 class Cluster:
@@ -96,6 +54,7 @@ class Cluster:
         self.began = time.monotonic()
         self.told: dict[str, Any] = {}  # what every shard is told
         self.hash_seed = str(secrets.randbelow(1 << 32))  # of all lives of a shard: they take sets in the same order
+        self.stood_by = False
         self.follows: dict[int, str] = {}  # shards that copy others, and where those are
         self.children = Children()
         self.ready = False  # shards can be started
@@ -193,7 +152,8 @@ class Cluster:
             return
         over = index in self.done or self.errors or self.signals or self.stopping
         again = Again.NOT if over else self.lives.ended(index, code, time.monotonic())
-        if again is Again.NOT or (again is Again.CHECKPOINT and self.settings.mode().rule is Rule.MIX):
+        others = self.settings.mode().rule is Rule.MIX or self.stood_by  # who go on without it
+        if again is Again.NOT or (again is Again.CHECKPOINT and others):
             self.ended.add(index)
             return
         self.shards[index].close_stdin()
@@ -299,6 +259,8 @@ class Cluster:
                     self.disk.pop(index, None)
                 elif name == "journal":  # it has none any more
                     self.lives.forget(index)
+                elif name == "standby":
+                    self.stood_by = values.get("there", False)
                 elif name == "took over":
                     self.follows.pop(index, None)
                 elif name == "disk":

@@ -21,7 +21,8 @@ from narrows.protocols.modes import Rule
 from narrows.protocols.robust import Robust
 from narrows.protocols.runtime.flags import given
 from narrows.protocols.settings import Settings
-from narrows.ps.command.cluster import EMBEDDED, Cluster, say
+from narrows.ps.command.cluster import Cluster
+from narrows.ps.command.console import EMBEDDED, say
 
 
 def is_loopback(host: str) -> bool:
@@ -174,6 +175,8 @@ def original_of(standby: str, keys: str, insecure: bool, bind: str, flags: dict[
         raise UsageError(
             f"--standby {standby}: it is trusted with this machine; give --keys with a copy of its folder, or --insecure"
         )
+    if is_loopback(host) and not is_loopback(there):
+        raise UsageError(f"--bind {bind}: workers elsewhere could not dial this standby; give --bind tcp://HOST:PORT")
     return ask(standby, keys)
 
 

@@ -191,7 +191,8 @@ class Runner:
         for effect in effects:
             match effect:
                 case Serve(view, standby):
-                    self.happen(Event(Kind.VIEW, self.clock.now(), values=(view, standby, self.number)))
+                    moved = bool(self.original.before) and not self.original.said_ns  # this server takes over just now
+                    self.happen(Event(Kind.VIEW, self.clock.now(), values=(view, standby, self.number, moved)))
                     if not standby:
                         self.original.forget()
                 case Log(event, values):
@@ -218,7 +219,7 @@ class Runner:
         full = self.lending.full(to, frames[-1], self.server.shard.nbytes)
         receipt = FULL if full else self.port.send(to, frames, control=isinstance(message, m.CONTROL))
         self.lending.add(to, receipt, frames[-1])
-        if receipt is NOBODY and isinstance(to, bytes):
+        if receipt is NOBODY and isinstance(to, bytes) and to != self.original.peer:
             self.unreached.append(to)
         self.drops.note(type(message).__name__, receipt)
         return sum(map(len, frames))
@@ -282,9 +283,9 @@ class Runner:
         """What a standby says, or a member of it. Raises RemoteProtocolError."""
         if not isinstance(message, m.Copy) or (self.process.replicas and message.shard >= 0):
             return self.original.receive(peer, message, now_ns)
-        if self.process.replicas:
+        if self.process.replicas and not self.process.index:
             return [Send(peer, introduction(self.process, self.server))]
-        text = "this server has no standby: start it with --replicas 1"
+        text = "this server has no standby: start it with --replicas 1, and name the address of its shard 0"
         return [Send(peer, m.Refuse(m.RefuseCode.INCOMPATIBLE, -1, 0, text))]
 
     def shut_out(self, address: str, why: Why, public: str) -> None:

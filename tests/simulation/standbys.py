@@ -71,6 +71,7 @@ class Box:
     view: int = 0
     standby: str = ""
     happened: int = 0
+    viewed: int = 0
     done: list[tuple[int, int]] = field(default_factory=list)
     known: list[tuple[int, int, int]] = field(default_factory=list)  # by shard 0, of the others
     seats: dict[int, bytes] = field(default_factory=dict)
@@ -84,6 +85,7 @@ class Box:
         self.happened += 1
         if event.kind is Kind.VIEW:
             self.view, self.standby, _ = event.values
+            self.viewed = self.happened
             return []
         what, shard, worker, number = event.values
         if what == "go":
@@ -102,18 +104,19 @@ class Box:
         return []
 
     def packed(self) -> bytes:
-        state = [self.view, self.standby, self.happened, self.done, self.known]
+        state = [self.view, self.standby, self.happened, self.viewed, self.done, self.known]
         seats = [[worker, peer.decode()] for worker, peer in self.seats.items()]
         return json.dumps([self.index, state, seats]).encode()
 
     @classmethod
     def of(cls, packed: bytes) -> Box:
-        index, (view, standby, happened, done, known), seats = json.loads(packed)
+        index, (view, standby, happened, viewed, done, known), seats = json.loads(packed)
         return cls(
             index,
             view,
             standby,
             happened,
+            viewed,
             [tuple(each) for each in done],
             [tuple(each) for each in known],
             {worker: peer.encode() for worker, peer in seats},
@@ -321,8 +324,9 @@ class Guest:
                 self.stall_ns = max(self.stall_ns, now_ns - self.done_ns)
                 self.asked, self.asked_ns, self.done_ns = self.asked + 1, 0, now_ns
         elif source == self.views.standby and self.views.turned and isinstance(message, (m.Stay, m.View)):
-            self.heard_ns, self.asked_ns = now_ns, 0
-            self._say(self.views.hear(message))
+            effects, self.asked_ns = self.views.hear(message, now_ns), 0
+            self.heard_ns = now_ns if effects else self.heard_ns
+            self._say(effects)
 
     def _say(self, effects: Sequence[e.MemberEffect]) -> None:
         for effect in effects:
@@ -427,8 +431,12 @@ class Theatre:
         now_ns = self.sim.now_ns
         for other in away:  # each is there again in its own time
             until_ns = min(now_ns + self.random.between(NS // 2, 12 * NS), FAULTS_NS)
+            way = self.random.between(0, 3)
             for one in ours:
-                self.sim.cut(one, other, until_ns)
+                if way != 1:
+                    self.sim.cut_way(one, other, until_ns)
+                if way != 2:
+                    self.sim.cut_way(other, one, until_ns)
 
     # The end, and what must hold.
 

@@ -51,6 +51,30 @@ def test_one_fault_delays_nobody_by_more_than_a_lease(fault: Callable[..., None]
         assert {guest.server for guest in theatre.guests} == {"b" if words == "a" else "a"}
 
 
+def contested() -> Theatre:
+    """Of four members w0 turns to the standby, hears the server again, and is asked by it. Then w1 turns too."""
+    theatre = Theatre(2, quiet=True)
+    assert len(theatre.guests) == 4
+    cuts = [("b", 30), ("w0", 3.2), ("w1", 30)]
+
+    def cut() -> None:
+        sim, ends = theatre.sim, {name: [shard.name for shard in each.shards] for name, each in theatre.servers.items()}
+        for other, seconds in cuts:
+            for one in ends["a"]:
+                for there in ends.get(other, [other]):
+                    sim.cut(one, there, sim.now_ns + int(seconds * NS))
+        for one in ends["b"]:
+            sim.cut(one, "w1", sim.now_ns + 6 * NS)
+
+    theatre.sim.at(10 * NS, cut)
+    return theatre
+
+
+def test_members_that_are_asked_by_both_have_one_server() -> None:
+    theatre = contested().run()
+    assert {guest.server for guest in theatre.guests if not guest.failed} == {"b"}
+
+
 # Planted bugs: what guards this, taken out.
 
 
@@ -63,7 +87,8 @@ def too_early(shard: Shard) -> None:
 
 def without_votes(standby: Standby, now_ns: int) -> Any:
     """A standby takes over that nobody has turned to."""
-    standby.votes |= {member.worker: 1 for member in standby.machine.members} if standby.machine is not None else {}
+    if standby.machine is not None:
+        standby.votes |= {member.worker: standby.machine.view + 1 for member in standby.machine.members}
     return standby_tick(standby, now_ns)
 
 
@@ -126,5 +151,6 @@ def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def _until_found() -> None:
+    contested().run()
     for seed in range(PLANTED_RUNS):
         Theatre(seed).run()

@@ -1,0 +1,51 @@
+"""What ps-serve says, and which events of its shards a user is shown."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import click
+
+EMBEDDED = os.environ.get("NARROWS_EMBEDDED") == "1"  # in a ps-worker, which ends us by closing our stdin
+NAME = "ps-worker" if EMBEDDED else "ps-serve"
+
+SHOWN = {
+    "member": "worker {worker} (rank {rank}, {host}) {how} at clock {clock}; {live} live",
+    "discarded": "update {clock} of worker {worker} was discarded on shard {shard}: {why}",
+    "restart": "shard {shard} was restarted: the run goes back from clock {to_clock} to {from_clock}",
+    "checkpoint": "shard {shard}: checkpoint of clock {clock}",
+}  # any other event has its own text
+NOTED = ("void", "long", "against", "worker")  # what members send
+# What a user of ps-worker must know.
+SHOWN_EMBEDDED = ("discarded", "restart", "lost", "refused", "hyper", "dropped", "disk", "damaged", "journal", "void", "long",
+                  "against")  # fmt: skip
+
+
+def say(text: str, error: bool = False) -> None:
+    """Lines for the console. Those of an embedded server are ps-worker's, whose stdout is the script's."""
+    click.echo(f"{NAME}: {printable(text)}", err=error or EMBEDDED)
+
+
+def printable(text: str) -> str:
+    """Nothing that a stranger has named itself moves the cursor or rings the bell."""
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
+
+
+def doing(text: str) -> None:
+    """Say what the run has to wait for."""
+    if EMBEDDED:
+        print(json.dumps({"event": "say", "text": text}), flush=True)
+    else:
+        say(text)
+
+
+def show(name: str, values: dict[str, Any]) -> None:
+    """An event of a shard on the console; of an embedded server only some, and some go to the record of its ps-worker."""
+    if EMBEDDED and name in NOTED:
+        print(json.dumps({"event": "noted", "what": name, "values": values}), flush=True)
+    if name == "worker" and "text" not in values:
+        return  # a row of a record
+    if not EMBEDDED or name in SHOWN_EMBEDDED or values.get("how") == "expired":
+        say(SHOWN[name].format(**values) if name in SHOWN else str(values.get("text", values)))
