@@ -17,7 +17,7 @@ from narrows.protocols.runtime.clock import Awake
 from narrows.protocols.runtime.connections import STRANGER_BYTES_MAX
 from narrows.protocols.settings import Settings
 from narrows.protocols.timing import Timing
-from narrows.ps.command import cluster
+from narrows.ps.command import cluster, console
 from narrows.ps.command.cluster import Cluster
 from narrows.ps.command.lives import Lives
 from narrows.ps.process.gate import FLIGHT_TIMES, Gate
@@ -30,7 +30,8 @@ def test_one_that_is_stopped_is_killed_and_another_goes_on(monkeypatch: pytest.M
     """As after a kill: nothing is lost, and nothing is done twice."""
     said: list[str] = []
     heard = Lives.expect
-    monkeypatch.setattr(cluster, "say", lambda text, **more: said.append(text))
+    for where in (cluster, console):
+        monkeypatch.setattr(where, "say", lambda text, **more: said.append(text))
     monkeypatch.setattr(Lives, "expect", lambda lives, shard, within_s: heard(lives, shard, SOON_S))
     ours = Cluster(Settings(sync="ssp", shards=2, workers=1).validated())
     ours.host = "127.0.0.1"
