@@ -315,8 +315,8 @@ class Runner:
         def hear_parent() -> None:
             if not (lines := os.read(stdin, 4096).decode().splitlines()):
                 sockets.unwatch(stdin)
-                if self.stop_by < float("inf") or not self.original.holds:
-                    return self.stop()
+                if (stops := self.stop_by < float("inf")) or not self.original.holds:
+                    return None if stops else self.stop()
                 text = "ps-serve was killed; its standby goes on"
                 self.running, self.end = False, Stop(m.RefuseCode.SERVER_LOST, text)
             for line in lines:

@@ -79,7 +79,7 @@ def test_nobody_speaks_for_a_worker_but_itself(sync: str) -> None:
 def test_silent_connections_and_random_frames_take_nothing_from_the_others(tmp_path: Path) -> None:
     """More connections than the server has descriptors. Who is ours gets in, and checkpoints are written."""
     flags = ("--sync", "ssp", "--checkpoint-dir", str(tmp_path / "kept"), "--checkpoint-every", "0.1")
-    with serving(*flags, descriptors=256) as server, ExitStack() as stack:
+    with serving(*flags, descriptors=1024) as server, ExitStack() as stack:
         rng = random.Random(0)
 
         for _ in range(20):
