@@ -520,6 +520,7 @@ class Copy(Message):
 
     shard: int  # -1: what must a server be told to stand by for you?
     have: int  # events up to this one, and what follows from them; -1: no machine
+    life: int = -1  # of the shard, of which that is: an incarnation
     machine: int = -1  # of the machine as it was after this event ...
     parts: int = 0  # ... so many parts are here
     address: Name = ""  # where members find the standby (shard 0)
@@ -536,6 +537,7 @@ class Original(Message):
 class Copied(Message):
     """Shard to its standby: event `number`, or where `parts` is not 0, a part of the machine as it was after that event."""
 
+    life: int  # of the shard: its incarnation; events are counted anew in each
     number: int
     part: int
     parts: int

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from narrows.protocols import messages as m
@@ -59,7 +59,9 @@ class Machine(Protocol):
     view: int
     standby: str
     happened: int
+    incarnation: int  # of the life in which they happened; that of a later life is greater
     viewed: int  # the event with which the present view began
+    before: str
 
     @property
     def members(self) -> Sequence[Member]: ...
@@ -94,6 +96,11 @@ class Siblings:
         """All of them have come to this view."""
         return len(self.known) == self.shards - 1 and all(s.said.view == view for s in self.known.values())
 
+    @property
+    def newest(self) -> int:
+        """The newest view that any of them has come to."""
+        return max((sibling.said.view for sibling in self.known.values()), default=0)
+
     def behind(self, view: m.View) -> list[Send]:
         """For those that have not come to it."""
         return [Send(sibling.peer, view) for sibling in self.known.values() if sibling.said.view < view.view]
@@ -104,7 +111,7 @@ class Siblings:
 
 class Original:
     """Of shard `index`, which serves and listens on `port`. `freeze`: its machine, as bytes. `first_view`: none of an earlier
-    life of the run was as large. `before`: where the shard is that this one copied, and in whose place it serves."""
+    life of the run was as large. `before`: where the shard is that this one copied, and in whose place it serves now."""
 
     def __init__(
         self,
@@ -118,24 +125,21 @@ class Original:
         before: str = "",
     ) -> None:
         self.index, self.machine, self.port, self.lost_ns = index, machine, port, lost_ns
-        self.freeze, self.siblings, self.first_view, self.before = freeze, siblings, first_view, before
-        self.deposed_ns = 0  # for so long the one before was told
+        self.freeze, self.siblings = freeze, siblings
+        self.first_view, self.before = first_view, before or machine.before
         self.peer, self.address = b"", ""  # of the standby of this shard, and where members find it
         self.heard_ns = self.progress_ns = self.said_ns = 0
         self.tail: deque[m.Copied] = deque()  # events that it has not acknowledged
-        self.tail_bytes = 0
-        self.streams = False  # it has a machine, and gets each event
+        self.tail_bytes, self.streams = 0, False  # whether it has a machine, and gets each event
         self.acked = self.sent = 0  # events
         self.frozen, self.frozen_at, self.frozen_sent = b"", -1, 0  # a machine that is on its way; parts
         self.here = self.size = 0  # parts of it that are there; bytes of the newest one
         self.rosters: deque[tuple[int, dict[int, Member]]] = deque()  # since this event, back to the acknowledged one
-        self.known = (
-            machine.happened if machine.standby else 0
-        )  # of a process that was killed, none from before this event
+        self.known = machine.happened  # of a process that was killed, no roster is from before this event
         self.votes: dict[int, int] = {}  # of each worker, its newest view
         self.shown = 0  # the view whose standby was shown on the console
         self.greeted: set[int] = set()  # members
-        self.missed_ns = 0  # when the standby was missed first, 0: it is there
+        self.missed_ns = self.deposed_ns = 0  # when the standby was missed first, 0: it is there; told the one before
 
     # What happens to this shard.
 
@@ -151,13 +155,13 @@ class Original:
             return []
         header, payload = bytes(frames[0]) if frames else b"", frames[1] if len(frames) > 1 else b""
         number = self.machine.happened + 1
-        copied = m.Copied(number, 0, 0, event.described(), len(frames), header, payload)
+        copied = m.Copied(self.machine.incarnation, number, 0, 0, event.described(), len(frames), header, payload)
         self.tail.append(copied)
         self.tail_bytes += len(header) + len(payload)
         if self.tail_bytes > max(TAIL_BYTES, TAIL_TIMES * self.size):
             self.forget()
             return []
-        if not self.streams or self.sent != number - 1:
+        if not self.streams:
             return []
         self.sent = number
         return [Send(self.peer, copied)]
@@ -202,18 +206,21 @@ class Original:
             return [Send(peer, m.Refuse(RefuseCode.INCOMPATIBLE, -1, 0, text))]
         self.peer, self.address, self.heard_ns = peer, copy.address, now_ns
         held = self.tail[0].number - 1 if self.tail else self.machine.happened
+        if copy.life != self.machine.incarnation:
+            copy = replace(copy, have=-1, machine=-1)  # of a life that is over
+        if self.streams and 0 <= copy.have < self.acked:
+            return []  # a late one
         if not held <= copy.have <= self.machine.happened:
             return self._give_machine(copy, now_ns)
-        if copy.have > self.acked or not self.streams:
+        if copy.have > self.acked:
             self.progress_ns = now_ns
         self.streams, self.frozen, self.frozen_at = True, b"", -1
-        self.acked = max(self.acked, copy.have)
+        self.acked = copy.have
         while self.tail and self.tail[0].number <= copy.have:
             gone = self.tail.popleft()
             self.tail_bytes -= len(gone.header) + len(gone.payload)
         if now_ns - self.progress_ns >= again_after(self.tail_bytes):
             self.sent, self.progress_ns = copy.have, now_ns
-        self.sent = max(self.sent, copy.have)
         missing = [copied for copied in self.tail if copied.number > self.sent]
         self.sent = missing[-1].number if missing else self.sent
         return [Send(peer, copied) for copied in missing]
@@ -224,7 +231,6 @@ class Original:
             self.tail_bytes, self.streams = 0, False
             self.frozen, self.frozen_at, self.frozen_sent = self.freeze(), self.machine.happened, 0
             self.here, self.size = 0, len(self.frozen)
-            self.sent, self.progress_ns = self.frozen_at, now_ns
         parts = -(-len(self.frozen) // PART_BYTES)
         here = copy.parts if copy.machine == self.frozen_at else 0
         if here > self.here:
@@ -233,14 +239,9 @@ class Original:
             self.frozen_sent, self.progress_ns = here, now_ns
         self.here = here
         first, self.frozen_sent = self.frozen_sent, max(self.frozen_sent, min(parts, here + PARTS_AHEAD))
-        view = memoryview(self.frozen)
-        return [
-            Send(
-                self.peer,
-                m.Copied(self.frozen_at, part, parts, b"", 0, b"", view[part * PART_BYTES : (part + 1) * PART_BYTES]),
-            )
-            for part in range(first, self.frozen_sent)
-        ]
+        of, view, size = (self.machine.incarnation, self.frozen_at), memoryview(self.frozen), PART_BYTES
+        sent = range(first, self.frozen_sent)
+        return [Send(self.peer, m.Copied(*of, n, parts, b"", 0, b"", view[n * size : (n + 1) * size])) for n in sent]
 
     def copied(self, now_ns: int) -> bool:
         """The standby follows this shard, was heard a moment ago, and knows of the present view."""
@@ -286,7 +287,7 @@ class Original:
     # Time.
 
     def tick(self, now_ns: int) -> list[CopyEffect]:
-        if now_ns - self.said_ns < SAY_NS or not (self.peer or self.machine.standby or self.machine.view):
+        if now_ns - self.said_ns < SAY_NS or not (self.peer or self.machine.view):
             return self._greet() if self.copied(now_ns) else []
         self.said_ns = now_ns
         if self.peer and not self.machine.standby and now_ns - self.heard_ns > self.lost_ns:
@@ -314,6 +315,8 @@ class Original:
         effects: list[CopyEffect] = [*siblings.behind(m.View(machine.view, machine.standby, True))]
         if not machine.standby:
             self.missed_ns = 0
+            if siblings.newest > machine.view:  # this shard failed, and began from a checkpoint
+                return [*effects, Serve(max(siblings.newest + 1, self.first_view), "")]
             if whole and siblings.at(machine.view):
                 effects.append(Serve(max(machine.view + 1, self.first_view), self.address))
             return effects + self._tell(m.View(machine.view, "", True), self.votes)

@@ -27,9 +27,7 @@ class Kind(IntEnum):
     LINKED = 8  # peer: the connection to this cluster is another one; "": that to the shard above
     UNREACHED = 9  # nobody is connected under the name of this peer, which had dialled us
     ENDED = 10  # shards: these had ended when the process was started again
-    VIEW = (
-        11  # view, standby, port, moved: who serves and stands by from now on, where this shard listens, if elsewhere
-    )
+    VIEW = 11  # view, standby, port, before: who serves and stands by, where this shard listens, in whose place from now on
     RESHARD = 12  # shards: the keys are to be cut over so many
 
 

@@ -54,8 +54,9 @@ class Server:
         self.tree_shown = False
         self.begun = False
         self.now_ns = 0  # of the newest event
-        self.happened = 0  # events
+        self.happened, self.incarnation = 0, shard.incarnation  # events, in this life
         self.view, self.standby, self.viewed = 0, "", 0  # who serves, since which event: ps/copies.py
+        self.before = ""  # and in whose place
 
     # Asked by a runner.
 
@@ -127,10 +128,11 @@ class Server:
         # As if of long ago: process 0 may not listen yet, and the first tick says it again.
         return self._route([*effects, self.shard.report(0)], now_ns)
 
-    def serve(self, view: int, standby: str, port: int, moved: bool) -> list[ServerEffect]:
-        """Another view has begun. `port`: where this shard listens by now; `moved`: on another machine."""
-        if moved and self.coordinator is not None:
+    def serve(self, view: int, standby: str, port: int, before: str) -> list[ServerEffect]:
+        """Another view has begun. `port`: where this shard listens by now; `before`: in whose place, on another machine."""
+        if before and self.coordinator is not None:
             self.coordinator.roster.moved(self.now_ns)
+        self.before = before or self.before
         self.view, self.standby, self.viewed, self.shard.port = view, standby, self.happened, port
         return []
 

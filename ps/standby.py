@@ -31,6 +31,7 @@ class Standby:
         self.siblings, self.thaw, self.again = siblings, thaw, again
         self.machine: Machine | None = None
         self.have = -1  # events that are here
+        self.life = -1  # of the original, in which they happened
         self.parts: list[m.Buffer] = []  # of a machine
         self.parts_of = -1
         self.events: deque[Event] = deque()  # that are here and not handled
@@ -48,9 +49,14 @@ class Standby:
 
     def receive(self, copied: m.Copied, now_ns: int) -> None:
         """Take an event, or a part of a machine. Raises what `thaw` raises."""
+        if copied.life < self.life:
+            return  # of one that is over
         self.heard_ns, self.owes = now_ns, True
+        if copied.life > self.life:  # it went back to a checkpoint, and counts its events anew
+            self.begin_anew()
+            self.life = copied.life
         if not copied.parts:
-            if copied.number == self.have + 1 and self.machine is not None:
+            if copied.number == self.have + 1:
                 frames = [copied.header, copied.payload][: copied.frames]
                 self.events.append(Event.of(copied.about, frames))
                 self.have = copied.number
@@ -82,7 +88,7 @@ class Standby:
             return []
         self.owes, self.said_ns = False, now_ns
         of = self.parts_of if self.have < 0 else -1
-        return [Tell(self.original, m.Copy(self.index, self.have, of, len(self.parts), self.address))]
+        return [Tell(self.original, m.Copy(self.index, self.have, self.life, of, len(self.parts), self.address))]
 
     # Members, and the other shards.
 

@@ -191,8 +191,8 @@ class Runner:
         for effect in effects:
             match effect:
                 case Serve(view, standby):
-                    moved = bool(self.original.before) and not self.original.said_ns  # this server takes over just now
-                    self.happen(Event(Kind.VIEW, self.clock.now(), values=(view, standby, self.number, moved)))
+                    before = self.original.before if self.original.before != self.server.before else ""
+                    self.happen(Event(Kind.VIEW, self.clock.now(), values=(view, standby, self.number, before)))
                     if not standby:
                         self.original.forget()
                 case Log(event, values):

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from narrows.protocols import effects as e
@@ -36,7 +36,7 @@ FAULTS_NS = 30 * NS  # then all that lives is left alone
 END_NS = 120 * NS
 LOST_S = 8  # of silence, after which a member fails
 ASKS = 30  # of each member
-KEPT = 4096  # bytes of a box, a part each
+VIEWS_OF_A_LIFE = 1000  # more than shard 0 comes to in one
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,9 @@ class Box:
     view: int = 0
     standby: str = ""
     happened: int = 0
+    incarnation: int = 0
     viewed: int = 0
+    before: str = ""
     done: list[tuple[int, int]] = field(default_factory=list)
     known: list[tuple[int, int, int]] = field(default_factory=list)  # by shard 0, of the others
     seats: dict[int, bytes] = field(default_factory=dict)
@@ -84,7 +86,8 @@ class Box:
         """What is to be sent, and to whom."""
         self.happened += 1
         if event.kind is Kind.VIEW:
-            self.view, self.standby, _ = event.values
+            self.view, self.standby, _, before = event.values
+            self.before = before or self.before
             self.viewed = self.happened
             return []
         what, shard, worker, number = event.values
@@ -104,22 +107,30 @@ class Box:
         return []
 
     def packed(self) -> bytes:
-        state = [self.view, self.standby, self.happened, self.viewed, self.done, self.known]
+        state = [
+            self.view,
+            self.standby,
+            self.happened,
+            self.incarnation,
+            self.viewed,
+            self.before,
+            self.done,
+            self.known,
+        ]
         seats = [[worker, peer.decode()] for worker, peer in self.seats.items()]
         return json.dumps([self.index, state, seats]).encode()
 
     @classmethod
     def of(cls, packed: bytes) -> Box:
-        index, (view, standby, happened, viewed, done, known), seats = json.loads(packed)
-        return cls(
-            index,
-            view,
-            standby,
-            happened,
-            viewed,
-            [tuple(each) for each in done],
-            [tuple(each) for each in known],
-            {worker: peer.encode() for worker, peer in seats},
+        index, (*counts, done, known), seats = json.loads(packed)
+        done, known = ([tuple(each) for each in rows] for rows in (done, known))
+        kept: list[Any] = [*counts, done, known, {worker: peer.encode() for worker, peer in seats}]
+        return cls(index, *kept)
+
+    def reborn(self) -> Box:
+        """Of a life that begins from a checkpoint, which has all but views."""
+        return replace(
+            Box.of(self.packed()), view=0, standby="", happened=0, viewed=0, incarnation=self.incarnation + 1
         )
 
 
@@ -175,7 +186,9 @@ class Shard:
 
     def _serves(self, box: Box, siblings: Siblings) -> None:
         before = self.standby.original if self.standby is not None else ""
-        self.original = Original(self.index, box, self.index, lost_after(LEASE_S), box.packed, siblings, 0, before)
+        first_view = VIEWS_OF_A_LIFE * box.incarnation
+        lost_ns = lost_after(LEASE_S)
+        self.original = Original(self.index, box, self.index, lost_ns, box.packed, siblings, first_view, before)
 
     def _happen(self, event: Event) -> None:
         original = self._original
@@ -207,7 +220,8 @@ class Shard:
                         self._serves(self.box, self.standby.siblings)
                         self.theatre.sim.struck["took over"] += not self.index
                         self.server.leads = True
-                    self._happen(Event(Kind.VIEW, 0, values=(view, standby, self.index)))
+                    before = self._original.before if self._original.before != self.box.before else ""
+                    self._happen(Event(Kind.VIEW, 0, values=(view, standby, self.index, before)))
                     if not standby:
                         self.theatre.sim.struck["alone"] += 1
                         self._original.forget()
@@ -298,6 +312,17 @@ class Server:
         box = Box.of(shard.box.packed()) if shard.original is not None else None
         self.shards[index] = Shard(self.theatre, self, index, follows, box)
 
+    def fail(self, index: int) -> None:
+        """One process fails by itself; another begins from a checkpoint. Where a standby stands by, that takes over instead."""
+        shard = self.shards[index]
+        alone = all(each.original is not None and not each.box.standby for each in self.shards)
+        if self.over or not alone or not self.theatre.sim.alive(shard.name):
+            return
+        self.theatre.sim.struck["failed by itself"] += 1
+        self.theatre.sim.crash(shard.name)
+        self.tails[index].clear()
+        self.shards[index] = Shard(self.theatre, self, index, "", shard.box.reborn())
+
 
 class Guest:
     """A member that asks for one thing after the other, of each shard in turn."""
@@ -377,6 +402,8 @@ class Theatre:
         self.sim.at(random.between(0, 5 * NS), self._another)
         for _ in range(0 if quiet else random.between(1, 6)):
             self.sim.at(random.between(NS, FAULTS_NS), self._strike)
+        if not quiet and random.chance(0.5):  # most standbys have all by then, and stand by later
+            self.sim.at(random.between(0, 6 * NS), self.servers["a"].fail, random.between(0, self.shards - 1))
 
     # Faults.
 

@@ -11,22 +11,29 @@ import pytest
 from narrows.protocols import messages as m
 from narrows.protocols.effects import NS, MemberEffect, Send
 from narrows.protocols.member.views import Views
+from narrows.ps import copies
 from narrows.ps.copies import Original
 from narrows.ps.standby import Standby
 from simulation.mirrors import Violation
+from simulation.network import MS
 from simulation.standbys import LEASE_S, Shard, Theatre
 
 RUNS = 40
 PLANTED_RUNS = 150  # within so many a planted bug is found
 
 
+@pytest.fixture(autouse=True)
+def _in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A box is small, and yet several parts."""
+    monkeypatch.setattr(copies, "PART_BYTES", 1024)
+
+
 def test_nothing_is_lost_and_one_serves() -> None:
     struck: Counter[str] = Counter()
     for seed in range(RUNS):
         struck += Theatre(seed).run().sim.struck
-    assert (
-        min(struck[what] for what in ("took over", "alone", "moved", "machine lost", "process killed", "cuts")) > 5
-    ), struck
+    faults = ("took over", "alone", "moved", "machine lost", "process killed", "failed by itself", "cuts")
+    assert min(struck[what] for what in faults) > 5, struck
 
 
 def lose(theatre: Theatre, server: str) -> None:
@@ -49,6 +56,28 @@ def test_one_fault_delays_nobody_by_more_than_a_lease(fault: Callable[..., None]
         assert not any(guest.failed for guest in theatre.guests)
         assert max(guest.stall_ns for guest in theatre.guests) < (LEASE_S + 1) * NS
         assert {guest.server for guest in theatre.guests} == {"b" if words == "a" else "a"}
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_standby_copies_anew_what_begins_from_a_checkpoint(index: int) -> None:
+    """A shard fails while it is being copied. Its standby needs no help, and can take over."""
+    for seed in range(10):
+        theatre = Theatre(seed, quiet=True)
+        if index >= theatre.shards:
+            continue
+
+        def fail(theatre: Theatre = theatre) -> None:
+            standby = theatre.servers["b"].shards[index].standby if "b" in theatre.servers else None
+            if standby is not None and (standby.parts or standby.machine):
+                theatre.servers["a"].fail(index)
+            else:
+                theatre.sim.at(theatre.sim.now_ns + MS, fail)
+
+        theatre.sim.at(MS, fail)
+        theatre.sim.at(20 * NS, lose, theatre, "a")
+        theatre.run()
+        assert theatre.sim.struck["failed by itself"] == 1
+        assert {guest.server for guest in theatre.guests} == {"b"} and not any(guest.failed for guest in theatre.guests)
 
 
 def contested() -> Theatre:

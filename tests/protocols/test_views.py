@@ -1,0 +1,83 @@
+"""Which server a member listens to: what it says in each view, when it turns to the standby, and when it comes back."""
+
+from __future__ import annotations
+
+from narrows.protocols import messages as m
+from narrows.protocols.effects import MemberEffect, Send, Tell, Turned
+from narrows.protocols.member.views import LOST_NS, SAY_NS, Views
+
+THERE = "tcp://there:1"
+WORKER, EPOCH = 3, 9
+
+
+def known(view: int = 1, standby: str = THERE) -> Views:
+    """A member that was told of a view."""
+    ours = Views(WORKER, EPOCH)
+    ours.told(m.View(view, standby, True))
+    return ours
+
+
+def turned() -> Views:
+    ours = known()
+    assert ours.tick(0, LOST_NS + 1) and ours.turned
+    return ours
+
+
+def votes(effects: list[MemberEffect]) -> list[tuple[int | str, int, int]]:
+    """(to whom, view, attempt)"""
+    said = []
+    for effect in effects:
+        if isinstance(effect, (Send, Tell)) and isinstance(effect.message, m.Vote):
+            assert (effect.message.worker, effect.message.epoch) == (WORKER, EPOCH)
+            to = effect.peer if isinstance(effect, Send) else effect.address
+            assert not isinstance(to, bytes)
+            said.append((to, effect.message.view, effect.message.attempt))
+    return said
+
+
+def test_a_member_votes_for_the_server_that_it_hears() -> None:
+    ours = Views(WORKER, EPOCH)
+    assert votes(ours.told(m.View(2, THERE, True))) == [(0, 2, 0)] and ours.standby == THERE
+    assert votes(ours.told(m.View(1, "tcp://old:1", True))) == [(0, 2, 0)] and ours.standby == THERE
+    assert votes(ours.told(m.View(3, "", False))) == [(0, 3, 0)] and ours.standby == THERE, (
+        "it is asked, and not decided"
+    )
+    assert votes(ours.told(m.View(3, "", True))) == [(0, 3, 0)] and not ours.standby
+    assert votes(ours.told(m.View(3, THERE, True))) == [(0, 3, 0)] and ours.standby == THERE
+
+
+def test_it_turns_to_the_standby_after_a_silence_and_says_so_twice_a_second() -> None:
+    ours = known()
+    assert not ours.tick(5, LOST_NS + 5) and not ours.turned
+    assert votes(ours.tick(5, LOST_NS + 6)) == [(THERE, 2, 1)] and ours.turned
+    assert not ours.tick(5, LOST_NS + 5 + SAY_NS)
+    assert votes(ours.tick(5, LOST_NS + 6 + SAY_NS)) == [(THERE, 2, 1)]
+    alone = known(standby="")
+    assert not alone.tick(0, 9 * LOST_NS) and not alone.turned
+
+
+def test_who_has_turned_takes_nothing_of_the_server_but_that_it_goes_on_without_a_standby() -> None:
+    for view, standby, decided in ((1, THERE, True), (2, "", False), (2, THERE, False), (1, "", False), (0, "", True)):
+        ours = turned()
+        assert not ours.told(m.View(view, standby, decided)) and ours.turned and (ours.view, ours.standby) == (1, THERE)
+    for view, standby in ((1, ""), (2, ""), (2, "tcp://next:1")):
+        ours = turned()
+        assert votes(ours.told(m.View(view, standby, True))) == [(0, view, 0)]
+        assert not ours.turned and (ours.view, ours.standby) == (view, standby)
+
+
+def test_the_standby_gives_the_vote_of_this_attempt_back() -> None:
+    ours = turned()
+    for view, attempt in ((1, 1), (3, 1), (2, 0), (2, 2)):
+        assert not ours.hear(m.Stay(view, attempt), 7) and ours.turned
+    assert not ours.hear(m.Stay(2, 1), 2 * LOST_NS) and not ours.turned
+    assert not ours.tick(0, 3 * LOST_NS), "the silence begins anew"
+    assert votes(ours.tick(0, 3 * LOST_NS + 1)) == [(THERE, 2, 2)]
+
+
+def test_it_moves_to_a_standby_that_serves_with_all_its_shards() -> None:
+    ours = turned()
+    assert not ours.hear(m.View(2, "", True), 0) and not ours.hear(m.View(0, "", True, (5, 6)), 0) and ours.turned
+    assert ours.hear(m.View(2, "tcp://next:1", True, (5, 6)), 0) == [Turned(THERE, (5, 6))]
+    assert not ours.turned and (ours.view, ours.standby) == (2, "tcp://next:1")
+    assert not ours.hear(m.View(3, "", True, (5, 6)), 0), "it has not turned"

@@ -1,0 +1,332 @@
+"""A process that copies a shard: whom it listens to, how it ends, and what it asks before there is one."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, cast
+
+import pytest
+
+from narrows.protocols import messages as m
+from narrows.protocols.cluster.coordinator import Coordinator
+from narrows.protocols.effects import NS, Stop
+from narrows.protocols.errors import (
+    AuthenticationError,
+    IncompatibleError,
+    NarrowsError,
+    RemoteProtocolError,
+    ServerLostError,
+    UnreachableError,
+)
+from narrows.protocols.messages import Buffer
+from narrows.protocols.runtime.connections import Connection
+from narrows.protocols.runtime.curve import Why
+from narrows.protocols.runtime.sockets import Peer, Receipt, Sockets
+from narrows.protocols.settings import Settings
+from narrows.protocols.wire import decode, encode, pack
+from narrows.ps.copies import GIVE_UP_NS, LOST_LEASES
+from narrows.ps.events import Event, Kind
+from narrows.ps.planned import Means
+from narrows.ps.process import asking
+from narrows.ps.process.follower import Follower
+from narrows.ps.process.gate import Gate
+from narrows.ps.process.journal import frozen
+from narrows.ps.process.machine import Process, release
+from narrows.ps.server import Server
+from narrows.ps.shard import Shard
+from narrows.ps.store import assume_lent
+
+SECRET = "secret-x"
+ORIGINAL, FIRST, OTHER = "tcp://127.0.0.1:9", "tcp://127.0.0.1:8", "tcp://127.0.0.1:7"
+OURS, WORKER = SECRET.encode() + b"1", b"a" * m.NAME_BYTES + b"x"
+TICK = Event(Kind.TICK, 5)
+LEASE_NS = int(Settings().lease * NS)
+
+
+class Wire:
+    """In the place of sockets: what is sent, and turn after turn what comes, or happens."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[Peer, m.Message]] = []
+        self.turns: deque[Callable[[], list[tuple[Peer, m.Message]]]] = deque()
+        self.watched: dict[int, Callable[[], object]] = {}
+
+    def send(self, to: Peer, frames: Sequence[Buffer], *, control: bool = False) -> Receipt:
+        self.sent.append((to, decode(frames)))
+        return Receipt()
+
+    def receive(self, limit_ms: int) -> list[tuple[Peer, list[Buffer]]]:
+        assert self.turns, "it waits for something that does not come"
+        return [(peer, encode(message)) for peer, message in self.turns.popleft()()]
+
+    def watch(self, fd: int, called: Callable[[], object]) -> None:
+        self.watched[fd] = called
+
+    def unwatch(self, fd: int) -> None:
+        del self.watched[fd]
+
+    def close(self) -> None: ...
+
+
+class Time:
+    """In the place of a clock."""
+
+    now_ns = 0
+
+    def now(self) -> int:
+        return self.now_ns
+
+    turn = now
+
+
+class Life:
+    """A process that follows shard `index` of two."""
+
+    def __init__(self, index: int = 0) -> None:
+        self.wire, self.time = Wire(), Time()
+        settings = Settings(shards=2).validated()
+        first = FIRST if index else ""
+        process = Process(index, settings, "tcp://127.0.0.1:0", first, 1, "", False, secret=SECRET, follows=ORIGINAL)
+        gate = Gate("", "", SECRET, first, ORIGINAL)
+        self.follower = Follower(process, cast(Sockets, self.wire), 4711, gate)
+        self.follower.clock = cast(Any, self.time)
+        assert self.follower.standby.heard_ns > 0, "the time of its original begins now"
+        self.follower.standby.heard_ns = 0
+        self.standby = self.follower.standby
+
+    def machine(self, stands_by: bool = True) -> bytes:
+        """Of the server that it copies."""
+        settings = Settings(shards=2).validated()
+        index = self.follower.process.index
+        coordinator = Coordinator(settings, 7) if not index else None
+        server = Server(Shard(index, settings, 1, 5, (), Means(coordinator=coordinator)), coordinator)
+        server.view, server.standby = 1, self.standby.address if stands_by else ""
+        return frozen(server, assume_lent)
+
+    def has_all(self) -> None:
+        self.hear(ORIGINAL, m.Copied(1, 0, 0, 1, b"", 0, b"", self.machine()))
+        assert self.standby.stands_by
+
+    def hear(self, peer: Peer, message: m.Message) -> None:
+        self.follower._receive(peer, encode(message))
+
+    def loop(self) -> bool:
+        return self.follower.loop(cast(Sockets, self.wire))
+
+    def silence(self, ns: int) -> Callable[[], list[tuple[Peer, m.Message]]]:
+        def passes() -> list[tuple[Peer, m.Message]]:
+            self.time.now_ns += ns
+            return []
+
+        return passes
+
+
+@pytest.fixture
+def stdin(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """The end of a pipe that is this process's stdin."""
+    ours, theirs = os.pipe()
+    with open(ours) as file:
+        monkeypatch.setattr("sys.stdin", file)
+        yield theirs
+    with suppress(OSError):
+        os.close(theirs)
+
+
+def test_it_takes_events_of_its_original_alone() -> None:
+    life = Life(1)
+    machine = m.Copied(1, 4, 0, 1, b"", 0, b"", life.machine())
+    for peer in (FIRST, OTHER, OURS):
+        life.hear(peer, machine)
+        assert life.standby.machine is None
+    life.hear(ORIGINAL, machine)
+    assert life.standby.have == 4 and life.follower.gate.known is life.follower.server
+    for peer in (FIRST, OTHER):
+        life.hear(peer, m.Refuse(5, -1, 0, "no"))
+    with pytest.raises(NarrowsError, match=": no"):
+        life.hear(ORIGINAL, m.Refuse(5, -1, 0, "no"))
+
+
+def test_it_takes_views_of_its_shard_0_and_words_of_its_shards_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    life = Life(1)
+    life.has_all()
+    life.hear(ORIGINAL, m.View(2, "", True))
+    assert not life.follower.serves
+    for said in (True, False):  # once
+        life.hear(WORKER, m.Copying(1, 1, True, 5))
+        assert not life.standby.siblings.known
+        assert ("comes from the shards of this server alone" in capfd.readouterr().out) == said
+    life.hear(ORIGINAL, m.Copying(1, 1, True, 5))
+    assert not life.standby.siblings.known
+    known = life.follower.gate.connections.named[OURS] = Connection(-1, -1, OURS, refused=9)
+    life.hear(OURS, m.Copying(1, 1, True, 5))
+    assert life.standby.siblings.known and not known.refused
+    life.hear(FIRST, m.View(2, "", True))
+    assert [serve.view for serve in life.follower.serves] == [2]
+
+
+def test_what_is_no_message_ends_it_where_its_server_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+    life = Life()
+    life.follower._receive(WORKER, [b"nonsense"])
+    assert "does not speak" in capfd.readouterr().out
+    with pytest.raises(RemoteProtocolError):
+        life.follower._receive(ORIGINAL, [b"nonsense"])
+
+
+def test_members_are_answered() -> None:
+    life = Life()
+    life.hear(WORKER, m.Hello("token", "here"))
+    ((to, refusal),) = life.wire.sent
+    assert to == WORKER and isinstance(refusal, m.Refuse) and f"give --server {ORIGINAL}" in refusal.text
+    life.hear(WORKER, m.Vote(0, 1, 2, 1))
+    assert life.wire.sent[1] == (WORKER, m.Stay(2, 1)), "the server lives"
+    life.hear(ORIGINAL, m.Vote(0, 1, 2, 2))
+    life.hear(ORIGINAL, m.Hello("token", "here"))
+    assert len(life.wire.sent) == 2
+
+
+def test_a_checkpoint_of_its_original_is_not_here() -> None:
+    """After the event that goes back to it there is nothing to go on with, and after others there is."""
+    life = Life()
+    life.has_all()
+    life.follower._again(TICK)
+    assert life.standby.machine is not None
+    life.follower.replay.load(3)
+    life.follower._again(TICK)
+    assert life.standby.machine is None and not life.follower.stale
+
+
+def test_the_run_is_over_with_its_machine() -> None:
+    life = Life(1)
+    assert not life.follower.over
+    life.has_all()
+    assert not life.follower.over
+    life.follower.replay.stop = Stop()
+    assert life.follower.over
+    life.follower.replay.stop = None
+    life.follower.server.shard.settings = Settings(shards=1).validated()
+    assert life.follower.over, "its keys are with others"
+
+
+@pytest.mark.parametrize("said", [b"stop\n", b""])
+def test_it_stops_with_its_parent(said: bytes, stdin: int) -> None:
+    life = Life()
+
+    def speak(words: bytes) -> list[Any]:
+        if words:
+            os.write(stdin, words)
+        else:
+            os.close(stdin)
+        (heard,) = life.wire.watched.values()
+        heard()
+        return []
+
+    life.wire.turns += [partial(speak, b"\n"), partial(speak, said)]
+    assert not life.loop() and not life.wire.watched and not life.wire.turns
+
+
+def test_it_serves_once_half_of_the_members_say_so(stdin: int, capfd: pytest.CaptureFixture[str]) -> None:
+    life = Life(1)
+    life.has_all()
+    life.wire.turns += [lambda: [(FIRST, m.View(2, "", True))]]
+    assert life.loop() and not life.wire.watched
+    assert f"serves in the place of {ORIGINAL}, from clock 0 on" in capfd.readouterr().out
+
+
+def test_it_says_once_that_it_stands_by(stdin: int, capfd: pytest.CaptureFixture[str]) -> None:
+    for index, said in ((0, 1), (1, 0)):
+        life = Life(index)
+
+        def arrives(life: Life = life) -> list[Any]:
+            life.has_all()
+            return []
+
+        life.wire.turns += [list, arrives, list, life.silence(GIVE_UP_NS + 1)]
+        with pytest.raises(ServerLostError):
+            life.loop()
+        assert capfd.readouterr().out.count("stands by for") == said
+
+
+def test_it_gives_up_where_nobody_turns_to_it(stdin: int) -> None:
+    life = Life()
+    life.wire.turns += [life.silence(GIVE_UP_NS), life.silence(1)]
+    with pytest.raises(ServerLostError, match="too few workers"):
+        life.loop()
+    assert not life.wire.turns
+
+
+def test_it_waits_for_a_server_whose_run_is_over_until_that_is_gone(stdin: int) -> None:
+    """That holds its last words back for us."""
+    life = Life()
+    life.has_all()
+    life.follower.replay.stop = Stop()
+    lost_ns = max(NS, int(LOST_LEASES * LEASE_NS))
+    life.wire.turns += [life.silence(lost_ns), life.silence(1), life.silence(GIVE_UP_NS)]
+    assert not life.loop() and len(life.wire.turns) == 1
+    life = Life()
+    life.has_all()
+    life.wire.turns += [life.silence(lost_ns + 1), life.silence(GIVE_UP_NS)]
+    with pytest.raises(ServerLostError):
+        life.loop()
+
+
+# Before there is a process.
+
+TOLD = {"release": release(), "settings": {}, "ports": [1, 2], "hash_seed": "3", "secret": "x"}
+
+
+def test_what_a_server_tells_is_checked() -> None:
+    assert asking.checked(ORIGINAL, TOLD) == TOLD
+    parts: tuple[Any, ...] = ([], {name: TOLD[name] for name in TOLD if name != "secret"})
+    for told in parts:
+        with pytest.raises(RemoteProtocolError, match="not whole"):
+            asking.checked(ORIGINAL, told)
+    with pytest.raises(IncompatibleError, match="the server runs Python 2"):
+        asking.checked(ORIGINAL, TOLD | {"release": "Python 2"})
+    with pytest.raises(UnreachableError, match="not started all"):
+        asking.checked(ORIGINAL, TOLD | {"ports": [1, 0]})
+
+
+@pytest.mark.parametrize(("answers", "error", "text"), [
+    ([m.Refuse(5, -1, 0, "no room")], IncompatibleError, "no room"),
+    ([], UnreachableError, "no server answered"),
+    ([Why.REFUSED], AuthenticationError, "the keys there are others"),
+])  # fmt: skip
+def test_who_is_not_told_says_why(
+    answers: list[Any], error: type[Exception], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asking, "CONNECT_S", 3.0 if answers else 0.05)
+    monkeypatch.setattr(asking, "Sockets", lambda **how: Answering(answers, **how))
+    began = time.monotonic()
+    with pytest.raises(error, match=text):
+        asking.ask(ORIGINAL, "")
+    assert time.monotonic() - began < 2.0, "an answer is waited for no longer than until it comes"
+
+
+def test_who_asks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What else comes is of no account."""
+    answers = [m.Copied(1, 0, 0, 1, b"", 0, b"", b""), m.Original(pack(TOLD))]
+    monkeypatch.setattr(asking, "Sockets", lambda **how: Answering(answers, **how))
+    assert asking.ask(ORIGINAL, "") == TOLD
+
+
+class Answering(Wire):
+    """Answers one after the other, or says why it is refused."""
+
+    def __init__(self, answers: list[Any], curve: object, failed: Callable[[str, Why, str], None]) -> None:
+        super().__init__()
+        self.answers, self.failed = deque(answers), failed
+
+    def receive(self, limit_ms: int) -> list[tuple[Peer, list[Buffer]]]:
+        assert self.sent[-1] == (ORIGINAL, m.Copy(-1, -1))
+        if not self.answers:
+            return []
+        answer = self.answers.popleft()
+        if isinstance(answer, Why):
+            self.failed(ORIGINAL, answer, "")
+            return []
+        return [(ORIGINAL, encode(answer))]
