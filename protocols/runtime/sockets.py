@@ -32,6 +32,7 @@ from narrows.protocols.wire import HEADER_BYTES_MAX, PAYLOAD_BYTES_MAX
 QUEUE_MESSAGES_MAX = 4 * PARTS_MAX  # one state of the largest shard, four times: beyond it a slow peer loses messages
 UNREAD_MESSAGES_MAX = 64  # of one peer: the rest stays with it until these are read
 FRAMES_MAX = 2  # of a message; what comes beyond them is thrown away, and with it the connection
+THROWN_MAX = 8192  # frames of it in a row: some 20 ms
 BACKLOG = 4096  # connections that wait to be accepted: strangers must not take the place of all others
 SILENT_MS = 60_000  # who takes none of what it is sent for so long is cut off
 LINGER_MS = 2000  # what was sent last may take so long to leave
@@ -130,6 +131,7 @@ class Sockets:
         self._strangers: Strangers | None = None
         self._refused: deque[tuple[Why, str]] = deque(maxlen=REFUSED_MAX)  # by the threads of the door
         self._failures: dict[Socket, Failures] = {}
+        self._endless: set[Socket] = set()  # in the midst of a message that has too many frames
         self._context = zmq.Context(io_threads=io_threads)
         self._poller = zmq.Poller()
         self._opened: dict[tuple[str, bool], Socket] = {}  # by the address dialled and `control`; ROUTER: the router
@@ -154,6 +156,7 @@ class Sockets:
         if watched := self._failures.pop(opened, None):
             self._poller.unregister(watched.monitor)
             watched.close()
+        self._endless.discard(opened)
         opened.close()
 
     def _refuse(self, why: Why, key: str = "") -> None:
@@ -249,8 +252,8 @@ class Sockets:
             if fd in ready:
                 called()
         for key, source in [*self._opened.items()]:
-            for _ in range(BURST if source in ready else 0):
-                if source.closed:  # hung up meanwhile
+            for _ in range(BURST if source in ready and self._goes_on(source) else 0):
+                if source.closed or source in self._endless:  # hung up meanwhile
                     break
                 try:
                     frames = self._message(source, key == ROUTER)
@@ -265,15 +268,21 @@ class Sockets:
 
     def _message(self, source: Socket, named: bool) -> list[zmq.Frame]:
         """The next message, after the routing id where it is `named`; of one that has too many frames one more than may be.
-        It must be read to its end before the next one, so its sender is stopped first."""
+        It must be read to its end before the next one, so its sender is stopped, and the rest thrown away a turn at a time."""
         frames = [source.recv(zmq.NOBLOCK, copy=False)]
         while (more := frames[-1].more) and len(frames) <= FRAMES_MAX + named:
             frames.append(source.recv(copy=False))
         if more and named and self.connections is not None and self._reads(frames[0]):
             self.connections.end(frames[0].bytes, "messages of too many frames")
-        while more:
-            more = source.recv(copy=False).more
+        if more:
+            self._endless.add(source)
         return frames
+
+    def _goes_on(self, source: Socket) -> bool:
+        """Whether the next frame begins a message. Of one that has too many frames some are thrown away."""
+        if source in self._endless and not all(source.recv(copy=False).more for _ in range(THROWN_MAX)):
+            self._endless.remove(source)
+        return source not in self._endless
 
     def _reads(self, first: zmq.Frame) -> bool:
         """Whether the message is read that begins with this frame, the routing id."""

@@ -19,6 +19,7 @@ from narrows.protocols.runtime.sockets import Peer, Sockets
 
 MOST = 8
 LIMIT_S = 10.0
+TURN_S = 0.5  # of thousands of frames, on a machine that is busy
 
 
 @pytest.fixture
@@ -141,6 +142,30 @@ def test_a_message_of_very_many_frames_is_thrown_away(kept: Connections, server:
         until(answered, "the other to be heard", LIMIT_S)
     assert max(map(len, found)) == 1, "nobody hears of it"
     assert list(kept.ended) == ["messages of too many frames"]
+
+
+def test_very_many_frames_take_turns_with_all_else(kept: Connections, server: Sockets) -> None:
+    """The clock, the commands and the other sockets. Who dials this one waits until the last of them."""
+    port, turns = server.listen("tcp://127.0.0.1:0"), list[float]()
+
+    def comes(wanted: bytes) -> bool:
+        turned = time.monotonic()
+        found = heard(server)
+        turns.append(time.monotonic() - turned)
+        for peer, _ in found:
+            assert isinstance(peer, bytes)
+            kept.let_in(peer)  # who is no stranger may send very many
+        return [wanted] in [frames for _, frames in found]
+
+    with dialled(port) as member, dialled(port) as other:
+        member.sendall(frame(b"a member"))
+        until(lambda: comes(b"a member"), "the member", LIMIT_S)
+        member.sendall(frame(b"", more=True) * 500_000 + frame(b""))
+        until(lambda: comes(b"") or kept.ended, "the first of them", LIMIT_S)
+        other.sendall(frame(b"x"))
+        until(lambda: comes(b"x"), "the other to be heard", 3 * LIMIT_S)
+        assert ended(member)
+    assert list(kept.ended) == ["messages of too many frames"] and max(turns) < TURN_S
 
 
 def test_what_is_anothers_by_now_is_let_alone() -> None:
