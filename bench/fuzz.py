@@ -105,13 +105,15 @@ def payload(data: bytes) -> None:
     count = int.from_bytes(data[:2], "little") % 4096
     piece = codecs.coded_piece(data[2:], 10, 10 + count)
     try:
-        codecs.check(piece, finite=bool(data[1] & 0x80))
+        squared = codecs.check(piece, finite=bool(data[1] & 0x80))
     except PayloadError as error:
         raise Refused from error
     guard = 64
     out = np.full(count + 2 * guard, 0.25, np.float32)
     with np.errstate(all="ignore"):
         codecs.put(piece, 1.0, out[guard : guard + count], 10)
+        length = np.linalg.norm(out[guard : guard + count].astype(np.float64))
+        assert not squared or length <= 1.000001 * squared**0.5, "longer than it was said to be"
         codecs.add(piece, 0.5, out[guard : guard + count], 10)
     assert (out[:guard] == 0.25).all() and (out[guard + count :] == 0.25).all(), "written outside"
 

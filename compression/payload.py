@@ -158,18 +158,24 @@ def open_payload(payload: Payload, count: int) -> Opened:
     return Opened(header, values, index_part, index_coding.open(index_part, header.parameter, header.kept, count))
 
 
-def check(payload: Payload, count: int, *, finite: bool = False) -> None:
+def check(payload: Payload, count: int, *, finite: bool = False) -> float:
     """Raises PayloadError, one sentence, unless `payload` is valid for exactly `count` values; reads no dense array.
 
     Costs a read of the index section and the scales (and a decompression with lz4). The values themselves may be any:
     fp32, fp16 and bf16 carry NaN and infinity if the sender put them there, unless `finite`, which reads these codings'
-    values once more. Any bytes are safe to pass.
+    values once more. It returns a bound on the sum of their squares then: as if all were as large as the largest, which is
+    known of the other codings by their scales. Any bytes are safe to pass.
     """
     opened = open_payload(payload, count)
-    if not finite or VALUE_CODINGS[opened.header.value_coding].finite:
-        return
-    if any(cpu.largest_key(values) >= INFINITY_KEY for _, values in opened.chunks()):
-        raise NonFinitePayloadError("payload holds NaN or infinity")
+    if not finite or not opened.header.kept:
+        return 0.0
+    largest = opened.values.largest()
+    if largest is None:
+        key = max(cpu.largest_key(values) for _, values in opened.chunks())
+        if key >= INFINITY_KEY:
+            raise NonFinitePayloadError("payload holds NaN or infinity")
+        largest = float(np.uint32(key).view(np.float32))
+    return opened.header.kept * largest**2
 
 
 def indices(payload: Payload, count: int) -> IndexArray | None:

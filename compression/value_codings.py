@@ -37,6 +37,9 @@ class CodedValues(Protocol):
     def part(self, begin: int, scratch: FloatArray) -> FloatArray:
         """scratch.size values from `begin` on, a multiple of CHUNK: in scratch, or where they lie if they are float32."""
 
+    def largest(self) -> float | None:
+        """A bound on their magnitudes, where scales give one; there are some."""
+
 
 class ValueCoding(Protocol):
     """A member of the axis: stateless, so one object serves every thread."""
@@ -85,6 +88,9 @@ class _Fp32Values:
     def part(self, begin: int, scratch: FloatArray) -> FloatArray:
         return self.values[begin : begin + scratch.size]
 
+    def largest(self) -> float | None:
+        return None
+
 
 class Fp32:
     """The values as they are: count x float32. The identity of this axis; NaN and infinity travel."""
@@ -128,12 +134,16 @@ class _Sections:
     sections: tuple[Section, ...]
     arrays: tuple[Any, ...]
     decode: Callable[..., None]
+    bound: Callable[[Any], float] | None
 
     def part(self, begin: int, scratch: FloatArray) -> FloatArray:
         end = begin + scratch.size
         pieces = [a[s.size(begin) : s.size(end)] for s, a in zip(self.sections, self.arrays, strict=True)]
         self.decode(*pieces, scratch)
         return read_only(scratch)
+
+    def largest(self) -> float | None:
+        return self.bound(self.arrays[0]) if self.bound is not None else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +156,7 @@ class Sectioned:
     encode_kernel: Callable[..., int]
     decode_kernel: Callable[..., None]
     valid: Callable[[Any], bool] | None = None  # of the first section; any code of the others is a value
+    bound: Callable[[Any], float] | None = None  # what no value is larger than, by a first section that is valid
     random: bool = False  # the kernel takes (stochastic, key, key, words) after the values
     unbiased: bool = False
     lossless = False
@@ -176,19 +187,32 @@ class Sectioned:
         if count and self.valid and not self.valid(arrays[0]):
             name = self.spec.partition(":")[0]
             raise PayloadError(f"payload is corrupt: {'an' if name[0] == 'i' else 'a'} {name} scale is out of range")
-        return _Sections(self.sections, tuple(arrays), self.decode_kernel)
+        return _Sections(self.sections, tuple(arrays), self.decode_kernel, self.bound)
+
+
+def _top_level(levels: ByteArray) -> int:
+    first, middle, last = (levels[j::3].astype(np.uint16) for j in range(3))
+    low, high = first | (middle & 15) << 8, middle >> 4 | last << 4
+    return int(max(low.max(), high.max()))
 
 
 def _valid_levels(levels: ByteArray) -> bool:
-    first, middle, last = (levels[j::3].astype(np.uint16) for j in range(3))
-    low, high = first | (middle & 15) << 8, middle >> 4 | last << 4
-    return int(max(low.max(), high.max())) <= LEVEL_MAX
+    return _top_level(levels) <= LEVEL_MAX
+
+
+def _level_bound(levels: ByteArray) -> float:
+    return float(np.uint32(_top_level(levels) << 19).view(np.float32))
 
 
 def _valid_ranges(ranges: FloatArray) -> bool:
     low, step = ranges[0::2], ranges[1::2]
     with np.errstate(all="ignore"):
         return bool(np.all((step >= 0) & np.isfinite(low) & np.isfinite(low + np.float32(255) * step)))
+
+
+def _range_bound(ranges: FloatArray) -> float:
+    low, step = ranges[0::2], ranges[1::2]
+    return float(max(np.abs(low).max(), np.abs(low + np.float32(255) * step).max()))
 
 
 def _at_most(largest: int, scales: Any) -> bool:
@@ -199,6 +223,15 @@ def _scale_at_most(largest: int) -> Callable[[Any], bool]:
     return partial(_at_most, largest)
 
 
+def _scaled(code: int, scales: Any) -> float:
+    return code * float(np.uint32(int(scales.max()) << 16).view(np.float32))
+
+
+def _scale_bound(code: int) -> Callable[[Any], float]:
+    """By scales that are bf16 patterns. code: the largest magnitude of one."""
+    return partial(_scaled, code)
+
+
 BIT_PLANE = Section(np.uint8, 1, 8)
 HALF = Section(np.uint16, 1, 1)
 FP32 = Fp32()
@@ -206,24 +239,24 @@ FP16 = Sectioned("fp16", 1, (HALF,), cpu.encode_fp16, cpu.decode_fp16)
 BF16 = Sectioned("bf16", 3, (HALF,), cpu.encode_bf16, cpu.decode_bf16)
 INT8 = Sectioned(
     "int8", 2, (Section(np.uint16, 1, INT8_BLOCK), Section(np.int8, 1, 1)),
-    cpu.encode_int8, cpu.decode_int8, _scale_at_most(INT8_SCALE_MAX), random=True,
+    cpu.encode_int8, cpu.decode_int8, _scale_at_most(INT8_SCALE_MAX), _scale_bound(128), random=True,
 )  # fmt: skip
 INT4 = Sectioned(
     "int4", 4, (Section(np.uint16, 1, INT4_BLOCK), Section(np.uint8, 1, 2)),
-    cpu.encode_int4, cpu.decode_int4, _scale_at_most(INT4_SCALE_MAX), random=True,
+    cpu.encode_int4, cpu.decode_int4, _scale_at_most(INT4_SCALE_MAX), _scale_bound(8), random=True,
 )  # fmt: skip
 INT8_STOCHASTIC, INT4_STOCHASTIC = (replace(c, spec=f"{c.spec}:stochastic", unbiased=True) for c in (INT8, INT4))
 TWO_BIT = Sectioned(
     "2bit", 5, (Section(np.uint8, 3, TWO_BIT_BLOCK), BIT_PLANE, BIT_PLANE),
-    cpu.encode_2bit, cpu.decode_2bit, _valid_levels,
+    cpu.encode_2bit, cpu.decode_2bit, _valid_levels, _level_bound,
 )  # fmt: skip
 SIGN = Sectioned(
     "sign", 6, (Section(np.uint16, 1, SIGN_BLOCK), BIT_PLANE),
-    cpu.encode_sign, cpu.decode_sign, _scale_at_most((INFINITY_KEY >> 16) - 1),
+    cpu.encode_sign, cpu.decode_sign, _scale_at_most((INFINITY_KEY >> 16) - 1), _scale_bound(1),
 )  # fmt: skip
 UINT8_MINMAX = Sectioned(
     "uint8minmax", 7, (Section(np.float32, 2, MINMAX_BLOCK), Section(np.uint8, 1, 1)),
-    cpu.encode_uint8minmax, cpu.decode_uint8minmax, _valid_ranges,
+    cpu.encode_uint8minmax, cpu.decode_uint8minmax, _valid_ranges, _range_bound,
 )  # fmt: skip
 VALUE_CODINGS: dict[int, ValueCoding] = {
     coding.wire_id: coding for coding in (FP32, FP16, INT8, BF16, INT4, TWO_BIT, SIGN, UINT8_MINMAX)

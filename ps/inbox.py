@@ -9,6 +9,7 @@ Rules
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from narrows.compression import PayloadError, codecs
@@ -19,7 +20,11 @@ from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.keys import Keys, covers
 from narrows.protocols.modes import Mode
 
-Update = list[m.Push]  # its parts in order
+
+class Update(list[m.Push]):
+    """One of a worker: its parts in order. `length`: its L2 norm, or a bound on it (codecs.check); it was known anyhow."""
+
+    length = 0.0
 
 
 @dataclass(slots=True)
@@ -36,10 +41,13 @@ class Seat:
     samples: int = 0
     news: int = 0  # the first report that tells of its last update
     partial: dict[int, dict[int, m.Push]] = field(default_factory=dict)
+    squared: dict[tuple[int, int], float] = field(
+        default_factory=dict
+    )  # of each update and part in `partial`, its norm
 
 
-def check_part(message: m.Push | m.FirstWeights, keys: Keys) -> bool:
-    """Raise RemoteProtocolError unless it is a part of values of these keys; whether they are finite."""
+def check_part(message: m.Push | m.FirstWeights, keys: Keys) -> float:
+    """Raise RemoteProtocolError unless it is a part of values of these keys; their squared norm, inf: not all are finite."""
     inside = keys[0] <= message.begin <= message.end <= keys[1]
     if not inside or not 0 <= message.part < message.parts <= m.PARTS_MAX:
         raise RemoteProtocolError(
@@ -47,12 +55,11 @@ def check_part(message: m.Push | m.FirstWeights, keys: Keys) -> bool:
             f"this shard's [{keys[0]}, {keys[1]})"
         )
     try:
-        codecs.check(message, finite=True)
+        return codecs.check(message, finite=True)
     except NonFinitePayloadError:
-        return False
+        return math.inf
     except PayloadError as error:
         raise RemoteProtocolError(f"a payload that is none: {error}") from None
-    return True
 
 
 class Inbox:
@@ -93,9 +100,9 @@ class Inbox:
         """Each worker with its last known samples; unknown ones count as `newest`."""
         return [(worker, seat.samples or newest) for worker, seat in self.seats.items()]
 
-    def add(self, seat: Seat, push: m.Push, keys: Keys) -> None:
-        """Take one part of an update that is not accepted yet, and carries these keys. Raises RemoteProtocolError; then nothing
-        has changed."""
+    def add(self, seat: Seat, push: m.Push, keys: Keys, squared: float = 0.0) -> None:
+        """Take one part of an update that is not accepted yet, and carries these keys; `squared`: its norm. Raises
+        RemoteProtocolError; then nothing has changed."""
         if push.clock >= seat.clock + self.mode.window:
             raise RemoteProtocolError(
                 f"update {push.clock} of worker {seat.worker}, whose clock is {seat.clock}: "
@@ -107,7 +114,7 @@ class Inbox:
         whole = len(pieces) >= push.parts and not covers([(each.begin, each.end) for each in pieces.values()], *keys)
         if whole or any(each.parts != push.parts for each in pieces.values()):
             raise RemoteProtocolError("the parts of a push do not cover this shard's keys exactly once")
-        seat.partial[push.clock] = pieces
+        seat.partial[push.clock], seat.squared[push.clock, push.part] = pieces, squared
 
     def next(self, seat: Seat) -> Update | None:
         """The next update of this member, if all its parts are here."""
@@ -116,4 +123,6 @@ class Inbox:
             return None
         del seat.partial[seat.clock]
         seat.samples = pieces[0].samples
-        return [pieces[part] for part in sorted(pieces)]
+        update = Update(pieces[part] for part in sorted(pieces))
+        update.length = math.sqrt(sum(seat.squared.pop((seat.clock, part)) for part in pieces))
+        return update

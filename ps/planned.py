@@ -14,6 +14,7 @@ Rules
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -36,7 +37,7 @@ from narrows.ps.directions import Directions
 from narrows.ps.folding import AtOnce, Barrier, Folding
 from narrows.ps.gain import Gain
 from narrows.ps.inbox import Inbox, Seat, Update, check_part
-from narrows.ps.limit import Limit
+from narrows.ps.limit import Far, Limit
 from narrows.ps.looks import Looks
 from narrows.ps.publications import Publications
 from narrows.ps.screen import Check, Screen
@@ -100,7 +101,8 @@ class Planned:
             checks.append(Limit(index, settings.max_update_norm, store.weights_length))
         if robust.cosine:
             checks.append(Directions(index))
-        self.screen = screen = Screen(index, Looks(begin, end - begin), checks, alike=bool(robust))
+        far = Far(store.weights_length, mode.rule is Rule.OPTIMIZER)
+        self.screen = screen = Screen(index, Looks(begin, end - begin), far, checks, alike=bool(robust))
         self.folding: Folding = (
             Barrier(mode, inbox, self.turn, store.mean, gain, screen)
             if mode.barrier
@@ -266,7 +268,7 @@ class Planned:
 
     def first_weights(self, message: m.FirstWeights) -> bool:
         """One part of the first weights; whether they are whole now. Raises RemoteProtocolError; then nothing has changed."""
-        if not check_part(message, self.store.whole) and self.finite:
+        if check_part(message, self.store.whole) == math.inf and self.finite:
             raise RemoteProtocolError("the first weights hold NaN or infinity, which --compress-down cannot code")
         ours = {part: piece for part, piece in self.first.items() if piece.worker == message.worker}
         ours[message.part] = message

@@ -1,7 +1,8 @@
 """What an update must stand before a shard folds it. No I/O.
 
 Rules
-- One that is not finite is left out, in every run: its bytes were looked at when they came (inbox.py).
+- One that is not finite is left out, in every run, and so is one that is absurdly long (`Far` in limit.py): its bytes were
+  looked at when they came (inbox.py).
 - Each check gives a factor: 1, less, or 0 for an update that is left out. The product counts.
 - `Limit` (limit.py) looks at the length of an update, `Directions` (directions.py) at where it leads.
 - Whose updates are left out or shortened is named, once for each reason.
@@ -11,15 +12,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Container, Sequence
-from typing import Any, Protocol
+from collections.abc import Collection, Container, Sequence
+from typing import Protocol
 
 from narrows.compression import codecs
 from narrows.protocols.effects import Log
 from narrows.ps.beside import Beside
+from narrows.ps.inbox import Update
+from narrows.ps.limit import Far
 from narrows.ps.looks import Look, Looks
 
-Pushed = Sequence[tuple[int, int, Any]]  # worker, clock, update
+Pushed = Sequence[tuple[int, int, Update]]  # worker, clock
 
 
 class Check(Protocol):
@@ -37,12 +40,12 @@ class Check(Protocol):
 
 class Screen:
     """All checks of shard `index`. `alike`: workers that are not left out have one share each, whatever samples they name.
-    Without either no update is looked at."""
+    Without it and `checks` no update is looked at."""
 
-    def __init__(self, index: int, looks: Looks, checks: Sequence[Check], alike: bool = False) -> None:
-        self.index, self.looks, self.checks, self.alike = index, looks, checks, alike
+    def __init__(self, index: int, looks: Looks, far: Far, checks: Sequence[Check], alike: bool = False) -> None:
+        self.index, self.looks, self.far, self.checks, self.alike = index, looks, far, checks, alike
         self.beside = Beside(index, looks.at.size) if checks or alike else None
-        self.void: Counter[int] = Counter()  # updates of each worker that were not finite, or too long to be squared
+        self.void: Counter[int] = Counter()  # updates of each worker that were not finite, or far too long
         self.out: set[int] = set()  # workers whose newest update was left out
         self.logs: list[Log] = []
 
@@ -56,7 +59,9 @@ class Screen:
 
     def factors(self, updates: Pushed) -> list[float]:
         """By what each update is scaled: 0 where it is left out."""
-        sound = [each for each in updates if not any(piece.codec == codecs.VOID for piece in each[2])]
+        finite = [each for each in updates if not any(piece.codec == codecs.VOID for piece in each[2])]
+        far = self.far.leaves_out([(worker, update.length) for worker, _, update in finite])
+        sound = [each for each, too_long in zip(finite, far, strict=True) if not too_long]
         found = {(worker, clock): 1.0 for worker, clock, _ in sound}
         if self.beside is not None:
             looks = [Look(worker, clock, *self.looks(update)) for worker, clock, update in sound]
@@ -75,11 +80,13 @@ class Screen:
     def _leave_out(self, worker: int, clock: int) -> None:
         self.void[worker] += 1
         if self.void[worker] == 1:
-            text = f"shard {self.index}: update {clock} of worker {worker} is not finite and is left out; more are only counted"
+            what = f"update {clock} of worker {worker} is not finite, or far too long, and is left out"
+            text = f"shard {self.index}: {what}; more are only counted"
             self.logs.append(Log("void", {"worker": worker, "clock": clock, "shard": self.index, "text": text}))
 
-    def members(self, live: Container[int]) -> None:
-        self.out = {worker for worker in self.out if worker in live}
+    def members(self, live: Collection[int]) -> None:
+        self.out &= set(live)
+        self.far.members(live)
         for each in self._all:
             each.members(live)
 

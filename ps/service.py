@@ -8,6 +8,7 @@ Rules
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from narrows.compression import codecs
@@ -59,11 +60,11 @@ class Service:
             return [self._ack(seat, push.clock, now_ns)], False
         if not ledger.started:
             return [], False
-        if not check_part(push, self.store.whole):
-            push = replace(push, codec=codecs.VOID, payload=b"")
+        if (squared := check_part(push, self.store.whole)) == math.inf:
+            push, squared = replace(push, codec=codecs.VOID, payload=b""), 0.0
         if push.part == 0 and self.store.optimizer is not None:
             self.store.optimizer.check(unpack_hyper(push.hyper)[0])
-        self.inbox.add(seat, push, planned.turn(push.clock))
+        self.inbox.add(seat, push, planned.turn(push.clock), squared)
         if isinstance(planned.folding, Barrier) and push.clock == seat.taken and planned.mode.rule is not Rule.ADD:
             planned.folding.early(push.part)
         effects: list[ServerEffect] = []

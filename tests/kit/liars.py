@@ -59,13 +59,13 @@ NOISY = Problem(scripts.build, scripts.loss_of, range(STEPS))  # workers have ne
 TAUGHT = Problem(linear, taught, HELD_OUT)  # workers agree
 
 
-def script(worker: int, problem: Problem, times: float, steps: int, samples: int) -> None:
+def script(worker: int, problem: Problem, times: float, steps: int, samples: int, since: int) -> None:
     net = problem.build()
     optimizer = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net)
     for step in range(steps):
         optimizer.zero_grad()
         problem.loss_of(net, step, rank(), world_size()).backward()
-        if rank() == LIAR:
+        if rank() == LIAR and step >= since:
             for parameter in net.parameters():
                 assert parameter.grad is not None
                 parameter.grad *= times
@@ -75,11 +75,12 @@ def script(worker: int, problem: Problem, times: float, steps: int, samples: int
 
 
 def ended(
-    settings: Settings, problem: Problem, times: float, steps: int = STEPS, samples: int = ROWS
+    settings: Settings, problem: Problem, times: float, steps: int = STEPS, samples: int = ROWS, since: int = 0
 ) -> tuple[Array, dict[int, int]]:
-    """The model of a run whose liar sends so many times its gradient, and how many updates of each worker were changed."""
+    """The model of a run whose liar sends so many times its gradient, from a step on, and how many updates of each worker were
+    changed."""
     with run(settings) as started:
-        started.together(partial(script, problem=problem, times=times, steps=steps, samples=samples))
+        started.together(partial(script, problem=problem, times=times, steps=steps, samples=samples, since=since))
         struck: Counter[int] = Counter()
         pieces = []
         for server in started.cluster.servers:

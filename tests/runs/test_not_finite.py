@@ -1,23 +1,27 @@
-"""NaN of one member costs a run its own share, in every mode and without a flag; its worker is named."""
+"""NaN of one member costs a run its own share, in every mode and without a flag, and so does what is absurdly long; its worker
+is named."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Sequence
-from typing import Any
+from collections.abc import Container, Iterable, Sequence
+from typing import Any, cast
 
 import numpy as np
 import pytest
 from kit.liars import LIAR, NOISY, ended
 
-from narrows.compression import PayloadError, codecs
+from narrows.compression import PayloadError, codecs, parse
 from narrows.compression.codecs import VOID, Piece, raw_pieces
 from narrows.protocols.effects import Log
 from narrows.protocols.settings import Settings
+from narrows.ps.inbox import Update
+from narrows.ps.limit import FAR, Far
 from narrows.ps.looks import Look, Looks
 from narrows.ps.screen import Check, Screen
 
 WORKERS, STEPS = 4, 8
+KNOWN_AFTER = 4  # steps: updates that are folded as they come are held against some before them
 MODES: list[dict[str, Any]] = [
     {"sync": "bsp", "shards": 2},
     {"sync": "bsp", "push": "update"},
@@ -32,25 +36,80 @@ MODES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("flags", MODES, ids=str)
-def test_it_costs_its_own_share(flags: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("times", "since"), [(float("nan"), 0), (1e30, KNOWN_AFTER)])
+def test_it_costs_its_own_share(flags: dict[str, Any], times: float, since: int) -> None:
     settings = Settings(workers=WORKERS, **flags)
-    x, struck = ended(settings, NOISY, float("nan"), STEPS)
+    x, struck = ended(settings, NOISY, times, STEPS, since=since)
     assert np.isfinite(x).all() and NOISY.loss(x) < NOISY.begun
     assert set(struck) == {LIAR}
 
 
+SPECS = ["int8", "int4", "2bit", "sign", "uint8minmax", "fp16", "bf16", "topk:0.5+lz4", "topk:0.5+int8"]
+
+
+@pytest.mark.parametrize("times", [1.0, 1e30])
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_length_is_known_of_whatever_carries_it(spec: str, times: float) -> None:
+    """Or a bound on it. fp16 carries nothing beyond 65504."""
+    values = np.random.default_rng(0).standard_normal(3000).astype(np.float32) * np.float32(times)
+    piece, out = codecs.coded_piece(bytes(parse(spec).encode(values)), 0, 3000), np.zeros(3000, np.float32)
+    codecs.put(piece, 1.0, out, 0)
+    true, told = float(np.linalg.norm(out.astype(np.float64))), codecs.check(piece, finite=True) ** 0.5
+    assert true <= told * 1.000001 < 100 * true
+
+
+def test_a_length_that_float32_cannot_square_is_known() -> None:
+    (piece,) = raw_pieces(np.full(100, 1e30, np.float32), 0, [(0, 100)])
+    assert codecs.check(piece, finite=True) == pytest.approx(1e62, rel=1e-5)
+
+
+def test_honest_runs_are_let_alone() -> None:
+    """Whatever the first lengths are, however many are zero, and where all grow at once."""
+
+    def left_out(lengths: Iterable[float], weights: float, gradients: bool, workers: int = 2) -> list[int]:
+        far = Far(lambda: weights, gradients)
+        far.members(range(workers))
+        return [turn for turn, length in enumerate(lengths) if far.leaves_out([(turn % workers, length)])[0]]
+
+    times = 4 * FAR
+    for gradients in (False, True):
+        assert not left_out([0.0] * 70 + [1.0, 9.0], 0.0, gradients), "the weights begin as zero"
+        assert not left_out([0.0, 0.0, 0.0, 1e-9, 1e-3, 1.0] * 20, 1.0, gradients), "keys that are seldom touched"
+        assert not left_out([1e-30] * 70 + [1.0] * 70, 1.0, gradients), "and decay meanwhile"
+        assert not left_out([1.0] * 9 + [times] * 9, 1.0, gradients, workers=1), "nobody else is there"
+        assert left_out([1.0] * 10 + [times] * 9, 1.0, gradients) == [10], "one of them loses one"
+        assert left_out([1.0] * 10 + [times, 1.0] * 99, 1.0, gradients) == [*range(10, 208, 2)], "a liar stays out"
+        assert not left_out([1.0] * 10 + [FAR, 1.0] * 9, 1.0, gradients)
+        assert not left_out([1.0] * 10 + [times, 1.0], 5.0, gradients), "it is not so long beside the weights"
+    assert left_out([times, 1.0], 1.0, False) == [0], "an update, and the weights"
+    assert not left_out([times, 1.0, times], 1.0, True), "a gradient has another unit, and nothing is known"
+    assert not left_out([0.0] * 9 + [times], 1.0, True)
+
+
+def test_a_set_is_looked_at_together() -> None:
+    far = Far(lambda: 1.0, True)
+    far.members(range(3))
+    assert far.leaves_out([(0, 1.0), (1, 1e30), (2, 3.0)]) == [False, True, False]
+    assert not any(far.leaves_out([(0, 1e29), (1, 1e30), (2, 1e29)])), "all of them"
+    far.members({1, 2})
+    assert far.leaves_out([(1, 1e38)]) == [True]
+    far.members({1})
+    assert far.leaves_out([(1, 1e38)]) == [False]
+
+
 def test_it_is_named_once_and_counts_for_nothing() -> None:
     good, long = np.ones(10, np.float32), np.full(10, 1e30, np.float32)
-    parts = [raw_pieces(good, 0, [(0, 5), (5, 10)]), [Piece(VOID, 0, 5, b""), *raw_pieces(good[5:], 5, [(5, 10)])]]
+    pieces = [raw_pieces(good, 0, [(0, 5), (5, 10)]), [Piece(VOID, 0, 5, b""), *raw_pieces(good[5:], 5, [(5, 10)])]]
+    parts = [Update(cast(Any, each)) for each in pieces]
     cases: list[tuple[bool, list[Check]]] = [(False, []), (True, [Everything()])]
     for look, checks in cases:
-        screen = Screen(0, Looks(0, 10), checks)
+        screen = Screen(0, Looks(0, 10), Far(lambda: 1.0, False), checks)
         found = [screen.factors([(w, clock, parts[w]) for w in range(2)]) for clock in range(3)]
         assert found == [[1.0, 0.0]] * 3 and screen.out == {1} and screen.void == {1: 3}
         (told,) = screen.take()
         assert "update 0 of worker 1 is not finite" in str(told.values["text"]) and not screen.take()
         assert screen.factors([(1, 3, parts[0])]) == [1.0] and not screen.out
-        assert screen.factors([(1, 4, raw_pieces(long, 0, [(0, 10)]))]) == [0.0 if look else 1.0]
+        assert screen.factors([(1, 4, Update(cast(Any, raw_pieces(long, 0, [(0, 10)]))))]) == [0.0 if look else 1.0]
 
 
 class Everything:

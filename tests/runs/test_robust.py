@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import math
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,8 @@ from narrows.protocols.settings import Settings
 from narrows.ps.command.serve import checked
 from narrows.ps.directions import AGREE, LEAST, RECENT, SHARE, SURE, Directions
 from narrows.ps.gain import WINDOW, Gain
+from narrows.ps.inbox import Update
+from narrows.ps.limit import Far
 from narrows.ps.looks import Look, Looks
 from narrows.ps.mean import AT_ONCE, Trimmed
 from narrows.ps.process.journal import _Pickler, _Unpickler
@@ -59,6 +61,15 @@ def cosines(sent: list[tuple[int, Floats]]) -> dict[int, tuple[float, float]]:
         among = [cosine(a, b) for a, b in itertools.combinations(others, 2)]
         found[who] = float(np.mean([cosine(who, each) for each in others])), float(np.mean(among))
     return found
+
+
+def unit() -> float:
+    """The length of the weights."""
+    return 1.0
+
+
+def raw(values: Floats) -> Update:
+    return Update(cast(Any, raw_pieces(values, 0, [(0, values.size)])))
 
 
 def look(worker: int, clock: int, update: Floats) -> Look:
@@ -132,10 +143,10 @@ def test_the_cosine_is_that_of_the_definition() -> None:
 def test_who_was_left_out_counts_once_too_many_have_left_to_judge_it() -> None:
     """Its weight and those of the others come to 1."""
     true = np.random.default_rng(3).standard_normal(KEYS).astype(np.float32)
-    screen = Screen(0, Looks(0, KEYS), [Directions(0)], alike=True)
+    screen = Screen(0, Looks(0, KEYS), Far(unit, False), [Directions(0)], alike=True)
 
     def pushed(worker: int, clock: int) -> tuple[int, int, Any]:
-        return worker, clock, raw_pieces(-true if worker == LIAR else true, 0, [(0, KEYS)])
+        return worker, clock, raw(-true if worker == LIAR else true)
 
     for clock in range(2 * LEAST):
         factors = screen.factors([pushed(worker, clock) for worker in range(WORKERS)])
@@ -278,10 +289,10 @@ def test_what_is_known_of_a_worker_is_in_the_journal() -> None:
         rng, pushed = np.random.default_rng(clock), []
         for worker in range(WORKERS):
             values = (np.ones(KEYS) * (-1 if worker == LIAR else 1) + rng.standard_normal(KEYS)).astype(np.float32)
-            pushed.append((worker, clock, raw_pieces(values, 0, [(0, KEYS)])))
+            pushed.append((worker, clock, raw(values)))
         return screen.factors(pushed)
 
-    screen = Screen(0, Looks(0, KEYS), [check := Directions(0)])
+    screen = Screen(0, Looks(0, KEYS), Far(unit, False), [check := Directions(0)])
     for clock in range(LEAST + 2):
         send(screen, clock)
     file = io.BytesIO()

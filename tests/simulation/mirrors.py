@@ -22,6 +22,7 @@ from narrows.ps.events import Event
 from narrows.ps.folding import AtOnce, Barrier
 from narrows.ps.gain import GONE
 from narrows.ps.inbox import Seat
+from narrows.ps.inbox import Update as Whole
 from narrows.ps.store import Store
 from simulation.screens import Screen
 
@@ -101,7 +102,7 @@ class Mirror:
         if planned is not None and isinstance(planned.folding, AtOnce) and self.case.settings.robust:
             accept = planned.folding.accept
 
-            def accepted(seat: Seat, update: list[m.Push], publication: int) -> list[Change]:
+            def accepted(seat: Seat, update: Whole, publication: int) -> list[Change]:
                 self.log.append((Accepted((seat.worker, seat.epoch, seat.clock)), 0))
                 return accept(seat, update, publication)
 

@@ -27,7 +27,7 @@ from narrows.protocols.plan import Plan, TensorSpec
 from narrows.protocols.settings import Settings
 from narrows.ps.changes import Change, Fold, Terms
 from narrows.ps.folding import AtOnce
-from narrows.ps.inbox import Inbox
+from narrows.ps.inbox import Inbox, Update
 from narrows.ps.inbox import Seat as ShardSeat
 from narrows.ps.mean import Mean
 from narrows.ps.process import checkpoints
@@ -257,7 +257,7 @@ def half_here(inbox: Inbox, seat: ShardSeat) -> Any:
     pieces = seat.partial.get(seat.clock, {})
     if pieces and max(pieces) + 1 == next(iter(pieces.values())).parts > len(pieces) and seat.clock % 3 == 2:
         del seat.partial[seat.clock]
-        return [pieces[part] for part in sorted(pieces)]
+        return Update(pieces[part] for part in sorted(pieces))
     return next_whole(inbox, seat)
 
 
