@@ -4,13 +4,15 @@ PYTHON ?= python3
 MAIN_JOB := .venv/bin/ps-worker -n 4 --shards 2 --sync ssp --staleness 2 --compress topk:0.01+int8 bench/tasks/digits.py
 INSTALLED := .venv/installed
 
+FUZZ_SECONDS ?= 60
+
 .PHONY: help install demo test check fuzz bench-peers clean
 
 help:
 	@echo 'make demo         install, then train digits: 4 workers, 2 shards, bounded staleness, 1 % of each update sent'
 	@echo 'make test         install, run the same job quickly, then all tests'
 	@echo 'make check        ruff, ruff format and mypy --strict'
-	@echo 'make fuzz         every decoder under coverage-guided fuzzing, 60 s each; installs atheris'
+	@echo 'make fuzz         every decoder under coverage-guided fuzzing, FUZZ_SECONDS=60 each; installs atheris'
 	@echo 'make bench-peers  install torchft and hivemind for bench/wan.py, each in a .venv-* of its own'
 	@echo 'make clean        remove builds, caches and run output; environments stay'
 
@@ -33,7 +35,7 @@ check: $(INSTALLED) build/mypy/narrows
 
 fuzz: $(INSTALLED)
 	.venv/bin/python -m pip install -q -c constraints.txt -e '.[fuzz]'
-	.venv/bin/python bench/fuzz.py
+	.venv/bin/python bench/fuzz.py --seconds $(FUZZ_SECONDS)
 
 build/mypy/narrows:
 	mkdir -p build/mypy

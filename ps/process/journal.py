@@ -10,8 +10,8 @@ Rules
 - It holds the machine once, twice while it is written anew, and as much again of events. Where the machine is larger than a
   bound, no journal is kept.
 - A file that is not whole does not count. A last event that is not whole has not happened.
-- Nobody else can write these files, so the machine is pickled. A standby unpickles one of the server that its user has named
-  and which has its own keys.
+- Nobody else can write these files, so the machine is pickled. A standby unpickles one of the server that its user has named.
+  With keys, that server has proved who it is. Without them, on loopback or with --insecure, the network is trusted.
 """
 
 from __future__ import annotations
