@@ -208,7 +208,7 @@ class Original:
         held = self.tail[0].number - 1 if self.tail else self.machine.happened
         if copy.life != self.machine.incarnation:
             copy = replace(copy, have=-1, machine=-1)  # of a life that is over
-        if self.streams and 0 <= copy.have < self.acked:
+        if 0 <= copy.have < self.acked:
             return []  # a late one
         if not held <= copy.have <= self.machine.happened:
             return self._give_machine(copy, now_ns)
@@ -230,7 +230,7 @@ class Original:
             self.tail.clear()
             self.tail_bytes, self.streams = 0, False
             self.frozen, self.frozen_at, self.frozen_sent = self.freeze(), self.machine.happened, 0
-            self.here, self.size = 0, len(self.frozen)
+            self.size = len(self.frozen)
         parts = -(-len(self.frozen) // PART_BYTES)
         here = copy.parts if copy.machine == self.frozen_at else 0
         if here > self.here:

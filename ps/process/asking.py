@@ -9,7 +9,6 @@ from typing import Any
 from narrows.protocols import messages as m
 from narrows.protocols.errors import AuthenticationError, IncompatibleError, RemoteProtocolError, UnreachableError
 from narrows.protocols.runtime.curve import Why
-from narrows.protocols.runtime.keys import server_key
 from narrows.protocols.runtime.sockets import Sockets
 from narrows.protocols.wire import decode, encode, unpack
 from narrows.ps.process.gate import Gate
@@ -23,8 +22,6 @@ def ask(address: str, keys: str) -> dict[str, Any]:
     """What the server at `address` says that a standby of it must know. Raises UnreachableError, AuthenticationError, and
     IncompatibleError where it has another release, or no room for one."""
     refused: list[Why] = []
-    if keys:
-        server_key(keys)
     gate = Gate(keys, "", "", "", address)
     with contextlib.closing(
         Sockets(curve=gate.curve, failed=lambda address, why, public: refused.append(why))
