@@ -15,7 +15,7 @@ from narrows.protocols.cluster.meeting import Meeting
 from narrows.protocols.cluster.rounds import Rounds
 from narrows.protocols.cluster.run import Decision, Run, Seat
 from narrows.protocols.effects import NS, Log, Send, ServerEffect
-from narrows.protocols.errors import IncompatibleError
+from narrows.protocols.errors import IncompatibleError, RemoteProtocolError
 from narrows.protocols.keys import split
 from narrows.protocols.messages import RefuseCode, check_name
 from narrows.protocols.modes import ELEMENTWISE, Rule
@@ -28,6 +28,7 @@ CUT_LEASES = 0.25  # of one whose connection has ended
 CUT_LEAST_NS = 2 * NS  # in which who lives has connected anew
 PROBE_NS = NS  # silence after which a member is sent something
 WAITING_MAX = 1024  # joiners that wait for the shards to report
+EXPECT_BYTES_MAX = 64 << 10  # the flags of a worker, which anybody may send
 
 ENDED = "the run has ended; start the server again"
 ENDING = "the run is about to end: all its workers have done their last step; start the server again"
@@ -48,6 +49,10 @@ class Roster(Decision):
 
     def hello(self, peer: bytes, hello: m.Hello, now_ns: int) -> list[ServerEffect]:
         """Welcome a worker, as soon as all shards have reported and the run above knows this cluster."""
+        if len(hello.expect) > EXPECT_BYTES_MAX:
+            raise RemoteProtocolError(
+                f"the flags of a Hello have {len(hello.expect)} bytes, more than {EXPECT_BYTES_MAX}"
+            )
         if hello.token in self.gone and not self.run.over:
             return []
         seat = self.run.named(hello.token)
