@@ -22,7 +22,7 @@ from narrows.protocols.cluster.rounds import Rounds
 from narrows.protocols.cluster.run import Decision, Run, Seat
 from narrows.protocols.effects import NS, Send, ServerEffect, Stop
 from narrows.protocols.errors import RemoteProtocolError
-from narrows.protocols.plan import KEYS_MAX
+from narrows.protocols.plan import KEYS_MAX, unpack_arrays
 from narrows.protocols.settings import Settings
 
 LEDGER_RETRY_NS = NS // 5  # unseen ledgers are sent again this often
@@ -103,7 +103,7 @@ class Coordinator:
     def wants_buffers(self, worker: int, now_ns: int) -> bool:
         """Whether this worker, the lowest live rank, should send its module's buffers now."""
         seat = self.seats.get(worker)
-        if seat is None or any(other.rank < seat.rank for other in self.declared):
+        if seat is None or not self.run.leads(seat):
             return False
         every = self.run.settings.checkpoint_every or self.run.settings.lease
         return not self.buffers_ns or now_ns - self.buffers_ns >= every * NS / 2
@@ -127,7 +127,10 @@ class Coordinator:
             return self._declare(seat, message, now_ns)
         if isinstance(message, m.Heartbeat):
             return self._heartbeat(seat, message, now_ns)
-        self.buffers, self.buffers_ns = bytes(message.payload), now_ns
+        if self.run.leads(seat):  # each sends them at its end
+            packed = bytes(message.payload)
+            unpack_arrays(packed)  # what is none would end each joiner
+            self.buffers, self.buffers_ns = packed, now_ns
         return []
 
     def _declare(self, seat: Seat, declare: m.Declare, now_ns: int) -> list[ServerEffect]:

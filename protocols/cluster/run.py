@@ -134,6 +134,10 @@ class Run:
         """The members."""
         return [seat for seat in self.seats.values() if seat.epoch]
 
+    def leads(self, seat: Seat) -> bool:
+        """Whether it is the live worker with the lowest rank, whose module buffers are those of the run."""
+        return seat.epoch > 0 and all(seat.rank <= other.rank for other in self.declared)
+
     def named(self, token: str) -> Seat | None:
         return next((seat for seat in self.seats.values() if seat.token == token), None)
 
