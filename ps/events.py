@@ -17,7 +17,7 @@ class Kind(IntEnum):
     """The values of an event are named behind its kind."""
 
     START = 0  # the process is there; its machine may have begun before
-    BELOW = 1  # a message of a peer that dialled us
+    BELOW = 1  # a message of a peer that dialled us; of a Hello or a Leave with keys: its name, how many other keys there are
     COORDINATOR = 2  # a message of shard 0
     ABOVE = 3  # a message of the shard above
     FAILED_ABOVE = 4  # text, code: the session with it is over

@@ -19,8 +19,8 @@ from narrows.protocols.cluster.meeting import Meeting
 from narrows.protocols.cluster.moves import Moves
 from narrows.protocols.cluster.roster import Roster
 from narrows.protocols.cluster.rounds import Rounds
-from narrows.protocols.cluster.run import Decision, Run, Seat
-from narrows.protocols.effects import NS, Send, ServerEffect, Stop
+from narrows.protocols.cluster.run import NO_KEY, Decision, Key, Run, Seat
+from narrows.protocols.effects import NS, Log, Send, ServerEffect, Stop
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.plan import KEYS_MAX, unpack_arrays
 from narrows.protocols.settings import Settings
@@ -110,14 +110,15 @@ class Coordinator:
 
     # Messages.
 
-    def handle(self, peer: bytes, message: m.Message, now_ns: int) -> list[ServerEffect]:
-        """Return the effects of a message from `peer`. Raises RemoteProtocolError for one that no worker sends."""
+    def handle(self, peer: bytes, message: m.Message, now_ns: int, key: Key = NO_KEY) -> list[ServerEffect]:
+        """Return the effects of a message from `peer`; `key`: of a Hello or a Leave. Raises RemoteProtocolError for one that no
+        worker sends."""
         if isinstance(message, m.Report):
             return self._report(peer, message, now_ns)
         if isinstance(message, m.Hello):
-            return self.roster.hello(peer, message, now_ns)
+            return self.roster.hello(peer, message, now_ns, key)
         if isinstance(message, m.Leave):
-            return [Send(peer, m.LeaveAck(message.token)), *self._leave(message, now_ns)]
+            return [Send(peer, m.LeaveAck(message.token)), *self._leave(message, key, now_ns)]
         if not isinstance(message, (m.Declare, m.Heartbeat, m.Buffers)):
             raise RemoteProtocolError(f"a coordinator takes no {type(message).__name__}")
         seat = self.roster.seated(peer, message, now_ns)
@@ -155,15 +156,15 @@ class Coordinator:
         news = self.meeting.rosters([seat]) if beat.roster != self.meeting.epoch else []
         return [Send(seat.peer, ack), *settled, *news, *self.moves.word(seat)]
 
-    def _leave(self, leave: m.Leave, now_ns: int) -> list[ServerEffect]:
+    def _leave(self, leave: m.Leave, key: Key, now_ns: int) -> list[ServerEffect]:
         seat = self.run.named(leave.token)
         if seat is None:
             if not self.roster.forget(leave.token):
                 return []
-            self.generations.gone(done=leave.clock >= 0)
+            text = self.generations.absent(leave.clock >= 0, key)
             if not self.run.started:
                 self._decide(now_ns)
-            return self._broadcast(now_ns)
+            return [*([Log("absent", {"text": text})] if text else []), *self._broadcast(now_ns)]
         if leave.clock >= 0 and seat.epoch:
             seat.finish(leave.clock, now_ns)
             return self._settle(now_ns)
