@@ -129,6 +129,20 @@ def test_nothing_is_left_of_a_command_that_is_ended_while_it_starts(
         assert "Traceback" not in command.err
 
 
+def test_a_worker_in_its_imports_ends_without_a_traceback(tmp_path: Path) -> None:
+    """It has no session yet."""
+    (tmp_path / "slow.py").write_text(
+        "import time\nprint('imports', flush=True)\nfor _ in range(6000): time.sleep(0.1)\n"
+    )
+    (tmp_path / "script.py").write_text("import slow\n")
+    with started("ps-worker", "-n", "2", str(tmp_path / "script.py")) as command:
+        until(lambda: command.out == "imports\nimports\n" or command.process.poll() is not None, str(command))
+        os.kill(command.pid, signal.SIGINT)
+        assert command.wait(GONE_S) == 130, command
+        assert "0 of 2 workers done" in command.err
+        assert "Traceback" not in command.err and "KeyboardInterrupt" not in command.err, command
+
+
 # A server that goes.
 
 
