@@ -25,6 +25,7 @@ from narrows.protocols.runtime.keys import Secret, keyed, refusal
 from narrows.protocols.runtime.sockets import LINGER_MS, Drops, Peer, Receipt, Sockets, endpoint, own_host
 from narrows.protocols.timing import Timing
 from narrows.protocols.wire import decode, encode
+from narrows.worker.silence import Silence
 
 TICK_MS = 50
 CLOSE_S = 10.0  # the thread ends within a tick, and its sockets within LINGER_MS
@@ -56,6 +57,7 @@ class Link:
         self.drops = Drops(say)
         self._shards = [endpoint(self.host, self.port)]  # where each is dialled
         self._standby = ""  # where it is dialled
+        self._silence = Silence()
         self._peers: set[str] = set()  # of gossip, that are dialled
         self._admitted: frozenset[str] = frozenset()  # their keys
         self._commands: deque[Command] = deque()
@@ -123,6 +125,8 @@ class Link:
                 if now - ticked >= TICK_MS * NS // 1000:
                     ticked = now
                     self._apply(self.member.tick(now))
+                    if text := self._silence.sentence(self.member, f"tcp://{self.host}:{self.port}", now):
+                        say(text)
         except BaseException as error:
             self._fail(type(error)(f"{self.address}: {error}") if isinstance(error, RemoteProtocolError) else error)
         finally:
@@ -179,6 +183,7 @@ class Link:
             self._sockets.hang_up(gone)
         (self.host, self.port), self._standby = parse_address("", address), ""
         self._shards = [endpoint(self.host, port) for port in ports]
+        self._silence.told = False
         say(f"the standby at {address} serves now; training goes on")
 
     def _deliver(self, event: MemberEffect) -> None:
