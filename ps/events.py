@@ -52,7 +52,8 @@ class Event:
         """The event that was described so, and whose message has these frames. Raises RemoteProtocolError."""
         described: Any = unpack(about)
         try:
-            kind, now_ns, peer, values = described
+            number, now_ns, peer, values = described
+            kind, values = Kind(number), tuple(values)
         except (TypeError, ValueError):
             raise RemoteProtocolError("an event has a kind, a time, a peer and values, and this one has not") from None
-        return cls(Kind(kind), now_ns, peer, decode(frames) if frames else None, tuple(values))
+        return cls(kind, now_ns, peer, decode(frames) if frames else None, values)

@@ -114,14 +114,20 @@ def test_the_list_is_read_again_and_a_torn_file_lets_nobody_in(folder: Path) -> 
 
 
 @pytest.mark.parametrize("sync", ["bsp", "ssp"])
-def test_who_is_on_the_list_trains_as_ever(sync: str, folder: Path) -> None:
-    with serving("--sync", sync, "--shards", "2", "--keys", str(folder)) as server:
+def test_who_is_on_the_list_trains_as_ever(sync: str, folder: Path, tmp_path: Path) -> None:
+    record = tmp_path / "record"
+    with serving("--sync", sync, "--shards", "2", "--keys", str(folder), "--record", str(record)) as server:
         worker = Worker(server.address, key_of(folder))
         worker.train(6)
         worker.engine.finish()
         assert server.command.wait() == 0, server.command
         said = server.command.out
-    assert "shard 1: city sent " in said and "refused" not in said
+    assert "refused" not in said
+    rows = [row for row in map(json.loads, record.read_text().splitlines()) if row["event"] == "sent"]
+    assert sorted((row["shard"], row["name"]) for row in rows) == [(0, "city"), (1, "city")]
+    for row in rows:
+        assert row["bytes"] > 6 * 4 * 40, "six gradients of half the model each"
+        assert f"shard {row['shard']}: city sent {row['bytes'] / 1e6:.2f} MB" in said
     if sync == "bsp":
         assert distance(flat(worker.model), trained_alone(6)) < 1e-6
     assert np.isfinite(flat(worker.model)).all()
