@@ -192,7 +192,8 @@ class Run:
         return (
             len(self.machines) > 1
             and all(machine.process.poll() is None for machine in self.machines)
-            and self.machines[1].says("it has all")
+            and self.machines[1].ready.exists()
+            and self.machines[0].says(f"{self.machines[1].address} stands by: it has all")
         )
 
     def _start(self, worker: Worker, address: str) -> None:
