@@ -225,11 +225,10 @@ class Run:
                 if worker.back_s and now > worker.back_s:
                     self._start(worker, self.machines[0].address)
             if strikes and began and now > next_s and self.top < self.steps - 10:
-                can = [each for each in strikes if self.safe or each.split()[1] not in ("server", "standby")]
-                if self.standby and not self.safe:
-                    can = [each for each in can if each.split()[1] == "worker"]
-                next_s = now + every_s
-                self._strike(self.random.choice(can), now)
+                calm = not self.standby or self.safe  # else the machine that is left must stay
+                if can := [each for each in strikes if calm or each.split()[1] == "worker"]:
+                    next_s = now + every_s
+                    self._strike(self.random.choice(can), now)
             time.sleep(LOOK_S)
         took = time.monotonic() - began
         if server.returncode:
