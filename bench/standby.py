@@ -65,7 +65,7 @@ def measure(where: str, link: str, flags: list[str], steps: int, limit_s: float)
         while any(worker.poll() is None for worker in workers):
             if time.monotonic() > deadline:
                 raise CommandFailed(f"a run with a standby {where} took longer than {limit_s:.0f} s")
-            if where != "none" and not whole and "it has all" in (folder / "standby.log").read_text():
+            if where != "none" and not whole and "it has all" in (folder / "server.log").read_text():
                 whole = len(steps_of(folder / "record1"))
             time.sleep(0.2)
         if codes := [worker.returncode for worker in workers if worker.returncode]:
