@@ -14,6 +14,7 @@ Rules
 - Goodput is the undisturbed run's time for a clock over that of the disturbed one: what was computed twice is no good. With
   --share the undisturbed run does that share of the steps, once before and once after, since a machine's speed drifts.
 - A stall is the longest time in which no worker's clock moved beyond where the run had been. Clocks are read from the records.
+  It is told of each kind of strike, too: the longest stall until the next strike.
 - Memory is the largest shard's resident set, at its most, beside that of the undisturbed run.
 """
 
@@ -140,6 +141,8 @@ class Run:
         self.workers = [Worker(index) for index in range(workers)]
         self.random = random.Random(seed)
         self.struck: Counter[str] = Counter()
+        self.stalls: dict[str, list[float]] = {}  # of each kind of strike, the longest stall after each
+        self.newest = ""  # of the strikes
         self.top, self.moved_s, self.stall_s, self.memory = -1, 0.0, 0.0, 0
         self.waking: list[tuple[float, list[int]]] = []
 
@@ -240,6 +243,7 @@ class Run:
             worker.look()
         losses = [worker.last["loss"] for worker in self.workers if "loss" in worker.last]
         return {"seconds": took, "stall_s": self.stall_s, "shard_mb": self.memory / 1e6, "struck": dict(self.struck),
+                "stalls": self.stalls,
                 "loss": losses[0] if losses else float("nan"), "clock": self.top}  # fmt: skip
 
     def _turning(self, server: subprocess.Popen[Any]) -> bool:
@@ -253,7 +257,10 @@ class Run:
         if top > self.top:
             self.top, self.moved_s = top, now
         elif self.top >= 0 and self.top < self.steps - 1:
-            self.stall_s = max(self.stall_s, now - self.moved_s)
+            stall_s = now - self.moved_s
+            self.stall_s = max(self.stall_s, stall_s)
+            if self.newest:
+                self.stalls[self.newest][-1] = max(self.stalls[self.newest][-1], stall_s)
         for pid in self.machines[0].shards:
             with contextlib.suppress(OSError, IndexError):
                 pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
@@ -287,6 +294,8 @@ class Run:
             else:
                 self._stop(now, below[-1] if below else worker.process.pid)
         self.struck[what] += 1
+        self.newest = what
+        self.stalls.setdefault(what, []).append(0.0)
 
     def _stop(self, now: float, *pids: int) -> None:
         strike(signal.SIGSTOP, *pids)
@@ -341,6 +350,9 @@ def main(
     results = json.loads(out.read_text()) if out.exists() else []
     launch.save(out, [*results, told | launch.facts() | found])
     steady = [row["seconds"] / row["clock"] for name, row in found.items() if name != "disturbed"]
+    stalls = {what: sorted(own) for what, own in sorted(found["disturbed"]["stalls"].items())}
+    told_stalls = ", ".join(f"{what} {own[len(own) // 2]:.1f} ({own[-1]:.1f})" for what, own in stalls.items())
+    click.echo(f"\nstall after each, s, median (longest): {told_stalls}")
     goodput = sum(steady) / len(steady) / (found["disturbed"]["seconds"] / found["disturbed"]["clock"])
     click.echo(f"\ngoodput {goodput:.2f} of undisturbed; commit {launch.commit()}")
 
