@@ -30,12 +30,13 @@ def goes_on(worker: Worker, steps: int = 20) -> None:
         assert worker.clock in (clock, clock + 1) and time.monotonic() - began < STALL_S
 
 
-def ends_with(standby: Server, *workers: Worker) -> None:
+def ends_with(standby: Server, *workers: Worker, joined: int = 0) -> None:
     for worker in workers:
         worker.close()
     assert standby.command.wait() == 0, standby.command
     said = standby.command.out
-    assert "serves in the place of" in said and "joined" not in said and "discarded" not in said, standby.command
+    assert "serves in the place of" in said and "discarded" not in said, standby.command
+    assert said.count(" joined at clock ") == joined, standby.command
     assert "Traceback" not in standby.command.err, standby.command
 
 
@@ -71,6 +72,7 @@ def test_a_standby_that_is_lost_is_done_without_and_another_takes_its_place() ->
         worker = Worker(server.address, rate=RATE)
         worker.train(5)
         stands_by(standby, server)
+        Worker(f"{standby.address},{server.address}", rate=RATE).close()  # a standby lets nobody in
         server.kill_shard(1)  # which goes on by its journal, and its copy with it
         goes_on(worker, 5)
         standby.kill()
@@ -81,7 +83,9 @@ def test_a_standby_that_is_lost_is_done_without_and_another_takes_its_place() ->
             goes_on(worker)
             os.kill(server.pids[0], signal.SIGKILL)  # ps-serve alone: its shards must end without a word
             goes_on(worker)
-            ends_with(second, worker)
+            late = Worker(f"{server.address},{second.address}", rate=RATE)  # the first is gone, the second serves
+            late.close()
+            ends_with(second, worker, joined=1)
 
 
 def test_a_server_that_comes_back_is_served_no_more(tmp_path: Path) -> None:
