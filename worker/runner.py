@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 
 from narrows.protocols import messages as m
-from narrows.protocols.addresses import is_address, parse_address, parted
+from narrows.protocols.addresses import is_address, parse_address, parse_addresses, parted
 from narrows.protocols.effects import NS, Failed, Joined, MemberEffect, Moved, RosterNews, Send, Tell, Turned
 from narrows.protocols.errors import BY_EXIT_CODE, AuthenticationError, NarrowsError, RemoteProtocolError
 from narrows.protocols.member.member import Member
@@ -249,5 +249,6 @@ def tell_left(address: str, token: str, key: Secret | None = None) -> None:
     """Tell a coordinator that the worker of `token` is gone, and wait a little for its answer."""
     curve = Curve(None, lambda address: (key.pair, key.server), lambda public: False) if key is not None else None
     with contextlib.closing(Sockets(curve=curve)) as sockets:
-        sockets.send(endpoint(*parse_address("--server", address)), encode(m.Leave(token, -1)))
+        for one in parse_addresses("--server", address):
+            sockets.send(endpoint(*parse_address("--server", one)), encode(m.Leave(token, -1)))
         next(iter(sockets.receive(LINGER_MS)), None)
