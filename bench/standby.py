@@ -73,7 +73,7 @@ def measure(where: str, link: str, flags: list[str], steps: int, limit_s: float)
         if where != "none" and not 0 < whole < steps // 2:
             raise CommandFailed(f"the standby had all after {whole} of {steps} steps: too late, or never")
         found = [steps_of(folder / f"record{rank}")[max(SETTLE, whole) : -1] for rank in range(2)]
-        return max(statistics.median(b["seconds"] - a["seconds"] for a, b in pairwise(own)) for own in found)
+        return max(float(statistics.median(b["seconds"] - a["seconds"] for a, b in pairwise(own))) for own in found)
 
 
 def shown(values: list[float]) -> str:
