@@ -21,6 +21,13 @@ def parse_address(flag: str, address: str, any_port: bool = False) -> tuple[str,
     return host, int(port)
 
 
+def parse_addresses(flag: str, addresses: str) -> list[str]:
+    """Those of a server and its standbys, with commas between them. Raises UsageError, one sentence that names the flag."""
+    for address in (parted := addresses.split(",")):
+        parse_address(flag, address)
+    return parted
+
+
 HOST = re.compile(r"\*|[A-Za-z0-9][A-Za-z0-9._-]*|\[[0-9A-Fa-f:.]+(%[A-Za-z0-9._-]+)?\]")
 KEYED = re.compile(r"(tcp://[^/]*)(?:/([0-9a-f]{64}))?")
 

@@ -260,6 +260,7 @@ class Follow(Message):
     have: int  # the publication that is here, and with it all before, -1: none
     credit: int
     coding: Name = ""  # SPEC that suits this worker's link, where published states are coded with `auto`
+    lost: bool = False  # what was sent after `have` does not come any more: send it again at once
 
 
 @dataclass(frozen=True, slots=True)

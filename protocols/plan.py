@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from narrows.protocols.errors import IncompatibleError, RemoteProtocolError
-from narrows.protocols.wire import pack, unpack
+from narrows.protocols.wire import FIELDS_BYTES_MAX, HEADER_BYTES_MAX, pack, unpack
 
 KEYS_MAX = 1 << 40  # parameters of one model
 NAME_MAX = 1024  # characters of a tensor's name
+BUFFERS_BYTES_MAX = HEADER_BYTES_MAX - FIELDS_BYTES_MAX  # of a model, packed: a Ready has room for them
+EXTENTS_MAX = 64  # torch has no tensor of more dimensions
 
 # The dtypes that tensors of a model may have, by torch's name: bytes of a value, and the name that safetensors has for them.
 DTYPES = {
@@ -30,6 +32,7 @@ DTYPES = {
     "float8_e5m2": (1, "F8_E5M2"),
     "complex64": (8, "C64"),
 }
+RESERVED = "__metadata__"  # no tensor of a safetensors file has this name
 NamedArray = tuple[str, tuple[int, ...], bytes | memoryview]  # dtype, shape, raw little-endian values
 
 
@@ -90,7 +93,7 @@ class Plan:
         try:
             tensors, optimizer, groups, norm, aliases, degree = value
             plan = Plan(
-                tuple(TensorSpec(_text(n), tuple(_count(e) for e in s), _text(d)) for n, s, d in tensors),
+                tuple(_spec(*row) for row in tensors),
                 _text(optimizer),
                 tuple(tuple(_count(i) for i in group) for group in groups),
                 float(norm),
@@ -147,11 +150,13 @@ def pack_arrays(arrays: dict[str, NamedArray]) -> bytes:
 
 def unpack_arrays(packed: bytes) -> dict[str, NamedArray]:
     """The inverse of `pack_arrays`; empty for no bytes. Raises RemoteProtocolError."""
-    value: Any = unpack(packed) if packed else {}
+    if len(packed) > BUFFERS_BYTES_MAX:
+        raise RemoteProtocolError(f"module buffers have {len(packed)} bytes, more than {BUFFERS_BYTES_MAX}")
+    value: Any = unpack(packed, rows=True) if packed else {}
     arrays: dict[str, NamedArray] = {}
     try:
         for name, (dtype, shape, raw) in value.items():
-            spec = TensorSpec(_text(name), tuple(_count(extent) for extent in shape), _text(dtype))
+            spec = _spec(name, shape, dtype)
             if type(raw) is not bytes or len(raw) != spec.size * DTYPES[spec.dtype][0]:
                 raise ValueError
             arrays[spec.name] = (spec.dtype, spec.shape, raw)
@@ -160,8 +165,14 @@ def unpack_arrays(packed: bytes) -> dict[str, NamedArray]:
     return arrays
 
 
+def _spec(name: object, shape: Any, dtype: object) -> TensorSpec:
+    if len(shape) > EXTENTS_MAX:
+        raise ValueError
+    return TensorSpec(_text(name), tuple(map(_count, shape)), _text(dtype))
+
+
 def _text(value: object) -> str:
-    if type(value) is not str or len(value) > NAME_MAX:
+    if type(value) is not str or len(value) > NAME_MAX or value == RESERVED:
         raise TypeError
     return value
 

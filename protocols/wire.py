@@ -22,9 +22,11 @@ MAGIC = b"NRWS"
 VERSION = 8
 PREFIX_BYTES = len(MAGIC) + 1
 HEADER_BYTES_MAX = 64 << 20  # a plan names every tensor, and a Ready holds the buffers of a model, as bytes both
-FIELDS_BYTES_MAX = 4 << 20  # of a header, bytes aside: unpacked they are up to forty times as much
+FIELDS_BYTES_MAX = 4 << 20  # of a header or a packed field, raw bytes aside: unpacked they are up to 64 times as much
 FIELDS_MAX = 64  # no message has more
+ROWS_MAX = 1 << 16  # no model has as many module buffers
 BYTES = (0xC4, 0xC5, 0xC6)  # how a field of bytes begins
+NOT_MSGPACK = (ValueError, msgpack.exceptions.UnpackException, RecursionError)
 PAYLOAD_BYTES_MAX = 1 << 30  # one compressed push of a shard is one frame; dense ones are cut into FRAME_BYTES
 FRAME_BYTES = 2 << 20  # dense parts: on loopback ZeroMQ moves 1-2 MiB frames 3-4 times faster than 64 MiB ones
 FRAME_VALUES = FRAME_BYTES // 4
@@ -68,7 +70,7 @@ def decode(frames: Sequence[Buffer]) -> Message:
         if len(packed) > FIELDS_BYTES_MAX and (size := _fields_bytes(packed)) > FIELDS_BYTES_MAX:
             raise RemoteProtocolError(f"the fields of the header have {size} bytes, more than {FIELDS_BYTES_MAX}")
         body = msgpack.unpackb(packed, use_list=False, raw=False, strict_map_key=True, max_ext_len=0)
-    except (ValueError, msgpack.exceptions.UnpackException, UnicodeDecodeError, RecursionError) as error:
+    except NOT_MSGPACK as error:
         raise RemoteProtocolError(f"the header is not msgpack: {type(error).__name__}") from None
     if type(body) is not tuple or not body or type(body[0]) is not int or body[0] not in KINDS:
         raise RemoteProtocolError("the header names no known kind of message")
@@ -90,9 +92,14 @@ def _fields_bytes(packed: Buffer) -> int:
     """Of a header, how much is not bytes. Nothing is made of it yet."""
     unpacker = msgpack.Unpacker(max_buffer_size=HEADER_BYTES_MAX)
     unpacker.feed(packed)
+    return _row_bytes(unpacker, packed, "the header")
+
+
+def _row_bytes(unpacker: msgpack.Unpacker, packed: Buffer, what: str) -> int:
+    """Of the array that comes next."""
     size, count = 0, unpacker.read_array_header()
     if count > FIELDS_MAX:
-        raise RemoteProtocolError(f"the header has {count} fields, more than {FIELDS_MAX}")
+        raise RemoteProtocolError(f"{what} has {count} fields, more than {FIELDS_MAX}")
     for _ in range(count):
         begin = unpacker.tell()
         unpacker.skip()
@@ -106,9 +113,27 @@ def pack(value: object) -> bytes:
     return packed
 
 
-def unpack(packed: bytes) -> object:
-    """The inverse of `pack`; lists come back as lists. Raises RemoteProtocolError."""
+def unpack(packed: bytes, most: int = FIELDS_BYTES_MAX, rows: bool = False) -> object:
+    """The inverse of `pack`; lists come back as lists. `rows`: it is a map of lists, in which raw bytes do not count. Raises
+    RemoteProtocolError, for more than `most` bytes before anything is made of them."""
     try:
+        size = _rows_bytes(packed) if rows and len(packed) > most else len(packed)
+        if size > most:
+            raise RemoteProtocolError(f"a packed field has {size} bytes, more than {most}")
         return msgpack.unpackb(packed, raw=False, strict_map_key=True, max_ext_len=0)
-    except (ValueError, msgpack.exceptions.UnpackException, UnicodeDecodeError, RecursionError) as error:
+    except NOT_MSGPACK as error:
         raise RemoteProtocolError(f"a packed field is not msgpack: {type(error).__name__}") from None
+
+
+def _rows_bytes(packed: Buffer) -> int:
+    """Of a map of lists, how much is no raw bytes."""
+    unpacker = msgpack.Unpacker(max_buffer_size=HEADER_BYTES_MAX)
+    unpacker.feed(packed)
+    size, count = 0, unpacker.read_map_header()
+    if count > ROWS_MAX:
+        raise RemoteProtocolError(f"a packed field has {count} rows, more than {ROWS_MAX}")
+    for _ in range(count):
+        begin = unpacker.tell()
+        unpacker.skip()
+        size += unpacker.tell() - begin + _row_bytes(unpacker, packed, "a row")
+    return size

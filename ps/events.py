@@ -17,7 +17,7 @@ class Kind(IntEnum):
     """The values of an event are named behind its kind."""
 
     START = 0  # the process is there; its machine may have begun before
-    BELOW = 1  # a message of a peer that dialled us
+    BELOW = 1  # a message of a peer that dialled us; of a Hello or a Leave with keys: its name, how many other keys there are
     COORDINATOR = 2  # a message of shard 0
     ABOVE = 3  # a message of the shard above
     FAILED_ABOVE = 4  # text, code: the session with it is over
@@ -50,7 +50,8 @@ class Event:
         """The event that was described so, and whose message has these frames. Raises RemoteProtocolError."""
         described: Any = unpack(about)
         try:
-            kind, now_ns, peer, values = described
+            number, now_ns, peer, values = described
+            kind, values = Kind(number), tuple(values)
         except (TypeError, ValueError):
             raise RemoteProtocolError("an event has a kind, a time, a peer and values, and this one has not") from None
-        return cls(Kind(kind), now_ns, peer, decode(frames) if frames else None, tuple(values))
+        return cls(kind, now_ns, peer, decode(frames) if frames else None, values)

@@ -16,16 +16,21 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 from narrows.protocols import messages as m
+from narrows.protocols.effects import Log
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.keys import Keys
 from narrows.protocols.modes import Mode, Rule
 from narrows.protocols.wire import unpack
 from narrows.ps.changes import Change, FirstWeights, Fold, Outer, Step, Terms
 from narrows.ps.gain import GONE, Gain
+from narrows.ps.hyper import Hypers, most_agreed
 from narrows.ps.inbox import Inbox, Seat, Update
 from narrows.ps.mean import Mean
 from narrows.ps.screen import Screen
 
+FAR_OFF = (
+    "shard {}: the hyper-parameters of worker {} are far from what others say: its updates are stepped with theirs"
+)
 Shares = tuple[float, ...]
 Clip = Callable[[Terms, int], float | None]  # of the mean of a clock, once the norm over all shards is known
 
@@ -60,6 +65,7 @@ class AtOnce:
     def __init__(self, mode: Mode, inbox: Inbox, keys: Keys, gain: Gain, screen: Screen) -> None:
         self.mode, self.inbox, self.keys, self.gain, self.screen = mode, inbox, keys, gain, screen
         self.folded: dict[int, deque[tuple[int, float, int]]] = {}  # by worker: clock, weight, publication that has it
+        self.hypers = Hypers()
 
     def accept(self, seat: Seat, update: Update, publication: int) -> list[Change]:
         (factor,) = self.screen.factors([(seat.worker, seat.clock, update)])
@@ -82,7 +88,12 @@ class AtOnce:
             return Outer(((weight, update),), self.keys)
         if rule is Rule.MIX:
             return FirstWeights(update)  # the last model, of one worker for all
-        hyper, absent = unpack_hyper(update[0].hyper)
+        said, absent = unpack_hyper(update[0].hyper)
+        hyper = self.hypers.hold(seat.worker, said)
+        if hyper != said and seat.worker not in self.hypers.struck:
+            self.hypers.struck.add(seat.worker)
+            told = {"worker": seat.worker, "clock": seat.clock, "shard": self.screen.index}
+            self.screen.logs.append(Log("hyper", told | {"text": FAR_OFF.format(self.screen.index, seat.worker)}))
         return Step(((factor, update),), hyper, absent, scale=share)  # the optimizer's state sees what is shortened
 
     def weight(self, seat: Seat, clock: int) -> float | None:
@@ -95,6 +106,7 @@ class AtOnce:
     def drop(self, keep: Callable[[int, int], bool]) -> Iterator[tuple[int, int]]:
         for worker in self.folded.keys() - self.inbox.seats.keys():
             del self.folded[worker]
+        self.hypers.members(self.inbox.seats)
         return iter(())
 
 
@@ -183,10 +195,11 @@ class Barrier:
         return tuple((share * factor, update) for share, factor, update in found), tuple(each[0] for each in found)
 
     def _hyper(self, terms: Terms) -> tuple[bytes, tuple[int, ...]]:
-        """Hyper-parameters of the longest-standing member, and the tensors that no one has a gradient of."""
+        """Hyper-parameters that most agree with, and the tensors that no one has a gradient of."""
         values = [unpack_hyper(update[0].hyper) for _, update in terms]  # type: ignore[attr-defined]
-        self.hyper_differs |= any(hyper != values[0][0] for hyper, _ in values)
-        return values[0][0], tuple(sorted(set.intersection(*(set(absent) for _, absent in values))))
+        said = [hyper for hyper, _ in values]
+        self.hyper_differs |= any(hyper != said[0] for hyper in said)
+        return said[most_agreed(said)], tuple(sorted(set.intersection(*(set(absent) for _, absent in values))))
 
     def drop(self, keep: Callable[[int, int], bool]) -> Iterator[tuple[int, int]]:
         for update, by_worker in list(self.held.items()):

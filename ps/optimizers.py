@@ -18,9 +18,7 @@ from narrows.protocols.modes import ELEMENTWISE
 from narrows.protocols.plan import Plan
 from narrows.protocols.wire import unpack
 from narrows.ps.changes import FloatArray
-
-# How a step is computed on the worker's device, not what it computes: the server's device is its own.
-IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
+from narrows.ps.hyper import IMPLEMENTATION
 
 
 def warm_up(say: Callable[[str], None] = lambda text: None) -> None:

@@ -55,7 +55,7 @@ class Stage(Enum):
     CHECKPOINT = "checkpoint"
 
 
-DIFFER = "learning rates or other hyper-parameters differ between workers; those of the longest-standing member hold"
+DIFFER = "learning rates or other hyper-parameters differ between workers; those that most of them agree with hold"
 NEXT = dict(zip(Stage, [*list(Stage)[1:], Stage.FOLD], strict=True))
 
 

@@ -12,7 +12,7 @@ Rules
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from narrows.compression import codecs
 from narrows.protocols import messages as m
@@ -61,6 +61,9 @@ class Child:
 
     def said(self, follow: m.Follow, now_ns: int) -> None:
         """The newest word of the child; the same one again asks for what has not come."""
+        if follow.lost:
+            self.repeat_soon()
+            follow = replace(follow, lost=False)
         again, self.follow, self.doubt = self.doubt or follow == self.follow, follow, False
         for number in [number for number in self.sent if number <= follow.have]:
             sent = self.sent.pop(number)

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from narrows.protocols import messages as m
 from narrows.protocols.cluster.coordinator import Coordinator
-from narrows.protocols.cluster.run import Seat
+from narrows.protocols.cluster.run import NO_KEY, Key, Seat
 from narrows.protocols.effects import Log, Send, ServerEffect, Stop
 from narrows.protocols.errors import AuthenticationError, IncompatibleError, NarrowsError, RemoteProtocolError
 from narrows.protocols.member.member import Member
@@ -175,13 +175,13 @@ class Server:
             effects += self._reported(message, now_ns)
         return self._route(effects, now_ns)
 
-    def handle(self, peer: bytes, message: m.Message, now_ns: int) -> list[ServerEffect]:
+    def handle(self, peer: bytes, message: m.Message, now_ns: int, key: Key = NO_KEY) -> list[ServerEffect]:
         """Return the effects of a message. Raises RemoteProtocolError; then nothing has changed."""
         coordinator, above = self.coordinator, self.membership
         if isinstance(message, FOR_COORDINATOR):
             if coordinator is None:
                 raise RemoteProtocolError("this is not the coordinator: dial the address of ps-serve, shard 0")
-            effects = coordinator.handle(peer, message, now_ns)
+            effects = coordinator.handle(peer, message, now_ns, key)
             if isinstance(message, m.Report):
                 effects += self._reported(message, now_ns)
             effects += above.declare(now_ns) if above is not None else []
@@ -284,6 +284,11 @@ def _message(event: Event) -> m.Message:
     return event.message
 
 
+def _key(event: Event) -> Key:
+    name, others = event.values or NO_KEY
+    return name, others
+
+
 def _above(server: Server, event: Event) -> list[ServerEffect]:
     try:
         return server.handle_above(_message(event), event.now_ns)
@@ -303,7 +308,7 @@ def _wrote(server: Server, event: Event) -> list[ServerEffect]:
 
 HAPPENS: dict[Kind, Callable[[Server, Event], list[ServerEffect]]] = {
     Kind.START: lambda server, event: server.start(event.now_ns),
-    Kind.BELOW: lambda server, event: server.handle(event.peer, _message(event), event.now_ns),
+    Kind.BELOW: lambda server, event: server.handle(event.peer, _message(event), event.now_ns, _key(event)),
     Kind.COORDINATOR: lambda server, event: server.handle(COORDINATOR, _message(event), event.now_ns),
     Kind.ABOVE: _above,
     Kind.FAILED_ABOVE: _failed_above,

@@ -16,6 +16,7 @@ from narrows.protocols import effects as e
 from narrows.protocols.effects import MemberEffect
 from narrows.protocols.errors import NarrowsError, UsageError
 from narrows.protocols.modes import Rule
+from narrows.protocols.plan import BUFFERS_BYTES_MAX
 from narrows.protocols.settings import Settings
 from narrows.worker.arrays import Arrays
 from narrows.worker.degree import degree_of
@@ -24,12 +25,15 @@ from narrows.worker.gossip import Gossiping
 from narrows.worker.gradients import Gradients, rebuilt_by
 from narrows.worker.merging import Merging
 from narrows.worker.privacy import Privacy
-from narrows.worker.runner import Link
+from narrows.worker.runner import Link, say
 from narrows.worker.shards import START_LIMIT_S
 from narrows.worker.tuning import Tuning
 from narrows.worker.updates import Updates
 
 LEAVE_LIMIT_S = 5.0
+LONG_BUFFERS = (
+    "the module buffers take {:.0f} MB, more than {:.0f} MB: each worker keeps its own, and no checkpoint has them"
+)
 
 
 class Sync(Protocol):
@@ -107,7 +111,7 @@ class Engine:
             self.privacy.check(model)
             self.kept_buffers = pack_buffers(model)
         self.tuning = Tuning(settings, -(-self.flat.size // self.mode.fragments))
-        self.finished = self.left = self._started = False
+        self.finished = self.left = self._started = self.long_buffers = False
         self.final: FloatArray | None = None
         self.overlaps = overlap > 0 and self.mode.rule is Rule.OPTIMIZER  # gradients leave before step()
         gradients = self.mode.rule is Rule.OPTIMIZER
@@ -175,7 +179,11 @@ class Engine:
 
     def _send_buffers(self) -> None:
         packed = self.kept_buffers if self.hides else pack_buffers(self.model)
-        if packed:
+        if len(packed) > BUFFERS_BYTES_MAX:
+            if not self.long_buffers:
+                say(LONG_BUFFERS.format(len(packed) / 1e6, BUFFERS_BYTES_MAX / 1e6))
+            self.long_buffers = True
+        elif packed:
             self.link.call(lambda member, now: member.buffers(packed))
 
     # Steps.

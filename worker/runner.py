@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 
 from narrows.protocols import messages as m
-from narrows.protocols.addresses import is_address, parse_address, parted
+from narrows.protocols.addresses import is_address, parse_address, parse_addresses, parted
 from narrows.protocols.effects import NS, Failed, Joined, MemberEffect, Moved, RosterNews, Send, Tell, Turned
 from narrows.protocols.errors import BY_EXIT_CODE, AuthenticationError, NarrowsError, RemoteProtocolError
 from narrows.protocols.member.member import Member
@@ -25,6 +25,7 @@ from narrows.protocols.runtime.keys import Secret, keyed, refusal
 from narrows.protocols.runtime.sockets import LINGER_MS, Drops, Peer, Receipt, Sockets, endpoint, own_host
 from narrows.protocols.timing import Timing
 from narrows.protocols.wire import decode, encode
+from narrows.worker.silence import Silence
 
 TICK_MS = 50
 CLOSE_S = 10.0  # the thread ends within a tick, and its sockets within LINGER_MS
@@ -56,6 +57,7 @@ class Link:
         self.drops = Drops(say)
         self._shards = [endpoint(self.host, self.port)]  # where each is dialled
         self._standby = ""  # where it is dialled
+        self._silence = Silence()
         self._peers: set[str] = set()  # of gossip, that are dialled
         self._admitted: frozenset[str] = frozenset()  # their keys
         self._commands: deque[Command] = deque()
@@ -123,6 +125,8 @@ class Link:
                 if now - ticked >= TICK_MS * NS // 1000:
                     ticked = now
                     self._apply(self.member.tick(now))
+                    if text := self._silence.sentence(self.member, f"tcp://{self.host}:{self.port}", now):
+                        say(text)
         except BaseException as error:
             self._fail(type(error)(f"{self.address}: {error}") if isinstance(error, RemoteProtocolError) else error)
         finally:
@@ -179,6 +183,7 @@ class Link:
             self._sockets.hang_up(gone)
         (self.host, self.port), self._standby = parse_address("", address), ""
         self._shards = [endpoint(self.host, port) for port in ports]
+        self._silence.told = False
         say(f"the standby at {address} serves now; training goes on")
 
     def _deliver(self, event: MemberEffect) -> None:
@@ -244,5 +249,6 @@ def tell_left(address: str, token: str, key: Secret | None = None) -> None:
     """Tell a coordinator that the worker of `token` is gone, and wait a little for its answer."""
     curve = Curve(None, lambda address: (key.pair, key.server), lambda public: False) if key is not None else None
     with contextlib.closing(Sockets(curve=curve)) as sockets:
-        sockets.send(endpoint(*parse_address("--server", address)), encode(m.Leave(token, -1)))
+        for one in parse_addresses("--server", address):
+            sockets.send(endpoint(*parse_address("--server", one)), encode(m.Leave(token, -1)))
         next(iter(sockets.receive(LINGER_MS)), None)

@@ -16,14 +16,15 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, NoReturn, TextIO
 
 import torch
 
 from narrows import compression
-from narrows.protocols.effects import NS, Joined, MemberEffect
+from narrows.protocols.addresses import parse_addresses
+from narrows.protocols.effects import NS, Joined
 from narrows.protocols.errors import NarrowsError, UnreachableError
 from narrows.protocols.modes import Rule
 from narrows.protocols.runtime.keys import Secret, member_key
@@ -39,6 +40,7 @@ def warm_up(say: Callable[[str], None]) -> None:
     torch.optim.SGD([torch.zeros(1)], lr=0.1)  # the first optimizer imports seconds of torch
 
 
+TRY_S = 5.0  # that one of several servers is waited for, then it is the next one's turn
 EPSILON_EVERY = 50  # pushes, from one row of the record with epsilon to the next
 HELD_BACK_MAX = 30.0  # updates: of the SPECs in docs/results.md those that still train hold back 17 at most
 
@@ -74,14 +76,12 @@ class Connected:
         file = os.environ.pop("NARROWS_KEY", "")
         key = member_key(file, "--key") if file else None
         _watch_launcher(address, token, key)
-        timing = Timing(connect_ns=int(connect_s * NS), lost_ns=int(lost_s * NS))
-        self.link = Link(address, token, socket.gethostname(), expect, timing, key)
-        joined: MemberEffect | None = None
-        deadline = time.monotonic() + connect_s + 1
-        while not isinstance(joined, Joined):
-            joined = self.link.take(0.5)
-            if time.monotonic() > deadline:
-                raise UnreachableError(f"{address}: the server did not let this worker in within {connect_s:.0f} s")
+
+        def dial(one: str, limit_s: float) -> Link:
+            timing = Timing(connect_ns=int(limit_s * NS), lost_ns=int(lost_s * NS))
+            return Link(one, token, socket.gethostname(), expect, timing, key)
+
+        self.link, joined = _let_in(parse_addresses("--server", address), dial, connect_s)
         self.rank, self.world_size = joined.rank, joined.world_size
         for name in os.environ.get("NARROWS_SETS", "").split():
             os.environ[name] = str(self.rank if name == "RANK" else self.world_size)
@@ -214,6 +214,33 @@ def _tell(event: str, **values: Any) -> None:
             _launcher.flush()
         except OSError:
             _launcher = None  # it is gone
+
+
+def _let_in(addresses: Sequence[str], dial: Callable[[str, float], Link], connect_s: float) -> tuple[Link, Joined]:
+    """The link to the one of these that serves; its standbys refuse. Raises what the first has said, where all have."""
+    deadline = time.monotonic() + connect_s
+    try_s = connect_s if len(addresses) == 1 else min(TRY_S, connect_s)
+    while True:
+        errors = list[NarrowsError]()
+        for address in addresses:
+            link = dial(address, try_s)
+            try:
+                return link, _joined(link, try_s)
+            except NarrowsError as error:
+                link.close()
+                errors.append(error)
+        if not any(isinstance(error, UnreachableError) for error in errors) or len(addresses) == 1:
+            raise errors[0]
+        if time.monotonic() > deadline:
+            raise UnreachableError(f"none of {', '.join(addresses)} let this worker in within {connect_s:.0f} s")
+
+
+def _joined(link: Link, limit_s: float) -> Joined:
+    deadline = time.monotonic() + limit_s + 1
+    while not isinstance(joined := link.take(0.5), Joined):
+        if time.monotonic() > deadline:
+            raise UnreachableError(f"{link.address}: the server did not let this worker in within {limit_s:.0f} s")
+    return joined
 
 
 def _watch_launcher(address: str, token: str, key: Secret | None) -> None:

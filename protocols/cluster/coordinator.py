@@ -19,10 +19,10 @@ from narrows.protocols.cluster.meeting import Meeting
 from narrows.protocols.cluster.moves import Moves
 from narrows.protocols.cluster.roster import Roster
 from narrows.protocols.cluster.rounds import Rounds
-from narrows.protocols.cluster.run import Decision, Run, Seat
-from narrows.protocols.effects import NS, Send, ServerEffect, Stop
+from narrows.protocols.cluster.run import NO_KEY, Decision, Key, Run, Seat
+from narrows.protocols.effects import NS, Log, Send, ServerEffect, Stop
 from narrows.protocols.errors import RemoteProtocolError
-from narrows.protocols.plan import KEYS_MAX
+from narrows.protocols.plan import KEYS_MAX, unpack_arrays
 from narrows.protocols.settings import Settings
 
 LEDGER_RETRY_NS = NS // 5  # unseen ledgers are sent again this often
@@ -103,21 +103,22 @@ class Coordinator:
     def wants_buffers(self, worker: int, now_ns: int) -> bool:
         """Whether this worker, the lowest live rank, should send its module's buffers now."""
         seat = self.seats.get(worker)
-        if seat is None or any(other.rank < seat.rank for other in self.declared):
+        if seat is None or not self.run.leads(seat):
             return False
         every = self.run.settings.checkpoint_every or self.run.settings.lease
         return not self.buffers_ns or now_ns - self.buffers_ns >= every * NS / 2
 
     # Messages.
 
-    def handle(self, peer: bytes, message: m.Message, now_ns: int) -> list[ServerEffect]:
-        """Return the effects of a message from `peer`. Raises RemoteProtocolError for one that no worker sends."""
+    def handle(self, peer: bytes, message: m.Message, now_ns: int, key: Key = NO_KEY) -> list[ServerEffect]:
+        """Return the effects of a message from `peer`; `key`: of a Hello or a Leave. Raises RemoteProtocolError for one that no
+        worker sends."""
         if isinstance(message, m.Report):
             return self._report(peer, message, now_ns)
         if isinstance(message, m.Hello):
-            return self.roster.hello(peer, message, now_ns)
+            return self.roster.hello(peer, message, now_ns, key)
         if isinstance(message, m.Leave):
-            return [Send(peer, m.LeaveAck(message.token)), *self._leave(message, now_ns)]
+            return [Send(peer, m.LeaveAck(message.token)), *self._leave(message, key, now_ns)]
         if not isinstance(message, (m.Declare, m.Heartbeat, m.Buffers)):
             raise RemoteProtocolError(f"a coordinator takes no {type(message).__name__}")
         seat = self.roster.seated(peer, message, now_ns)
@@ -127,7 +128,10 @@ class Coordinator:
             return self._declare(seat, message, now_ns)
         if isinstance(message, m.Heartbeat):
             return self._heartbeat(seat, message, now_ns)
-        self.buffers, self.buffers_ns = bytes(message.payload), now_ns
+        if self.run.leads(seat):  # each sends them at its end
+            packed = bytes(message.payload)
+            unpack_arrays(packed)  # what is none would end each joiner
+            self.buffers, self.buffers_ns = packed, now_ns
         return []
 
     def _declare(self, seat: Seat, declare: m.Declare, now_ns: int) -> list[ServerEffect]:
@@ -152,15 +156,15 @@ class Coordinator:
         news = self.meeting.rosters([seat]) if beat.roster != self.meeting.epoch else []
         return [Send(seat.peer, ack), *settled, *news, *self.moves.word(seat)]
 
-    def _leave(self, leave: m.Leave, now_ns: int) -> list[ServerEffect]:
+    def _leave(self, leave: m.Leave, key: Key, now_ns: int) -> list[ServerEffect]:
         seat = self.run.named(leave.token)
         if seat is None:
             if not self.roster.forget(leave.token):
                 return []
-            self.generations.gone(done=leave.clock >= 0)
+            text = self.generations.absent(leave.clock >= 0, key)
             if not self.run.started:
                 self._decide(now_ns)
-            return self._broadcast(now_ns)
+            return [*([Log("absent", {"text": text})] if text else []), *self._broadcast(now_ns)]
         if leave.clock >= 0 and seat.epoch:
             seat.finish(leave.clock, now_ns)
             return self._settle(now_ns)

@@ -11,10 +11,12 @@ Rules
 
 from __future__ import annotations
 
+from collections import Counter
+
 from narrows.protocols import messages as m
 from narrows.protocols.cluster.above import Above
 from narrows.protocols.cluster.rounds import Rounds
-from narrows.protocols.cluster.run import Decision, Run, Seat
+from narrows.protocols.cluster.run import Decision, Key, Run, Seat
 from narrows.protocols.effects import NS, Log
 
 EVERY_TIMES = 50  # the time that a checkpoint takes, from one to the next: 2 % of the run
@@ -27,6 +29,7 @@ class Generations(Decision):
         self.needed = run.settings.workers
         self.weights = -1  # the worker whose first weights are on all shards, to be handed up
         self.checkpoint, self.checkpoint_ns = -1, -1  # the newest asked for, and when; no tick has come: -1
+        self.taken: Counter[str] = Counter()  # workers that are not waited for, by the key that said so
         self.rejoin_ns = 0  # when members were last told to join again, 0: never
         self.finished_once = False
         self.over_version = 0  # of the first ledger that says so
@@ -74,13 +77,29 @@ class Generations(Decision):
         return self.run.restart_clock >= 0 or report.weights_from == self.initialiser
 
     def left(self, seat: Seat, how: str) -> None:
-        self.gone(seat.leaving, replaced=how == "refused")
+        self.finished_once |= seat.leaving
+        if how != "refused":  # then another is to come
+            self._gone(seat.key, len(self.run.seats) - 1)
 
-    def gone(self, done: bool, replaced: bool = False) -> None:
-        """A worker, with a seat or without, is not waited for at the start; if it is to be replaced, another is."""
-        self.finished_once |= done
-        if not self.run.started and not replaced:
-            self.needed = max(1, self.needed - 1)
+    def absent(self, done: bool, key: Key) -> str:
+        """Somebody says that a worker without a seat is gone: a sentence where fewer are waited for. Before a run has
+        begun nobody can be done."""
+        self.finished_once |= done and (self.run.started or self.rejoin_ns > 0)
+        news = self._gone(key, len(self.run.seats))
+        failed = f"a worker{f' with the key of {key[0]}' if key[0] else ''} failed before it joined"
+        return f"{failed}: the run waits for {self.needed}" if news and not done else ""
+
+    def _gone(self, key: Key, here: int) -> bool:
+        """One worker less is waited for at the start. Those who are here are, and with keys one of each other key. Whether that
+        is news: anybody may say so without end."""
+        if self.run.started:
+            return False
+        (name, others), before = key, self.needed
+        most = max(0, self.run.settings.workers - others)
+        self.taken[name] += 1
+        if not name or self.taken[name] <= most:
+            self.needed = min(self.needed, max(1, here, self.needed - 1))
+        return self.needed != before or (name != "" and self.taken[name] == most + 1)
 
     # Checkpoints, and going back to one.
 

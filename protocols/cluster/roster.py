@@ -13,9 +13,9 @@ from narrows.protocols import messages as m
 from narrows.protocols.cluster.above import Above
 from narrows.protocols.cluster.meeting import Meeting
 from narrows.protocols.cluster.rounds import Rounds
-from narrows.protocols.cluster.run import Decision, Run, Seat
+from narrows.protocols.cluster.run import NO_KEY, Decision, Key, Run, Seat
 from narrows.protocols.effects import NS, Log, Send, ServerEffect
-from narrows.protocols.errors import IncompatibleError
+from narrows.protocols.errors import IncompatibleError, RemoteProtocolError
 from narrows.protocols.keys import split
 from narrows.protocols.messages import RefuseCode, check_name
 from narrows.protocols.modes import ELEMENTWISE, Rule
@@ -28,6 +28,7 @@ CUT_LEASES = 0.25  # of one whose connection has ended
 CUT_LEAST_NS = 2 * NS  # in which who lives has connected anew
 PROBE_NS = NS  # silence after which a member is sent something
 WAITING_MAX = 1024  # joiners that wait for the shards to report
+EXPECT_BYTES_MAX = 64 << 10  # the flags of a worker, which anybody may send
 
 ENDED = "the run has ended; start the server again"
 ENDING = "the run is about to end: all its workers have done their last step; start the server again"
@@ -40,21 +41,25 @@ class Roster(Decision):
         self.run, self.rounds, self.above, self.meeting, self.keys_max = run, rounds, above, meeting, keys_max
         self.plan: Plan | None = None
         self.plan_packed = b""
-        self.waiting: dict[str, tuple[bytes, m.Hello]] = {}
+        self.waiting: dict[str, tuple[bytes, m.Hello, Key]] = {}
         self.dialled_ns = 0  # from then on who is connected has dialled
         self.gone: dict[str, None] = {}  # tokens that left; bounded by WAITING_MAX
 
     # Hello.
 
-    def hello(self, peer: bytes, hello: m.Hello, now_ns: int) -> list[ServerEffect]:
+    def hello(self, peer: bytes, hello: m.Hello, now_ns: int, key: Key = NO_KEY) -> list[ServerEffect]:
         """Welcome a worker, as soon as all shards have reported and the run above knows this cluster."""
+        if len(hello.expect) > EXPECT_BYTES_MAX:
+            raise RemoteProtocolError(
+                f"the flags of a Hello have {len(hello.expect)} bytes, more than {EXPECT_BYTES_MAX}"
+            )
         if hello.token in self.gone and not self.run.over:
             return []
         seat = self.run.named(hello.token)
         code, text = self._unwelcome(hello, seat)
         if not text and (not self.run.complete or self.above.rank < 0):
             if len(self.waiting) < WAITING_MAX:
-                self.waiting[hello.token] = (peer, hello)
+                self.waiting[hello.token] = (peer, hello, key)
             return []
         if seat is not None:
             check_name(peer, seat.name, seat.worker)
@@ -64,7 +69,7 @@ class Roster(Decision):
             return [Send(peer, m.Refuse(code, -1, 0, text))]
         effects: list[ServerEffect] = []
         if seat is None:
-            seat = self.run.sit(hello, peer, now_ns)
+            seat = self.run.sit(hello, peer, now_ns, key)
             effects.append(self.event("joined", seat))
         self._saw(seat, now_ns, peer)
         return [*effects, Send(peer, self._welcome(seat))]
@@ -93,7 +98,7 @@ class Roster(Decision):
     def greet(self, now_ns: int) -> list[ServerEffect]:
         """Answer those who had to wait."""
         waiting, self.waiting = self.waiting, {}
-        return [effect for peer, hello in waiting.values() for effect in self.hello(peer, hello, now_ns)]
+        return [effect for peer, hello, key in waiting.values() for effect in self.hello(peer, hello, now_ns, key)]
 
     # Declare.
 

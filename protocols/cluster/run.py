@@ -45,6 +45,10 @@ SEAT_LIFE: dict[SeatPhase, dict[str, SeatPhase]] = {
 }
 
 
+Key = tuple[str, int]  # by which a worker was let in: its name, and how many others there are
+NO_KEY: Key = ("", 0)
+
+
 @dataclass(slots=True)
 class Seat:
     """One worker, from its Hello on."""
@@ -67,6 +71,7 @@ class Seat:
     name: bytes = b""  # of its routing ids: nobody else speaks for it
     move: int = 0  # number of the newest Move that it has
     before: int = 0  # its epoch before the keys were cut anew, while it does not know, else 0
+    key: Key = NO_KEY
 
     @property
     def leaving(self) -> bool:
@@ -134,14 +139,18 @@ class Run:
         """The members."""
         return [seat for seat in self.seats.values() if seat.epoch]
 
+    def leads(self, seat: Seat) -> bool:
+        """Whether it is the live worker with the lowest rank, whose module buffers are those of the run."""
+        return seat.epoch > 0 and all(seat.rank <= other.rank for other in self.declared)
+
     def named(self, token: str) -> Seat | None:
         return next((seat for seat in self.seats.values() if seat.token == token), None)
 
-    def sit(self, hello: m.Hello, peer: bytes, now_ns: int) -> Seat:
+    def sit(self, hello: m.Hello, peer: bytes, now_ns: int, key: Key = NO_KEY) -> Seat:
         """A seat at the lowest free rank."""
         taken = {seat.rank for seat in self.seats.values()}
         rank = next(rank for rank in range(len(taken) + 1) if rank not in taken)
-        seat = Seat(self.next_worker, hello.token, hello.host, rank, peer, now_ns, name=m.name_of(peer))
+        seat = Seat(self.next_worker, hello.token, hello.host, rank, peer, now_ns, name=m.name_of(peer), key=key)
         self.seats[self.next_worker] = seat
         self.next_worker += 1
         return seat

@@ -177,13 +177,13 @@ class Member:
 
     def receive(self, shard: int, message: m.Message, now_ns: int) -> list[MemberEffect]:
         """The effects of a message of a shard. Raises RemoteProtocolError for one that is none."""
-        told = (
-            self.views.told(message if self.turns else replace(message, standby=""))
-            if isinstance(message, m.View)
-            else []
-        )
+        told, turned = list[MemberEffect](), self.views.turned
+        if isinstance(message, m.View):
+            told = self.views.told(message if self.turns else replace(message, standby=""))
         if self.views.turned:
             return told
+        if turned:
+            self._back()
         self.heard_ns, self.ever_heard = now_ns, True
         match message:
             case m.View():
@@ -211,9 +211,14 @@ class Member:
             return []
         effects = self.views.hear(message, now_ns)
         self.heard_ns = now_ns if effects else self.heard_ns  # else the standby lives, and the server may not
-        for shard in range(0 if self.views.turned else len(self.sessions)):
-            self.repeat_soon(shard)
+        if not self.views.turned:
+            self._back()
         return effects
+
+    def _back(self) -> None:
+        """A server is listened to again: what it said meanwhile was not taken."""
+        for shard in range(len(self.sessions)):
+            self.repeat_soon(shard)
 
     def receive_peer(self, message: m.Message, now_ns: int) -> list[MemberEffect]:
         """The effects of a message of another worker (gossip)."""

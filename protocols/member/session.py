@@ -52,6 +52,7 @@ class Session:
         self.pushes: OrderedDict[int, PushRecord] = OrderedDict()
         self.follow: m.Follow | None = None  # as it was said last
         self.waits = False  # for the next publication
+        self.lost = False  # what was sent to us does not come any more, and the shard is not told yet
         self.have = -1  # the newest publication that is here, and all before it
         self.coming: dict[tuple[bool, int], Parts] = {}  # not all here, or early; by (whole, publication)
         self.requests = 0
@@ -91,7 +92,8 @@ class Session:
         self.have = max(self.have, follow.have)  # of the shards before, where the keys were cut anew
         self.follow = follow if follow.have == self.have else replace(follow, have=self.have)
         self.waits, self.heard_ns = True, now_ns
-        return self.follow
+        lost, self.lost = self.lost, False
+        return replace(self.follow, lost=lost)
 
     def _pull(self, pull: m.Pull, now_ns: int) -> m.Message:
         self.requests += 1
@@ -191,10 +193,11 @@ class Session:
     # Time.
 
     def repeat_soon(self) -> None:
-        """The connection is another one: what was not answered may be lost."""
+        """The connection is another one, or nothing was taken for a while: what was not answered may be lost, either way."""
         for record in self.pushes.values():
             record.sent_ns = LONG_AGO_NS
         self.heard_ns = self.pull_ns = LONG_AGO_NS
+        self.lost = True
 
     def repeat(self, now_ns: int) -> list[MemberEffect]:
         """What was not answered in time, once more."""

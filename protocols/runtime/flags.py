@@ -41,7 +41,12 @@ RUN_FLAGS: tuple[tuple[str, Any, str, str], ...] = (
     ),
     ("outer_momentum", float, "0.6; 0 below 8 local steps", "Nesterov momentum of the outer optimizer (local)"),
     ("update_gain", float, "measured", "factor of a mean of updates; 1: a plain mean (ssp, async, bsp, gossip)"),
-    ("look_ahead", float, "0.5 with a bound", "clocks that a worker computes ahead of what is folded (ssp)"),
+    (
+        "look_ahead",
+        float,
+        "0.5 with a bound, 0 under SGD",
+        "clocks that a worker computes ahead of what is folded (ssp)",
+    ),
     ("max_update_norm", float, "no limit", "an update is shortened to so many times the median of recent ones, e.g. 5"),
     ("robust", str, "a mean", "against workers that lie: cosine leaves out who opposes the rest; trim:SHARE, median"),
     ("dp_clip", float, "as it is", "L2 norm that each worker clips what it pushes to, over all shards"),

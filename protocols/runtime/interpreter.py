@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import CodeType, TracebackType
 
+WORKER = "NARROWS_RECORD_FD"  # a worker has it until its session is there, which then sees to Ctrl-C itself
 COMM_CHARACTERS = 15  # what Linux keeps of a process's name
 BLAS = [f"{prefix}openblas_set_num_threads{suffix}" for prefix in ("", "scipy_") for suffix in ("", "64_")]
 
@@ -118,6 +119,7 @@ def _hide_our_frames() -> None:
         while trace is not None and ours:
             ours = trace.tb_frame.f_code is not run.__code__
             trace = trace.tb_next
-        shows(kind, error.with_traceback(trace), trace)
+        if kind is not KeyboardInterrupt or WORKER not in os.environ:  # ps-worker says that it was interrupted
+            shows(kind, error.with_traceback(trace), trace)
 
     sys.excepthook = hook

@@ -27,6 +27,7 @@ from narrows.protocols.settings import Settings
 from narrows.ps.command.console import EMBEDDED, doing, say, show
 from narrows.ps.command.lives import Again, Lives
 from narrows.ps.command.moving import Moving
+from narrows.ps.command.standing import Standing
 from narrows.ps.process.main import JOURNAL
 
 START_S = 120.0  # a cold machine compiles kernels first
@@ -54,7 +55,7 @@ class Cluster:
         self.began = time.monotonic()
         self.told: dict[str, Any] = {}  # what every shard is told
         self.hash_seed = str(secrets.randbelow(1 << 32))  # of all lives of a shard: they take sets in the same order
-        self.stood_by = False
+        self.standing = Standing()
         self.follows: dict[int, str] = {}  # shards that copy others, and where those are
         self.children = Children()
         self.ready = False  # shards can be started
@@ -152,7 +153,7 @@ class Cluster:
             return
         over = index in self.done or self.errors or self.signals or self.stopping
         again = Again.NOT if over else self.lives.ended(index, code, time.monotonic())
-        others = self.settings.mode().rule is Rule.MIX or self.stood_by  # who go on without it
+        others = self.settings.mode().rule is Rule.MIX or self.standing.by  # who go on without it
         if again is Again.NOT or (again is Again.CHECKPOINT and others):
             self.ended.add(index)
             return
@@ -200,6 +201,9 @@ class Cluster:
                     self.shards[index].write("stop")
                     self.shards[index].close_stdin()
             self.moving.turn()
+            if text := self.standing.missing(self.address):
+                say(text)
+                self.note("standby", {"there": False, "text": text})
             if self.asked:
                 self.asked.clear()
                 self.shards[0].write("")
@@ -260,7 +264,7 @@ class Cluster:
                 elif name == "journal":  # it has none any more
                     self.lives.forget(index)
                 elif name == "standby":
-                    self.stood_by = values.get("there", False)
+                    self.standing.by = values.get("there", False)
                 elif name == "took over":
                     self.follows.pop(index, None)
                 elif name == "disk":

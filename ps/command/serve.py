@@ -187,6 +187,8 @@ def announce(cluster: Cluster) -> None:
     cluster.write_ready()
     if cluster.follows:
         return say(f"copies the server at {cluster.follows[0]}; it listens at {address}")
+    if cluster.told["replicas"]:
+        cluster.standing.expect()
     if EMBEDDED:
         print(json.dumps({"event": "serves", "address": address}), flush=True)
     else:

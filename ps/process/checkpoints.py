@@ -4,7 +4,7 @@
     DIR/model.safetensors                 what a plain model loads: its parameters by every name they have, in the dtype
                                           of the workers, and its buffers. Not what no worker trains: frozen parameters
 
-Every write goes to a temporary file first and is renamed, so a file is whole or absent. The newest two clocks are kept.
+Every write goes to a temporary file first and is renamed, so a file is whole or absent. The newest KEPT clocks are kept.
 All files of a clock are of one number of shards, which each names; any other number of shards can begin from them.
 """
 

@@ -90,6 +90,12 @@ class Gate:
         who = self.guard.who(public)
         return Identity(PEER, PEER) if who is None and public in self.clusters else who
 
+    def key_of(self, peer: bytes, message: m.Message) -> tuple[str, int] | tuple[()]:
+        """Who joins or leaves: the name of its key, and how many other keys are on the list. Nothing without keys."""
+        if self.guard is None or not isinstance(peer, Dialler) or not isinstance(message, (m.Hello, m.Leave)):
+            return ()
+        return self.names[peer.key], len(self.guard.members) - 1
+
     def tick(self) -> None:
         """Who mixes with us may have changed."""
         if self.guard is not None and self.known is not None:

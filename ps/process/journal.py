@@ -6,7 +6,7 @@ Rules
 - It is in memory, in two files without a name that the parent of the process keeps: memfd_create(2), elsewhere temporary
   files. They outlive the process, and end with the parent.
 - From time to time the machine is written anew, into the file that is not in use; then the other is emptied. Replaying takes
-  about as long as handling did, so that is bounded: REPLAY_NS, or as long as keeps the copies to 2 % of the work.
+  about as long as handling did, so that is bounded: REPLAY_NS, or what keeps the copies to 2 % of the work: 50 copies.
 - It holds the machine once, twice while it is written anew, and as much again of events. Where the machine is larger than a
   bound, no journal is kept.
 - A file that is not whole does not count. A last event that is not whole has not happened.
@@ -38,7 +38,7 @@ from narrows.ps.server import Server
 
 HEAD = struct.Struct("<QQ")  # serial number and bytes of the machine; 0: there is none
 RECORD = struct.Struct("<I")  # bytes of what describes an event
-REPLAY_NS = NS  # of handling, that is done again at most
+REPLAY_NS = NS  # of handling, that is done again at most, or as COPY_TIMES says
 COPY_TIMES = 50  # the time that a copy takes, from one to the next: 2 % of the work
 BYTES_MIN = 1 << 26  # of events in the file, or as many as the machine has where that is more
 LENT = "lent"  # in the place of the one function that is the runner's

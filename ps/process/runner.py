@@ -271,7 +271,7 @@ class Runner:
                 return self.gate.connections.let_in(peer)
             if isinstance(message, OF_CLUSTERS):
                 self.bytes_down += size
-            effects = self._happen(Event(Kind.BELOW, now_ns, peer, message), frames)
+            effects = self._happen(Event(Kind.BELOW, now_ns, peer, message, self.gate.key_of(peer, message)), frames)
             self.gate.connections.let_in(peer)
         except NarrowsError as error:
             effects = self.server.refused(peer, error)

@@ -13,6 +13,7 @@ import torch
 from kit.in_process import Cluster, member_of
 from kit.scripts import Array, Link, Run, train
 from narrows.protocols import messages as m
+from narrows.protocols.cluster.run import NO_KEY, Key
 from narrows.protocols.effects import NS, ServerEffect
 from narrows.protocols.settings import Settings
 
@@ -151,7 +152,13 @@ class Faults:
                 return self.pass_on(lambda: real(message, now_ns), later)
 
             def handle(
-                peer: bytes, message: m.Message, now_ns: int, index: int = index, real: Any = up, name: bytes = name
+                peer: bytes,
+                message: m.Message,
+                now_ns: int,
+                key: Key = NO_KEY,
+                index: int = index,
+                real: Any = up,
+                name: bytes = name,
             ) -> Any:
                 if not peer.startswith(name):
                     return real(peer, message, now_ns)

@@ -17,12 +17,14 @@ from narrows.protocols.cluster.coordinator import Coordinator
 from narrows.protocols.cluster.generations import EVERY_LEAST_NS, Generations
 from narrows.protocols.cluster.meeting import Meeting
 from narrows.protocols.cluster.moves import MOVE_LIFE, MovePhase, Moves
-from narrows.protocols.cluster.roster import Roster
+from narrows.protocols.cluster.roster import EXPECT_BYTES_MAX, Roster
 from narrows.protocols.cluster.rounds import Rounds
-from narrows.protocols.cluster.run import RUN_LIFE, SEAT_LIFE, Run, RunPhase, Seat, SeatPhase
-from narrows.protocols.effects import NS
-from narrows.protocols.plan import Plan, TensorSpec
-from narrows.protocols.settings import Settings
+from narrows.protocols.cluster.run import NO_KEY, RUN_LIFE, SEAT_LIFE, Run, RunPhase, Seat, SeatPhase
+from narrows.protocols.effects import NS, Send, ServerEffect
+from narrows.protocols.errors import RemoteProtocolError
+from narrows.protocols.plan import BUFFERS_BYTES_MAX, Plan, TensorSpec, pack_arrays
+from narrows.protocols.settings import SHARDS_MAX, Settings
+from narrows.protocols.wire import HEADER_BYTES_MAX, encode, pack
 
 FILES = sorted(Path(coordinator.__file__).parent.glob("*.py"))
 
@@ -152,6 +154,42 @@ def test_who_is_gone_before_the_start_is_not_waited_for_but_for_one_who_was_refu
         assert decision.needed == needed
 
 
+def test_who_is_said_to_have_failed_takes_no_place_of_those_who_are_here() -> None:
+    """Without keys anybody may say so."""
+    decision = generations(run_of(workers=4))
+    for _ in range(2):
+        decision.run.sit(m.Hello(f"{len(decision.run.seats)}", "here"), b"", 0)
+    told = [decision.absent(False, NO_KEY) for _ in range(5)]
+    assert told[:2] == [f"a worker failed before it joined: the run waits for {needed}" for needed in (3, 2)]
+    assert not any(told[2:]) and decision.needed == 2
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_a_key_takes_away_no_place_that_another_key_is_to_have(joins: bool) -> None:
+    decision = generations(run_of(workers=4))
+    run, key, other = decision.run, ("a", 3), ("b", 3)
+    told = []
+    for number in range(5):
+        if joins:
+            decision.left(run.sit(m.Hello(f"{number}", "here"), b"", 0, key), "left")
+            run.seats.clear()
+        else:
+            told.append(decision.absent(False, key))
+        assert decision.needed == 3, "there are four keys, and four workers"
+    assert joins or told == ["a worker with the key of a failed before it joined: the run waits for 3"] * 2 + [""] * 3
+    assert "with the key of b" in decision.absent(False, other) and decision.needed == 2
+
+
+def test_nobody_is_done_with_a_run_that_has_not_begun() -> None:
+    """Else it would end with the first worker that fails."""
+    decision = generations(run_of(workers=4))
+    decision.absent(True, NO_KEY)
+    assert not decision.deserted
+    decision.run.move("start")
+    decision.absent(True, NO_KEY)
+    assert decision.deserted, "its lease had expired while it was leaving"
+
+
 def test_it_goes_back_to_the_newest_checkpoint_that_all_shards_have() -> None:
     run = run_of()
     decision = generations(run)
@@ -273,6 +311,70 @@ def test_no_decision_assigns_to_the_fields_of_another() -> None:
     assert [name for path in FILES for name in foreign(path.read_text("utf-8"))] == []
     found = set(foreign("self.a, self.rounds.min_clock = 1, 2\nself.run.epoch += 1"))
     assert found == {"self.rounds.min_clock", "self.run.epoch"}
+
+
+# The door.
+
+
+def door(**flags: Any) -> Coordinator:
+    """One whose only shard has reported."""
+    ours = Coordinator(Settings(workers=1, shards=1).validated(), 1, **flags)
+    ours.handle(b"", replace(report(ours.run, 0), version=1), 0)
+    return ours
+
+
+def said(effects: list[ServerEffect]) -> list[m.Message]:
+    """To those who dialled."""
+    return [each.message for each in effects if isinstance(each, Send) and each.peer != b""]
+
+
+def test_a_model_that_the_server_has_no_memory_for_is_refused_by_its_size() -> None:
+    ours = door(keys_max=5)
+    for worker, size in enumerate((6, 5)):
+        ours.handle(b"peer", m.Hello(f"{worker}", "here"), 0)
+        plan = Plan((TensorSpec("w", (size,), "float32"),), "", ((0,),))
+        answers = said(ours.handle(b"peer", m.Declare(worker, ours.run.epoch, plan.packed()), 0))
+        assert (len(ours.declared) == 1) == (size == 5)
+        if size == 6:
+            (refuse,) = [each for each in answers if isinstance(each, m.Refuse)]
+            assert refuse.code == m.RefuseCode.INCOMPATIBLE
+            assert refuse.text == "the model has 6 parameters, and the server's memory holds 5 at most"
+
+
+def test_flags_of_a_hello_have_a_bound_before_they_are_kept() -> None:
+    ours = Coordinator(Settings(workers=1, shards=1).validated(), 1)
+    ours.handle(b"peer", m.Hello("0", "here", pack({"x": "y" * (EXPECT_BYTES_MAX - 9)})), 0)
+    assert [*ours.roster.waiting] == ["0"], "its shard has not reported"
+    with pytest.raises(RemoteProtocolError, match=f"more than {EXPECT_BYTES_MAX}"):
+        ours.handle(b"peer", m.Hello("1", "here", bytes(EXPECT_BYTES_MAX + 1)), 0)
+    assert [*ours.roster.waiting] == ["0"]
+
+
+def test_module_buffers_are_those_of_the_lowest_live_rank_and_nothing_else() -> None:
+    """They are loaded by each joiner, and are part of model.safetensors."""
+    ours = door()
+    lowest, other = (ours.run.sit(m.Hello(name, "here"), name.encode() * m.NAME_BYTES, 0) for name in "ab")
+    seated = ours.run.sit(m.Hello("c", "here"), b"c" * m.NAME_BYTES, 0)
+    for seat in (lowest, other):
+        seat.declare(ours.run.changed(), 0, "")
+        ours.rounds.enter(seat, 0)
+
+    def send(seat: Seat, payload: bytes) -> None:
+        assert said(ours.handle(seat.peer, m.Buffers(seat.worker, seat.epoch or ours.run.epoch, payload), 0)) == []
+
+    good, better = (pack_arrays({"mean": ("uint8", (1,), value)}) for value in (b"1", b"2"))
+    send(lowest, good)
+    for junk in (b"none", pack({"mean": ["uint8", [2], b"1"]}), bytes(BUFFERS_BYTES_MAX + 1)):
+        with pytest.raises(RemoteProtocolError):
+            send(lowest, junk)
+    send(other, better)
+    send(seated, better)
+    assert ours.buffers == good
+    ours.handle(lowest.peer, m.Leave(lowest.token, -1), 0)
+    send(other, better)
+    assert ours.buffers == better
+    room = m.Ready(1, 1, 1, ((0, 1),) * SHARDS_MAX, bytes(BUFFERS_BYTES_MAX))
+    assert len(encode(room)[0]) <= HEADER_BYTES_MAX, "nobody could join"
 
 
 # Those who are gone.

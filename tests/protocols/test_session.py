@@ -238,3 +238,15 @@ def test_a_word_that_no_child_says_is_refused(wrong: dict[str, Any]) -> None:
         follow = replace(m.Follow(0, member.epoch, 0, 0, 1), **wrong)
         with pytest.raises(RemoteProtocolError, match="none has come so far"):
             server.handle(server.shard.inbox.seats[0].peer, follow, 0)
+
+
+def test_over_another_connection_it_says_once_that_what_was_sent_does_not_come() -> None:
+    ours = session()
+
+    def lost(effects: list[Any]) -> list[bool]:
+        return [effect.message.lost for effect in effects if isinstance(effect.message, m.Follow)]
+
+    assert lost(ours.repeat(RETRY_NS)) == [False]
+    ours.repeat_soon()
+    assert lost(ours.repeat(RETRY_NS + 1)) == [True] and lost(ours.repeat(RETRY_NS + 2)) == []
+    assert lost(ours.repeat(2 * RETRY_NS + 1)) == [False]

@@ -24,7 +24,7 @@ from kit.seed import SEED
 from narrows.protocols import messages as m
 from narrows.protocols.errors import IncompatibleError, RemoteProtocolError
 from narrows.protocols.keys import covers, parts, split
-from narrows.protocols.plan import NamedArray, Plan, TensorSpec, pack_arrays, unpack_arrays
+from narrows.protocols.plan import EXTENTS_MAX, NamedArray, Plan, TensorSpec, pack_arrays, unpack_arrays
 from narrows.protocols.settings import Settings
 from narrows.protocols.wire import (
     FIELDS_BYTES_MAX,
@@ -369,6 +369,44 @@ def test_packed_fields_come_back() -> None:
         Settings.unpacked(PACKED["settings"][1]) == Settings(sync="ssp", staleness=2, compress="topk:0.01").validated()
     )
     assert unpack_arrays(b"") == {}
+
+
+@pytest.mark.parametrize(
+    "unit", [b"\x80", b"\x90", b"\xa1a", b"\x81\xa1a\x80"], ids=["maps", "lists", "texts", "maps in maps"]
+)
+@pytest.mark.parametrize("what", ["pack", "plan", "arrays", "row"])
+def test_a_packed_field_of_many_small_values_is_refused_before_they_are_made(what: str, unit: bytes) -> None:
+    """Five million of them: made, they would take 320 MiB and more. A field of bytes may be as long."""
+    count = 5_000_000
+    many = b"\xdd" + count.to_bytes(4, "big") + unit * count
+    if what == "arrays":
+        many = b"\xdf" + (count // 2).to_bytes(4, "big") + unit * count
+    read = PACKED["arrays" if what == "row" else what][0]
+    packed = b"\x81\xa1n\x93\xa1x\x90" + many if what == "row" else many
+    tracemalloc.start()
+    try:
+        with pytest.raises(RemoteProtocolError, match=r"more than (4194304|65536)"):
+            read(packed)
+        assert tracemalloc.get_traced_memory()[1] < 4 * len(packed)
+    finally:
+        tracemalloc.stop()
+
+
+def test_buffers_may_hold_many_raw_bytes_and_tensors_few_dimensions() -> None:
+    arrays: dict[str, NamedArray] = {"n": ("uint8", (FIELDS_BYTES_MAX + 1,), bytes(FIELDS_BYTES_MAX + 1))}
+    assert unpack_arrays(pack_arrays(arrays)) == arrays
+    long = replace(PLAN, tensors=(TensorSpec("a", (1,) * (EXTENTS_MAX + 1), "float32"),), groups=((0,),))
+    with pytest.raises(RemoteProtocolError, match="a plan is a list of tensors"):
+        Plan.unpacked(long.packed())  # a million of them are multiplied for minutes
+
+
+def test_a_name_that_a_file_of_tensors_cannot_hold_is_refused() -> None:
+    tensor = TensorSpec("__metadata__", (1,), "float32")
+    for plan in (Plan((tensor,), "", ((0,),)), replace(PLAN, aliases=(("__metadata__", 0),))):
+        with pytest.raises(RemoteProtocolError, match="a plan is a list of tensors"):
+            Plan.unpacked(plan.packed())
+    with pytest.raises(RemoteProtocolError, match="module buffers"):
+        unpack_arrays(pack_arrays({"__metadata__": ("uint8", (1,), b"1")}))
 
 
 INF, NAN = float("inf"), float("nan")

@@ -10,8 +10,9 @@ import pytest
 
 from narrows.protocols import messages as m
 from narrows.protocols.cluster.coordinator import Coordinator
+from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.settings import Settings
-from narrows.protocols.wire import encode
+from narrows.protocols.wire import encode, pack
 from narrows.ps.events import Event, Kind
 from narrows.ps.planned import Means
 from narrows.ps.process.journal import BYTES_MIN, COPY_TIMES, REPLAY_NS, Journal, files
@@ -60,6 +61,13 @@ def test_what_was_written_is_read(both: tuple[int, int]) -> None:
     found, events = again(both)
     assert events == [event(0), event(1), event(2), Event(Kind.WROTE, 9, values=(4, [1, 4], 17))]
     assert found.machine().shard.ledger == server().shard.ledger and found.end == journal.end
+
+
+@pytest.mark.parametrize("about", [[99, 0, b"", []], ["x", 0, b"", []], [1, 0, b"", None], [1, 0, b""], None])
+def test_an_event_that_is_none_is_what_a_peer_may_send(about: object) -> None:
+    """To a standby it comes over the network."""
+    with pytest.raises(RemoteProtocolError, match="an event has a kind"):
+        Event.of(pack(about), [])
 
 
 @pytest.mark.parametrize("bytes_less", [1, 20, 40])

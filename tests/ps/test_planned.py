@@ -93,3 +93,15 @@ def test_what_may_not_have_left_is_sent_with_the_next_word_of_a_child() -> None:
     child.repeat_soon()
     child.said(replace(follow, clock=2), now_ns)
     assert not child.sent and 4 in child.again
+
+
+def test_what_a_child_calls_lost_is_sent_again_at_once() -> None:
+    now_ns, follow = NS, m.Follow(0, 1, 0, 3, 16)
+    child = Child(follow, Patience(Timing()), sent={4: Sent(10, now_ns, now_ns)})
+    child.said(follow, now_ns)
+    assert 4 in child.sent, "it is on its way"
+    child.said(replace(follow, lost=True), now_ns)
+    assert not child.sent and 4 in child.again
+    child.sent[4] = Sent(10, now_ns, now_ns)
+    child.said(follow, now_ns)
+    assert 4 in child.sent, "it was said of what had been sent before"

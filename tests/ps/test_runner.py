@@ -100,6 +100,18 @@ def said(capfd: pytest.CaptureFixture[str], name: str) -> list[Any]:
     return [row["values"] for row in rows if row.get("name") == name]
 
 
+def test_a_resumed_run_begins_after_the_one_before_though_the_clock_was_set_back(life: Life) -> None:
+    """By a day: epochs begin with the time. What is still under way of the run before must count for nothing."""
+    life.push()
+    written(life.runner)
+    before = life.runner.server.coordinator
+    assert before is not None and checkpoints.clocks(Path(life.process.checkpoint_dir), 0)
+    day = 24 * 60 * 60 * 1000 << 10
+    earlier = replace(life.process, first_epoch=max(1, life.process.first_epoch - day), resume=True)
+    after = Runner(earlier, Nowhere(), 5).server.coordinator
+    assert after is not None and after.run.first_epoch > before.run.epoch + day
+
+
 @pytest.mark.parametrize("stage", Stage)
 def test_a_checkpoint_that_was_lost_is_written_again_while_the_arrays_are_those_of_its_clock(
     stage: Stage, life: Life, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

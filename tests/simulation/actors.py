@@ -31,7 +31,7 @@ from narrows.protocols.keys import fragment, parts, split
 from narrows.protocols.member.exchange import Exchange
 from narrows.protocols.member.member import Member, Phase
 from narrows.protocols.modes import Rule
-from narrows.protocols.plan import Plan, TensorSpec
+from narrows.protocols.plan import Plan, TensorSpec, pack_arrays
 from narrows.protocols.settings import Settings
 from narrows.protocols.timing import Timing
 from narrows.protocols.wire import pack, unpack
@@ -55,6 +55,7 @@ PART_KEYS = 2
 TIMING = Timing(join_retry_ns=NS // 4, request_retry_ns=NS // 2, bytes_per_second=1 << 30)
 FIRST = np.arange(KEYS, dtype=np.float32)
 HYPER = pack([pack([{"lr": RATE}]), []])
+BUFFERS = pack_arrays({"mean": ("uint8", (1,), b"1")})
 _PLAN = Plan((TensorSpec("w", (KEYS,), "float32"),), "SGD", ((0,),))
 PLANS = {norm: replace(_PLAN, max_grad_norm=norm).packed() for norm in (0.0, 1.5)}
 SCALED = replace(_PLAN, degree=0.0).packed()  # of an optimizer whose mean updates have a gain
@@ -610,7 +611,7 @@ class Worker:
             elif isinstance(event, e.MasterArrived) and exchange.shared is not None:
                 checker.model_arrived(self, event.shard, exchange.shared.tobytes())
         elif isinstance(event, e.BuffersWanted):
-            self._apply(self.member.buffers(b"buffers"))
+            self._apply(self.member.buffers(BUFFERS))
         elif isinstance(event, e.Failed):
             self.ended = True
             self.run.worker_failed(self, event)

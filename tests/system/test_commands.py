@@ -54,6 +54,18 @@ def script(tmp_path: Path) -> Callable[[str], str]:
     return write
 
 
+def test_a_server_that_nobody_stands_by_for_says_so_once(tmp_path: Path) -> None:
+    record = tmp_path / "record"
+    with serving("--replicas", "1", "--record", str(record)) as server:
+        rows: list[dict[str, Any]] = until(
+            lambda: [row for row in map(json.loads, record.read_text().splitlines()) if row["event"] == "standby"],
+            "the row",
+        )
+        text = f"no standby yet: start ps-serve --standby {server.address} on another machine"
+        assert [(row["there"], row["text"]) for row in rows] == [(False, text)]
+        assert server.command.out.count(f"ps-serve: {text}\n") == 1
+
+
 # What is said wrong.
 
 

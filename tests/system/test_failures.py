@@ -129,7 +129,42 @@ def test_nothing_is_left_of_a_command_that_is_ended_while_it_starts(
         assert "Traceback" not in command.err
 
 
+def test_a_worker_in_its_imports_ends_without_a_traceback(tmp_path: Path) -> None:
+    """It has no session yet."""
+    (tmp_path / "slow.py").write_text(
+        "import time\nprint('imports', flush=True)\nfor _ in range(6000): time.sleep(0.1)\n"
+    )
+    (tmp_path / "script.py").write_text("import slow\n")
+    with started("ps-worker", "-n", "2", str(tmp_path / "script.py")) as command:
+        until(lambda: command.out == "imports\nimports\n" or command.process.poll() is not None, str(command))
+        os.kill(command.pid, signal.SIGINT)
+        assert command.wait(GONE_S) == 130, command
+        assert "0 of 2 workers done" in command.err
+        assert "Traceback" not in command.err and "KeyboardInterrupt" not in command.err, command
+
+
 # A server that goes.
+
+
+def test_a_server_that_is_silent_is_named_and_so_is_its_return(script: Path) -> None:
+    with (
+        serving() as server,
+        started("ps-worker", "--server", server.address, str(script)) as own,
+    ):
+        until(lambda: own.out == "trains\n" or own.process.poll() is not None, str(own))
+        pids = [server.command.pid, *descendants(server.command.pid)]
+        silent = f"ps-worker: the server at {server.address} has not answered for 3 s; waiting up to 30 s\n"
+        back = f"ps-worker: the server at {server.address} answers again\n"
+        try:
+            for pid in pids:
+                os.kill(pid, signal.SIGSTOP)
+            until(lambda: silent in own.err, str(own))
+            assert back not in own.err
+        finally:
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
+        until(lambda: back in own.err, str(own))
+        assert (own.err.count(silent), own.err.count(back)) == (1, 1), own
 
 
 def test_a_server_that_is_killed_is_lost(script: Path) -> None:

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ from narrows.protocols.runtime.curve import NOBODY, STRANGE_S, Failures, KeyPair
 from narrows.protocols.runtime.keys import LIST_S, Guard, Identity
 from narrows.protocols.wire import decode, encode
 from narrows.ps.process.gate import Gate
+from narrows.worker.runner import tell_left
 
 AT_ONCE_S = 3.0  # refused within a second; the rest is the start of a process on a busy machine
 
@@ -114,17 +116,44 @@ def test_the_list_is_read_again_and_a_torn_file_lets_nobody_in(folder: Path) -> 
 
 
 @pytest.mark.parametrize("sync", ["bsp", "ssp"])
-def test_who_is_on_the_list_trains_as_ever(sync: str, folder: Path) -> None:
-    with serving("--sync", sync, "--shards", "2", "--keys", str(folder)) as server:
+def test_who_is_on_the_list_trains_as_ever(sync: str, folder: Path, tmp_path: Path) -> None:
+    record = tmp_path / "record"
+    with serving("--sync", sync, "--shards", "2", "--keys", str(folder), "--record", str(record)) as server:
         worker = Worker(server.address, key_of(folder))
         worker.train(6)
         worker.engine.finish()
         assert server.command.wait() == 0, server.command
         said = server.command.out
-    assert "shard 1: city sent " in said and "refused" not in said
+    assert "refused" not in said
+    rows = [row for row in map(json.loads, record.read_text().splitlines()) if row["event"] == "sent"]
+    assert sorted((row["shard"], row["name"]) for row in rows) == [(0, "city"), (1, "city")]
+    for row in rows:
+        assert row["bytes"] > 6 * 4 * 40, "six gradients of half the model each"
+        assert f"shard {row['shard']}: city sent {row['bytes'] / 1e6:.2f} MB" in said
     if sync == "bsp":
         assert distance(flat(worker.model), trained_alone(6)) < 1e-6
     assert np.isfinite(flat(worker.model)).all()
+
+
+def test_a_key_takes_away_no_place_of_another_key(folder: Path) -> None:
+    """Nor does it where shard 0 is killed meanwhile: what was said under which key is done again."""
+    for name in ("village", "town"):
+        keys.add(str(folder), name, "worker")
+    city = keys.member_key(key_of(folder), "--key")
+    said = "ps-serve: a worker with the key of city failed before it joined: the run waits for 2\n"
+    with serving("--workers", "3", "--keys", str(folder)) as server, ThreadPoolExecutor(1) as pool:
+        for number in range(3):
+            tell_left(server.address, f"of a worker that never came {number}", city)
+        until(lambda: server.command.out.count(said) == 2, str(server.command))
+        server.kill_shard(0)
+        first = pool.submit(Worker, server.address, key_of(folder, "village"))
+        until(lambda: server.command.out.count(" joined at clock ") == 1, str(server.command))
+        assert not first.done()
+        second = Worker(server.address, key_of(folder, "town"))
+        together = first.result(LIMIT_S)
+        assert (together.session.world_size, server.command.out.count(said)) == (3, 2), server.command
+        for worker in (together, second):
+            worker.session.link.close()
 
 
 class Strangers:

@@ -21,6 +21,7 @@ def moved(server: Server, worker: Worker, shards: int, kill: int = -1) -> str:
             if kill >= 0 and f"become {shards}" in server.command.out:
                 os.kill(server.pids[1 + kill], signal.SIGKILL)
                 kill = -1
+        assert kill < 0, f"no shard was killed: {server.command}"
         return command.out + command.err
 
 

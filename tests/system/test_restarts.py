@@ -7,17 +7,22 @@ import os
 import re
 import shutil
 import signal
+import socket
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 from kit.processes import (
     GONE_S,
+    LIMIT_S,
     SCRIPT,
     Worker,
     alive,
     descendants,
+    free_ports,
     serving,
     small_model,
     started,
@@ -27,6 +32,7 @@ from kit.processes import (
 from kit.scripts import distance, flat
 from safetensors.torch import load_file
 
+from narrows.protocols.addresses import local_endpoint
 from narrows.ps.command.lives import RESTARTS_MAX
 from narrows.ps.process import checkpoints
 from narrows.ps.process.writer import Writer
@@ -144,14 +150,64 @@ def test_a_shard_that_is_killed_while_it_starts_is_started_again() -> None:
         assert command.wait(GONE_S) == 130
 
 
+def test_a_worker_that_waits_when_a_shard_is_killed_at_the_start_is_let_in() -> None:
+    """ps-serve stands still, so shard 1 is not there yet, and shard 0 lets nobody in."""
+    port = free_ports(2)
+    where, address = ("--bind", f"tcp://127.0.0.1:{port}"), f"tcp://127.0.0.1:{port}"
+    with (
+        ThreadPoolExecutor(1) as pool,
+        started("ps-serve", *where, "--shards", "2", "--checkpoint-dir", "none") as command,
+    ):
+
+        def shard() -> list[int]:
+            names = {pid: Path(f"/proc/{pid}/comm") for pid in descendants(command.pid)}
+            return [pid for pid, name in names.items() if name.exists() and name.read_text() == "ps-shard-0\n"]
+
+        (pid,) = until(shard, "shard 0")
+        try:
+            os.kill(command.pid, signal.SIGSTOP)
+            until(lambda: listens(port), "shard 0 to listen")
+            joins = pool.submit(Worker, address)
+            until(lambda: connected(port), "the worker to dial shard 0")
+            assert not joins.done() and "shard 1" not in command.out
+            os.kill(pid, signal.SIGKILL)
+        finally:
+            os.kill(command.pid, signal.SIGCONT)
+        worker = joins.result(LIMIT_S)
+        assert "shard 0 died (signal 9 (SIGKILL)) and is started again" in command.err
+        worker.train(5)
+        worker.close()
+        assert command.wait() == 0, command
+
+
+def connected(port: int) -> bool:
+    """Somebody of this machine is connected to the shard that has this port."""
+    path = local_endpoint(port).removeprefix("ipc://")
+    rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    return any(row[5] == "03" and row[-1] == path for row in rows)
+
+
+def listens(port: int) -> bool:
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+        return True
+    return False
+
+
 def test_it_is_not_started_again_for_ever(tmp_path: Path) -> None:
-    with serving("--checkpoint-dir", str(tmp_path)) as server:
+    with serving("--checkpoint-every", "0.1", "--checkpoint-dir", str(tmp_path)) as server:
+        worker = Worker(server.address)
+        until(stepped(worker, lambda: "shard 0: checkpoint of clock " in server.command.out), "a checkpoint")
         for _ in range(RESTARTS_MAX):
             server.kill_shard(0)
         pids = server.pids
         os.kill(pids[1], signal.SIGKILL)
         assert server.command.wait(GONE_S) == 1, server.command
-        assert "ps-serve: shard 0 died and the run ends\n" in server.command.err
+        (clock,) = re.findall(
+            rf"ps-serve: shard 0 died and the run ends; --checkpoint-dir {tmp_path} --resume goes on from clock (\d+)\n",
+            server.command.err,
+        )
+        assert int(clock) in checkpoints.clocks(tmp_path, 0)
+        worker.session.link.close()
         until(lambda: not any(map(alive, pids)), "all processes to be gone", GONE_S)
 
 

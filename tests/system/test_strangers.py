@@ -14,13 +14,17 @@ import pytest
 import zmq
 from kit.processes import Worker, serving, trained_alone, until
 from kit.scripts import distance, flat
-from strangers import noise, shaken
+from strangers import OURS, noise, shaken
 
 from narrows.compression import codecs
 from narrows.protocols import messages as m
-from narrows.protocols.wire import decode, encode
+from narrows.protocols.wire import MAGIC, VERSION, decode, encode
 
 LIMIT_MS = 10_000
+
+
+def test_frames_that_begin_as_ours_do_are_of_this_version() -> None:
+    assert MAGIC + bytes((VERSION,)) == OURS
 
 
 def said(port: int, messages: Sequence[m.Message]) -> list[m.Message]:
@@ -85,6 +89,8 @@ def test_silent_connections_and_random_frames_take_nothing_from_the_others(tmp_p
         for _ in range(20):
             made = stack.enter_context(shaken(server.port))
             made.sendall(b"".join(noise(rng, kind) for kind in ("noise", "ours") for _ in range(50)))
+        # The oldest connections are ended first: these must have been read.
+        until(lambda: "too many messages that were refused" in server.command.out, str(server.command))
         for _ in range(600):
             stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
         worker = Worker(server.address, rate=0.001)

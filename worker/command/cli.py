@@ -12,7 +12,9 @@ from narrows.worker.command.options import checked
 
 
 @click.command(context_settings=COMMAND | {"allow_interspersed_args": False})
-@click.option("--server", default="", help="tcp://HOST:PORT as ps-serve printed it [embedded]")
+@click.option(
+    "--server", default="", help="tcp://HOST:PORT as ps-serve printed it, and after commas its standbys [embedded]"
+)
 @click.option("-n", "--nproc", type=int, default=1, help="copies of the script on this machine [1]")
 @click.option("--device", default="auto", help="auto, cpu or cuda[:i], set for the script as NARROWS_DEVICE [auto]")
 @click.option("--record", default="", help="write one JSON object a line to this file")

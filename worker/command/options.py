@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from narrows.protocols.addresses import parse_address
+from narrows.protocols.addresses import parse_addresses
 from narrows.protocols.errors import UsageError
 from narrows.protocols.modes import MODES
 from narrows.protocols.runtime.flags import given
@@ -63,7 +63,7 @@ def checked(command: tuple[str, ...], module: bool, **flags: Any) -> Options:
 
         member_key(options.key, "--key")
     if options.server:
-        parse_address("--server", options.server)
+        parse_addresses("--server", options.server)
         if run.get("sync", "ssp") not in MODES:
             Settings(sync=run["sync"]).validated()
         if options.checkpoint_dir or options.resume:
