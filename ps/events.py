@@ -31,6 +31,7 @@ class Kind(IntEnum):
         11  # view, standby, port, moved: who serves and stands by from now on, where this shard listens, if elsewhere
     )
     RESHARD = 12  # shards: the keys are to be cut over so many
+    BESIDE = 13  # a message of the standby of the server above
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,6 +67,7 @@ class Seat:
     name: bytes = b""  # of its routing ids: nobody else speaks for it
     move: int = 0  # number of the newest Move that it has
     before: int = 0  # its epoch before the keys were cut anew, while it does not know, else 0
+    copied: bool = False  # it has a standby, which goes on with another connection
 
     @property
     def leaving(self) -> bool:

@@ -88,7 +88,8 @@ class Member:
         self.address = ""
         self.peers: Peers | None = None  # from Ready on, in a run of gossip
         self.ended = False  # we have done our last step there
-        self.views, self.turns = Views(-1, 0), True  # to a standby
+        self.views = Views(-1, 0)  # of who serves
+        self.copied = False  # a standby has all that is here (clusters)
         self.move = 0  # number of the newest Move
 
     @property
@@ -150,7 +151,8 @@ class Member:
     def beat(self, now_ns: int) -> Send:
         self.beat_ns = now_ns
         roster = self.peers.epoch if self.peers is not None else 0
-        return Send(0, m.Heartbeat(self.worker, self._known_by, now_ns, roster, self.below(), self.ended, self.move))
+        who = (self.worker, self._known_by)
+        return Send(0, m.Heartbeat(*who, now_ns, roster, self.below(), self.ended, self.move, self.copied))
 
     def rejoin(self, now_ns: int) -> list[MemberEffect]:
         """Join once more, under a token of its own; what was in flight is given up."""
@@ -177,11 +179,7 @@ class Member:
 
     def receive(self, shard: int, message: m.Message, now_ns: int) -> list[MemberEffect]:
         """The effects of a message of a shard. Raises RemoteProtocolError for one that is none."""
-        told = (
-            self.views.told(message if self.turns else replace(message, standby=""))
-            if isinstance(message, m.View)
-            else []
-        )
+        told = self.views.told(message) if isinstance(message, m.View) else []
         if self.views.turned:
             return told
         self.heard_ns, self.ever_heard = now_ns, True
@@ -209,6 +207,10 @@ class Member:
         """The effects of a message of the standby, or of the server that it has become."""
         if not self.views.turned:
             return []
+        if isinstance(message, m.View) and message.ports and len(message.ports) != len(self.sessions):
+            raise RemoteProtocolError(
+                f"the standby has {len(message.ports)} shards, and the server has {len(self.sessions)}"
+            )
         effects = self.views.hear(message, now_ns)
         self.heard_ns = now_ns if effects else self.heard_ns  # else the standby lives, and the server may not
         for shard in range(0 if self.views.turned else len(self.sessions)):
