@@ -230,6 +230,7 @@ class Member:
                 f"the server has {settings.shards} shards and sent {len(ports)} ports, or one that is none"
             )
         self.settings, self.welcome = settings, message
+        self.views = Views(message.worker, 0)  # who has declared may be counted before the Ready is here
         self._go("Welcome")
         joined = e.Joined(message.rank, message.world_size, message.settings, message.ports)
         return [joined, *(self.declare(self.plan, now_ns) if self.plan else [])]
@@ -246,7 +247,7 @@ class Member:
         self._seat(message.epoch)
         if self.settings.mode().rule is Rule.MIX:
             self.peers, self.ended = Peers(self.worker, int(self.settings.lease * NS)), False
-        self.views = Views(self.worker, self.epoch)
+        self.views.epoch = self.epoch
         again, self.again = self.again, True
         return [e.Started(message.worker, message.epoch, message.clock, tuple(ranges), message.buffers, again)]
 

@@ -53,16 +53,18 @@ from simulation.trees import ABOVE, BELOW, Node, Road, Trace, Tree, TreeCase, tr
 CLOCKS = 30  # of each worker: longer than a takeover
 STRIKES_NS = (NS, 8 * NS)  # when faults begin
 AGAIN_NS = NS // 4  # a machine that cannot be lost yet may be so much later
-CUT_NS = (NS // 2, 5 * NS)
+CUT_NS = (NS // 2, 7 * NS)
+ALONE_NS = 6 * NS  # in which a server goes on alone: with a cut beside it more than half of its members may be missed
 LEASE_S = 10.0
-END_NS = 240 * NS
+END_NS = 120 * NS
 MODES_ABOVE = ("bsp", "ssp", "ssp, sparse", "async", "local")
 MODES_BELOW = ("bsp", "ssp", "async", "local")
 
 
 @dataclass(frozen=True)
 class Strike:
-    """A fault of the server of this node: its machine is lost, its standby is, or links are cut for a while."""
+    """A fault of the server of this node: its machine is lost, or its standby; links are cut for a while; it hears its standby
+    and its members, and they do not hear it (fenced)."""
 
     what: str
     node: str
@@ -108,6 +110,11 @@ def pair_case(seed: int, quiet: bool = False) -> PairCase:
     return PairCase(
         replace(tree, above=above_s, below=below_s, faults=faults, kills=tuple(kills)), paired, tuple(strikes)
     )
+
+
+def fenced(seed: int) -> PairCase:
+    """A cluster whose server lives on, and reaches the root alone, while its standby serves."""
+    return replace(pair_case(seed, quiet=True), paired=("c0",), strikes=(Strike("fenced", "c0", 3 * NS, 12 * NS),))
 
 
 def where(address: str) -> str:
@@ -400,11 +407,14 @@ class Serving(Process):
 
     def handle(self, source: str, message: m.Message, now_ns: int) -> None:
         kind, parent = self.kind(source), self.house.parent
+        if kind is Kind.BELOW and parent is not None and source in parent.ports:
+            return  # it was hung up on, or has not been turned to
+        if source in self.house.ports and source != self.first_port and not isinstance(message, (m.Copy, m.View)):
+            return  # of another server of this node, which would find nobody here
         if kind is Kind.COORDINATOR and isinstance(message, m.View):
             self._at_once(self.original.hear_view(message))
         elif kind is not Kind.BELOW or not isinstance(message, m.OF_COPIES):
-            if kind is not Kind.BELOW or parent is None or source not in parent.ports:  # these were hung up on
-                super().handle(source, message, now_ns)
+            super().handle(source, message, now_ns)
         else:
             self._at_once(self.original.receive(peer_of(source), message, self.now_ns))
 
@@ -569,7 +579,7 @@ class House(Node):
         self.checker = self.story = Story(self)
         self.sites = [Site(self, 0)]
         self.serving = self.sites[0]
-        self.cut_ns = 0  # until then links of it are cut
+        self.cut_ns = self.alone_ns = 0  # until then links of it are cut; its standby is missed
         if name in tree.pair.paired:
             self.sim.at(self.sim.random.between(0, NS), self._stand_by)
 
@@ -608,16 +618,18 @@ class House(Node):
         if self.over:
             return
         after = [site for site in self.sites if site.follows is self.serving and not site.lost]
-        if strike.what == "cut":
+        now_ns = self.sim.now_ns
+        if strike.what in ("cut", "fenced") and now_ns > self.alone_ns:
             self._cut(strike, after)
-        elif strike.what == "standby" and after:
+        elif strike.what == "standby" and after and now_ns > self.cut_ns and not self.serving.lost:
             self.sim.struck["standby lost"] += 1
+            self.alone_ns = now_ns + ALONE_NS
             after[0].end()
         elif strike.what == "machine" and after and self._safe(after[0]):
             self.sim.struck[f"{'root' if self.parent is None else 'cluster'} lost"] += 1
             self.serving.end()
-        elif strike.what == "machine":
-            self.sim.at(self.sim.now_ns + AGAIN_NS, self.strike, strike)
+        else:
+            self.sim.at(now_ns + AGAIN_NS, self.strike, strike)
 
     @property
     def machine(self) -> Server:
@@ -629,9 +641,9 @@ class House(Node):
 
     def _safe(self, standby: Site) -> bool:
         """It may take over: nothing else has failed, it has all, and all members know it."""
-        now_ns, server = self.sim.now_ns, self.servers[0]
-        if self.serving.lost:
-            return False
+        now_ns, server = self.sim.now_ns, self.serving.shards[0]
+        if self.serving.lost or not isinstance(server, Serving) or server.original.missed_ns:
+            return False  # who has voted for it may not vote for the standby
         if now_ns < self.cut_ns or not standby.stands_by() or server.coordinator is None or server.coordinator.over:
             return False
         address = standby.address(0)
@@ -661,10 +673,10 @@ class House(Node):
         standby = [site.port(index) for site in after for index in shards]
         members = [worker.name for worker in self.workers.values()]
         members += [port for each in self.pairs.clusters if self.parent is None for port in sorted(each.ports)]
-        which = random.between(0, 2)
-        away = [standby, members, [each for each in standby + members if random.chance(0.5)]][which]
+        some = [each for each in standby + members if random.chance(0.5)]
+        away = [standby, members, standby + members, some][2 if strike.what == "fenced" else random.between(0, 3)]
         for other in away:
-            way = random.between(0, 2)
+            way = 2 if strike.what == "fenced" else random.between(0, 2)
             for index in shards:
                 if way != 1:
                     self.sim.cut_way(self.serving.port(index), other, until_ns)
