@@ -317,6 +317,7 @@ class Heartbeat(Message):
     below: str = ""  # of a cluster: itself and all below it, a line each
     ended: bool = False  # this worker has done its last step, and answers its peers until all have (gossip)
     move: int = 0  # number of the newest Move that is here; a newer one is the answer
+    copied: bool = False  # a standby has all that is here: where this connection ends, that one goes on (clusters)
 
 
 @dataclass(frozen=True, slots=True)

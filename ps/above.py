@@ -46,21 +46,26 @@ class Place:
     at: int  # the cluster's clock that this place begins at
     ports: tuple[int, ...]
     round: int = 0  # of gossip, the first here
+    server: str = ""  # address of process 0 there
 
     def packed(self) -> bytes:
         numbers = [self.worker, self.epoch, self.clock, self.at]
-        return pack([self.settings.packed(), *numbers, list(self.ports), self.round])
+        return pack([self.settings.packed(), *numbers, list(self.ports), self.round, self.server])
 
     @staticmethod
     def unpacked(packed: bytes) -> Place:
         """Raises RemoteProtocolError where `packed` is none."""
         value: Any = unpack(packed)
         try:
-            settings, worker, epoch, clock, at, ports, number = value
+            settings, worker, epoch, clock, at, ports, number, server = value
             numbers = (int(worker), int(epoch), int(clock), int(at))
-            return Place(Settings.unpacked(settings), *numbers, tuple(map(int, ports)), int(number))
+            return Place(Settings.unpacked(settings), *numbers, tuple(map(int, ports)), int(number), str(server))
         except (TypeError, ValueError):
-            raise RemoteProtocolError("a place in the run above is seven values") from None
+            raise RemoteProtocolError("a place in the run above is eight values") from None
+
+    def turned(self, before: Place | None) -> bool:
+        """It is this one, at another server."""
+        return before is not None and self == replace(before, ports=self.ports, server=self.server)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +101,11 @@ class Above:
 
     def repeat_soon(self, peer: str = "") -> None:
         """The connection to the shard above is another one, or that to this peer."""
+
+    def turn(self, place: Place) -> None:
+        """The same place is at another server now, which has all that this one was told of."""
+        self.place = place
+        self.repeat_soon()
 
     @property
     def clock(self) -> int:

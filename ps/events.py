@@ -29,6 +29,7 @@ class Kind(IntEnum):
     ENDED = 10  # shards: these had ended when the process was started again
     VIEW = 11  # view, standby, port, before: who serves and stands by, where this shard listens, in whose place from now on
     RESHARD = 12  # shards: the keys are to be cut over so many
+    BESIDE = 13  # a message of the standby of the server above
 
 
 @dataclass(frozen=True, slots=True)

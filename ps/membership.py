@@ -18,6 +18,7 @@ from narrows.protocols.gossip.peers import WHOLE
 from narrows.protocols.member.member import Member, Phase
 from narrows.protocols.modes import Rule
 from narrows.protocols.settings import Settings
+from narrows.protocols.timing import LONG_AGO_NS
 from narrows.protocols.wire import encode
 from narrows.ps.above import Place, asks
 from narrows.ps.shard import Shard
@@ -25,12 +26,19 @@ from narrows.ps.shard import Shard
 
 class Membership:
     """`member`: in the run of the server at `parent`. `host`: by which other clusters reach this one, and `public` the key that
-    they find there."""
+    they find there. `stands`: it may have a standby."""
 
     def __init__(
-        self, shard: Shard, coordinator: Coordinator, member: Member, parent: str, host: str, public: str
+        self,
+        shard: Shard,
+        coordinator: Coordinator,
+        member: Member,
+        parent: str,
+        host: str,
+        public: str,
+        stands: bool,
     ) -> None:
-        self.public = public
+        self.public, self.stands = public, stands
         self.shard, self.coordinator, self.member, self.parent, self.host = shard, coordinator, member, parent, host
         self.place: Place | None = None
         self.leaves = False  # all is done, and the server above has been told
@@ -38,7 +46,6 @@ class Membership:
         self.early: list[MemberEffect] = []  # of peers, before shard 0 has the newest place
         self.final = Stop()  # what this process ends with
         coordinator.tree_above = self._tree
-        member.turns = False  # our shards have places at that server, each of its own
 
     def _tree(self) -> str:
         return self.member.tree
@@ -85,6 +92,8 @@ class Membership:
             return [event]
         if isinstance(event, e.Joined):
             return self._joined(event, now_ns)
+        if isinstance(event, e.Turned):
+            return self._turned(event, now_ns)
         if isinstance(event, e.Started):
             coordinator.buffers = coordinator.buffers or event.buffers
             return self._started(event, now_ns)
@@ -112,6 +121,22 @@ class Membership:
             return []
         member.ended = True
         return [member.beat(now_ns)]
+
+    # Standbys, of the server above and of this cluster.
+
+    def _turned(self, event: e.Turned, now_ns: int) -> list[ServerEffect]:
+        """The server above is another one from now on. Each shard keeps its place, and goes on with it there."""
+        self.parent = event.address
+        text = f"the standby at {self.parent} serves above now; training goes on"
+        log = Log("above", {"text": text, "parent": self.parent})
+        if self.place is None or not self.coordinator.above.place:
+            return [log]
+        self.place = replace(self.place, ports=event.ports, server=self.parent)
+        return [log, *self.coordinator.turned_above(self.place.packed(), now_ns)]
+
+    def copied(self, standby: str) -> None:
+        """Another server has all that is here, "": none has. The one above is told soon: it waits a lease for that one."""
+        self.member.copied, self.member.beat_ns = bool(standby), LONG_AGO_NS
 
     # Peers, where clusters gossip.
 
@@ -163,6 +188,8 @@ class Membership:
                 f"its clusters gossip, and from other machines nobody reaches {self.host}: give --bind an address of this "
                 "machine that they reach"
             )
+        if mode.rule is Rule.MIX and self.stands:
+            return "its clusters gossip, and would not find a standby of this one: leave out --replicas"
         if mode.streams:
             return (
                 "it merges fragments of the model (--fragments, --merge-delay, --merge-alpha), and a cluster exchanges all of "
@@ -209,7 +236,7 @@ class Membership:
         assert member.settings is not None
         at = coordinator.rounds.begin(clock * member.settings.mode().local_steps, now_ns)
         where = (event.worker, event.epoch, event.clock, at)
-        self.place = Place(member.settings, *where, member.ports, number)
+        self.place = Place(member.settings, *where, member.ports, number, self.parent)
         return coordinator.placed(self.place.packed(), event.epoch, now_ns)
 
     # The end.

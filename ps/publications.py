@@ -48,6 +48,7 @@ class Child:
     pull: m.Pull | None = None  # of the master copy, not answered yet
     request: int = 0  # the newest of those
     doubt: bool = False  # what was sent may not have left
+    peer: bytes = b""  # where it was when it spoke last
 
     @property
     def newest(self) -> int:
@@ -178,6 +179,9 @@ class Publications:
                 f"worker {seat.worker} has publication {follow.have} and takes {follow.credit} more: none has come so far"
             )
         child = self.child(seat)
+        if child.peer not in (b"", seat.peer):  # another process has its place, and not what was sent to the one before
+            child.repeat_soon()
+        child.peer = seat.peer
         if follow.clock >= child.follow.clock and follow.have >= child.follow.have:  # else overtaken by a newer one
             child.said(follow, now_ns)
 

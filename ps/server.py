@@ -34,7 +34,7 @@ class Server:
     """Routes messages to its machines; what they tell each other in one process never leaves it.
 
     `member`: of process 0, where this cluster is a worker of the server at `parent`. `host`: by which other clusters reach
-    this one; `public`: the key that they find there, "" where it has none.
+    this one; `public`: the key that they find there, "" where it has none; `stands`: it may have a standby.
     """
 
     def __init__(
@@ -45,11 +45,12 @@ class Server:
         parent: str = "",
         host: str = "",
         public: str = "",
+        stands: bool = False,
     ) -> None:
-        self.shard, self.coordinator, self.parent = shard, coordinator, parent
+        self.shard, self.coordinator = shard, coordinator
         self.membership: Membership | None = None  # in the run above
         if member is not None and coordinator is not None:
-            self.membership = Membership(shard, coordinator, member, parent, host, public)
+            self.membership = Membership(shard, coordinator, member, parent, host, public, stands)
         self.inner: deque[m.Message] = deque()  # between shard 0 and the coordinator, not handled yet
         self.tree_shown = False
         self.begun = False
@@ -75,10 +76,16 @@ class Server:
     def above(self) -> str:
         """Where the shard above is dialled, "" where there is none: over TCP also on this machine, so that its bytes are those
         of a link."""
-        place, index = self.shard.above.place, self.shard.index
-        if not index or place is None:
-            return self.parent
-        return f"{self.parent.rpartition(':')[0]}:{place.ports[index]}"
+        if self.membership is not None:
+            return self.membership.parent
+        place = self.shard.above.place
+        return f"{place.server.rpartition(':')[0]}:{place.ports[self.shard.index]}" if place is not None else ""
+
+    @property
+    def beside(self) -> str:
+        """Where the standby of the server above is, while it is asked to serve, else ""."""
+        views = self.membership.member.views if self.membership is not None else None
+        return views.standby if views is not None and views.turned else ""
 
     @property
     def clusters(self) -> frozenset[str]:
@@ -133,6 +140,8 @@ class Server:
         if before and self.coordinator is not None:
             self.coordinator.roster.moved(self.now_ns)
         self.before = before or self.before
+        if self.membership is not None:
+            self.membership.copied(standby)
         self.view, self.standby, self.viewed, self.shard.port = view, standby, self.happened, port
         return []
 
@@ -254,6 +263,12 @@ class Server:
             return self.fail_above(message.text, now_ns)
         return self._route(self.shard.from_above(self.shard.above.receive(message, now_ns), now_ns), now_ns)
 
+    def handle_beside(self, message: m.Message, now_ns: int) -> list[ServerEffect]:
+        """Return the effects of a message of the standby of the server above. Raises RemoteProtocolError."""
+        above = self.membership
+        assert above is not None
+        return self._route(above.seen(above.member.receive_standby(message, now_ns), now_ns), now_ns)
+
     def fail_above(self, text: str, now_ns: int, code: int = m.RefuseCode.INCOMPATIBLE) -> list[ServerEffect]:
         """The session of this shard is over, and with it the cluster's; process 0 is told."""
         if self.membership is not None:
@@ -290,8 +305,9 @@ def _key(event: Event) -> Key:
 
 
 def _above(server: Server, event: Event) -> list[ServerEffect]:
+    handle = server.handle_above if event.kind is Kind.ABOVE else server.handle_beside
     try:
-        return server.handle_above(_message(event), event.now_ns)
+        return handle(_message(event), event.now_ns)
     except NarrowsError as error:
         return server.fail_above(str(error), event.now_ns)
 
@@ -311,6 +327,7 @@ HAPPENS: dict[Kind, Callable[[Server, Event], list[ServerEffect]]] = {
     Kind.BELOW: lambda server, event: server.handle(event.peer, _message(event), event.now_ns, _key(event)),
     Kind.COORDINATOR: lambda server, event: server.handle(COORDINATOR, _message(event), event.now_ns),
     Kind.ABOVE: _above,
+    Kind.BESIDE: _above,
     Kind.FAILED_ABOVE: _failed_above,
     Kind.TICK: lambda server, event: server.tick(event.now_ns),
     Kind.WROTE: _wrote,

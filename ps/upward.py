@@ -2,6 +2,7 @@
 
 Rules
 - A place is taken between two clocks, at the clock that it names, by all shards alike.
+- One that is at another server now, which has taken over from the one before, is kept as it is.
 - What other clusters say before the place is taken is kept until then.
 """
 
@@ -50,7 +51,12 @@ class Upward:
         if not ledger.above:
             self.above, self.taken = Above(self.above.kept), b""
             return None
-        return Place.unpacked(ledger.above)
+        place = Place.unpacked(ledger.above)
+        if not place.turned(self.above.place):
+            return place
+        self.above.turn(place)
+        self.taken = ledger.above
+        return None
 
     def renew(self) -> None:
         """Nobody here has a state of before."""

@@ -233,6 +233,11 @@ class Coordinator:
                 effects += self._declare(self.seats[worker], declare, now_ns)
         return effects
 
+    def turned_above(self, place: bytes, now_ns: int) -> list[ServerEffect]:
+        """The same place, where another server has taken over from the one above."""
+        self.above.take(place, self.above.epoch)
+        return self._broadcast(now_ns)
+
     def introduced_above(self, roster: bytes, alone: bool, now_ns: int) -> list[ServerEffect]:
         """Who this cluster may gossip with. `alone`: the server above is gone."""
         self.above.introduced(roster, alone)

@@ -162,7 +162,7 @@ class Roster(Decision):
         check_name(peer, seat.name, seat.worker)
         self._saw(seat, now_ns, peer)
         if isinstance(message, m.Heartbeat):
-            seat.below = message.below
+            seat.below, seat.copied = message.below, message.copied
         return seat
 
     def heard(self, worker: int, now_ns: int) -> None:
@@ -181,9 +181,9 @@ class Roster(Decision):
             seat.seen_ns, seat.cut_ns = now_ns, 0
 
     def unreached(self, peer: bytes, now_ns: int) -> None:
-        """Nobody is connected under this name. Who lives connects again soon, and says something."""
+        """Nobody is connected under this name. Who lives connects again soon, and says something; a standby has a lease."""
         for seat in self.run.seats.values():
-            if seat.name == m.name_of(peer) and now_ns >= self.dialled_ns:
+            if seat.name == m.name_of(peer) and not seat.copied and now_ns >= self.dialled_ns:
                 seat.cut_ns = seat.cut_ns or now_ns
 
     def probes(self, now_ns: int) -> list[Send]:

@@ -72,6 +72,7 @@ class Seat:
     move: int = 0  # number of the newest Move that it has
     before: int = 0  # its epoch before the keys were cut anew, while it does not know, else 0
     key: Key = NO_KEY
+    copied: bool = False  # it has a standby, which goes on with another connection
 
     @property
     def leaving(self) -> bool:

@@ -88,7 +88,8 @@ class Member:
         self.address = ""
         self.peers: Peers | None = None  # from Ready on, in a run of gossip
         self.ended = False  # we have done our last step there
-        self.views, self.turns = Views(-1, 0), True  # to a standby
+        self.views = Views(-1, 0)  # of who serves
+        self.copied = False  # a standby has all that is here (clusters)
         self.move = 0  # number of the newest Move
 
     @property
@@ -150,7 +151,8 @@ class Member:
     def beat(self, now_ns: int) -> Send:
         self.beat_ns = now_ns
         roster = self.peers.epoch if self.peers is not None else 0
-        return Send(0, m.Heartbeat(self.worker, self._known_by, now_ns, roster, self.below(), self.ended, self.move))
+        who = (self.worker, self._known_by)
+        return Send(0, m.Heartbeat(*who, now_ns, roster, self.below(), self.ended, self.move, self.copied))
 
     def rejoin(self, now_ns: int) -> list[MemberEffect]:
         """Join once more, under a token of its own; what was in flight is given up."""
@@ -179,7 +181,7 @@ class Member:
         """The effects of a message of a shard. Raises RemoteProtocolError for one that is none."""
         told, turned = list[MemberEffect](), self.views.turned
         if isinstance(message, m.View):
-            told = self.views.told(message if self.turns else replace(message, standby=""))
+            told = self.views.told(message)
         if self.views.turned:
             return told
         if turned:
@@ -209,6 +211,10 @@ class Member:
         """The effects of a message of the standby, or of the server that it has become."""
         if not self.views.turned:
             return []
+        if isinstance(message, m.View) and message.ports and len(message.ports) != len(self.sessions):
+            raise RemoteProtocolError(
+                f"the standby has {len(message.ports)} shards, and the server has {len(self.sessions)}"
+            )
         effects = self.views.hear(message, now_ns)
         self.heard_ns = now_ns if effects else self.heard_ns  # else the standby lives, and the server may not
         if not self.views.turned:
@@ -233,6 +239,7 @@ class Member:
                 f"the server has {settings.shards} shards and sent {len(ports)} ports, or one that is none"
             )
         self.settings, self.welcome = settings, message
+        self.views = Views(message.worker, 0)  # who has declared may be counted before the Ready is here
         self._go("Welcome")
         joined = e.Joined(message.rank, message.world_size, message.settings, message.ports)
         return [joined, *(self.declare(self.plan, now_ns) if self.plan else [])]
@@ -249,7 +256,7 @@ class Member:
         self._seat(message.epoch)
         if self.settings.mode().rule is Rule.MIX:
             self.peers, self.ended = Peers(self.worker, int(self.settings.lease * NS)), False
-        self.views = Views(self.worker, self.epoch)
+        self.views.epoch = self.epoch
         again, self.again = self.again, True
         return [e.Started(message.worker, message.epoch, message.clock, tuple(ranges), message.buffers, again)]
 

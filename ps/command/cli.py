@@ -25,7 +25,8 @@ from narrows.ps.command.serve import serve
 @click.option("--parent-timeout", type=click.FloatRange(0.1), default=30.0, show_default=True,
               help="seconds of silence after which the server above is lost")  # fmt: skip
 @click.option("--keys", default="", help="folder of keys, made by ps-serve keys: who is not on its list is not let in")
-@click.option("--parent-key", default="", help="the file that ps-serve keys add made there, with --role cluster")
+@click.option("--parent-key", default="", help="the file that ps-serve keys add made there, with --role cluster; a standby "
+              "of this server needs a copy")  # fmt: skip
 @click.option("--insecure", is_flag=True, help="allow other than loopback addresses without keys")
 @click.option("--checkpoint-dir", default="", help="where checkpoints and the final model.safetensors go; none: nowhere "
               "[checkpoints/DATE-TIME]")  # fmt: skip

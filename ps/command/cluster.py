@@ -243,11 +243,12 @@ class Cluster:
                     say(f"each shard starts in an interpreter of its own: {why}")
             case (_, "say", {"text": text}):
                 doing(text)
-            case (index, "bound", {"port": port, "epoch": epoch}):
+            case (index, "bound", {"port": port, "epoch": epoch, "parent": parent}):
                 self.ports[index] = port
                 self.lives.serving.add(index)
                 if not index:  # its next life begins later, whatever its checkpoints say
                     self.told["first_epoch"] = epoch + LIFE_EPOCHS
+                    self.told["parent"] = parent
                 self.moving.bound(index)
                 if self.address:
                     self.write_ready()  # it is another process
@@ -265,6 +266,8 @@ class Cluster:
                     self.lives.forget(index)
                 elif name == "standby":
                     self.standing.by = values.get("there", False)
+                elif name == "above":
+                    self.told["parent"] = values.get("parent", self.told["parent"])  # where its next life finds it
                 elif name == "took over":
                     self.follows.pop(index, None)
                 elif name == "disk":

@@ -60,9 +60,8 @@ def checked(
             "--resume: under --sync gossip the model is with the workers, and a run begins with theirs; load model.safetensors "
             "of --checkpoint-dir in the script"
         )
-    if replicas and (mixes or parent):
-        why = "under --sync gossip the model is with the workers" if mixes else "a cluster with --parent has no standby"
-        raise UsageError(f"--replicas {replicas}: {why}; leave it out")
+    if replicas and mixes:
+        raise UsageError(f"--replicas {replicas}: under --sync gossip the model is with the workers; leave it out")
     if parent:
         parse_address("--parent", parent)
         if mixes:
@@ -107,8 +106,8 @@ def serve(
     record: str,
     **flags: Any,
 ) -> int:
-    more = parent or parent_key or resume or replicas
-    original = original_of(standby, keys, insecure, bind, given(flags), more) if standby else {}
+    more = parent or resume or replicas
+    original = original_of(standby, keys, parent_key, insecure, bind, given(flags), more) if standby else {}
     cluster = Cluster(Settings(**(original["settings"] if standby else given(flags))).validated())
     cluster.hash_seed = original.get("hash_seed", cluster.hash_seed)
     cluster.prepare()
@@ -117,7 +116,7 @@ def serve(
     folder = scratch = ""
     try:
         cluster.host, cluster.port = checked(cluster.settings, bind, parent, not (keys or insecure), resume, replicas)
-        secrets_checked(keys, parent, parent_key)
+        secrets_checked(keys, parent or original.get("parent", ""), parent_key)
         folder = checkpoints.make_folder(checkpoint_dir, resume)
         scratch = "" if folder else tempfile.mkdtemp(prefix="narrows-")  # a shard that dies goes on from there
         cluster.ready_file, cluster.lives.keeps = ready_file, journal
@@ -160,15 +159,15 @@ def serve(
                     os.rmdir(empty)
 
 
-def original_of(standby: str, keys: str, insecure: bool, bind: str, flags: dict[str, Any], more: Any) -> dict[str, Any]:
+def original_of(
+    standby: str, keys: str, parent_key: str, insecure: bool, bind: str, flags: dict[str, Any], more: Any
+) -> dict[str, Any]:
     """What the server at `standby` tells one that stands by for it. Raises UsageError and UnreachableError."""
     from narrows.ps.process.asking import ask
 
     there, _ = parse_address("--standby", standby)
     if flags or more:
-        which = (
-            f"--{next(iter(flags)).replace('_', '-')}" if flags else "--parent, --parent-key, --resume and --replicas"
-        )
+        which = f"--{next(iter(flags)).replace('_', '-')}" if flags else "--parent, --resume and --replicas"
         raise UsageError(f"--standby: the server at {standby} says what the run is; leave out {which}")
     host, _ = parse_address("--bind", bind, any_port=True)
     if not (keys or insecure or (is_loopback(host) and is_loopback(there))):
@@ -177,7 +176,14 @@ def original_of(standby: str, keys: str, insecure: bool, bind: str, flags: dict[
         )
     if is_loopback(host) and not is_loopback(there):
         raise UsageError(f"--bind {bind}: workers elsewhere could not dial this standby; give --bind tcp://HOST:PORT")
-    return ask(standby, keys)
+    told = ask(standby, keys)
+    if told["has_parent_key"] and not parent_key:
+        raise UsageError(
+            f"--standby {standby}: that cluster has a key above; give --parent-key with a copy of the file"
+        )
+    if parent_key and not told["has_parent_key"]:
+        raise UsageError(f"--parent-key {parent_key}: the server at {standby} has none; leave it out")
+    return told
 
 
 def announce(cluster: Cluster) -> None:

@@ -16,6 +16,7 @@ from narrows.ps.process.machine import release
 
 CONNECT_S = 30.0
 AGAIN_S = 0.5
+TOLD = {"release", "settings", "ports", "hash_seed", "secret", "parent", "has_parent_key"}
 
 
 def ask(address: str, keys: str) -> dict[str, Any]:
@@ -43,7 +44,7 @@ def ask(address: str, keys: str) -> dict[str, Any]:
 
 def checked(address: str, told: Any) -> dict[str, Any]:
     """Raises RemoteProtocolError, IncompatibleError and UnreachableError."""
-    if not isinstance(told, dict) or not {"release", "settings", "ports", "hash_seed", "secret"} <= told.keys():
+    if not isinstance(told, dict) or not told.keys() >= TOLD:
         raise RemoteProtocolError(f"{address}: what the server tells of itself is not whole")
     if told["release"] != release():
         raise IncompatibleError(f"{address}: the server runs {told['release']}, and this machine {release()}")

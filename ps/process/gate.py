@@ -34,6 +34,9 @@ class Known(Protocol):
     @property
     def above(self) -> str: ...
 
+    @property
+    def beside(self) -> str: ...
+
     def cluster(self, worker: int) -> str:
         """The address of another cluster of the run above; "" where there is none."""
 
@@ -64,20 +67,20 @@ class Gate:
         own = self.guard.own.pair if self.guard is not None else None
         return Curve(own, self._keys_at, lambda public: self._who(public) is not None)
 
-    @property
-    def _above(self) -> str:
-        return self.known.above if self.known is not None else ""
+    def _is_above(self, address: str) -> bool:
+        """It is that of the shard above, or of its standby."""
+        return self.known is not None and address in (self.known.above, self.known.beside)
 
     def name_at(self, address: str) -> bytes:
         """How our routing ids begin at an address: for the shards of this server, and of the one that it copies, by their
-        secret, for the servers above by one name of all shards, for other clusters by any."""
+        secret, for the servers above by one name of all shards, which a standby of ours has too, for other clusters by any."""
         if address in self.ours:
             return self.secret
         known = hashlib.sha256(self.secret).digest()[: m.NAME_BYTES]
-        return known if address == self._above else b""
+        return known if self._is_above(address) else b""
 
     def _keys_at(self, address: str) -> tuple[KeyPair, str] | None:
-        if address == self._above:
+        if self._is_above(address):
             return (self.parent_key.pair, self.parent_key.server) if self.parent_key is not None else None
         own = self.guard.own if self.guard is not None else self.parent_key
         assert own is not None

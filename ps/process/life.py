@@ -16,20 +16,21 @@ from narrows.ps.process.runner import Runner
 
 
 def run(process: Process, ready: Callable[..., None], both: tuple[int, int] | None = None) -> None:
-    """Serve until the run is over or stdin ends. `ready` is told the port once it is bound, and the epoch that this life of the
-    coordinator begins in (0 where there is none). `both`: files for its journal."""
+    """Serve until the run is over or stdin ends. `ready` is told the port once it is bound, the epoch that this life of the
+    coordinator begins in (0 where there is none), and where the server above is. `both`: files for its journal."""
     gate = Gate(process.keys, process.parent_key, process.secret, process.coordinator, process.follows)
     with contextlib.closing(Sockets(known_as=gate.name_at, curve=gate.curve, connections=gate.connections)) as sockets:
         number = sockets.listen(process.bind)
         follower = Follower(process, sockets, number, gate) if process.follows else None
         if follower is not None:
-            ready(port=number, epoch=0)
+            ready(port=number, epoch=0, parent=process.parent)
             if not follower.loop(sockets):
                 return emit("done", dropped={}, refused=gate.totals())
         runner = Runner(process, sockets, number, gate, both, follower)
         sockets.failed, sockets.linked = runner.shut_out, runner.linked
         coordinator = runner.server.coordinator
-        ready(port=number, epoch=coordinator.run.first_epoch if coordinator is not None else 0)
+        epoch = coordinator.run.first_epoch if coordinator is not None else 0
+        ready(port=number, epoch=epoch, parent=runner.server.above if coordinator is not None else process.parent)
         runner.loop(sockets)
     if runner.stop_by < float("inf") and not process.keeps and process.folder is not None:
         shutil.rmtree(process.folder, ignore_errors=True)  # whoever would do it may have been killed
@@ -42,7 +43,7 @@ def totals(runner: Runner) -> None:
     """Tell the parent that this process is done, and what moved and was dropped."""
     dropped = dict(runner.drops.counts)
     if runner.process.parent:
-        there = f"{runner.process.parent} and its clusters" if runner.told else runner.process.parent
+        there = f"{runner.process.parent} and its clusters" if runner.dialled.clusters else runner.process.parent
         moved = f"pushed {runner.bytes_up / 1e6:.2f} MB to {there} and pulled {runner.bytes_down / 1e6:.2f} MB"
         values = {"bytes_up": runner.bytes_up, "bytes_down": runner.bytes_down, "dropped": dropped}
         text = f"shard {runner.process.index} {moved}"

@@ -115,7 +115,9 @@ def introduction(process: Process, server: Server) -> m.Original:
         "settings": asdict(process.settings),
         "ports": [reports[shard].port if shard in reports else 0 for shard in range(process.settings.shards)],
         "hash_seed": os.environ.get("PYTHONHASHSEED", ""),
-        **{name: getattr(process, name) for name in ("secret", "parent", "parent_timeout", "first_epoch", "replicas")},
+        "parent": server.above,
+        "has_parent_key": bool(process.parent_key),
+        **{name: getattr(process, name) for name in ("secret", "parent_timeout", "first_epoch", "replicas")},
     }
     return m.Original(pack(told))
 
@@ -161,4 +163,5 @@ def machine(process: Process, port: int, lent: Callable[[], bool], own: Secret |
     )
     shard = Shard(process.index, settings, time.time_ns(), port, kept, means)
     host = reached(process.bind, process.parent) if member else ""
-    return Server(shard, coordinator, member, process.parent, host, own.public if own is not None else "")
+    public = own.public if own is not None else ""
+    return Server(shard, coordinator, member, process.parent, host, public, process.replicas > 0)

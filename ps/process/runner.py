@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Any
 
 from narrows.protocols import messages as m
-from narrows.protocols.addresses import is_address
 from narrows.protocols.effects import NS, Checkpoint, CopyEffect, Load, Log, Send, Serve, ServerEffect, Stop, Tell
 from narrows.protocols.errors import NarrowsError
 from narrows.protocols.runtime.clock import Awake
@@ -25,6 +24,7 @@ from narrows.protocols.wire import decode, encode
 from narrows.ps.events import Event, Kind
 from narrows.ps.planned import Stage
 from narrows.ps.process import checkpoints
+from narrows.ps.process.dialled import Dialled
 from narrows.ps.process.disk import Disk
 from narrows.ps.process.follower import Follower
 from narrows.ps.process.gate import Gate
@@ -60,7 +60,7 @@ class Runner:
         self.drops = Drops(lambda text: None if self.server.over else self._log("dropped", text=text))
         self.lending = copy.lending if copy is not None else Lending()
         self.pulse = Pulse(self.gate, process.folder)
-        self.told: set[str] = set()  # clusters that are dialled
+        self.dialled = Dialled(port)
         self.unreached: list[bytes] = []  # peers that were sent something and are not there
         self.end = Stop()
         self.running = True
@@ -173,10 +173,15 @@ class Runner:
         match effect:
             case Send(bytes(peer), message):
                 self._put(self.process.coordinator if peer == COORDINATOR else peer, message)
-            case Send(_, message):
-                self.bytes_up += self._put(self.server.above, message)
-            case Tell(address, message):
-                self._tell(address, message)
+            case Send(_, message) if above := self.server.above:
+                self.bytes_up += self._put(self.dialled.turn(above), message)
+            case Tell(address, m.Vote() as vote):
+                if address == self.server.beside and self.dialled.ask(address):  # else it has been heard meanwhile
+                    self._put(address, vote)
+            case Tell(address, message) if address == self.original.before:
+                self._put(address, message)
+            case Tell(address, message) if self.dialled.tell(address, self.server.shard.above.addresses):
+                self.bytes_up += self._put(address, message)
             case Stop():
                 self.running, self.end = False, effect
 
@@ -200,16 +205,6 @@ class Runner:
                 case _:
                     self._let_out(effect)
         self._release()
-
-    def _tell(self, address: str, message: m.Message) -> None:
-        """Send to another cluster. If the address is none, its owner will count as silent."""
-        if address not in self.told and is_address(address):
-            for gone in self.told - self.server.shard.above.addresses:
-                self.told.remove(gone)
-                self.port.hang_up(gone)
-            self.told.add(address)
-        if address in self.told:
-            self.bytes_up += self._put(address, message)
 
     def _put(self, to: Peer, message: m.Message) -> int:
         """Send `message`; return its bytes."""
@@ -249,14 +244,15 @@ class Runner:
                 self._at_once(self.original.hear_view(message))
             else:
                 self.happen(Event(Kind.COORDINATOR, now_ns, message=message), frames)
-        elif peer == self.server.above:
+        elif peer in (self.server.above, self.server.beside):
             self.bytes_down += sum(map(len, frames))
             try:
                 message = decode(frames)
             except NarrowsError as error:
                 self.fail_above(str(error))
             else:
-                self.happen(Event(Kind.ABOVE, now_ns, message=message), frames)
+                kind = Kind.ABOVE if peer == self.server.above else Kind.BESIDE
+                self.happen(Event(kind, now_ns, message=message), frames)
 
     def fail_above(self, text: str, code: int = m.RefuseCode.INCOMPATIBLE) -> None:
         """The session with the server above is over."""
@@ -292,16 +288,16 @@ class Runner:
         """A handshake has failed. Another cluster may not know of us yet: the next message to it dials anew."""
         if not address:
             self.gate.stranger(why, public)
-        elif address in self.told:
-            self.port.hang_up(address)
-            self.told.remove(address)
-        elif address == self.server.above and (text := refusal(why, self.gate.parent_key, "--parent-key")):
+        elif self.dialled.lose(address) or address != self.server.above:
+            return
+        elif text := refusal(why, self.gate.parent_key, "--parent-key"):
             self.fail_above(text, m.RefuseCode.AUTHENTICATION)
 
     def linked(self, address: str) -> None:
         """What we have dialled is connected anew."""
-        if address == self.server.above or address in self.told:
-            self.happen(Event(Kind.LINKED, self.clock.now(), values=(address if address in self.told else "",)))
+        if address == self.server.above or address in self.dialled.clusters:
+            peer = address if address in self.dialled.clusters else ""
+            self.happen(Event(Kind.LINKED, self.clock.now(), values=(peer,)))
 
     def stop(self) -> None:
         """Ctrl-C or the end of the parent."""

@@ -1,4 +1,4 @@
-"""A cluster that leaves the run above."""
+"""A cluster that leaves the run above, and one that cannot join it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,20 @@ from narrows.ps.server import Server
 from narrows.ps.shard import Shard
 
 
+def cluster(stands: bool = False) -> tuple[Server, Coordinator, Member]:
+    settings = Settings(sync="bsp").validated()
+    coordinator, member = Coordinator(settings, 7, child=True), Member("token", "here")
+    means = Means(child=True, member=member, coordinator=coordinator)
+    server = Server(Shard(0, settings, 1, 5, (), means), coordinator, member, "tcp://above:1", stands=stands)
+    server.happen(Event(Kind.START, NS))
+    return server, coordinator, member
+
+
 @pytest.mark.parametrize("done", [True, False])
 def test_one_that_is_done_ends_with_the_answer_and_not_with_what_its_own_shards_say_then(done: bool) -> None:
     """All was at rest when it said good-bye. A shard that is killed then is not, and asks other clusters that are gone. A
     cluster without workers says the same good-bye, and stays."""
-    settings = Settings(sync="bsp").validated()
-    coordinator, member = Coordinator(settings, 7, child=True), Member("token", "here")
-    means = Means(child=True, member=member, coordinator=coordinator)
-    server = Server(Shard(0, settings, 1, 5, (), means), coordinator, member, "tcp://above:1")
-    server.happen(Event(Kind.START, NS))
+    server, coordinator, member = cluster()
     assert server.membership is not None
     told = server.membership.leave(NS) if done else member.leave(-1, NS)
     assert [type(effect.message) for effect in told if isinstance(effect, Send)] == [m.Leave]
@@ -31,3 +36,13 @@ def test_one_that_is_done_ends_with_the_answer_and_not_with_what_its_own_shards_
     answer = Event(Kind.ABOVE, 2 * NS, message=m.LeaveAck("token"))
     assert server.happen(answer) == ([Stop()] if done else []) and member.phase is Phase.OVER
     assert server.happen(answer) == [], "an answer that comes twice is none"
+
+
+@pytest.mark.parametrize("stands", [True, False])
+def test_one_that_may_have_a_standby_does_not_gossip(stands: bool) -> None:
+    """Other clusters would not find it where the standby is."""
+    server, _, _ = cluster(stands)
+    above = Settings(sync="gossip").validated()
+    server.happen(Event(Kind.ABOVE, 2 * NS, message=m.Welcome("token", 0, 0, 1, 1, above.packed(), (9,))))
+    assert server.membership is not None
+    assert ("leave out --replicas" in server.membership.final.text) == stands

@@ -39,6 +39,7 @@ from narrows.ps.changes import Load
 from narrows.ps.events import Event, Kind
 from narrows.ps.planned import Means, Stage
 from narrows.ps.process.checkpoints import KEPT
+from narrows.ps.process.journal import Replay
 from narrows.ps.recut import recut
 from narrows.ps.reports import COORDINATOR
 from narrows.ps.server import Server
@@ -288,43 +289,74 @@ class Process:
         self.run, self.index, self.life = run, index, life
         self.port, self.up = f"{run.prefix}s{index}", f"{run.prefix}s{index}.{life}"
         self.first_port = f"{run.prefix}s0"
-        self.above = f"{run.parent.prefix}s{index}" if run.parent is not None else ""  # the shard above
-        self.kinds = {self.above: Kind.ABOVE, self.first_port: Kind.COORDINATOR}  # of who is no child
-        settings, disk = run.settings, run.disk
+        self._serve(self._machine())
+        self._begin()
+
+    def _serve(self, server: Server) -> None:
+        """This is the machine."""
+        self.server, self.shard, self.coordinator = server, server.shard, server.coordinator
+
+    def _machine(self) -> Server:
+        """One of a run that begins, or goes on from a checkpoint."""
+        run, index, life, above = self.run, self.index, self.life, self.parent
         # One that is to come knows more shards than there are.
         settings, disk = replace(run.settings, shards=max(run.settings.shards, index + 1)), run.disk
-        self.coordinator: Coordinator | None = None
+        coordinator: Coordinator | None = None
         member: Member | None = None
         if index == 0:
             clock = disk.shared(settings.shards)
-            self.coordinator = run.kit.coordinator(settings, (life + 1) << 20, clock, child=bool(self.above))
-            if self.above:
-                member = run.kit.member(self.up, "here", timing=TIMING, below=self.coordinator.tree)
+            coordinator = run.kit.coordinator(settings, (life + 1) << 20, clock, child=bool(above))
+            if above:
+                member = run.kit.member(self.up, "here", timing=TIMING, below=coordinator.tree)
             if clock >= 0:
-                self.coordinator.roster.adopt(disk.files[0, clock][2])
+                coordinator.roster.adopt(disk.files[0, clock][2])
         means = Means(
             optimizer=PlainSGD,
-            child=bool(self.above),
+            child=bool(above),
             member=member,
-            coordinator=self.coordinator,
+            coordinator=coordinator,
             timing=TIMING,
         )
         kept = disk.sound(index, settings.shards) if life else ()
-        self.shard = run.kit.shard(index, settings, life + 1, 1 + index, kept, means)
-        self.server = Server(self.shard, self.coordinator, member, self.above)
+        shard = run.kit.shard(index, settings, life + 1, 1 + index, kept, means)
+        return Server(shard, coordinator, member, above)
+
+    def _begin(self) -> None:
+        run = self.run
         self.writing: Writing | None = None  # a checkpoint that the disk does not have yet
         self.events = 0
-        self.kills = run.kills_of(index) if not life else []
+        self.kills = run.kills_of(self.index) if not self.life else []
         self.leave = -1  # how many effects are still carried out, -1: all
         self.era = 0  # grows where what was being written does not count any more
-        self.missed_ns = -(life + 1) * (index + 1) * CLOCKS_APART_NS  # no two processes have one clock
+        self.missed_ns = self.late_ns()
         run.checker.server_started(self)
         run.sim.start(self, self.port, self.up)
         shadow_of = type(self).shadow_of
         self.shadow: Shadow | None = None
         if shadow_of is not None or self.kills:
             self.shadow = shadow_of(self) if shadow_of is not None else Kept(self)
+        self.first()
+
+    def late_ns(self) -> int:
+        """How far its clock is behind. No two processes have one."""
+        return -(self.life + 1) * (self.index + 1) * CLOCKS_APART_NS
+
+    def first(self) -> None:
         self._happen(Event(Kind.START, self.now_ns))
+
+    @property
+    def parent(self) -> str:
+        """Where process 0 of the server above finds it."""
+        return f"{self.run.parent.prefix}s0" if self.run.parent is not None else ""
+
+    @property
+    def above(self) -> str:
+        """The shard above."""
+        return f"{self.run.parent.prefix}s{self.index}" if self.run.parent is not None else ""
+
+    def kind(self, source: str) -> Kind:
+        """What a message from there is."""
+        return {self.above: Kind.ABOVE, self.first_port: Kind.COORDINATOR}.get(source, Kind.BELOW)
 
     @property
     def now_ns(self) -> int:
@@ -336,7 +368,7 @@ class Process:
             return self._strange(source, message)
         self.run.checker.heard(self, message)
         try:
-            kind = self.kinds.get(source, Kind.BELOW)
+            kind = self.kind(source)
             peer = peer_of(source) if kind is Kind.BELOW else b""
             self._happen(Event(kind, self.now_ns, peer, message), source)
         except NarrowsError as error:
@@ -375,7 +407,7 @@ class Process:
         if self.shadow is not None:
             self.shadow.written(event)
         if event.kind is Kind.ABOVE and event.message is not None:
-            self.server.now_ns = event.now_ns
+            self.server.now_ns, self.server.happened = event.now_ns, self.server.happened + 1
             effects = self.server.handle_above(event.message, event.now_ns)  # `happen` would end the session quietly
         else:
             effects = self.server.happen(event)
@@ -433,13 +465,22 @@ class Process:
         if run.over:
             return
         assert isinstance(self.shadow, Kept)
-        done = self.shadow.again(self._take, self._read_again)
+        done = self.shadow.again(self._serve, self._read_again, self._again)
         self.missed_ns = sim.now_ns - self.server.now_ns
         run.checker.replayed(self)
         sim.start(self, self.port, self.up)
         self.shadow.begin()
+        self._go_on(done)
+        run.replayed(self)
+
+    def _again(self, event: Event) -> None:
+        """It is about to be done again."""
+
+    def _go_on(self, done: Replay) -> None:
+        """With a machine to which all has been done again."""
+        sim = self.run.sim
         if done.stop is not None:
-            run.over = True
+            self.run.over = True
             return
         planned, clock = self.shard.planned, self.shard.writing
         whole = planned is not None and planned.stage in (Stage.FOLD, Stage.CHECKPOINT)
@@ -450,10 +491,6 @@ class Process:
             sim.struck["checkpoint given up"] += 1
             self._wrote(clock, self.era)
         self._happen(Event(Kind.START, self.now_ns))
-        run.replayed(self)
-
-    def _take(self, server: Server) -> None:
-        self.server, self.shard, self.coordinator = server, server.shard, server.coordinator
 
     # Checkpoints.
 
@@ -552,13 +589,16 @@ class Worker:
         if self.run.sim.alive(self.name):
             self.member.repeat_soon(shard)
 
+    def server_at(self, shard: int) -> str:
+        return f"{self.run.prefix}s{shard}"
+
     def _apply(self, effects: Sequence[MemberEffect]) -> None:
         for effect in effects:
             if isinstance(effect, e.Send):
                 assert isinstance(effect.peer, int)
                 if isinstance(effect.message, m.Pull):
                     self.run.checker.pulled(effect.peer, effect.message)
-                self.run.send(self.name, f"{self.run.prefix}s{effect.peer}", effect.message)
+                self.run.send(self.name, self.server_at(effect.peer), effect.message)
             else:
                 self.events.append(effect)
 

@@ -92,10 +92,13 @@ class Kept:
         if self.stale or self.count % BEGIN_EVERY == 0:
             self.begin()
 
-    def again(self, take: Callable[[Server], None], load: Callable[[int], None]) -> Replay:
-        """As the next process begins: `take` the machine as it was written, and do all again that has happened since."""
+    def again(
+        self, take: Callable[[Server], None], load: Callable[[int], None], note: Callable[[Event], None]
+    ) -> Replay:
+        """As the next process begins: `take` the machine as it was written, and do all again that has happened since. `note` is
+        told of each event before."""
         self.journal = Journal(self.files, assume_lent)
         assert self.journal.whole
         server = self.journal.machine()
         take(server)
-        return self.journal.replay(server, load)
+        return self.journal.replay(server, load, note)

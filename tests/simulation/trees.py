@@ -293,6 +293,8 @@ class Node:
 class Tree:
     """One case, from the first start to the end of everyone."""
 
+    node: type[Node] = Node
+
     def __init__(self, case: TreeCase, kit: Kit | None = None, trace: Trace | None = None) -> None:
         self.case, self.kit = case, kit or Kit()
         self.sim: Simulator[m.Message] = Simulator(case.seed, case.faults, TICK_NS, trace)
@@ -303,9 +305,9 @@ class Tree:
         self.moved_ns, self.moved_struck = 0, self.sim.struck.copy()
         self.pushes_ns: dict[int, list[int]] = {}  # of each worker
         self.crash, self.cut = case.crash, case.cut
-        self.root = Node(self, "root", case.above, None, None)
+        self.root = self.node(self, "root", case.above, None, None)
         self.clusters = [
-            Node(self, f"c{index}", case.below, self.root, road) for index, road in enumerate(case.roads_up)
+            self.node(self, f"c{index}", case.below, self.root, road) for index, road in enumerate(case.roads_up)
         ]
         self.nodes = [self.root, *self.clusters]
         for index in range(len(case.step_ns)):

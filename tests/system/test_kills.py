@@ -231,7 +231,7 @@ def test_only_one_that_was_killed_goes_on(
     ours.lives.files[1], ours.shards[1] = files(), type("Ended", (), {"close_stdin": lambda self: None})()
     monkeypatch.setattr(ours, "start_shard", lambda index, replay: told.append((index, replay)))
     if serves:
-        ours._taken((1, "bound", {"port": 1, "epoch": 0}))
+        ours._taken((1, "bound", {"port": 1, "epoch": 0, "parent": ""}))
     if not keeps:
         ours._taken((1, "log", {"name": "journal", "values": {"text": "the memory is full"}}))
     ours._taken((1, "exit", code))

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from kit.logs import Log, folded, telling, wrong
+from kit.logs import Log, folded, settled, telling, wrong
 from kit.processes import Server, Worker, finished, serving, trained_alone, until
 from kit.scripts import distance, flat
 
@@ -112,9 +112,95 @@ def test_a_server_that_comes_back_is_served_no_more(tmp_path: Path) -> None:
             ends_with(standby, worker)
 
 
-@pytest.mark.parametrize("flags", [("--sync", "gossip"), ("--parent", "tcp://127.0.0.1:9")])
-def test_who_can_have_no_standby_is_told_why(flags: tuple[str, ...]) -> None:
-    code, _, err = finished("ps-serve", "--replicas", "1", *flags)
+def kept_its_place(root: Server) -> None:
+    """The server above has ended, and its one cluster has joined once and left."""
+    assert root.command.wait() == 0, root.command
+    said = root.command.out
+    assert said.count(" joined at clock ") == 1 and "expired" not in said and "discarded" not in said, root.command
+    assert "Traceback" not in root.command.err, root.command
+
+
+def test_a_cluster_turns_to_the_standby_of_the_server_above(tmp_path: Path) -> None:
+    told = {name: tmp_path / name for name in ("root", "standby", "cluster")}
+    flags = ("--sync", "bsp", "--push", "update", "--shards", "2", "--replicas", "1")
+    with (
+        serving(*flags, env=telling(told["root"])) as root,
+        serving("--standby", root.address, env=telling(told["standby"])) as standby,
+        serving("--sync", "bsp", "--shards", "2", "--parent", root.address, env=telling(told["cluster"])) as cluster,
+    ):
+        worker = Worker(cluster.address, rate=RATE)
+        worker.train(20)
+        stands_by(standby, root)
+        worker.train(20)
+        root.kill()
+        goes_on(worker)
+        ends_with(standby, worker)
+        assert cluster.command.wait() == 0, cluster.command
+        said = cluster.command.out
+        assert f"the standby at {standby.address} serves above now" in said and said.count(" joined at clock ") == 1
+    acknowledged = settled(told["cluster"])
+    assert len(acknowledged) >= 2 * (worker.clock - 2) and not wrong(folded(told["standby"]), acknowledged, {})
+    assert distance(flat(worker.model), trained_alone(worker.clock, RATE)) < 1e-4
+
+
+def test_the_standby_of_a_cluster_has_its_place_in_the_run_above(tmp_path: Path) -> None:
+    above, here, copy = (str(tmp_path / name) for name in ("above", "here", "copy"))
+    assert finished("ps-serve", "keys", "init", above)[0] == finished("ps-serve", "keys", "init", here)[0] == 0
+    _, city, err = finished("ps-serve", "keys", "add", "city", "--keys", above, "--role", "cluster")
+    assert city, err
+    _, one, err = finished("ps-serve", "keys", "add", "one", "--keys", here)
+    assert one, err
+    shutil.copytree(here, copy)
+    told = {name: tmp_path / f"told-{name}" for name in ("root", "cluster", "standby")}
+    upward = ("--parent-key", city.splitlines()[0])
+    flags = ("--sync", "bsp", "--shards", "2", "--replicas", "1", "--keys", here, *upward)
+    with (
+        serving("--sync", "ssp", "--shards", "2", "--keys", above, env=telling(told["root"])) as root,
+        serving(*flags, "--parent", root.address, env=telling(told["cluster"])) as cluster,
+    ):
+        follows = ("--standby", cluster.address, "--keys", copy)
+        code, _, err = finished("ps-serve", "--bind", "tcp://127.0.0.1:0", *follows)
+        assert code == 2 and "give --parent-key" in err, err
+        with serving(*follows, *upward, env=telling(told["standby"])) as standby:
+            worker = Worker(cluster.address, one.splitlines()[0], RATE)
+            worker.train(20)
+            stands_by(standby, cluster)
+            worker.train(20)
+            cluster.kill()
+            goes_on(worker)
+            ends_with(standby, worker)
+            kept_its_place(root)
+    acknowledged = settled(told["standby"])
+    assert len(acknowledged) >= 2 * (worker.clock - 2) and not wrong(folded(told["root"]), acknowledged, {})
+
+
+def test_a_cluster_that_was_taken_over_turns_too() -> None:
+    flags = ("--sync", "bsp", "--shards", "1", "--replicas", "1")
+    with (
+        serving(*flags, "--push", "update") as root,
+        serving("--standby", root.address) as above,
+        serving(*flags, "--parent", root.address) as cluster,
+        serving("--standby", cluster.address) as standby,
+    ):
+        worker = Worker(cluster.address, rate=RATE)
+        worker.train(5)
+        stands_by(above, root)
+        stands_by(standby, cluster)
+        for pid in cluster.pids:
+            os.kill(pid, signal.SIGSTOP)
+        goes_on(worker, 5)
+        root.kill()
+        for pid in cluster.pids:  # it comes back, and does no harm above
+            os.kill(pid, signal.SIGCONT)
+        goes_on(worker)
+        assert cluster.command.wait() == 6, cluster.command
+        ends_with(standby, worker)
+        ends_with(above)
+    assert distance(flat(worker.model), trained_alone(worker.clock, RATE)) < 1e-4
+
+
+def test_who_can_have_no_standby_is_told_why() -> None:
+    code, _, err = finished("ps-serve", "--replicas", "1", "--sync", "gossip")
     assert code == 2 and "leave it out" in err, err
 
 
