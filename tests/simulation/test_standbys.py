@@ -10,10 +10,13 @@ import pytest
 
 from narrows.protocols import messages as m
 from narrows.protocols.effects import NS, MemberEffect, Send
+from narrows.protocols.member.member import Member
 from narrows.protocols.member.views import Views
+from narrows.protocols.settings import Settings
 from narrows.ps import copies
 from narrows.ps.copies import Original
 from narrows.ps.standby import Standby
+from simulation.actors import PLANS
 from simulation.mirrors import Violation
 from simulation.network import MS
 from simulation.standbys import LEASE_S, Shard, Theatre
@@ -183,3 +186,16 @@ def _until_found() -> None:
     contested().run()
     for seed in range(PLANTED_RUNS):
         Theatre(seed).run()
+
+
+def test_who_has_declared_votes_before_its_place_is_here_and_once() -> None:
+    """The server counts it from its Declare on, and may hold the Ready back for a standby that is lost."""
+    settings, plan = Settings(sync="ssp").validated(), PLANS[0.0]
+    member = Member("token", "here")
+    member.join(0)
+    member.receive(0, m.Welcome("token", 3, 0, 1, 9, settings.packed(), (1,)), 0)
+    member.declare(plan, 0)
+    asked = member.receive(0, m.View(2, "", False), 0)
+    assert asked == [Send(0, m.Vote(3, 0, 2, 0))]
+    member.receive(0, m.Ready(3, 9, 0, ((0, 7),), b""), 0)
+    assert (member.views.view, member.views.worker, member.views.epoch) == (2, 3, 9)
