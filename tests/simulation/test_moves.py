@@ -17,11 +17,12 @@ from narrows.ps import recut as recutting
 from narrows.ps.shard import Shard
 from simulation import actors
 from simulation.actors import Bug, Kit, Process, planted
+from simulation.guests import Visited, visit_of
 from simulation.mirrors import Violation
 from simulation.moves import Moved, moves_of
 from simulation.twins import Twin
 
-RUNS, RESTARTS, TWINS = 12, 6, 1
+RUNS, RESTARTS, TWINS, VISITS = 12, 6, 1, 8
 PLANTED_SEEDS = 20  # within so many a planted bug is found
 
 
@@ -38,6 +39,17 @@ def test_a_shard_that_fails_in_the_midst_of_a_move_ends_no_run() -> None:
     assert sum(run.sim.struck["shard restarted"] for run in runs) > 0.8 * RESTARTS
     moves = [len(run.done) for run in runs]
     assert 0 < sum(moves) < 2 * RESTARTS, "some are called off"
+
+
+def test_every_invariant_holds_where_a_machine_joins_and_goes() -> None:
+    runs = [Visited(visit_of(seed)).run() for seed in range(VISITS)]
+    assert sum(run.sim.struck["machine went"] for run in runs) > 0.5 * VISITS
+
+
+def test_every_invariant_holds_where_a_machine_that_joined_is_lost() -> None:
+    runs = [Visited(visit_of(seed, lost=True)).run() for seed in range(VISITS)]
+    assert sum(run.sim.struck["machine lost"] for run in runs) > 0.5 * VISITS
+    assert sum(run.sim.struck["with keys"] for run in runs) > 0.2 * VISITS
 
 
 def test_a_process_that_is_killed_while_keys_move_can_be_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
