@@ -234,6 +234,8 @@ class Coordinator:
             text = f"{who}, and shard {first} with it: {goes_on}"
             code = m.RefuseCode.SERVER_LOST
             return [*self.roster.refuse_all(code, text), Stop(code, text)]
+        if self.moves.may_stay:
+            self.moves.call_off(who)  # which is said below
         self.generations.go_back(first, now_ns, first)
         for decision in self.decisions:
             decision.anew()

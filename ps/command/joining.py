@@ -93,6 +93,8 @@ class Lodging(Moving):
         self.going.discard(index)
         self.cluster.forget(index)
         self.left.add(index)
+        if self.cluster.address:
+            self.cluster.write_ready()
         return True
 
     def follow(self, room: m.Room) -> None:
@@ -196,15 +198,12 @@ class Guest(Cluster):
             if self.shards or not (self.run_over or (self.room is not None and self.room.over)):
                 continue
             room = self.room
-            if (
-                self.run_over
-                or room is None
-                or room.code == 0
-                or (self.stopping and room.code == RefuseCode.NOT_A_MEMBER)
-            ):
-                say("the run is over" if self.run_over else "the keys that were here are with other shards")
+            again = room is not None and room.code == RefuseCode.NOT_A_MEMBER
+            if self.run_over or room is None or room.code == 0 or (again and self.stopping):
+                had = "the keys that were here are with other shards" if self.moving.had else "no keys were here"
+                say("the run is over" if self.run_over else had)
                 return 0
-            if room.code != RefuseCode.NOT_A_MEMBER:
+            if not again:
                 raise BY_EXIT_CODE.get(room.code, NarrowsError)(f"{self.there}: {room.text}")
             say(f"{room.text}: joins again")
             self._join()
