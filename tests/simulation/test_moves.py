@@ -10,6 +10,7 @@ import pytest
 
 from narrows.compression.replica import HostReplica
 from narrows.protocols import messages as m
+from narrows.protocols.cluster.guests import Guest, Guests
 from narrows.protocols.cluster.moves import Moves
 from narrows.protocols.cluster.run import Run
 from narrows.protocols.effects import ServerEffect
@@ -103,6 +104,21 @@ def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> No
     kit = planted(which, monkeypatch)
     with pytest.raises(Violation, match=complaint):
         _until_found(kit, complaint)
+
+
+def with_its_keys(guests: Guests, guest: Guest) -> bool:
+    """Who goes is told that it may, before its keys have moved."""
+    guests._let_go(guest)
+    return True
+
+
+@pytest.mark.parametrize(("name", "bug", "lost"), [("lost", lambda *words: None, True), ("_go", with_its_keys, False)])
+def test_a_machine_that_is_counted_on_and_not_there_is_found(
+    name: str, bug: Any, lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Guests, name, bug)
+    with pytest.raises(Violation, match="the run has not ended"):
+        Visited(visit_of(0, lost)).run()
 
 
 def _until_found(kit: Kit, complaint: str) -> None:
