@@ -73,6 +73,7 @@ class Joined:
     world_size: int
     settings: bytes
     ports: tuple[int, ...]
+    hosts: tuple[str, ...] = ()  # as in Welcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +105,7 @@ class Moved:
     clock: int
     ranges: tuple[tuple[int, int], ...]
     ports: tuple[int, ...]
+    hosts: tuple[str, ...] = ()  # as in Welcome
 
 
 @dataclass(frozen=True, slots=True)

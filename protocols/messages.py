@@ -47,6 +47,14 @@ class PushStatus(IntEnum):
     FOLDED = 2
 
 
+class Wish(IntEnum):
+    """What a guest wants: a ps-serve on another machine, with shards of this server."""
+
+    STAY = 1
+    GO = 2  # once its keys have moved back
+    GONE = 3  # at once, and its keys are lost
+
+
 CREDIT_MAX = 16  # publications that a child may have been sent and has not acknowledged: those that a shard keeps
 
 Pair = tuple[int, int]
@@ -168,7 +176,8 @@ class Welcome(Message):
     world_size: int
     epoch: int
     settings: bytes
-    ports: Ints  # of each shard, on the host that the worker dialled
+    ports: Ints  # of each shard
+    hosts: Texts = ()  # where each is, "" and (): on the host that the worker dialled
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,6 +344,7 @@ class Move(Message):
     place: int = 0
     ports: Ints = ()
     ranges: Sets = ()
+    hosts: Texts = ()  # as in Welcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -445,6 +455,7 @@ class Report(Message):
     # Of checkpoints:
     tried: int = -1  # the clock of the newest that it has tried to write
     wrote_ns: int = 0  # how long that took
+    host: Name = ""  # where members find a shard that is on another machine than shard 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -591,6 +602,59 @@ class Stay(Message):
     attempt: int
 
 
+@dataclass(frozen=True, slots=True)
+class Join(Message):
+    """Guest to shard 0: it has room for shards of this server. Said again, it is a sign of life."""
+
+    token: Name  # names it, and this attempt to join; "": what must its shards be told? The answer is `Original`
+    host: Name  # where members find its shards
+    shards: int  # that it has room for
+    first: int  # the first of those that it has, -1: it knows of none
+    wish: int  # a `Wish`
+
+
+@dataclass(frozen=True, slots=True)
+class Room(Message):
+    """Shard 0 to a guest: which shards are its. The newest epoch and version replaces all before it."""
+
+    token: Name
+    epoch: int
+    version: int
+    first: int  # -1: none so far
+    count: int
+    shards: int  # that there are of this server
+    target: int  # that there are to be
+    over: bool  # none are its any more:
+    code: int  # with this it ends, 0: done; NOT_A_MEMBER: join again
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class FileAsk(Message):
+    """Shard of a guest to shard 0, which has the checkpoints of all: about the file of `shard` and `clock`."""
+
+    number: int  # which the answer repeats
+    what: int  # a `What` (ps/process/archive.py)
+    shard: int
+    shards: int
+    clock: int
+    offset: int
+    shared: int  # the newest clock that all shards have
+    name: Name  # of a file that is coming, while it is not whole
+    payload: Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class FileAnswer(Message):
+    """Shard 0 to a shard of a guest."""
+
+    number: int
+    size: int  # of the file
+    clocks: Ints
+    text: str  # why there is no answer, "" where there is one
+    payload: Buffer
+
+
 KINDS: dict[int, type[Message]] = {
     1: Hello,
     2: Welcome,
@@ -620,6 +684,10 @@ KINDS: dict[int, type[Message]] = {
     31: View,
     48: Vote,
     49: Stay,
+    56: Join,
+    57: Room,
+    58: FileAsk,
+    59: FileAnswer,
     32: Offer,
     33: OfferAck,
     34: Ended,
@@ -629,6 +697,13 @@ KINDS: dict[int, type[Message]] = {
 # What a member says of itself goes over a connection of its own: behind a large push a heartbeat would come after its lease.
 CONTROL = (Hello, Declare, Heartbeat, Leave, Vote)
 OF_COPIES = (Copy, Copying, View, Vote)  # between a server, its standby, and the members that choose
+
+
+def beside(message: Message) -> bool:
+    """It is no event of the machine that it comes to."""
+    return isinstance(message, (*OF_COPIES, FileAsk)) or (isinstance(message, Join) and not message.token)
+
+
 # What a server's runner puts the send time into: the machine made it before it folded and published.
 TIMED = (PushAck, State, HeartbeatAck)
 KIND_OF = {message: number for number, message in KINDS.items()}

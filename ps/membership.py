@@ -173,15 +173,16 @@ class Membership:
 
     def _joined(self, event: e.Joined, now_ns: int) -> list[ServerEffect]:
         settings = Settings.unpacked(event.settings)
-        why = self._cannot_join(settings, self.coordinator.run.shards, len(event.ports))
+        why = self._cannot_join(settings, self.coordinator.run.shards, len(event.ports), any(event.hosts))
         if why:
             return self.end(m.RefuseCode.INCOMPATIBLE, why, now_ns)
         place = f"is member {event.rank + 1} of {event.world_size} of {self.parent}"
         told = self.coordinator.joined_above(event.rank, event.world_size, now_ns)
         return [Log("above", {"text": f"{place}: {settings.summary()}"}), *told]
 
-    def _cannot_join(self, settings: Settings, ours: int, theirs: int) -> str:
-        """Why this cluster cannot be a worker of a run of these settings; `ours`, `theirs`: shards. "" where it can."""
+    def _cannot_join(self, settings: Settings, ours: int, theirs: int, elsewhere: bool) -> str:
+        """Why this cluster cannot be a worker of a run of these settings; `ours`, `theirs`: shards; `elsewhere`: some of those
+        are on other machines. "" where it can."""
         mode = settings.mode()
         if mode.rule is Rule.MIX and self._unreachable:
             return (
@@ -201,6 +202,8 @@ class Membership:
             )
         if settings.dp_clip > 0:
             return "it asks for --dp-clip, which workers alone obey: give the flag to this ps-serve, and start that one without"
+        if elsewhere:
+            return "some of its shards are on other machines, which no cluster dials: end ps-serve --join there first"
         if ours != theirs:
             return (
                 f"it has {theirs} shards and this cluster {ours}, and each pushes to one: give --shards {theirs} here"

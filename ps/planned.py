@@ -63,7 +63,7 @@ NEXT = dict(zip(Stage, [*list(Stage)[1:], Stage.FOLD], strict=True))
 class Means:
     """What a shard's runner gives it. `optimizer`: makes the server's, of a plan and its keys. `lent`: whether views of the
     store may still be read. `child`: the cluster is a member of a run above. In process 0 `member` is that one, whose first
-    session is this shard's, and `coordinator` is the one beside this shard."""
+    session is this shard's, and `coordinator` is the one beside this shard. `host`: as in Report."""
 
     optimizer: Callable[[Plan, int, int], ServerOptimizer] | None = None
     lent: Callable[[], bool] = assume_lent
@@ -71,6 +71,7 @@ class Means:
     member: Member | None = None
     coordinator: Coordinator | None = None
     timing: Timing = field(default_factory=Timing)
+    host: str = ""
 
 
 class Planned:

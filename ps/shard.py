@@ -140,7 +140,11 @@ class Shard:
 
     def wrote_checkpoint(self, clock: int, kept: tuple[int, ...], took_ns: int = 0) -> None:
         """The runner wrote it, or could not; `kept` are the clocks now on disk. The next tick reports it."""
-        self.checkpoints, self.tried, self.wrote_ns = list(kept), clock, took_ns
+        begun = (
+            self.ledger.restart_clock
+        )  # from files of other shards, it may be: those are there until all have newer ones
+        more = {begun} if begun in self.checkpoints and begun >= self.ledger.shared else set[int]()
+        self.checkpoints, self.tried, self.wrote_ns = sorted({*kept} | more), clock, took_ns
         self.reports.owe()
 
     # The run above, and other clusters.
@@ -232,6 +236,7 @@ class Shard:
             checkpoints=tuple(self.checkpoints),
             tried=self.tried,
             wrote_ns=self.wrote_ns,
+            host=self.means.host,
             from_above=above.place.epoch if above.ready and above.place is not None else 0,
             finishing=tuple(seat.worker for seat in seats if self.service is not None and self.service.finishing(seat)),
             finishes=planned.upward.finishes if planned is not None else 0,

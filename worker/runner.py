@@ -172,7 +172,7 @@ class Link:
                     self._fail(BY_EXIT_CODE.get(code, NarrowsError)(f"{self.address}: {text}"))
                 case _:
                     if isinstance(effect, (Joined, Moved)):
-                        self._find(effect.ports)
+                        self._find(effect.ports, effect.hosts)
                     elif isinstance(effect, RosterNews):
                         self._dial(effect.roster)
                     self._deliver(effect)
@@ -196,9 +196,10 @@ class Link:
             self._error = self._error or error
             self._changed.notify_all()
 
-    def _find(self, ports: tuple[int, ...]) -> None:
+    def _find(self, ports: tuple[int, ...], hosts: tuple[str, ...]) -> None:
         """The shards are there, and nowhere else; the first stays where it is."""
-        there = [self._shards[0], *(endpoint(self.host, port) for port in ports[1:])]
+        others = list(zip(hosts or ("",) * len(ports), ports, strict=True))[1:]
+        there = [self._shards[0], *(endpoint(host or self.host, port) for host, port in others)]
         for gone in set(self._shards) - set(there):
             self._sockets.hang_up(gone)
         self._shards = there

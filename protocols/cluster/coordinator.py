@@ -8,13 +8,14 @@ It lives with shard 0 and is the one owner of membership. Rules
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from narrows.protocols import messages as m
 from narrows.protocols.cluster.above import Above
 from narrows.protocols.cluster.generations import Generations
+from narrows.protocols.cluster.guests import Guest, Guests
 from narrows.protocols.cluster.meeting import Meeting
 from narrows.protocols.cluster.moves import Moves
 from narrows.protocols.cluster.roster import Roster
@@ -52,6 +53,7 @@ class Coordinator:
         restart_clock: int = -1,
         child: bool = False,
         keys_max: int = KEYS_MAX,
+        away: Mapping[int, str] | None = None,
     ) -> None:
         self.version = 1
         self.lines = {0: Line(b"")}  # shard 0 is in our process
@@ -64,8 +66,10 @@ class Coordinator:
         self.generations = Generations(run, rounds, above)
         self.meeting = meeting = Meeting(run)
         self.roster = Roster(run, rounds, above, meeting, keys_max)
-        self.moves = Moves(run, rounds, above, self.generations, self.roster)
-        self.decisions: tuple[Decision, ...] = (self.generations, rounds, meeting, above, self.roster, self.moves)
+        self.moves = moves = Moves(run, rounds, above, self.generations, self.roster, away or {})
+        self.guests = Guests(run, moves)
+        kept = (self.generations, rounds, meeting, above, self.roster, moves, self.guests)
+        self.decisions: tuple[Decision, ...] = kept
 
     # For a runner, or a machine beside it.
 
@@ -117,6 +121,9 @@ class Coordinator:
             return self._report(peer, message, now_ns)
         if isinstance(message, m.Hello):
             return self.roster.hello(peer, message, now_ns, key)
+        if isinstance(message, m.Join):
+            self.guests.hear(message, now_ns)
+            return [*self._settle(now_ns), Send(peer, self.guests.room(message.token, self.version))]
         if isinstance(message, m.Leave):
             return [Send(peer, m.LeaveAck(message.token)), *self._leave(message, key, now_ns)]
         if not isinstance(message, (m.Declare, m.Heartbeat, m.Buffers)):
@@ -184,6 +191,8 @@ class Coordinator:
             return self._settle(now_ns)
         if not 0 <= index < self.run.shards or (index == 0) != (peer == b""):
             raise RemoteProtocolError(f"there is no shard {index} at that peer")
+        if not self.moves.known(report):
+            return []
         before = self.reports.get(index)
         if before is not None and (report.incarnation, report.version) <= (before.incarnation, before.version):
             if (report.incarnation, report.version) == (before.incarnation, before.version):
@@ -213,6 +222,31 @@ class Coordinator:
         """Cut the keys over so many shards from now on; 0: leave them where they are."""
         number, log = self.moves.number, self.moves.ask(shards)
         return [log, *(self._broadcast(now_ns) if self.moves.number != number else self._settle(now_ns))]
+
+    def _lose(self, guest: Guest, now_ns: int) -> list[ServerEffect]:
+        """This machine is gone with its shards, if it has any, and with those after them."""
+        run, first, who = self.run, guest.first, f"the machine at {guest.host} is lost"
+        self.guests.lose(guest)
+        if not 0 <= first < run.shards:
+            coming = first >= 0 and self.moves.may_stay
+            return [self.moves.call_off(who), *self._broadcast(now_ns)] if coming else []
+        if run.over and all(self.generations.rests(self.reports[shard]) for shard in self.reports if guest.has(shard)):
+            return []  # they have ended
+        reached, back, before = self.min_clock, self.generations.shared(), run.shards
+        if run.over or back < 0:
+            goes_on = f"--resume goes on from clock {back}" if back >= 0 else "no checkpoint is on all shards"
+            text = f"{who}, and shard {first} with it: {goes_on}"
+            code = m.RefuseCode.SERVER_LOST
+            return [*self.roster.refuse_all(code, text), Stop(code, text)]
+        if self.moves.may_stay:
+            self.moves.call_off(who)  # which is said below
+        self.generations.go_back(first, now_ns, first)
+        for decision in self.decisions:
+            decision.anew()
+        text = (
+            f"{who}: the keys of {before} shards are with {first}, and the run goes back from clock {reached} to {back}"
+        )
+        return [self.moves.where(text), *self._broadcast(now_ns)]
 
     # The run above.
 
@@ -264,6 +298,8 @@ class Coordinator:
         effects = [effect for seat in self.roster.expired(now_ns) for effect in self._remove(seat, "expired", now_ns)]
         if self.generations.tick(now_ns, self.version + 1):
             effects += self._broadcast(now_ns)
+        if (guest := self.guests.lost(now_ns)) is not None:
+            effects += self._lose(guest, now_ns)
         effects += self._settle(now_ns)
         effects += self.roster.probes(now_ns)
         for shard, report in sorted(self.reports.items()):
@@ -295,7 +331,7 @@ class Coordinator:
             self.lines[shard] = Line(self.moves.offered[shard][0])
         ledgers = [self._ledger(shard, now_ns) for shard in self.lines]
         self.lines = {shard: line for shard, line in self.lines.items() if shard < self.run.shards}
-        told = [*self.rounds.tell(), *self.moves.tell()]
+        told = [*self.rounds.tell(), *self.moves.tell(), *self.guests.tell()]
         return [*told, *ledgers, *self.meeting.introductions(), *self.moves.words()]
 
     def _ledger(self, shard: int, now_ns: int) -> Send:

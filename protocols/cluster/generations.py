@@ -103,16 +103,16 @@ class Generations(Decision):
 
     # Checkpoints, and going back to one.
 
-    def go_back(self, shard: int, now_ns: int) -> Log:
-        """Begin a generation: this shard was restarted."""
-        reached, clock = self.rounds.min_clock, self._shared()
+    def go_back(self, shard: int, now_ns: int, shards: int = 0) -> Log:
+        """Begin a generation: this shard was restarted. `shards`: this one is lost with all after it, and so many are left."""
+        reached, clock = self.rounds.min_clock, self.shared()
         self.needed = max(1, len(self.run.declared))
         self.finished_once |= any(seat.leaving for seat in self.run.declared)
         self.rejoin_ns = now_ns
-        self.run.restart(clock)
+        self.run.restart(clock, shards or self.run.shards)
         return Log("restart", {"shard": shard, "from_clock": max(clock, 0), "to_clock": reached})
 
-    def _shared(self) -> int:
+    def shared(self) -> int:
         """The newest checkpoint that all shards have, -1: none."""
         return max(set.intersection(*(set(r.checkpoints) for r in self.run.reports.values())), default=-1)
 
@@ -169,8 +169,12 @@ class Generations(Decision):
     @property
     def at_rest(self) -> bool:
         """The run is over, and all shards have seen that and done what comes before it."""
-        resting = [r for r in self.run.reports.values() if r.at_rest and r.min_clock >= self.rounds.min_clock]
-        return self.run.over and sum(r.ledger_seen >= self.over_version for r in resting) == self.run.shards
+        return self.run.over and sum(map(self.rests, self.run.reports.values())) == self.run.shards
+
+    def rests(self, report: m.Report) -> bool:
+        """This shard has, where the run is over."""
+        done = report.at_rest and report.min_clock >= self.rounds.min_clock
+        return done and report.ledger_seen >= self.over_version
 
     def fields(self, shard: int) -> dict[str, object]:
         return {
@@ -179,7 +183,7 @@ class Generations(Decision):
             "started": self.run.started,
             "initialiser": self.initialiser,
             "checkpoint": self.checkpoint,
-            "shared": self._shared() if self.run.complete else -1,
+            "shared": self.shared() if self.run.complete else -1,
             "over": self.run.over,
             "weights": self.weights,
         }

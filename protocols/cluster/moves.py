@@ -8,10 +8,12 @@ Rules
 - Until that checkpoint is on all disks, all can go on as before, and do so where anything fails. From then on a shard that
   fails goes back to it, as to any other.
 - While members hold, nobody else becomes one.
+- Shards of other machines (guests.py) are the last ones. A report counts where it comes from the machine that the shard is on.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from enum import Enum
 
@@ -51,7 +53,15 @@ MOVE_LIFE: dict[MovePhase, dict[str, MovePhase]] = {
 class Moves(Decision):
     """`target`: shards that there are to be. `at`: the clock at which all hold. `number`: of the newest word to members."""
 
-    def __init__(self, run: Run, rounds: Rounds, above: Above, generations: Generations, roster: Roster) -> None:
+    def __init__(
+        self,
+        run: Run,
+        rounds: Rounds,
+        above: Above,
+        generations: Generations,
+        roster: Roster,
+        away: Mapping[int, str],
+    ) -> None:
         self.run, self.rounds, self.above = run, rounds, above
         self.generations, self.roster = generations, roster
         self.phase = MovePhase.STILL
@@ -59,6 +69,8 @@ class Moves(Decision):
         self.most = run.shards  # that there ever were to be
         self.since_ns = 0  # when the present phase began
         self.told = 0  # the newest number that all members were sent
+        self.away = {**away}  # by shard, the host of those that are on other machines, or to come there
+        self.why = ""  # the newest move was called off
         self.offered: dict[int, tuple[bytes, m.Report]] = {}  # shards that are to come: where each is, and what it says
         self.said: list[Log] = []
 
@@ -72,22 +84,34 @@ class Moves(Decision):
 
     # What the owner of the processes asks for.
 
-    def ask(self, shards: int) -> Log:
-        """Move to so many; 0: to none, where that can still be. Asked again, the answer is the same."""
+    def ask(self, shards: int, host: str = "") -> Log:
+        """Move to so many, the new ones on `host`; 0: to none, where that can still be. Asked again, the answer is the same."""
         if shards == self.target or not shards:
-            return self._stay("a new shard did not start") if not shards and self._may_stay else self.where("")
-        if why := self._unfit(shards):
+            return self.call_off("a new shard did not start") if not shards and self.may_stay else self.where("")
+        if why := self.unfit(shards, host):
             return self.where(f"the keys stay where they are: {why}")
         self._move("ask")
         self.target, self.most = shards, max(self.most, shards)
-        return self.where(f"{self.run.shards} shards become {shards}")
+        if host:
+            self.away |= dict.fromkeys(range(self.run.shards, shards), host)
+        return self.where(f"{self.run.shards} shards become {shards}{f', with those at {host}' if host else ''}")
 
-    def _unfit(self, shards: int) -> str:
-        mode = self.run.mode
+    def unfit(self, shards: int, host: str = "") -> str:
+        """Why they cannot become so many now, "" where they can."""
         if self.phase is not MovePhase.STILL:
             return "another move is under way"
         if not 1 <= shards <= SHARDS_MAX:
             return f"give a number of shards from 1 to {SHARDS_MAX}"
+        if self.away and shards > self.run.shards and not host:
+            return (
+                "the last shards are on other machines: ps-serve --join adds more of them, Ctrl-C of it takes them back"
+            )
+        return self.never
+
+    @property
+    def never(self) -> str:
+        """Why the keys of this run do not move, "" where they do."""
+        mode = self.run.mode
         if mode.rule is Rule.MIX:
             return "under --sync gossip the model is with the workers"
         if mode.bound is None:
@@ -104,28 +128,42 @@ class Moves(Decision):
 
     def where(self, text: str) -> Log:
         """How many shards there are and are to be."""
-        told = {"shards": self.run.shards, "target": self.target, "clock": self.rounds.min_clock}
+        told = {
+            "shards": self.run.shards,
+            "target": self.target,
+            "clock": self.rounds.min_clock,
+            "away": dict(self.away),
+        }
         return Log("move", told | {"text": text})
 
     @property
-    def _may_stay(self) -> bool:
+    def may_stay(self) -> bool:
         """There is a move to call off."""
         return self.phase not in (MovePhase.STILL, MovePhase.PASSED)
 
-    def _stay(self, why: str) -> Log:
-        """Call it off."""
+    def call_off(self, why: str) -> Log:
         self.number += self.holds
         self._move("stay")
-        self.target, self.at = self.run.shards, -1
+        self._settle()
+        self.at, self.why = -1, why
         self.rounds.stop_at(-1)
         self.offered.clear()
         return self.where(f"the keys stay where they are: {why}")
+
+    def _settle(self) -> None:
+        """There are no more shards than there are."""
+        self.target = self.run.shards
+        self.away = {shard: host for shard, host in self.away.items() if shard < self.target}
+
+    def known(self, report: m.Report) -> bool:
+        """It comes from where this shard is: another machine may have had it before, by another clock."""
+        return report.host == self.away.get(report.shard, "")
 
     def offer(self, peer: bytes, report: m.Report) -> bool:
         """What a shard says that is to come, or has gone. False: it is neither."""
         if not self.run.shards <= report.shard < self.most:
             return False
-        if report.shard >= self.target:
+        if report.shard >= self.target or not self.known(report):
             return True
         before = self.offered.get(report.shard)
         if before is None or (before[1].incarnation, before[1].version) <= (report.incarnation, report.version):
@@ -138,8 +176,8 @@ class Moves(Decision):
         """Take the next step."""
         if self.phase is MovePhase.STILL:
             return False
-        if self._may_stay and (why := self._broken(now_ns)):
-            self.said.append(self._stay(why))
+        if self.may_stay and (why := self._broken(now_ns)):
+            self.said.append(self.call_off(why))
             return True
         done = STEPS[self.phase](self)
         self.since_ns = now_ns if done else self.since_ns
@@ -201,7 +239,7 @@ class Moves(Decision):
             return False
         lacks = [shard for shard, report in sorted(self.run.reports.items()) if self.at not in report.checkpoints]
         if lacks:
-            self.said.append(self._stay(f"shard {lacks[0]} could not write its checkpoint"))
+            self.said.append(self.call_off(f"shard {lacks[0]} could not write its checkpoint"))
             return True
         self._move("pass")
         before = self.run.shards
@@ -218,14 +256,16 @@ class Moves(Decision):
         if len(current) < self.run.shards or any(report.epoch < self.run.generation for report in current):
             return False
         self._move("serve")
+        self._settle()
         self.offered.clear()
         self.number += 1
         return True
 
     def anew(self) -> None:
-        """A shard was restarted: all join again, wherever the keys are."""
-        if self._may_stay:
-            self.said.append(self._stay("a shard was restarted"))
+        """A shard was restarted, or some are lost: all join again, wherever the keys are."""
+        if self.may_stay:
+            self.said.append(self.call_off("a shard was restarted"))
+        self._settle()
 
     # What members are told.
 
@@ -242,8 +282,8 @@ class Moves(Decision):
             return [Send(seat.peer, m.Move(seat.worker, seat.epoch, self.number, self.at))]
         if not seat.before:
             return [Send(seat.peer, m.Move(seat.worker, seat.epoch, self.number, -1))]
-        ports = tuple(self.run.reports[shard].port for shard in range(self.run.shards))
-        place = (seat.epoch, ports, tuple(split(self.roster.plan.size, self.run.shards)))
+        ports, hosts = self.run.where
+        place = (seat.epoch, ports, tuple(split(self.roster.plan.size, self.run.shards)), hosts)
         return [Send(seat.peer, m.Move(seat.worker, seat.before, self.number, seat.start, *place))]
 
     def knows(self, seat: Seat, number: int) -> bool:

@@ -92,7 +92,7 @@ class Roster(Decision):
             clusters * settings.workers,
             self.run.epoch,
             settings.packed(),
-            tuple(self.run.reports[shard].port for shard in range(self.run.shards)),
+            *self.run.where,
         )
 
     def greet(self, now_ns: int) -> list[ServerEffect]:

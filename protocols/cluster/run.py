@@ -113,20 +113,24 @@ class Run:
     def move(self, step: str) -> None:
         self.phase = RUN_LIFE[self.phase][step]
 
-    def restart(self, clock: int) -> None:
-        """A generation without members."""
+    def restart(self, clock: int, shards: int) -> None:
+        """A generation without members, over so many shards."""
         self.move("restart")
         self.generation, self.restart_clock = self.changed(), clock
         self.seats.clear()
+        self._cut(shards)
 
     def shift(self, shards: int, clock: int) -> None:
         """A generation over so many shards, which begins where the one before has come to: its members stay."""
         self.generation, self.restart_clock = self.changed(), clock
-        self.shards, self.settings = shards, replace(self.settings, shards=shards)
         for seat in [seat for seat in self.seats.values() if not seat.epoch]:
             del self.seats[seat.worker]  # it was told of the shards before, and joins again
         for seat in self.seats.values():
             seat.before, seat.epoch, seat.start = seat.epoch, self.epoch, clock
+        self._cut(shards)
+
+    def _cut(self, shards: int) -> None:
+        self.shards, self.settings = shards, replace(self.settings, shards=shards)
         for shard in [shard for shard in self.reports if shard >= shards]:
             del self.reports[shard]
 
@@ -155,6 +159,13 @@ class Run:
         self.seats[self.next_worker] = seat
         self.next_worker += 1
         return seat
+
+    @property
+    def where(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """Port and host of each shard, as in Welcome; all have reported."""
+        reports = [self.reports[shard] for shard in range(self.shards)]
+        hosts = tuple(report.host for report in reports)
+        return tuple(report.port for report in reports), hosts if any(hosts) else ()
 
     @property
     def complete(self) -> bool:

@@ -14,6 +14,7 @@ from enum import Enum
 
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
+from narrows.protocols.addresses import is_address
 from narrows.protocols.effects import NS, MemberEffect, Send
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.gossip.peers import Peers
@@ -27,6 +28,12 @@ from narrows.protocols.settings import Settings
 from narrows.protocols.timing import LONG_AGO_NS, Timing
 
 PORT_MAX = (1 << 16) - 1
+
+
+def _found(ports: Sequence[int], hosts: Sequence[str]) -> bool:
+    """Whether shards can be dialled there."""
+    known = not hosts or (len(hosts) == len(ports) and all(not host or is_address(f"tcp://{host}:1") for host in hosts))
+    return known and all(0 < port <= PORT_MAX for port in ports)
 
 
 class Phase(Enum):
@@ -234,14 +241,14 @@ class Member:
         if message.token != self.token or self.phase is not Phase.HELLO:
             return []
         settings, ports = Settings.unpacked(message.settings), message.ports
-        if len(ports) != settings.shards or not all(0 < port <= PORT_MAX for port in ports):
+        if len(ports) != settings.shards or not _found(ports, message.hosts):
             raise RemoteProtocolError(
                 f"the server has {settings.shards} shards and sent {len(ports)} ports, or one that is none"
             )
         self.settings, self.welcome = settings, message
         self.views = Views(message.worker, 0)  # who has declared may be counted before the Ready is here
         self._go("Welcome")
-        joined = e.Joined(message.rank, message.world_size, message.settings, message.ports)
+        joined = e.Joined(message.rank, message.world_size, message.settings, message.ports, message.hosts)
         return [joined, *(self.declare(self.plan, now_ns) if self.plan else [])]
 
     def _readied(self, message: m.Ready) -> list[MemberEffect]:
@@ -264,7 +271,9 @@ class Member:
         """A session with each shard."""
         self.epoch, mode = epoch, self.settings.mode()
         self.meter = LinkMeter()  # the server may have been started anew, on a machine with another clock
-        self.sessions = [Session(i, epoch, mode, self.timing, self.meter) for i in range(len(self.ports))]
+        hosts = (self.welcome.hosts if self.welcome is not None else ()) or ("",) * len(self.ports)
+        meters = {host: LinkMeter() for host in hosts} | {"": self.meter}
+        self.sessions = [Session(i, epoch, mode, self.timing, meters[host]) for i, host in enumerate(hosts)]
 
     def _moved(self, move: m.Move, now_ns: int) -> list[MemberEffect]:
         """The keys are about to be cut anew, or are. A cluster does not say that it knows: its server cannot follow."""
@@ -275,14 +284,15 @@ class Member:
             self.move = move.number
             return [e.Held(move.at), self.beat(now_ns)]
         ranges = split(Plan.unpacked(self.plan).size, len(move.ports))
-        if list(move.ranges) != ranges or not move.ports or not all(0 < port <= PORT_MAX for port in move.ports):
+        if list(move.ranges) != ranges or not move.ports or not _found(move.ports, move.hosts):
             raise RemoteProtocolError(
                 "the server sent a place that is none: it cuts the model elsewhere, or has no ports"
             )
-        self.move, self.welcome = move.number, replace(self.welcome, ports=move.ports)
+        self.move, self.welcome = move.number, replace(self.welcome, ports=move.ports, hosts=move.hosts)
         self.settings = replace(self.settings, shards=len(ranges))
         self._seat(move.place)
-        return [e.Moved(self.worker, self.epoch, move.at, tuple(ranges), move.ports), self.beat(now_ns)]
+        moved = e.Moved(self.worker, self.epoch, move.at, tuple(ranges), move.ports, move.hosts)
+        return [moved, self.beat(now_ns)]
 
     def _beaten(self, message: m.HeartbeatAck, now_ns: int) -> list[MemberEffect]:
         if message.worker == self.worker:
@@ -308,6 +318,7 @@ class Member:
         """The connection to this shard is another one."""
         self.meter.anew()
         if shard < len(self.sessions):
+            self.sessions[shard].meter.anew()
             self.sessions[shard].repeat_soon()
         if not shard:
             self.asked_ns = self.beat_ns = LONG_AGO_NS

@@ -5,7 +5,7 @@ Rules
   between them holds the difference of the clocks, which nobody knows; the least delay of late is that of an idle link.
 - What a message took beyond the least delay its bytes took; what it spent behind earlier ones counts for those.
 - The least delays of both directions are the round trip: the difference of the clocks cancels.
-- All shards of a server share one machine (Welcome.ports), hence one clock and one link: one `LinkMeter` for them all.
+- All shards on one machine (Welcome.hosts) share its clock and the link to it: one `LinkMeter` for them all.
 """
 
 from __future__ import annotations

@@ -38,6 +38,8 @@ from narrows.ps.command.serve import serve
               help="standbys that may copy this server: ps-serve --standby on another machine")  # fmt: skip
 @click.option("--standby", default="", metavar="ADDR",
               help="copy the server at ADDR, and take its place when its machine is lost; it says what the run is")  # fmt: skip
+@click.option("--join", default="", metavar="ADDR",
+              help="have --shards shards of the server at ADDR on this machine; Ctrl-C moves their keys back")  # fmt: skip
 @click.option("--ready-file", default="", help="written, as JSON, once workers can join")
 @click.option(
     "--record", default="", help="write one JSON object a line to this file: what is said, and what workers send"

@@ -116,15 +116,24 @@ class Cluster:
             if time.monotonic() > deadline:
                 raise NarrowsError(f"a shard process did not start within {START_S:.0f} s")
 
+    def first_port(self, index: int) -> int:
+        """On which the first life of this shard listens, 0: on any."""
+        return self.port + index if self.port else 0
+
+    def process_0(self, index: int) -> str:
+        """Where this shard dials it, "" in it."""
+        here = "127.0.0.1" if self.host in ANY_HOSTS else self.host
+        return f"tcp://{here}:{self.ports[0]}" if index else ""
+
     def start_shard(self, index: int, replay: bool = False) -> None:
         """Start a shard; the second time on the port that it had, where it was (`replay`) or from its checkpoints."""
         shards = self.moving.target if self.moving.strange(index) else self.settings.shards
-        here = "127.0.0.1" if self.host in ANY_HOSTS else self.host
         told = self.told | {
             "index": index,
             "settings": asdict(replace(self.settings, shards=shards)),
-            "bind": f"tcp://{self.host}:{self.ports.get(index, self.port + index if self.port else 0)}",
-            "coordinator": f"tcp://{here}:{self.ports[0]}" if index else "",
+            "bind": f"tcp://{self.host}:{self.ports.get(index, self.first_port(index))}",
+            "coordinator": self.process_0(index),
+            "away": [*self.moving.away.items()],
             # One that has keys while workers train has them from a checkpoint.
             "resume": self.told["resume"]
             or self.lives.restarts > 0
@@ -151,8 +160,7 @@ class Cluster:
         not: the workers have the model and go on alone."""
         if self.moving.exited(index):
             return
-        over = index in self.done or self.errors or self.signals or self.stopping
-        again = Again.NOT if over else self.lives.ended(index, code, time.monotonic())
+        again = Again.NOT if self.over(index) else self.lives.ended(index, code, time.monotonic())
         others = self.settings.mode().rule is Rule.MIX or self.standing.by  # who go on without it
         if again is Again.NOT or (again is Again.CHECKPOINT and others):
             self.ended.add(index)
@@ -161,6 +169,10 @@ class Cluster:
         how = signal_name(-code) if code < 0 else f"exit code {code}"
         say(f"shard {index} died ({how}) and is started again", error=True)
         self.start_shard(index, again is Again.JOURNAL)
+
+    def over(self, index: int) -> bool:
+        """Nobody needs another life of this shard."""
+        return bool(index in self.done or self.errors or self.signals or self.stopping)
 
     def forget(self, index: int) -> None:
         """This shard is none any more."""
@@ -194,7 +206,7 @@ class Cluster:
     def watch(self) -> int:
         """Show events until every process has ended; one that ends before the others is an error."""
         deadline = float("inf")
-        while len(self.ended) < self.settings.shards:
+        while len(self.ended) < self.moving.here:
             if self.signals and not self.stopping:
                 self.stopping, deadline = True, time.monotonic() + END_S
                 for index in self.follows or (0,):  # which writes a checkpoint and ends the run; the others follow
@@ -255,7 +267,7 @@ class Cluster:
             case (index, "alive", {"within": within}):
                 self.lives.expect(index, within)
             case (_, "log", {"name": "move", "values": values}):
-                self.moving.heard(values["shards"], values["target"], values["text"])
+                self.moving.heard(values["shards"], values["target"], values["text"], values["away"])
                 if values["text"]:
                     show("move", values)
             case (index, "log", {"name": name, "values": values}):

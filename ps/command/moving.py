@@ -65,6 +65,13 @@ class Moving:
         self.client: socket.socket | None = None  # that waits for `wanted`
         self.wanted = 0
         self.going: set[int] = set()  # shards that are let go, and have not ended
+        self.away: dict[int, str] = {}  # shards that are on other machines, or to come there, with their hosts
+
+    @property
+    def here(self) -> int:
+        """How many shards with keys are processes of this ps-serve."""
+        shards = self.cluster.settings.shards
+        return shards - sum(shard < shards for shard in self.away)
 
     # Requests.
 
@@ -113,16 +120,17 @@ class Moving:
         if not index and self.client is not None:
             self._say(str(self.wanted))
 
-    def heard(self, shards: int, target: int, text: str) -> None:
-        """Process 0 has this many shards and is to have so many."""
+    def heard(self, shards: int, target: int, text: str, away: dict[str, str]) -> None:
+        """Process 0 has this many shards and is to have so many; some are `away`, by their numbers."""
         cluster, self.target = self.cluster, target
+        self.away = {int(shard): host for shard, host in away.items()}
         moved = shards != cluster.settings.shards
         cluster.settings = replace(cluster.settings, shards=shards)
         for index in [index for index in cluster.shards if index >= max(shards, target)]:
             if index not in self.going:
                 self._let_go(index, killed=not moved)
         for index in range(max(shards, target)):
-            if index not in cluster.shards:
+            if index not in cluster.shards and index not in self.away:
                 cluster.start_shard(index)
         if moved:
             cluster.lives.over(shards)

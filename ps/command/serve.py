@@ -102,10 +102,27 @@ def serve(
     journal: bool,
     replicas: int,
     standby: str,
+    join: str,
     ready_file: str,
     record: str,
     **flags: Any,
 ) -> int:
+    if join:
+        trusted("--join", join, keys, insecure, bind, "this machine")
+        from narrows.ps.command import joining
+
+        named = {"--parent": parent, "--parent-key": parent_key, "--resume": resume, "--replicas": replicas}
+        named |= {"--standby": standby, "--checkpoint-dir": checkpoint_dir, "--record": record}
+        return joining.join(
+            join,
+            bind,
+            keys,
+            given(flags),
+            [flag for flag, value in named.items() if value],
+            journal,
+            ready_file,
+            is_loopback,
+        )
     more = parent or resume or replicas
     original = original_of(standby, keys, parent_key, insecure, bind, given(flags), more) if standby else {}
     cluster = Cluster(Settings(**(original["settings"] if standby else given(flags))).validated())
@@ -165,18 +182,11 @@ def original_of(
     """What the server at `standby` tells one that stands by for it. Raises UsageError and UnreachableError."""
     from narrows.ps.process.asking import ask
 
-    there, _ = parse_address("--standby", standby)
     if flags or more:
         which = f"--{next(iter(flags)).replace('_', '-')}" if flags else "--parent, --resume and --replicas"
         raise UsageError(f"--standby: the server at {standby} says what the run is; leave out {which}")
-    host, _ = parse_address("--bind", bind, any_port=True)
-    if not (keys or insecure or (is_loopback(host) and is_loopback(there))):
-        raise UsageError(
-            f"--standby {standby}: it is trusted with this machine; give --keys with a copy of its folder, or --insecure"
-        )
-    if is_loopback(host) and not is_loopback(there):
-        raise UsageError(f"--bind {bind}: workers elsewhere could not dial this standby; give --bind tcp://HOST:PORT")
-    told = ask(standby, keys)
+    trusted("--standby", standby, keys, insecure, bind, "this standby")
+    told = ask("--standby", standby, keys)
     if told["has_parent_key"] and not parent_key:
         raise UsageError(
             f"--standby {standby}: that cluster has a key above; give --parent-key with a copy of the file"
@@ -184,6 +194,16 @@ def original_of(
     if parent_key and not told["has_parent_key"]:
         raise UsageError(f"--parent-key {parent_key}: the server at {standby} has none; leave it out")
     return told
+
+
+def trusted(flag: str, address: str, keys: str, insecure: bool, bind: str, name: str) -> None:
+    """Raise UsageError unless this server and the one at `address` may trust each other, and workers reach this one."""
+    (there, _), (host, _) = parse_address(flag, address), parse_address("--bind", bind, any_port=True)
+    if not (keys or insecure or (is_loopback(host) and is_loopback(there))):
+        text = "it is trusted with this machine; give --keys with a copy of its folder, or --insecure"
+        raise UsageError(f"{flag} {address}: {text}")
+    if is_loopback(host) and not is_loopback(there):
+        raise UsageError(f"--bind {bind}: workers elsewhere could not dial {name}; give --bind tcp://HOST:PORT")
 
 
 def announce(cluster: Cluster) -> None:

@@ -1,4 +1,4 @@
-"""What a server that is to stand by asks first, before it has a process for each shard."""
+"""What a server that is to stand by asks first, before it has a process for each shard; and so one that is to join."""
 
 from __future__ import annotations
 
@@ -19,9 +19,13 @@ AGAIN_S = 0.5
 TOLD = {"release", "settings", "ports", "hash_seed", "secret", "parent", "has_parent_key"}
 
 
-def ask(address: str, keys: str) -> dict[str, Any]:
-    """What the server at `address` says that a standby of it must know. Raises UnreachableError, AuthenticationError, and
-    IncompatibleError where it has another release, or no room for one."""
+STANDBY = m.Copy(-1, -1)
+JOIN = m.Join("", "", 0, -1, m.Wish.STAY)
+
+
+def ask(flag: str, address: str, keys: str, question: m.Message = STANDBY) -> dict[str, Any]:
+    """What the server at `address` says that a standby of it must know, or with JOIN a guest. Raises UnreachableError,
+    AuthenticationError, and IncompatibleError where it has another release, or no room for one."""
     refused: list[Why] = []
     gate = Gate(keys, "", "", "", address)
     with contextlib.closing(
@@ -29,7 +33,7 @@ def ask(address: str, keys: str) -> dict[str, Any]:
     ) as sockets:
         deadline = time.monotonic() + CONNECT_S
         while time.monotonic() < deadline and not refused:
-            sockets.send(address, encode(m.Copy(-1, -1)))
+            sockets.send(address, encode(question))
             for _, frames in sockets.receive(int(AGAIN_S * 1000)):
                 message = decode(frames)
                 if isinstance(message, m.Refuse):
@@ -38,8 +42,8 @@ def ask(address: str, keys: str) -> dict[str, Any]:
                     return checked(address, unpack(message.told))
     if refused:
         text = "the keys there are others: give --keys with a copy of the folder that the server has"
-        raise AuthenticationError(f"--standby {address}: {text}")
-    raise UnreachableError(f"--standby {address}: no server answered within {CONNECT_S:.0f} s")
+        raise AuthenticationError(f"{flag} {address}: {text}")
+    raise UnreachableError(f"{flag} {address}: no server answered within {CONNECT_S:.0f} s")
 
 
 def checked(address: str, told: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import re
 import struct
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -55,12 +55,20 @@ def _write(path: Path, tensors: Mapping[str, NamedArray], metadata: dict[str, st
             file.write(struct.pack("<Q", len(packed)) + packed)
             for _, (_, _, raw) in ordered:
                 file.write(raw)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+            size = file.tell()
+        publish(temporary, path, size)
     except OSError:
         temporary.unlink(missing_ok=True)  # a full disk needs the room
         raise
+
+
+def publish(temporary: Path, path: Path, size: int) -> None:
+    """Give a file that is written its name, once it is on the disk. Raises OSError where it has another size."""
+    with open(temporary, "rb+") as file:
+        if file.seek(0, os.SEEK_END) != size:
+            raise OSError(f"{path.name} is not whole")
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)  # the new name too
@@ -97,7 +105,7 @@ def sound(folder: Path, shard: int, shards: int) -> tuple[tuple[int, ...], list[
 
 def shards_of(folder: Path, clock: int) -> int:
     """How many shards wrote the checkpoint of this clock. Raises IncompatibleError as `read`."""
-    return int(read(folder, 0, clock, only=())[1].get("shards", 1))
+    return int(facts_of(folder, clock).get("shards", 1))
 
 
 def newest(folder: Path, shards: int) -> int:
@@ -164,6 +172,11 @@ def write(
     plain = {name: fact for name, fact in facts.items() if not isinstance(fact, bytes)}
     sums = {name: zlib.crc32(raw) for name, (_, _, raw) in tensors.items()}
     _write(path_of(folder, shard, clock), tensors, {"narrows": json.dumps(plain | {"clock": clock, "crc32": sums})})
+    return tidy(folder, shard, clock, int(facts.get("shards", 1)), shared)
+
+
+def tidy(folder: Path, shard: int, clock: int, shards: int, shared: int) -> tuple[int, ...]:
+    """After one of `clock` was written, by one of so many shards: drop later ones and those too old; the clocks on disk."""
     drop_after(folder, shard, clock)  # of an earlier run: they would count as newer, and this one be dropped for them
     for old in clocks(folder, shard)[:-KEPT]:
         if old != shared:
@@ -171,7 +184,7 @@ def write(
     kept = clocks(folder, shard)
     for left in folder.glob("shard-*.safetensors") if not shard else ():
         match = _NAME.fullmatch(left.name)  # of shards that are no more
-        if match and int(match[1]) >= facts["shards"] and int(match[2]) not in kept:
+        if match and int(match[1]) >= shards and int(match[2]) not in kept:
             left.unlink(missing_ok=True)
     return kept
 
@@ -214,17 +227,32 @@ def read(
     return arrays, facts
 
 
-def read_for(folder: Path, shard: int, shards: int, clock: int) -> tuple[Load, bool]:
+def facts_of(folder: Path, clock: int) -> dict[str, Any]:
+    """Of the checkpoint of a clock, by the file of shard 0. Raises IncompatibleError as `read`."""
+    return read(folder, 0, clock, only=())[1]
+
+
+def read_for(
+    folder: Path,
+    shard: int,
+    shards: int,
+    clock: int,
+    facts: dict[str, Any],
+    fetch: Callable[[int], object] = int,
+) -> tuple[Load, bool]:
     """What one of so many shards begins from at the checkpoint of `clock`, and whether its files are of another number of
-    shards. Raises IncompatibleError as `read`."""
-    count = shards_of(folder, clock)
+    shards. `facts`: of that checkpoint; `fetch`: brings the file of a shard, before it is read. Raises IncompatibleError as
+    `read`, and what `fetch` raises."""
+    count = int(facts.get("shards", 1))
     if count == shards:
+        fetch(shard)
         arrays, facts = read(folder, shard, clock)
         return Load(arrays, int(facts["publication"])), False
-    _, facts = read(folder, 0, clock, only=())
     plan = Plan.unpacked(facts["plan"])
     ranges, (begin, end) = split(plan.size, count), split(plan.size, shards)[shard]
     needed = {index for index, *_ in overlaps(ranges, begin, end)}
+    for index in needed:
+        fetch(index)
     before = [(keys, read(folder, index, clock)[0] if index in needed else {}) for index, keys in enumerate(ranges)]
     return Load(recut(plan, before, (begin, end)), int(facts["publication"])), True
 

@@ -2,20 +2,54 @@
 
 from __future__ import annotations
 
+import time
+
 from narrows.protocols.effects import Log
+from narrows.protocols.runtime.sockets import Sockets
 from narrows.ps.process import checkpoints
-from narrows.ps.process.machine import Process
+from narrows.ps.process.archive import Away
+from narrows.ps.process.gate import Gate
+from narrows.ps.process.machine import Process, emit
+from narrows.ps.process.pulse import BEAT_S, BYTES_PER_S, HANG_S
 from narrows.ps.process.writer import Writer, Written
 from narrows.ps.server import Server
 
 
 class Disk:
-    """Of one process; without a folder it does nothing."""
+    """Of one process; without a folder it does nothing. On another machine than that of shard 0 a file is here while it
+    travels."""
 
     def __init__(self, process: Process) -> None:
         self.process, self.folder, self.index = process, process.folder, process.index
-        self.writer = Writer(process.folder, process.index) if process.folder is not None else None
+        self.away: Away | None = None
+        if process.host and process.folder is not None:
+            self.away = Away(process.folder, process.index, process.coordinator, self._dial, self._alive)
+        self.writer = Writer(process.folder, process.index, self.away) if process.folder is not None else None
         self.trouble = ""  # said once
+        self.nbytes, self.due_s = 0, 0.0
+
+    def _dial(self) -> Sockets:
+        process = self.process
+        gate = Gate(process.keys, "", process.secret, process.coordinator)
+        return Sockets(known_as=gate.name_at, curve=gate.curve)
+
+    def _alive(self) -> None:
+        """While all else may wait for what travels, this is the sign of life."""
+        if (now := time.monotonic()) >= self.due_s:
+            self.due_s = now + BEAT_S
+            emit("alive", within=HANG_S + self.nbytes / BYTES_PER_S)
+
+    def clocks(self) -> tuple[int, ...]:
+        """Of the checkpoints of this shard. Raises NarrowsError."""
+        if self.away is not None:
+            return self.away.held()
+        return checkpoints.clocks(self.folder, self.index) if self.folder is not None else ()
+
+    def sound(self, shards: int) -> tuple[tuple[int, ...], list[str]]:
+        """As checkpoints.sound. Raises NarrowsError."""
+        if self.folder is None:
+            return (), []
+        return (self.away.sound(shards), []) if self.away else checkpoints.sound(self.folder, self.index, shards)
 
     def write(self, clock: int, server: Server) -> None:
         """Begin to write one; the last of a run is waited for."""
@@ -29,6 +63,7 @@ class Disk:
             "buffers": coordinator.buffers if coordinator is not None else b"",
             "epoch": coordinator.run.epoch if coordinator is not None else 0,
         }
+        self.nbytes = server.shard.nbytes
         self.writer.write(clock, planned.store.arrays(), facts, server.shard.ledger.shared)
         if last:
             self.writer.wait()
@@ -52,9 +87,13 @@ class Disk:
         if self.folder is None or self.writer is None:
             return
         self.writer.forget()
-        checkpoints.drop_after(self.folder, self.index, clock)
+        if self.away is None:  # else they are dropped there, with the next that is written
+            checkpoints.drop_after(self.folder, self.index, clock)
         if clock < 0:
             return
-        planned = server.shard.planned
+        planned, shards = server.shard.planned, server.shard.settings.shards
         assert planned is not None
-        planned.begin(*checkpoints.read_for(self.folder, self.index, server.shard.settings.shards, clock))
+        if self.away is not None:
+            return planned.begin(*self.away.load(shards, clock))
+        facts = checkpoints.facts_of(self.folder, clock)
+        planned.begin(*checkpoints.read_for(self.folder, self.index, shards, clock, facts))

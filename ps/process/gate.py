@@ -21,7 +21,7 @@ from narrows.protocols.runtime.keys import SERVER, Guard, Identity, member_key
 from narrows.ps.process.machine import emit
 from narrows.ps.server import OF_CLUSTERS
 
-OF_SHARDS = (m.Report, m.Copy, m.Copying, m.View)
+OF_SHARDS = (m.Report, m.Copy, m.Copying, m.View, m.Join, m.FileAsk)
 REFUSED_MAX = 64  # kinds of refusals that are told
 OTHERS = "others"
 FLIGHT_TIMES = 5  # the updates that a member may have in flight, over the machine that folds them
@@ -107,7 +107,10 @@ class Gate:
     def check(self, peer: bytes, message: m.Message, size: int) -> None:
         """Whether who sent a message of so many bytes may say that. Raises AuthenticationError and RemoteProtocolError."""
         reports = isinstance(message, OF_SHARDS)
-        asks = isinstance(message, m.Copy) and message.shard < 0  # it is told the secret
+        # Who asks first is told the secret.
+        asks = (isinstance(message, m.Copy) and message.shard < 0) or (
+            isinstance(message, m.Join) and not message.token
+        )
         if reports and not asks and not peer.startswith(self.secret):
             raise RemoteProtocolError(f"a {type(message).__name__} comes from the shards of this server alone")
         if self.guard is None:

@@ -52,4 +52,4 @@ def totals(runner: Runner) -> None:
         if name != SERVER:
             text = f"shard {runner.process.index}: {name} sent {size / 1e6:.2f} MB"
             emit("log", name="sent", values={"shard": runner.process.index, "name": name, "bytes": size, "text": text})
-    emit("done", dropped=dropped, refused=runner.gate.totals())
+    emit("done", dropped=dropped, refused=runner.gate.totals(), over=runner.server.over)

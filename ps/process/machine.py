@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from narrows.protocols import messages as m
 from narrows.protocols.cluster.coordinator import Coordinator
@@ -34,7 +34,11 @@ from narrows.ps.server import Server
 from narrows.ps.shard import Shard
 from narrows.ps.store import ServerOptimizer
 
+if TYPE_CHECKING:
+    from narrows.ps.process.disk import Disk
+
 RUN_EPOCHS = 1 << 40  # more than a run has until it is resumed
+TOLD = ("secret", "parent_timeout", "first_epoch", "replicas")  # to a standby
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,8 @@ class Process:
     done: tuple[int, ...] = ()  # shards that had ended by then
     replicas: int = 0  # standbys that may copy this server
     follows: str = ""  # the shard that this one copies, and whose place it takes
+    host: str = ""  # where members find this shard, which is on another machine than shard 0
+    away: tuple[tuple[int, str], ...] = ()  # the shards that are, with their hosts
 
     @property
     def folder(self) -> Path | None:
@@ -106,18 +112,18 @@ def original(
     return Original(process.index, server, port, lost_ns, freeze, siblings, first_view, before)
 
 
-def introduction(process: Process, server: Server) -> m.Original:
-    """What a server must be told to stand by for this one."""
+def introduction(process: Process, server: Server, *more: str) -> m.Original:
+    """What a server must be told to stand by for this one; `more`: names of what else of this process."""
     assert server.coordinator is not None
-    reports = server.coordinator.reports
+    reports, settings = server.coordinator.reports, server.coordinator.run.settings
     told = {
         "release": release(),
-        "settings": asdict(process.settings),
-        "ports": [reports[shard].port if shard in reports else 0 for shard in range(process.settings.shards)],
+        "settings": asdict(settings),
+        "ports": [reports[shard].port if shard in reports else 0 for shard in range(settings.shards)],
         "hash_seed": os.environ.get("PYTHONHASHSEED", ""),
         "parent": server.above,
         "has_parent_key": bool(process.parent_key),
-        **{name: getattr(process, name) for name in ("secret", "parent_timeout", "first_epoch", "replicas")},
+        **{name: getattr(process, name) for name in (*TOLD, *more)},
     }
     return m.Original(pack(told))
 
@@ -128,7 +134,7 @@ def release() -> str:
     return ", ".join([f"Python {platform.python_version()}", *(f"{name} {version(name)}" for name in names)])
 
 
-def machine(process: Process, port: int, lent: Callable[[], bool], own: Secret | None) -> Server:
+def machine(process: Process, port: int, lent: Callable[[], bool], own: Secret | None, disk: Disk) -> Server:
     """The machine of a process that listens on `port`, with the newest checkpoint of the run where it resumes one. `own`: the
     key that other clusters find here."""
     folder, settings, child = process.folder, process.settings, bool(process.parent)
@@ -137,7 +143,7 @@ def machine(process: Process, port: int, lent: Callable[[], bool], own: Secret |
     facts: dict[str, Any] = {}
     coordinator = member = None
     if folder is not None and process.resume:
-        kept, damaged = checkpoints.sound(folder, process.index, settings.shards)
+        kept, damaged = disk.sound(settings.shards)
         for text in damaged:
             emit("log", name="damaged", values={"shard": process.index, "text": text})
         if not process.index:
@@ -146,7 +152,7 @@ def machine(process: Process, port: int, lent: Callable[[], bool], own: Secret |
         if restart >= 0 and folder is not None:
             _, facts = checkpoints.read(folder, 0, restart, only=())
             first_epoch = max(first_epoch, facts.get("epoch", 0) + RUN_EPOCHS)  # a clock may have been set back
-        coordinator = Coordinator(settings, first_epoch, restart, child, keys_that_fit())
+        coordinator = Coordinator(settings, first_epoch, restart, child, keys_that_fit(), dict(process.away))
         if facts:
             coordinator.roster.adopt(facts["plan"])
             coordinator.buffers = facts["buffers"]
@@ -160,6 +166,7 @@ def machine(process: Process, port: int, lent: Callable[[], bool], own: Secret |
         child=child,
         member=member,
         coordinator=coordinator,
+        host=process.host,
     )
     shard = Shard(process.index, settings, time.time_ns(), port, kept, means)
     host = reached(process.bind, process.parent) if member else ""

@@ -23,14 +23,14 @@ from narrows.protocols.runtime.sockets import FULL, NOBODY, Drops, Peer, Port, S
 from narrows.protocols.wire import decode, encode
 from narrows.ps.events import Event, Kind
 from narrows.ps.planned import Stage
-from narrows.ps.process import checkpoints
+from narrows.ps.process.answering import Answering
 from narrows.ps.process.dialled import Dialled
 from narrows.ps.process.disk import Disk
 from narrows.ps.process.follower import Follower
 from narrows.ps.process.gate import Gate
 from narrows.ps.process.journal import Journal, Replay, frozen
 from narrows.ps.process.lending import Lending
-from narrows.ps.process.machine import Process, emit, introduction, journal_most, machine, original
+from narrows.ps.process.machine import Process, emit, journal_most, machine, original
 from narrows.ps.process.pulse import Pulse
 from narrows.ps.process.writer import Written
 from narrows.ps.reports import COORDINATOR
@@ -65,7 +65,7 @@ class Runner:
         self.end = Stop()
         self.running = True
         self.stop_by = float("inf")
-        self.disk = Disk(process)
+        self.disk, self.answering = Disk(process), Answering(process)
         most = journal_most(process.settings.shards)
         self.journal = Journal(both, self.lending.any, most) if both is not None else None
         self.anew = True  # the journal is to begin again
@@ -77,7 +77,7 @@ class Runner:
             self.server = again.machine()
         else:
             own = self.gate.guard.own if self.gate.guard is not None else None
-            self.server = machine(process, number, self.lending.any, own)
+            self.server = machine(process, number, self.lending.any, own, self.disk)
         self.gate.known = self.server
         siblings = copy.standby.siblings if copy is not None else None
         self.original = original(process, self.server, number, lambda: frozen(self.server, self.lending.any), siblings)
@@ -133,15 +133,15 @@ class Runner:
         """With a machine to which all has been done again. `here`: its checkpoints are on this disk."""
         self.running, self.end = done.stop is None, done.stop or self.end
         self.clock = Awake(begins_ns=self.server.now_ns)
-        index, shard, folder = self.process.index, self.server.shard, self.process.folder
+        shard = self.server.shard
         # Later in a clock the arrays may have what belongs to the next one.
         whole = shard.planned is not None and shard.planned.stage in (Stage.FOLD, Stage.CHECKPOINT)
         writing = shard.writing
         if writing == shard.min_clock and whole:
             self.disk.write(writing, self.server)
-        elif folder is not None and (writing >= 0 or not here):
+        elif self.process.folder is not None and (writing >= 0 or not here):
             clock = writing if writing >= 0 else shard.tried
-            self._write_down(Written(clock, checkpoints.clocks(folder, index), 0))
+            self._write_down(Written(clock, self.disk.clocks(), 0))
         elif self.server.over and shard.checkpoints:  # who waits for it may not have been told
             self._log("checkpoint", clock=shard.checkpoints[-1])
 
@@ -262,8 +262,8 @@ class Runner:
         try:
             message, size = decode(frames), sum(map(len, frames))
             self.gate.check(peer, message, size)
-            if isinstance(message, m.OF_COPIES):
-                self._at_once(self._copies(peer, message, now_ns))
+            if m.beside(message):
+                self._at_once(self._beside(peer, message, now_ns))
                 return self.gate.connections.let_in(peer)
             if isinstance(message, OF_CLUSTERS):
                 self.bytes_down += size
@@ -275,14 +275,12 @@ class Runner:
                 effects = [effect for effect in effects if not isinstance(effect, Log)]
         self.apply(effects, now_ns)
 
-    def _copies(self, peer: bytes, message: m.Message, now_ns: int) -> list[CopyEffect]:
-        """What a standby says, or a member of it. Raises RemoteProtocolError."""
-        if not isinstance(message, m.Copy) or (self.process.replicas and message.shard >= 0):
-            return self.original.receive(peer, message, now_ns)
-        if self.process.replicas and not self.process.index:
-            return [Send(peer, introduction(self.process, self.server))]
-        text = "this server has no standby: start it with --replicas 1, and name the address of its shard 0"
-        return [Send(peer, m.Refuse(m.RefuseCode.INCOMPATIBLE, -1, 0, text))]
+    def _beside(self, peer: bytes, message: m.Message, now_ns: int) -> Sequence[CopyEffect]:
+        """The effects of what is no event of the machine. Raises RemoteProtocolError."""
+        asks = isinstance(message, m.Copy) and (message.shard < 0 or not self.process.replicas)
+        if asks or isinstance(message, (m.Join, m.FileAsk)):
+            return self.answering.hear(peer, message, self.server)
+        return self.original.receive(peer, message, now_ns)
 
     def shut_out(self, address: str, why: Why, public: str) -> None:
         """A handshake has failed. Another cluster may not know of us yet: the next message to it dials anew."""
@@ -333,6 +331,7 @@ class Runner:
             for peer, frames in sockets.receive(TICK_MS):
                 self.receive(peer, frames)
             self.wrote()
+            self._carry_out(self.answering.take())
             unreached, self.unreached = self.unreached, []
             for lost in dict.fromkeys(unreached):
                 self.happen(Event(Kind.UNREACHED, self.clock.now(), lost))

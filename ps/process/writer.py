@@ -17,8 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from narrows.protocols.errors import NarrowsError
 from narrows.ps.changes import FloatArray
 from narrows.ps.process import checkpoints
+from narrows.ps.process.archive import Away
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +34,11 @@ class Written:
 
 
 class Writer:
-    """Of shard `index`, into `folder`."""
+    """Of shard `index`, into `folder`; from there they go `away`, where the folder of checkpoints is on another machine."""
 
-    def __init__(self, folder: Path, index: int) -> None:
-        self.folder, self.index = folder, index
+    def __init__(self, folder: Path, index: int, away: Away | None = None) -> None:
+        self.folder, self.index, self.away = folder, index, away
+        self._kept: tuple[int, ...] = ()  # there, as it was said last
         self._copies: dict[str, FloatArray] = {}
         self._thread: Thread | None = None
         self._written: Written | None = None
@@ -70,9 +73,11 @@ class Writer:
         trouble = ""
         try:
             kept = checkpoints.write(self.folder, self.index, clock, arrays, facts, shared)
-        except OSError as error:
-            kept = checkpoints.clocks(self.folder, self.index)
-            trouble = f"{self.folder}: {error.strerror or error}"
+            if self.away is not None:
+                kept = self._kept = self.away.keep(clock, facts["shards"], shared)
+        except (OSError, NarrowsError) as error:
+            kept = self._kept if self.away is not None else checkpoints.clocks(self.folder, self.index)
+            trouble = str(error) if isinstance(error, NarrowsError) else f"{self.folder}: {error.strerror or error}"
         self._written = Written(clock, kept, time.monotonic_ns() - began_ns, trouble)
 
     def wait(self) -> None:

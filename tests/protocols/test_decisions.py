@@ -20,8 +20,9 @@ from narrows.protocols.cluster.moves import MOVE_LIFE, MovePhase, Moves
 from narrows.protocols.cluster.roster import EXPECT_BYTES_MAX, Roster
 from narrows.protocols.cluster.rounds import Rounds
 from narrows.protocols.cluster.run import NO_KEY, RUN_LIFE, SEAT_LIFE, Run, RunPhase, Seat, SeatPhase
-from narrows.protocols.effects import NS, Send, ServerEffect
+from narrows.protocols.effects import NS, Log, Send, ServerEffect, Stop
 from narrows.protocols.errors import RemoteProtocolError
+from narrows.protocols.messages import Wish
 from narrows.protocols.plan import BUFFERS_BYTES_MAX, Plan, TensorSpec, pack_arrays
 from narrows.protocols.settings import SHARDS_MAX, Settings
 from narrows.protocols.wire import HEADER_BYTES_MAX, encode, pack
@@ -481,3 +482,176 @@ def test_a_shard_that_cannot_write_keeps_the_keys_where_they_are() -> None:
     assert [word.message for word in moves.word(seat)] == []  # it is not ready
     seat.ready_sent, moves.roster.plan = True, Plan((TensorSpec("w", (4,), "float32"),), "", ((0,),))
     assert [word.message for word in moves.word(seat)] == [m.Move(seat.worker, seat.epoch, 2, -1)]
+
+
+# Machines that join.
+
+
+def says(
+    ours: Coordinator, token: str, shards: int = 1, first: int = -1, wish: Wish = Wish.STAY, now_ns: int = 0
+) -> m.Room:
+    """What a machine says, and hears."""
+    effects = ours.handle(b"guest", m.Join(token, f"host-{token}", shards, first, wish), now_ns)
+    (room,) = (each.message for each in effects if isinstance(each, Send) and isinstance(each.message, m.Room))
+    assert room.token == token
+    return room
+
+
+class House:
+    """A run of two shards and one member that trains, and machines that join it."""
+
+    def __init__(self, **flags: Any) -> None:
+        known: dict[str, Any] = {"sync": "bsp", "workers": 1, "shards": 2}
+        self.ours = ours = Coordinator(Settings(**known | flags).validated(), 1)
+        self.now_ns, self.seat = 0, member(ours.run, ours.rounds)
+        ours.run.move("start")
+        for shard in range(2):
+            report(ours.run, shard, checkpoints=(0,))
+            ours.lines[shard] = coordinator.Line(b"old")
+
+    def says(self, token: str, shards: int = 1, first: int = -1, wish: Wish = Wish.STAY) -> m.Room:
+        return says(self.ours, token, shards, first, wish, self.now_ns)
+
+    def moves(self) -> None:
+        """To the end of a move that is under way."""
+        run, moves = self.ours.run, self.ours.moves
+        assert moves.may_stay
+        for shard in range(run.shards, moves.target):
+            here = replace(run.reports[0], shard=shard, host=moves.away.get(shard, ""))
+            moves.offer(b"new", here)
+        for _ in MovePhase:
+            moves.knows(self.seat, moves.number)
+            if moves.phase is MovePhase.HELD:
+                push(self.ours.rounds, self.seat, moves.at, run.shards)
+            at = self.ours.min_clock
+            rows: dict[str, Any] = {"min_clock": at, "tried": at, "checkpoints": (at,), "epoch": run.epoch}
+            for shard in range(run.shards):
+                report(run, shard, host=moves.away.get(shard, ""), **rows)
+            self.ours._settle(self.now_ns)
+        assert moves.phase in (MovePhase.STILL, MovePhase.ASKED), "done, or the next one is due"
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        return self.ours.run.where[1]
+
+
+def test_a_machine_that_joins_gets_the_shards_after_the_last_and_gives_them_back() -> None:
+    house = House()
+    room = house.says("a", 2)
+    assert (room.first, room.count, room.shards, room.target, room.over) == (2, 2, 2, 4, False)
+    house.moves()
+    assert house.says("a", 2, 2).shards == 4 and house.hosts == ("", "", "host-a", "host-a")
+    assert house.says("a", 2, 2, Wish.GO).target == 2
+    house.moves()
+    room = house.says("a", 2, 2, Wish.GO)
+    assert (room.over, room.code, room.shards) == (True, 0, 2) and not any(house.hosts) and not house.ours.moves.away
+
+
+def test_one_machine_comes_after_the_other_and_goes_before_it() -> None:
+    house = House()
+    assert house.says("a").first == 2 and house.says("b").first == -1, "one move at a time"
+    house.moves()
+    assert house.says("b").first == 3
+    house.moves()
+    assert house.says("a", 1, 2, Wish.GO).target == 2
+    house.moves()
+    assert house.says("a", 1, 2).code == 0 and house.says("b", 1, 3).code == m.RefuseCode.NOT_A_MEMBER
+    assert house.says("b again").first == 2
+
+
+def test_a_move_to_a_machine_that_goes_is_called_off() -> None:
+    house = House()
+    house.says("a")
+    room = house.says("a", wish=Wish.GO)
+    assert room.over and room.code == 0 and house.ours.moves.phase is MovePhase.STILL and not house.ours.moves.away
+
+
+def test_a_machine_hears_why_the_keys_stay_where_they_are() -> None:
+    house = House()
+    house.says("a")
+    house.ours.reshard(0, 0)
+    room = house.says("a")
+    assert (room.over, room.code) == (True, 1) and "a new shard did not start" in room.text
+    room = House(sync="async").says("a")
+    assert (room.over, room.code) == (True, m.RefuseCode.INCOMPATIBLE) and "no bound" in room.text
+    room = house.says("b", SHARDS_MAX)
+    assert (room.over, room.code) == (True, 1) and "from 1 to" in room.text
+
+
+def test_a_user_takes_shards_of_machines_away_and_adds_none_beyond_them() -> None:
+    house = House()
+    house.says("a", 2)
+    house.moves()
+    (log,) = house.ours.reshard(5, 0)
+    assert isinstance(log, Log) and "on other machines" in str(log.values["text"])
+    house.ours.reshard(3, 0)
+    house.moves()
+    room = house.says("a", 2, 2)
+    assert (room.first, room.count, room.over) == (2, 1, False)
+    house.ours.reshard(2, 0)
+    house.moves()
+    assert house.says("a", 2, 2).over and house.says("a", 2, 2).code == 0
+
+
+@pytest.mark.parametrize("says_so", [True, False])
+def test_a_machine_that_is_lost_is_done_without(says_so: bool) -> None:
+    house, run = House(), None
+    for token, first in (("a", 2), ("b", 3)):
+        house.says(token)
+        house.moves()
+        house.says(token, 1, first)
+    run = house.ours.run
+    clock, epoch = house.ours.min_clock, run.epoch
+    if says_so:
+        house.says("a", 1, 2, Wish.GONE)
+    else:
+        house.now_ns = 30 * NS
+        house.says("b", 1, 3)
+        assert run.shards == 4, "three leases are not over"
+        house.now_ns += 1
+        house.seat.seen_ns = house.now_ns
+    told = house.ours.tick(house.now_ns)
+    (log,) = (each for each in told if isinstance(each, Log) and each.event == "move")
+    assert "host-a is lost" in str(log.values["text"]) and (log.values["shards"], log.values["away"]) == (2, {})
+    assert (run.shards, run.restart_clock, [*run.reports]) == (2, clock, [0, 1]) and run.generation > epoch
+    assert not run.seats, "all join again"
+    assert house.says("a", 1, 2).code == m.RefuseCode.SERVER_LOST
+    assert house.says("b", 1, 3).code == m.RefuseCode.NOT_A_MEMBER
+
+
+def test_where_no_checkpoint_is_left_a_lost_machine_ends_the_run() -> None:
+    house = House()
+    house.says("a")
+    house.moves()
+    report(house.ours.run, 0, checkpoints=())
+    house.says("a", 1, 2, Wish.GONE)
+    (stop,) = (each for each in house.ours.tick(0) if isinstance(each, Stop))
+    assert stop.code == m.RefuseCode.SERVER_LOST and "no checkpoint is on all shards" in stop.text
+
+
+def test_a_coordinator_that_begins_anew_waits_for_the_machines_that_had_joined() -> None:
+    away = {2: "host-a", 3: "host-a", 4: "host-b"}
+    for said in (True, False):
+        ours = Coordinator(Settings(sync="bsp", shards=5).validated(), 1, away=away)
+        for shard in range(5):
+            report(ours.run, shard, checkpoints=(4,), host=away.get(shard, ""))
+            ours.lines[shard] = coordinator.Line(b"old")
+        ours.tick(0)
+        for token, first, shards in (("a", 2, 2), ("b", 4, 1)) if said else ():
+            room = says(ours, token, shards, first, now_ns=20 * NS)
+            assert (room.first, room.count, room.over) == (first, shards, False)
+        ours.tick(30 * NS + 1)
+        assert ours.run.shards == (5 if said else 2)
+    room = says(ours, "a", 2, 2, now_ns=31 * NS)
+    assert room.over and room.code == m.RefuseCode.SERVER_LOST
+
+
+def test_a_report_of_a_machine_that_has_lost_its_shards_counts_no_more() -> None:
+    """Its clock may be ahead of that of the machine which has them now."""
+    house = House()
+    house.says("a")
+    house.moves()
+    ours = house.ours
+    before = ours.reports[2]
+    ours.handle(b"old", replace(before, host="elsewhere", incarnation=before.incarnation + 9), 0)
+    assert ours.reports[2] is before and ours.run.shards == 3

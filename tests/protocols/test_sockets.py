@@ -239,7 +239,7 @@ def test_a_server_says_what_it_drops_once_and_how_much_at_the_end(capfd: pytest.
     first, above, done = (json.loads(line) for line in capfd.readouterr().out.splitlines())
     assert first["name"] == "dropped" and "(LeaveAck)" in first["values"]["text"] and first["values"]["shard"] == 0
     assert above["name"] == "above" and above["values"]["dropped"] == {"LeaveAck": 5}
-    assert done == {"event": "done", "dropped": {"LeaveAck": 5}, "refused": {}}
+    assert done == {"event": "done", "dropped": {"LeaveAck": 5}, "refused": {}, "over": False}
 
 
 def test_only_views_of_the_store_are_lent(server: Sockets) -> None:

@@ -303,7 +303,7 @@ def test_who_is_not_told_says_why(
     monkeypatch.setattr(asking, "Sockets", lambda **how: Answering(answers, **how))
     began = time.monotonic()
     with pytest.raises(error, match=text):
-        asking.ask(ORIGINAL, "")
+        asking.ask("--standby", ORIGINAL, "")
     assert time.monotonic() - began < 2.0, "an answer is waited for no longer than until it comes"
 
 
@@ -311,7 +311,7 @@ def test_who_asks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """What else comes is of no account."""
     answers = [m.Copied(1, 0, 0, 1, b"", 0, b"", b""), m.Original(pack(TOLD))]
     monkeypatch.setattr(asking, "Sockets", lambda **how: Answering(answers, **how))
-    assert asking.ask(ORIGINAL, "") == TOLD
+    assert asking.ask("--standby", ORIGINAL, "") == TOLD
 
 
 class Answering(Wire):

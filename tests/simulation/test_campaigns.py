@@ -216,7 +216,7 @@ class Patient(Rounds):
 class NewestOfAny(Generations):
     """The run goes back to a checkpoint that one shard has, and not all."""
 
-    def _shared(self) -> int:
+    def shared(self) -> int:
         return max(set[int]().union(*(report.checkpoints for report in self.run.reports.values())), default=-1)
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from narrows.compression.replica import HostReplica
 from narrows.protocols import messages as m
+from narrows.protocols.cluster.guests import Guest, Guests
 from narrows.protocols.cluster.moves import Moves
 from narrows.protocols.cluster.run import Run
 from narrows.protocols.effects import ServerEffect
@@ -17,11 +18,12 @@ from narrows.ps import recut as recutting
 from narrows.ps.shard import Shard
 from simulation import actors
 from simulation.actors import Bug, Kit, Process, planted
+from simulation.guests import Visited, visit_of
 from simulation.mirrors import Violation
 from simulation.moves import Moved, moves_of
 from simulation.twins import Twin
 
-RUNS, RESTARTS, TWINS = 12, 6, 1
+RUNS, RESTARTS, TWINS, VISITS = 12, 6, 1, 8
 PLANTED_SEEDS = 20  # within so many a planted bug is found
 
 
@@ -38,6 +40,17 @@ def test_a_shard_that_fails_in_the_midst_of_a_move_ends_no_run() -> None:
     assert sum(run.sim.struck["shard restarted"] for run in runs) > 0.8 * RESTARTS
     moves = [len(run.done) for run in runs]
     assert 0 < sum(moves) < 2 * RESTARTS, "some are called off"
+
+
+def test_every_invariant_holds_where_a_machine_joins_and_goes() -> None:
+    runs = [Visited(visit_of(seed)).run() for seed in range(VISITS)]
+    assert sum(run.sim.struck["machine went"] for run in runs) > 0.5 * VISITS
+
+
+def test_every_invariant_holds_where_a_machine_that_joined_is_lost() -> None:
+    runs = [Visited(visit_of(seed, lost=True)).run() for seed in range(VISITS)]
+    assert sum(run.sim.struck["machine lost"] for run in runs) > 0.5 * VISITS
+    assert sum(run.sim.struck["with keys"] for run in runs) > 0.2 * VISITS
 
 
 def test_a_process_that_is_killed_while_keys_move_can_be_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,6 +104,21 @@ def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> No
     kit = planted(which, monkeypatch)
     with pytest.raises(Violation, match=complaint):
         _until_found(kit, complaint)
+
+
+def with_its_keys(guests: Guests, guest: Guest) -> bool:
+    """Who goes is told that it may, before its keys have moved."""
+    guests._let_go(guest)
+    return True
+
+
+@pytest.mark.parametrize(("name", "bug", "lost"), [("lost", lambda *words: None, True), ("_go", with_its_keys, False)])
+def test_a_machine_that_is_counted_on_and_not_there_is_found(
+    name: str, bug: Any, lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Guests, name, bug)
+    with pytest.raises(Violation, match="the run has not ended"):
+        Visited(visit_of(0, lost)).run()
 
 
 def _until_found(kit: Kit, complaint: str) -> None:

@@ -1,12 +1,19 @@
-"""ps-serve shards N, against a ps-serve whose worker goes on training: real processes, and one of them killed meanwhile."""
+"""ps-serve shards N and ps-serve --join, against a ps-serve whose worker goes on training: real processes, and some of them
+killed meanwhile."""
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from kit.processes import Server, Worker, finished, serving, started, trained_alone
+import pytest
+from kit.processes import Command, Server, Worker, finished, serving, started, trained_alone, until
 from kit.scripts import distance, flat
 from safetensors import safe_open
 
@@ -51,3 +58,130 @@ def test_two_shards_become_three_and_two_again(tmp_path: Path) -> None:
 def test_nobody_is_there_to_be_asked() -> None:
     code, _, err = finished("ps-serve", "shards", "3", "--at", "tcp://127.0.0.1:1")
     assert code == 3 and "no ps-serve serves port 1 on this machine" in err
+
+
+class Guest:
+    """A ps-serve that joins a server, at another address of this machine."""
+
+    def __init__(self, command: Command, ready: Path) -> None:
+        self.command, self.ready = command, ready
+
+    @property
+    def pids(self) -> list[int]:
+        """Of its shards, once it has their keys."""
+        return list(json.loads(self.ready.read_text())["shard_pids"]) if self.ready.exists() else []
+
+    def kill(self) -> None:
+        """All of it at once, as when its machine loses power."""
+        pids = self.pids
+        os.kill(self.command.pid, signal.SIGSTOP)  # it would start them again
+        for pid in (*pids, self.command.pid):
+            os.kill(pid, signal.SIGKILL)
+
+
+@contextmanager
+def joined(server: Server, folder: Path, *flags: str, host: str = "127.0.0.2") -> Iterator[Guest]:
+    ready = folder / f"ready-{host}"
+    words = ("ps-serve", "--join", server.address, "--bind", f"tcp://{host}:0", "--ready-file", str(ready), *flags)
+    with started(*words, cwd=folder) as command:
+        yield Guest(command, ready)
+
+
+def trains(worker: Worker, done: Callable[[], Any], what: object) -> None:
+    """Train until something is done: keys move while somebody does."""
+
+    def stepped() -> Any:
+        worker.step()
+        return done()
+
+    until(stepped, str(what))
+
+
+def test_a_machine_that_joins_has_keys_until_it_goes(tmp_path: Path) -> None:
+    """Trace: a shard on another address; it is killed there, and goes on; its machine gets Ctrl-C."""
+    with serving("--sync", "bsp", "--shards", "2", "--checkpoint-dir", str(tmp_path / "kept")) as server:
+        worker = Worker(server.address, rate=RATE)
+        worker.train(5)
+        with joined(server, tmp_path) as guest:
+            trains(worker, lambda: guest.pids, guest.command)
+            assert any("127.0.0.2" in address for address in worker.session.link._shards), "it is dialled there"
+            (old,) = guest.pids
+            os.kill(old, signal.SIGKILL)
+            trains(worker, lambda: guest.pids not in ([], [old]), guest.command)
+            worker.train(5)
+            assert len(server.pids) == 3, "ps-serve, and its own two"
+            guest.command.process.send_signal(signal.SIGINT)
+            trains(worker, lambda: guest.command.process.poll() is not None, guest.command)
+            assert guest.command.wait() == 0, guest.command
+            assert "goes on where it was" in guest.command.out, guest.command
+        worker.train(5)
+        worker.close()
+        assert server.command.wait() == 0, server.command
+        out = server.command.out
+        assert "the keys of 2 shards are those of 3" in out and "the keys of 3 shards are those of 2" in out
+        assert out.count(" joined at clock ") == 1 and "lost" not in out and "goes back" not in out, server.command
+    assert distance(flat(worker.model), trained_alone(worker.clock, RATE)) < 1e-6
+
+
+def test_a_machine_that_joined_ends_with_the_run_and_resume_finds_its_keys(tmp_path: Path) -> None:
+    """Also with keys, of which it has a copy."""
+    assert finished("ps-serve", "keys", "init", str(tmp_path / "keys"))[0] == 0
+    code, out, err = finished("ps-serve", "keys", "add", "one", "--keys", str(tmp_path / "keys"))
+    assert code == 0, err
+    shutil.copytree(tmp_path / "keys", tmp_path / "copy")
+    kept = ("--checkpoint-dir", str(tmp_path / "kept"))
+    with serving("--sync", "bsp", "--keys", str(tmp_path / "keys"), *kept) as server:
+        with joined(server, tmp_path) as stranger:
+            assert stranger.command.wait() == 4 and "give --keys" in stranger.command.err, stranger.command
+        worker = Worker(server.address, out.splitlines()[0], RATE)
+        worker.train(5)
+        with joined(server, tmp_path, "--shards", "2", "--keys", str(tmp_path / "copy")) as guest:
+            trains(worker, lambda: len(guest.pids) == 2, guest.command)
+            worker.train(5)
+            worker.close()
+            assert server.command.wait() == guest.command.wait() == 0, f"{server.command}\n{guest.command}"
+    clock = worker.clock
+    with safe_open(tmp_path / "kept" / "model.safetensors", framework="numpy") as file:
+        assert sum(file.get_tensor(name).size for name in file.keys()) == flat(worker.model).size  # noqa: SIM118
+    with serving("--sync", "bsp", "--resume", *kept) as server, Worker(server.address, rate=RATE) as again:
+        assert again.clock == clock
+        again.train(5)
+
+
+def test_where_a_machine_that_joined_is_lost_the_run_goes_back_without_it(tmp_path: Path) -> None:
+    """Two are lost, of which the second is told so and joins again."""
+    with serving("--sync", "bsp", "--lease", "1") as server:
+        worker = Worker(server.address, rate=RATE)
+        worker.train(5)
+        with joined(server, tmp_path) as first, joined(server, tmp_path, host="127.0.0.3") as second:
+            trains(worker, lambda: first.pids and second.pids, f"{first.command}\n{second.command}")
+            lost, stays = (first, second) if "has shard 1 of" in first.command.out else (second, first)
+            lost.kill()
+            trains(worker, lambda: stays.command.out.count("has shard 1 of") == 1, stays.command)
+            worker.train(5)
+            worker.close()
+            assert server.command.wait() == stays.command.wait() == 0, f"{server.command}\n{stays.command}"
+            assert "is lost: the keys of 3 shards are with 1" in server.command.out, server.command
+    assert distance(flat(worker.model), trained_alone(worker.clock, RATE)) < 1e-6
+
+
+@pytest.mark.parametrize(("server_flags", "flags", "code", "sentence"), [
+    (("--sync", "gossip"), (), 5, "the model is with the workers"),
+    (("--sync", "async"), (), 5, "has no bound"),
+    (("--sync", "bsp", "--replicas", "1"), (), 5, "a server with a standby keeps its shards"),
+    (("--sync", "bsp"), ("--sync", "ssp"), 2, "leave out --sync"),
+    (("--sync", "bsp"), ("--checkpoint-dir", "here"), 2, "leave out --checkpoint-dir"),
+    (("--sync", "bsp"), ("--shards", "500"), 2, "from 1 to 256"),
+])  # fmt: skip
+def test_who_cannot_join_is_told_why(
+    server_flags: tuple[str, ...], flags: tuple[str, ...], code: int, sentence: str, tmp_path: Path
+) -> None:
+    with serving(*server_flags) as server, joined(server, tmp_path, *flags) as guest:
+        assert guest.command.wait() == code and sentence in guest.command.err, guest.command
+
+
+def test_a_machine_joins_over_a_network_with_keys_alone() -> None:
+    code, _, err = finished("ps-serve", "--join", "tcp://10.0.0.1:5555", "--bind", "tcp://10.0.0.2:5555")
+    assert code == 2 and "give --keys with a copy of its folder, or --insecure" in err
+    code, _, err = finished("ps-serve", "--join", "tcp://10.0.0.1:5555", "--insecure")
+    assert code == 2 and "workers elsewhere could not dial this machine" in err

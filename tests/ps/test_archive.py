@@ -1,0 +1,142 @@
+"""Checkpoints of a shard on another machine, which are in the folder of shard 0: over a line that loses and repeats."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from narrows.protocols import messages as m
+from narrows.protocols.errors import NarrowsError
+from narrows.protocols.keys import split
+from narrows.protocols.messages import Buffer
+from narrows.protocols.plan import Plan, TensorSpec
+from narrows.protocols.wire import decode, encode
+from narrows.ps.process import archive, checkpoints
+from narrows.ps.process.archive import Archive, Away, What
+from narrows.ps.process.writer import Writer
+
+SIZE, CLOCK = 3000, 7
+PLAN = Plan((TensorSpec("w", (SIZE,), "float32"),), "", ((0,),))
+VALUES = np.arange(SIZE, dtype=np.float32)
+
+
+class Lossy:
+    """In the place of `Sockets`: what is asked is answered by an archive, some of it never, some twice, in any order."""
+
+    def __init__(self, there: Archive, rng: random.Random, answers: list[m.FileAnswer]) -> None:
+        self.there, self.rng, self.answers = there, rng, answers  # of all connections: some come late
+
+    def send(self, to: str, frames: Sequence[Buffer]) -> None:
+        ask = decode([bytes(frame) for frame in frames])
+        assert isinstance(ask, m.FileAsk) and to == "tcp://there:1"
+        for _ in range(self.rng.choice((0, 1, 1, 2))):
+            self.answers.append(self.there.answer(ask))
+
+    def receive(self, limit_ms: int) -> Iterator[tuple[str, list[Buffer]]]:
+        self.rng.shuffle(self.answers)
+        while self.answers:
+            yield "tcp://there:1", [*encode(self.answers.pop())]
+
+    def close(self) -> None:
+        """What is still under way is of nobody."""
+        self.answers.clear()
+
+
+@pytest.fixture
+def there(tmp_path: Path) -> Archive:
+    return Archive(tmp_path / "there")
+
+
+@pytest.fixture
+def away(there: Archive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Away:
+    """Of shard 2."""
+    monkeypatch.setattr(archive, "AGAIN_S", 0.0)
+    monkeypatch.setattr(archive, "PART_BYTES", 1000)
+    (tmp_path / "here").mkdir()
+    dial: Callable[[], Any] = lambda: Lossy(there, random.Random(1), [])  # noqa: E731
+    return Away(tmp_path / "here", 2, "tcp://there:1", dial)
+
+
+def facts(shards: int, clock: int) -> dict[str, Any]:
+    return {"publication": clock, "shards": shards, "plan": PLAN.packed()}
+
+
+def write(folder: Path, shards: int, clock: int, which: Sequence[int]) -> None:
+    """The files of these shards of so many."""
+    for shard in which:
+        begin, end = split(SIZE, shards)[shard]
+        x = VALUES[begin:end] + clock
+        checkpoints.write(folder, shard, clock, {"x": x, "p": x}, facts(shards, clock))
+
+
+@pytest.mark.parametrize("shards", [2, 3, 4])
+def test_a_shard_elsewhere_begins_from_the_files_of_any_number_of_shards(
+    shards: int, there: Archive, away: Away
+) -> None:
+    write(there.folder, shards, CLOCK, range(shards))
+    begin, end = split(SIZE, 3)[2]
+    load, recut = away.load(3, CLOCK)
+    assert np.array_equal(load.arrays["x"], VALUES[begin:end] + CLOCK)
+    assert (load.publication, recut) == (CLOCK, shards != 3)
+    assert not list(away.folder.iterdir()), "nothing is left here"
+
+
+def test_what_it_writes_is_with_the_others_and_nowhere_else(there: Archive, away: Away) -> None:
+    writer = Writer(away.folder, 2, away)
+    begin, end = split(SIZE, 3)[2]
+    kept: m.Ints = ()
+    for clock in range(5):
+        write(there.folder, 3, clock, range(2))
+        x = VALUES[begin:end] + 100 * clock
+        writer.write(clock, {"x": x, "p": x}, facts(3, clock), shared=0)
+        writer.wait()
+        written = writer.take()
+        assert written is not None and not written.trouble and clock in written.kept
+        kept = written.kept
+        assert kept == away.held() == checkpoints.clocks(there.folder, 2)
+        assert np.array_equal(checkpoints.read(there.folder, 2, clock)[0]["x"], x)
+    assert kept == (0, 2, 3, 4), "the newest three, and that which all shards have"
+    assert not list(away.folder.iterdir()) and not list(there.folder.glob("*.tmp"))
+    assert away.sound(3) == (0, 2, 3, 4) and checkpoints.newest(there.folder, 3) == 4
+
+
+def test_a_disk_that_refuses_there_is_named_here(there: Archive, away: Away) -> None:
+    there.folder.write_text("no folder")
+    writer = Writer(away.folder, 2, away)
+    writer.write(CLOCK, {"x": VALUES, "p": VALUES}, facts(3, CLOCK))
+    writer.wait()
+    written = writer.take()
+    assert written is not None and written.kept == () and str(there.folder) in written.trouble
+    assert not list(away.folder.iterdir())
+
+
+def test_a_checkpoint_that_is_not_there_is_an_error_of_one_sentence(away: Away) -> None:
+    with pytest.raises(NarrowsError, match="is missing"):
+        away.load(3, CLOCK)
+
+
+def test_a_server_that_does_not_answer_is_waited_for_no_longer_than_that(
+    away: Away, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(archive, "QUIET_S", 0.0)
+    monkeypatch.setattr(Lossy, "send", lambda *words: None)
+    with pytest.raises(NarrowsError, match="no answer came within 0 s"):
+        away.held()
+
+
+@pytest.mark.parametrize("name", ["", "../../x", "0123456789abcde/", "0123456789abcdef0"])
+def test_a_file_that_is_coming_has_no_name_but_its_own(name: str, there: Archive) -> None:
+    answer = there.answer(m.FileAsk(1, What.WRITE, 2, 3, CLOCK, 0, -1, name, b"x"))
+    assert "16 hex digits" in answer.text and not list(there.folder.iterdir())
+
+
+def test_a_file_that_is_not_whole_is_kept_under_no_name(there: Archive) -> None:
+    for offset in (0, 2):
+        assert not there.answer(m.FileAsk(1, What.WRITE, 2, 3, CLOCK, offset, -1, "0" * 16, b"x")).text
+    assert "is not whole" in there.answer(m.FileAsk(2, What.KEEP, 2, 3, CLOCK, 4, -1, "0" * 16, b"")).text
+    assert checkpoints.clocks(there.folder, 2) == ()
