@@ -301,7 +301,7 @@ def test_nan_is_found_in_whatever_carries_it(spec: str) -> None:
     itemsize = 4 if spec in ("raw", "lz4") else 2
     payload = bytearray(values.tobytes() if spec == "raw" else parse("dense" if spec == "lz4" else spec).encode(values))
     codec = RAW if spec == "raw" else CODED
-    assert np.square(values).sum() <= check_part(first_weights(codec, payload), (0, 100)) < 500
+    assert 100 < check_part(first_weights(codec, payload), (0, 100)) < 500
     begin = 0 if spec == "raw" else 16
     payload[begin : begin + itemsize] = b"\xff" * itemsize
     assert check_part(first_weights(codec, payload), (0, 100)) == math.inf
