@@ -645,6 +645,8 @@ class House(Node):
         now_ns, server = self.sim.now_ns, self.serving.shards[0]
         if self.serving.lost or not isinstance(server, Serving) or server.original.missed_ns:
             return False  # who has voted for it may not vote for the standby
+        if server.server.standby != standby.address(0):
+            return False  # it has gone on alone
         if now_ns < self.cut_ns or not standby.stands_by() or server.coordinator is None or server.coordinator.over:
             return False
         address = standby.address(0)
