@@ -32,7 +32,7 @@ from narrows.protocols import messages as m
 from narrows.protocols.effects import NS, MemberEffect, ServerEffect
 from narrows.protocols.errors import NarrowsError
 from narrows.protocols.member.exchange import Exchange
-from narrows.protocols.member.member import Phase
+from narrows.protocols.member.member import Member, Phase
 from narrows.protocols.wire import encode
 from narrows.ps.changes import Change, Fold, Outer, Step
 from narrows.ps.copies import Original, Siblings, lost_after
@@ -55,6 +55,7 @@ STRIKES_NS = (NS, 8 * NS)  # when faults begin
 AGAIN_NS = NS // 4  # a machine that cannot be lost yet may be so much later
 CUT_NS = (NS // 2, 7 * NS)
 ALONE_NS = 6 * NS  # in which a server goes on alone: with a cut beside it more than half of its members may be missed
+HEARD_NS = 3 * NS  # a heartbeat is four times in a lease
 LEASE_S = 10.0
 END_NS = 120 * NS
 MODES_ABOVE = ("bsp", "ssp", "ssp, sparse", "async", "local")
@@ -644,26 +645,34 @@ class House(Node):
         now_ns, server = self.sim.now_ns, self.serving.shards[0]
         if self.serving.lost or not isinstance(server, Serving) or server.original.missed_ns:
             return False  # who has voted for it may not vote for the standby
+        if server.server.standby != standby.address(0):
+            return False  # it has gone on alone
         if now_ns < self.cut_ns or not standby.stands_by() or server.coordinator is None or server.coordinator.over:
             return False
         address = standby.address(0)
         for worker in self.workers.values():
-            there = worker.ended or worker.member.phase in (Phase.RUNNING, Phase.LEAVING)
-            if not there or (not worker.ended and worker.member.views.standby != address):
+            ready = worker.member.phase in (Phase.RUNNING, Phase.LEAVING)
+            if not worker.ended and not (ready and self._knows(worker.member, address)):
                 return False
         for cluster in self.pairs.clusters if self.parent is None else ():
             above = cluster.machine.membership
-            if not cluster.over and (above is None or above.member.views.standby != address):
+            if not cluster.over and (above is None or not self._knows(above.member, address)):
                 return False
         alive = any(not worker.ended for node in (self, *self.pairs.clusters) for worker in node.workers.values())
         return alive and (self.parent is None or self._is_known_above())
 
+    def _knows(self, member: Member, standby: str) -> bool:
+        """It has voted for nobody in a later view: that would be one fault more."""
+        return member.views.standby == standby and member.views.view == self.machine.view
+
     def _is_known_above(self) -> bool:
-        """That it has a standby."""
+        """That it has a standby, which has most of a lease to say a word there."""
         assert self.parent is not None
         above, mine = self.parent.machine.coordinator, self.machine.membership
         seat = above.seats.get(mine.member.worker) if above is not None and mine is not None else None
-        return seat is not None and seat.copied and any(not worker.ended for worker in self.workers.values())
+        if seat is None or not seat.copied or self.parent.machine.now_ns - seat.seen_ns > HEARD_NS:
+            return False
+        return any(not worker.ended for worker in self.workers.values())
 
     def _cut(self, strike: Strike, after: Sequence[Site]) -> None:
         """One way or both, between this server and its standby, its members, or some of all."""

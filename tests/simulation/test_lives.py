@@ -101,7 +101,7 @@ def loses_one(kept: Kept, event: Event) -> None:
         written_of(kept, event)
 
 
-def folds_again(journal: Journal, server: Server, load: Callable[[int], None]) -> Replay:
+def folds_again(journal: Journal, server: Server, load: Callable[[int], None], note: Any) -> Replay:
     """The last update that was done again is done once more."""
     changes: list[Any] = []
 
@@ -112,7 +112,7 @@ def folds_again(journal: Journal, server: Server, load: Callable[[int], None]) -
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Store, "apply", applied)
-        done = replay_of(journal, server, load)
+        done = replay_of(journal, server, load, note)
     planned = server.shard.planned
     if changes and planned is not None and changes[0][0] is planned.store:
         apply_of(*changes[0])
