@@ -276,7 +276,8 @@ def test_it_waits_for_a_server_whose_run_is_over_until_that_is_gone(stdin: int) 
 
 # Before there is a process.
 
-TOLD = {"release": release(), "settings": {}, "ports": [1, 2], "hash_seed": "3", "secret": "x"}
+TOLD = {"release": release(), "settings": {}, "ports": [1, 2], "hash_seed": "3", "secret": "x", "parent": "",
+        "has_parent_key": False}  # fmt: skip
 
 
 def test_what_a_server_tells_is_checked() -> None:

@@ -46,3 +46,16 @@ def test_one_that_may_have_a_standby_does_not_gossip(stands: bool) -> None:
     server.happen(Event(Kind.ABOVE, 2 * NS, message=m.Welcome("token", 0, 0, 1, 1, above.packed(), (9,))))
     assert server.membership is not None
     assert ("leave out --replicas" in server.membership.final.text) == stands
+
+
+def test_a_cluster_does_not_join_a_server_with_shards_on_other_machines() -> None:
+    settings = Settings(sync="bsp", push="update", shards=2).validated()
+    coordinator, member = Coordinator(settings, 7, child=True), Member("token", "here")
+    means = Means(child=True, member=member, coordinator=coordinator)
+    server = Server(Shard(0, settings, 1, 5, (), means), coordinator, member, "tcp://above:1")
+    server.happen(Event(Kind.START, NS))
+    welcome = m.Welcome("token", 0, 0, 1, 3, settings.packed(), (1, 2), ("", "10.0.0.2"))
+    server.happen(Event(Kind.ABOVE, 2 * NS, message=welcome))
+    assert server.membership is not None and coordinator.over
+    end = server.membership.final
+    assert end.code == m.RefuseCode.INCOMPATIBLE and "end ps-serve --join there first" in end.text

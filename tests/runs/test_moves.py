@@ -163,3 +163,19 @@ def test_a_place_that_is_none_is_refused() -> None:
     assert isinstance(moved, Moved) and (moved.epoch, moved.clock) == (9, 5)
     assert isinstance(beat, Send) and beat.message == m.Heartbeat(3, 9, 0, move=2)
     assert member.receive(0, m.Move(3, 8, 2, 5, 9, (1, 2), ((0, 2), (2, 4))), 0) == [], "it comes twice"
+
+
+def test_a_shard_on_another_machine_is_dialled_there_and_its_link_timed_by_itself() -> None:
+    member = Member("w", "here")
+    member.join(0)
+    member.declare(Plan((TensorSpec("w", (4,), "float32"),), "", ((0,),)).packed(), 0)
+    member.receive(0, m.Welcome("w", 3, 0, 1, 7, Settings().validated().packed(), (1,)), 0)
+    member.receive(0, m.Ready(3, 8, 0, ((0, 4),), b""), 0)
+    ranges = ((0, 2), (2, 4))
+    for hosts in (("",), ("", "a b"), ("", "*"), ("", "a:1/b")):
+        with pytest.raises(RemoteProtocolError, match="a place that is none"):
+            member.receive(0, m.Move(3, 8, 1, 5, 9, (1, 2), ranges, hosts), 0)
+    moved, _ = member.receive(0, m.Move(3, 8, 1, 5, 9, (1, 2), ranges, ("", "10.0.0.2")), 0)
+    assert isinstance(moved, Moved) and moved.hosts == ("", "10.0.0.2")
+    here, there = member.sessions
+    assert here.meter is member.meter is not there.meter
