@@ -233,7 +233,7 @@ class Shard:
             tried=self.tried,
             wrote_ns=self.wrote_ns,
             from_above=above.place.epoch if above.ready and above.place is not None else 0,
-            finishing=tuple(seat.worker for seat in seats if self.service is not None and self.service.finishing(seat)),
+            finishing=self.service.all_finishing() if self.service is not None else (),
             finishes=planned.upward.finishes if planned is not None else 0,
             at_rest=self.at_rest,
             ended=above.ended,

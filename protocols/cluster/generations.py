@@ -150,8 +150,10 @@ class Generations(Decision):
     @property
     def at_rest(self) -> bool:
         """The run is over, and all shards have seen that and done what comes before it."""
+        if not self.run.over:
+            return False
         resting = [r for r in self.run.reports.values() if r.at_rest and r.min_clock >= self.rounds.min_clock]
-        return self.run.over and sum(r.ledger_seen >= self.over_version for r in resting) == self.run.shards
+        return sum(r.ledger_seen >= self.over_version for r in resting) == self.run.shards
 
     def fields(self, shard: int) -> dict[str, object]:
         return {

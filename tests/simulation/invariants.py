@@ -242,12 +242,11 @@ class Checker:
     def _on_contains(self, mirror: Mirror, state: m.State, where: str) -> None:
         """A worker learns which of its own updates are in, and at which weight."""
         held = mirror.held
+        who = (state.worker, state.epoch)
         shown = [
-            (push[2], weight)
-            for push, weight in held.folded.items()
-            if push[:2] == (state.worker, state.epoch)
-            and push[2] >= state.min_clock
-            and held.shown[push] <= state.publication
+            (clock, held.folded[*who, clock])
+            for clock in held.clocks.get(who, ())
+            if clock >= state.min_clock and held.shown[*who, clock] <= state.publication
         ]
         if self.bound is None:  # only the last ones are kept
             shown = shown[len(shown) - len(state.contains) :]
