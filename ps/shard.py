@@ -66,7 +66,7 @@ class Shard:
     @property
     def writing(self) -> int:
         """The clock of a checkpoint that the runner was asked for, and has not told of: -1, none."""
-        asked = self.planned.written if self.planned is not None else -1
+        asked = self.planned.asked if self.planned is not None else -1
         return asked if asked != self.tried else -1
 
     # The ledger.

@@ -128,6 +128,10 @@ class Disk:
         found = {*self.clocks(shard), *self.clocks(0)}
         return tuple(sorted(clock for clock in found if self._begins(shard, shards, clock)))
 
+    def known(self, shard: int, shards: int) -> set[int]:
+        """Clocks that this one may say it has: those, and its own that are torn, while nobody has read them."""
+        return {*self.clocks(shard), *self.sound(shard, shards)}
+
     def _begins(self, shard: int, shards: int, clock: int) -> bool:
         count = self.files[(shard, clock) if (shard, clock) in self.files else (0, clock)][3]
         needed = {(index, clock) for index in ((shard,) if count == shards else range(count))}
@@ -243,6 +247,7 @@ class Host(Protocol):
     kit: Kit
     sim: Simulator[m.Message]
     disk: Disk
+    servers: dict[int, Process]
     over: bool
 
     @property
@@ -432,7 +437,7 @@ class Process:
     def _revive(self) -> None:
         """As ps/process/runner.py begins with a journal."""
         run, sim = self.run, self.run.sim
-        if run.over:
+        if run.over or run.servers.get(self.index) is not self:  # its keys have moved
             return
         assert isinstance(self.shadow, Kept)
         done = self.shadow.again(self._take, self._read_again)

@@ -66,8 +66,12 @@ KINDS = {
         lambda seed, kit, trace: Theatre(seed, trace=trace),
     ),
     "moves": Kind(
-        *(8, " --move", "runs of one cluster whose keys move to other shards; in one of three a shard begins anew"),
-        lambda seed, kit, trace: Moved(moves_of(seed, restart=seed % 3 == 2), kit, trace),
+        *(
+            8,
+            " --move",
+            "runs of one cluster whose keys move to other shards, of three one with kills and one in which a shard begins anew",
+        ),
+        lambda seed, kit, trace: Moved(moves_of(seed, seed % 3 == 2, kills=seed % 3 == 1), kit, trace),
     ),
 }
 

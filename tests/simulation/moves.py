@@ -35,10 +35,10 @@ class Moves:
     moves: tuple[tuple[int, int], ...]
 
 
-def moves_of(seed: int, restart: bool = False) -> Moves:
+def moves_of(seed: int, restart: bool = False, kills: bool = False) -> Moves:
     """Of a mode whose keys can move."""
     random = Random(seed * 2 + restart)
-    found = (case_of(other, restart) for other in count(seed * 31))
+    found = (case_of(other, restart, kills) for other in count(seed * 31))
     case = next(case for case in found if movable(case))
     shards, moves = case.settings.shards, list[tuple[int, int]]()
     for clock in (random.between(1, 7), random.between(9, 15)):
@@ -219,8 +219,9 @@ class Moved(Run):
     def _shard_crashes(self) -> None:
         assert self.case.restart is not None
         index = self.case.restart.who % self.settings.shards
-        process = self.servers[index]
-        self.sim.crash(process.port, process.up)
-        self.sim.struck["shard restarted"] += 1
-        self.checker.server_crashed(process)
+        process = self.servers.get(index)
+        if process is None or not self.sim.alive(process.port):  # it is still to come, or was killed: later
+            self.sim.at(self.sim.now_ns + 1000 * MS, self._shard_crashes)
+            return
+        self._shard_ends(process, "shard restarted")
         self.sim.at(self.sim.now_ns + self.case.restart.lasts_ns, self._serve, index, 1)
