@@ -69,7 +69,7 @@ KINDS = {
         *(
             8,
             " --move",
-            "runs of one cluster whose keys move to other shards, of three one with kills and one in which a shard begins anew",
+            "runs of one cluster whose keys move, of three one with kills, and one with a restart",
         ),
         lambda seed, kit, trace: Moved(moves_of(seed, seed % 3 == 2, kills=seed % 3 == 1), kit, trace),
     ),
