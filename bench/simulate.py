@@ -2,17 +2,16 @@
 
     python bench/simulate.py --campaign 100000 --jobs 2     of every kind its share
     python bench/simulate.py --runs 10000 --trees 1000      so many of these kinds
-    python bench/simulate.py --replay 17 --restart          one seed again, with its trace; or --kill, --tree, --gossip
+    python bench/simulate.py --replay 17 --restart          one seed again, with its trace; or --kill, --tree, --gossip,
+                                                            --standby, --move
+    python bench/simulate.py --planted                      how soon a campaign finds each bug that is planted
     python bench/simulate.py --tree --clusters 50 --workers 1000 --above ssp --sync ssp
                                                             one tree without faults, and the closed form of a round
     python bench/simulate.py --gossip --workers 1000 --topology ring --compress int8
                                                             the same of a gossip run, and of its bytes
 
-A run is tests/simulation/campaigns.py's: at least 4 workers, 2 shards and 20 clocks, all modes in turn. In a restart a shard
-goes on from a checkpoint, in a kill several go on from their journals (tests/simulation/lives.py). A tree is
-tests/simulation/trees.py's, a felled one has kills. `--above all --sync all` is every pair of modes, `--clusters 0` puts all
-workers below the root. A gossip run is tests/simulation/gossips.py's, and rounds.py's without
-faults. Exit code 1 where one failed.
+Kinds of runs are those of tests/simulation/kinds.py. `--above all --sync all` is every pair of modes, `--clusters 0` puts all
+workers below the root. Runs without faults are tests/simulation/trees.py's and rounds.py's. Exit code 1 where one failed.
 """
 
 from __future__ import annotations
@@ -23,20 +22,21 @@ import multiprocessing
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from simulation import rounds as gossip
-from simulation.campaigns import Run, case_of
+from simulation.actors import Kit
 from simulation.forms import Forms, explained, measured_s
-from simulation.gossips import COUNT, Campaign
+from simulation.gossips import COUNT
+from simulation.kinds import KINDS, mixed, shares
 from simulation.mirrors import Violation
-from simulation.trees import SYNCS, Trace, Tree, fault_case, tree_of
+from simulation.planted import PLANTED, WITHIN, Found, find
+from simulation.trees import SYNCS, Tree, tree_of
 
 from narrows.protocols.effects import NS
 from narrows.protocols.gossip.topology import TOPOLOGIES
@@ -45,6 +45,7 @@ from narrows.protocols.messages import Message
 BATCH = 50  # runs of one job between two reports
 FAILED_SHOWN = 20
 COLLECT_EVERY = 10  # runs: what one leaves behind is freed then
+TELL_S = 60  # between two lines of progress, where nobody watches
 
 
 @dataclass
@@ -52,6 +53,7 @@ class Tally:
     """What some runs came to."""
 
     kinds: Counter[str] = field(default_factory=Counter)  # of KINDS
+    cpu_ns: Counter[str] = field(default_factory=Counter)  # of each kind
     virtual_s: float = 0.0
     struck: Counter[str] = field(default_factory=Counter)
     runs_struck: Counter[str] = field(default_factory=Counter)
@@ -59,91 +61,87 @@ class Tally:
 
     def add(self, other: Tally) -> None:
         self.kinds += other.kinds
+        self.cpu_ns += other.cpu_ns
         self.virtual_s += other.virtual_s
         self.struck += other.struck
         self.runs_struck += other.runs_struck
         self.failed += other.failed
 
 
-class Kind(NamedTuple):
-    """`share`: of a campaign, in percent. `option`: of --replay."""
-
-    share: int
-    option: str
-    make: Callable[[int, Trace | None], Run | Tree | Campaign]
-
-
-KINDS = {
-    "runs": Kind(50, "", lambda seed, trace: Run(case_of(seed), trace=trace)),
-    "restarts": Kind(10, " --restart", lambda seed, trace: Run(case_of(seed, restart=True), trace=trace)),
-    "kills": Kind(20, " --kill", lambda seed, trace: Run(case_of(seed, seed % 4 == 3, kills=True), trace=trace)),
-    "trees": Kind(8, " --tree", lambda seed, trace: Tree(fault_case(seed), trace=trace)),
-    "felled": Kind(6, " --tree --kill", lambda seed, trace: Tree(fault_case(seed, kills=True), trace=trace)),
-    "gossips": Kind(6, " --gossip", lambda seed, trace: Campaign(seed, trace)),
-}
-
-
-def shares(total: int) -> dict[str, int]:
-    """Of a campaign of so many runs."""
-    return {name: total * kind.share // 100 for name, kind in KINDS.items()}
-
-
-def batch(first: int, count: int, kind: str) -> Tally:
-    tally = Tally(Counter({kind: count}))
+def batch(kind: str, first: int, count: int) -> Tally:
+    tally, began_ns = Tally(Counter({kind: count})), time.process_time_ns()
     gc.disable()  # a run makes few cycles, and the collector looks at all that there is, again and again
     for seed in range(first, first + count):
-        run = KINDS[kind].make(seed, None)
+        run = KINDS[kind].make(seed, Kit(), None)
         try:
             run.run()
-        except Violation as violation:
-            tally.failed.append(f"{violation}\n    python bench/simulate.py --replay {seed}{KINDS[kind].option}")
+        except Exception as error:  # whatever it is, this run has failed, and the others go on
+            name = "" if isinstance(error, Violation) else f"{type(error).__name__}: "
+            tally.failed.append(f"{name}{error}\n    python bench/simulate.py --replay {seed}{KINDS[kind].option}")
         tally.virtual_s += run.sim.now_ns / NS
         tally.struck += run.sim.struck
         tally.runs_struck.update(fault for fault, times in run.sim.struck.items() if times)
         if seed % COLLECT_EVERY == 0:
             del run
             gc.collect()
+    tally.cpu_ns[kind] = time.process_time_ns() - began_ns
     return tally
 
 
-def batches(first: int, totals: dict[str, int]) -> list[tuple[int, int, str]]:
-    """First seed, count and kind; all kinds evenly mixed, for one who cannot wait to the end."""
-    works = [
-        (begin / total, (first + begin, min(BATCH, total - begin), kind))
-        for kind, total in totals.items()
-        for begin in range(0, total, BATCH)
-    ]
-    return [work for _, work in sorted(works)]
-
-
-def campaign(first: int, totals: dict[str, int], jobs: int) -> Tally:
-    """All runs, over `jobs` processes; after Ctrl-C those that there were."""
-    tally = Tally()
+def campaign(first: int, totals: dict[str, int], jobs: int, limit_s: float | None) -> Tally:
+    """All runs, over `jobs` processes; after Ctrl-C, or so many seconds, those that there were."""
+    tally, total, told_s = Tally(), sum(totals.values()), 0.0
     # spawn: a fork would copy whatever threads numba has started
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), gc.freeze) as pool:
+        pieces = [(kind, first + begin, count) for kind, begin, count in mixed(totals, BATCH)]
         try:
-            for future in as_completed([pool.submit(batch, *work) for work in batches(first, totals)]):
-                tally.add(future.result())
-                if sys.stderr.isatty():
-                    print(f"\r{tally.kinds.total()} of {sum(totals.values())} runs", end="", file=sys.stderr)
-        except KeyboardInterrupt:
+            for future in as_completed([pool.submit(batch, *piece) for piece in pieces], limit_s):
+                done = future.result()
+                tally.add(done)
+                for text in done.failed:
+                    print(f"\nfailed: {text}", file=sys.stderr, flush=True)
+                watched = sys.stderr.isatty()
+                if watched or time.monotonic() - told_s >= TELL_S:
+                    told_s = time.monotonic()
+                    where = f"{tally.kinds.total()} of {total} runs, {len(tally.failed)} failed"
+                    print(f"\r{where}" if watched else where, end="" if watched else "\n", file=sys.stderr, flush=True)
+        except (KeyboardInterrupt, TimeoutError):
             pool.shutdown(wait=False, cancel_futures=True)
     return tally
 
 
 def show(tally: Tally, wall_s: float, jobs: int) -> None:
-    total, kinds = tally.kinds.total(), tally.kinds
-    what = f"{kinds['runs']} runs, {kinds['restarts']} in which a shard restarts, {kinds['kills']} in which shards are killed, "
-    what += f"{kinds['trees']} trees, {kinds['felled']} in which shards are killed, and {kinds['gossips']} gossip runs"
-    print(f"{what}: {len(tally.failed)} failed")
+    total, cpu_s = tally.kinds.total(), tally.cpu_ns.total() / NS
+    print(f"{total} runs: {len(tally.failed)} failed")
     print(
-        f"{wall_s:.0f} s, {total / wall_s:.1f} runs/s with {jobs} jobs, {tally.virtual_s / 3600:.1f} h of virtual time\n"
+        f"{wall_s:.0f} s, {total / wall_s:.1f} runs/s with {jobs} jobs, {1000 * cpu_s / max(1, total):.1f} CPU ms a run, "
+        f"{tally.virtual_s / 3600:.1f} h of virtual time\n"
     )
-    print(f"{'fault':<18}{'struck':>10}{'a run':>9}{'runs struck':>13}")
+    print(f"{'kind':<10}{'runs':>8}{'CPU ms a run':>14}")
+    for kind, runs in tally.kinds.items():
+        print(f"{kind:<10}{runs:>8}{1000 * tally.cpu_ns[kind] / NS / runs:>14.1f}   {KINDS[kind].text}")
+    print(f"\n{'fault':<22}{'struck':>10}{'a run':>9}{'runs struck':>13}")
     for fault, times in tally.struck.most_common():
-        print(f"{fault:<18}{times:>10}{times / total:>9.2f}{tally.runs_struck[fault]:>13}")
+        print(f"{fault:<22}{times:>10}{times / total:>9.2f}{tally.runs_struck[fault]:>13}")
     for text in sorted(tally.failed)[:FAILED_SHOWN]:
         print(f"\n{text}")
+
+
+def planted(jobs: int) -> int:
+    """Each planted bug, and the first run of a campaign that finds it. 1 where one is not found."""
+    print(f"{'bug':<54}{'found in run':>12}  {'by':<24}{'which says'}", flush=True)
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), gc.freeze) as pool:
+        found = pool.map(find, PLANTED)
+        return max(planted_line(bug, each) for bug, each in zip(PLANTED, found, strict=True))
+
+
+def planted_line(bug: str, found: Found | None) -> int:
+    if found is None:
+        print(f"{bug:<54}{f'not in {WITHIN}':>12}", flush=True)
+        return 1
+    replay = f"--replay {found.seed}{KINDS[found.kind].option}"
+    print(f"{bug:<54}{found.run:>12}  {replay:<24}{found.says[:80]}", flush=True)
+    return 0
 
 
 def replay(seed: int, kind: str) -> int:
@@ -152,7 +150,7 @@ def replay(seed: int, kind: str) -> int:
     def trace(now_ns: int, text: str, message: Message | None) -> None:
         print(f"{now_ns / NS:9.4f} {text} {describe(message)}".rstrip())
 
-    run = KINDS[kind].make(seed, trace)
+    run = KINDS[kind].make(seed, Kit(), trace)
     print(run.case)
     try:
         run.run()
@@ -255,17 +253,17 @@ def gossip_line(told: argparse.Namespace, topology: str, bound: int) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--campaign", type=int, default=0, metavar="N", help="N runs, of every kind its share")
-    parser.add_argument("--runs", type=int, default=0, help="of one cluster, with every fault")
-    parser.add_argument("--restarts", type=int, default=0, help="such runs in which a shard restarts")
-    parser.add_argument("--kills", type=int, default=0, help="such runs in which shards are killed, and replayed")
-    parser.add_argument("--trees", type=int, default=0, help="small trees of clusters, with every fault")
-    parser.add_argument("--felled", type=int, default=0, help="such trees in which shards are killed, and replayed")
-    parser.add_argument("--gossips", type=int, default=0, help="small gossip runs in which anything may happen")
+    for name, each in KINDS.items():
+        parser.add_argument(f"--{name}", type=int, default=0, metavar="N", help=each.text)
+    parser.add_argument("--planted", action="store_true", help="how soon a campaign finds each bug that is planted")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
+    parser.add_argument("--minutes", type=float, help="end after so long, with the runs that there were")
     parser.add_argument("--replay", type=int, metavar="SEED", help="run one seed and print its trace")
     parser.add_argument("--restart", action="store_true", help="with --replay: the run in which a shard restarts")
     parser.add_argument("--kill", action="store_true", help="with --replay: that in which shards are killed")
+    parser.add_argument("--standby", action="store_true", help="with --replay: that with standbys")
+    parser.add_argument("--move", action="store_true", help="with --replay: that in which keys move")
     parser.add_argument("--tree", action="store_true", help="one large tree, without faults, against its closed form")
     parser.add_argument("--gossip", action="store_true", help="one large gossip run, without faults, the same way")
     parser.add_argument("--workers", type=int, default=1000, help="with --tree: of all clusters; with --gossip")
@@ -279,16 +277,19 @@ def main() -> int:
     parser.add_argument("--staleness", type=int, choices=[0, 1], help="with --gossip; not given: both")
     told = parser.parse_args()
     if told.replay is not None:
-        asked = {option for option in ("restart", "kill", "tree", "gossip") if getattr(told, option)}
-        kind = next(name for name, kind in KINDS.items() if {*kind.option.replace("--", "").split()} == asked)
+        options = ("restart", "kill", "tree", "gossip", "standby", "move")
+        asked = {f"--{option}" for option in options if getattr(told, option)}
+        kind = next(name for name, each in KINDS.items() if {*each.option.split()} == asked)
         return replay(told.replay, kind)
+    if told.planted:
+        return planted(told.jobs)
     if told.tree:
         return trees(told)
     if told.gossip:
         return gossips(told)
     began = time.monotonic()
     totals = shares(told.campaign) if told.campaign else {kind: getattr(told, kind) for kind in KINDS}
-    tally = campaign(told.seed, totals, told.jobs)
+    tally = campaign(told.seed, totals, told.jobs, told.minutes * 60 if told.minutes else None)
     show(tally, time.monotonic() - began, told.jobs)
     return 1 if tally.failed else 0
 

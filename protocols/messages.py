@@ -65,6 +65,7 @@ Ints = tuple[int, ...]
 
 INT_MAX = (1 << 63) - 1
 INTS = frozenset({int, RefuseCode, PushStatus})  # types of a whole number; bool is none
+PLAIN = {"float": float, "bool": bool, "bytes": bytes}  # of these annotations the type says all
 
 
 def _is_int(value: object) -> bool:
@@ -129,10 +130,12 @@ class Message:
 
     def __post_init__(self) -> None:
         kind: Any = type(self)
-        numbers, rest, whole = _checks(kind)
-        found = numbers(self)  # most fields are whole numbers: they are looked at together
-        plain = INTS.issuperset(map(type, found)) and min(found, default=0) >= -1 and max(found, default=0) <= INT_MAX
-        for name, check, annotation in rest if plain else whole:
+        plain, count, types, rest, whole = _checks(kind)
+        found = plain(self)  # most fields are looked at together, the whole numbers first
+        numbers = found[:count]
+        right = INTS.issuperset(map(type, numbers)) and tuple(map(type, found[count:])) == types
+        right = right and min(numbers, default=0) >= -1 and max(numbers, default=0) <= INT_MAX
+        for name, check, annotation in rest if right else whole:
             if not check(getattr(self, name)):
                 raise RemoteProtocolError(
                     f"{type(self).__name__}.{name} is {_short(getattr(self, name))}, not {annotation}"
@@ -148,13 +151,16 @@ Checks = list[tuple[str, Callable[[Any], bool], str]]  # field, check, annotatio
 
 
 @cache
-def _checks(kind: Any) -> tuple[Callable[[Any], tuple[Any, ...]], Checks, Checks]:
-    """What reads the fields that are whole numbers; the checks of the other fields; those of all."""
+def _checks(kind: Any) -> tuple[Callable[[Any], tuple[Any, ...]], int, tuple[type, ...], Checks, Checks]:
+    """What reads the fields that are plain; how many of them are whole numbers, and the types of the others; the checks of the
+    fields that are not plain; those of all."""
     whole = [(f.name, CHECKS[str(f.type)], str(f.type)) for f in fields(kind)]
     numbers = [name for name, _, annotation in whole if annotation == "int"]
-    if len(numbers) < 2:
-        return (lambda message: ()), whole, whole
-    return attrgetter(*numbers), [row for row in whole if row[0] not in numbers], whole
+    others = {name: PLAIN[annotation] for name, _, annotation in whole if annotation in PLAIN}
+    if len(numbers) + len(others) < 2:
+        return (lambda message: ()), 0, (), whole, whole
+    rest = [row for row in whole if row[0] not in {*numbers, *others}]
+    return attrgetter(*numbers, *others), len(numbers), tuple(others.values()), rest, whole
 
 
 @dataclass(frozen=True, slots=True)

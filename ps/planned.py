@@ -119,6 +119,7 @@ class Planned:
         self.norms: dict[int, float] = {}  # squared, of the means that await the norm over all shards
         self.folds = 0  # since the last publication, where clocks publish nothing (async)
         self.written = -1  # the clock of the newest checkpoint
+        self.asked = -1  # and of the newest that the runner was asked for
         self.writes = False  # a checkpoint, before the clocks after it may be folded: the next tick goes on
 
     @property
@@ -240,7 +241,7 @@ class Planned:
         self.writes = False
 
     def _checkpoint(self) -> Checkpoint:
-        self.written = self.min_clock
+        self.written = self.asked = self.min_clock
         return Checkpoint(self.min_clock)
 
     # The run above.

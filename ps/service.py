@@ -47,6 +47,12 @@ class Service:
         pull = self.publications.child(seat).pull if self.means.child else None
         return pull is not None and 0 < pull.clock <= seat.clock
 
+    def all_finishing(self) -> tuple[int, ...]:
+        """Workers that are done, and wait for that model."""
+        return (
+            tuple(seat.worker for seat in self.inbox.seats.values() if self.finishing(seat)) if self.means.child else ()
+        )
+
     def _first_weights(self, seat: Seat, message: m.FirstWeights, ledger: m.Ledger) -> bool:
         if ledger.started or ledger.initialiser != seat.worker or self.planned.weights_from == seat.worker:
             return False

@@ -66,7 +66,7 @@ class Shard:
     @property
     def writing(self) -> int:
         """The clock of a checkpoint that the runner was asked for, and has not told of: -1, none."""
-        asked = self.planned.written if self.planned is not None else -1
+        asked = self.planned.asked if self.planned is not None else -1
         return asked if asked != self.tried else -1
 
     # The ledger.
@@ -238,7 +238,7 @@ class Shard:
             wrote_ns=self.wrote_ns,
             host=self.means.host,
             from_above=above.place.epoch if above.ready and above.place is not None else 0,
-            finishing=tuple(seat.worker for seat in seats if self.service is not None and self.service.finishing(seat)),
+            finishing=self.service.all_finishing() if self.service is not None else (),
             finishes=planned.upward.finishes if planned is not None else 0,
             at_rest=self.at_rest,
             ended=above.ended,

@@ -63,9 +63,10 @@ class Above(Decision):
 
     def decide(self, now_ns: int) -> bool:
         """Finish, where all workers are done, and not as they were at the last finish."""
+        if not self.child or self.run.over or not self._idle():
+            return False
         done = set(self.rounds.resting.items())
-        news = len(done) == len(self.rounds.progress) and not done <= self.finished
-        if not news or self.run.over or not self._idle():
+        if len(done) < len(self.rounds.progress) or done <= self.finished:
             return False
         self.finished, self.finishes, self.finish_at = done, self.finishes + 1, self.rounds.min_clock
         return True

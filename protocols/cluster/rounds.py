@@ -86,8 +86,10 @@ class Rounds(Decision):
     @property
     def resting(self) -> dict[int, int]:
         """Members, with their clocks, that wait for the last model, all that they pushed being in."""
-        waiting = [set(report.finishing) for report in self.run.reports.values()]
-        here = set.intersection(*waiting) & self.progress.keys() if all(waiting) and waiting else ()
+        waiting = [report.finishing for report in self.run.reports.values()]
+        if not waiting or not all(waiting):
+            return {}
+        here = set.intersection(*map(set, waiting)) & self.progress.keys()
         seats = [self.run.seats[worker] for worker in here]
         return {seat.worker: self.clock(seat) for seat in seats if not self._open(seat)}
 

@@ -62,9 +62,12 @@ PLANS = {norm: replace(_PLAN, max_grad_norm=norm).packed() for norm in (0.0, 1.5
 SCALED = replace(_PLAN, degree=0.0).packed()  # of an optimizer whose mean updates have a gain
 
 
+@cache
 def update_of(index: int, life: int, step: int) -> FloatArray:
-    """Small whole numbers, other ones for each worker and step: sums of them are exact in float32."""
-    return ((np.arange(KEYS) * 5 + index * 11 + life * 7 + step * 3) % 17 - 8).astype(np.float32)
+    """Small whole numbers, other ones for each worker and step: sums of them are exact in float32. Not to be written to."""
+    values = ((np.arange(KEYS) * 5 + index * 11 + life * 7 + step * 3) % 17 - 8).astype(np.float32)
+    values.flags.writeable = False
+    return values
 
 
 class PlainSGD:
@@ -126,6 +129,10 @@ class Disk:
         """Clocks that this one of so many can begin from: its own, and those that others have whole."""
         found = {*self.clocks(shard), *self.clocks(0)}
         return tuple(sorted(clock for clock in found if self._begins(shard, shards, clock)))
+
+    def known(self, shard: int, shards: int) -> set[int]:
+        """Clocks that this one may say it has: those, and its own that are torn, while nobody has read them."""
+        return {*self.clocks(shard), *self.sound(shard, shards)}
 
     def _begins(self, shard: int, shards: int, clock: int) -> bool:
         count = self.files[(shard, clock) if (shard, clock) in self.files else (0, clock)][3]
@@ -242,6 +249,7 @@ class Host(Protocol):
     kit: Kit
     sim: Simulator[m.Message]
     disk: Disk
+    servers: dict[int, Process]
     over: bool
 
     @property
@@ -462,14 +470,17 @@ class Process:
     def _revive(self) -> None:
         """As ps/process/runner.py begins with a journal."""
         run, sim = self.run, self.run.sim
-        if run.over:
+        if run.over or run.servers.get(self.index) is not self:  # its keys have moved
             return
         assert isinstance(self.shadow, Kept)
         done = self.shadow.again(self._serve, self._read_again, self._again)
         self.missed_ns = sim.now_ns - self.server.now_ns
         run.checker.replayed(self)
         sim.start(self, self.port, self.up)
-        self.shadow.begin()
+        if self.kills or type(self).shadow_of is not None:
+            self.shadow.begin()
+        else:
+            self.shadow = None  # nobody reads a journal any more
         self._go_on(done)
         run.replayed(self)
 

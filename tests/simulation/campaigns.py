@@ -344,8 +344,8 @@ class Run:
             self.sim.at(self.sim.now_ns + restart.later_ns, self._shard_crashes)
 
     def _shard_stops(self, stop: Fault) -> None:
-        process = self.servers[stop.who]
-        if self.sim.alive(process.port):
+        process = self.servers.get(stop.who)  # whose keys may have moved
+        if process is not None and self.sim.alive(process.port):
             self.sim.struck["shard stopped"] += 1
             process.stop(stop.lasts_ns)
 

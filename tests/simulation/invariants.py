@@ -128,9 +128,10 @@ class Checker:
 
     def replayed(self, process: Process) -> None:
         """The mirror of the killed one goes on with the next, which has the checkpoints that it says it has."""
-        newest, on_disk = max(process.shard.checkpoints, default=-1), self.run.disk.clocks(process.index)
+        newest = max(process.shard.checkpoints, default=-1)
+        on_disk = self.run.disk.known(process.index, process.shard.settings.shards)
         if newest >= 0 and newest not in on_disk:
-            raise Violation(f"shard {process.index} says it has checkpoint {newest}, on its disk are {on_disk}")
+            raise Violation(f"shard {process.index} says it has checkpoint {newest}, on its disk are {sorted(on_disk)}")
         if process.index in self.mirrors:
             self.mirrors[process.index].adopt(process)
 
@@ -242,12 +243,11 @@ class Checker:
     def _on_contains(self, mirror: Mirror, state: m.State, where: str) -> None:
         """A worker learns which of its own updates are in, and at which weight."""
         held = mirror.held
+        who = (state.worker, state.epoch)
         shown = [
-            (push[2], weight)
-            for push, weight in held.folded.items()
-            if push[:2] == (state.worker, state.epoch)
-            and push[2] >= state.min_clock
-            and held.shown[push] <= state.publication
+            (clock, held.folded[*who, clock])
+            for clock in held.clocks.get(who, ())
+            if clock >= state.min_clock and held.shown[*who, clock] <= state.publication
         ]
         if self.bound is None:  # only the last ones are kept
             shown = shown[len(shown) - len(state.contains) :]
@@ -299,7 +299,7 @@ class Checker:
         if not run.sim.struck["shard restarted"] + run.sim.struck["shard failed"]:
             return
         for shard in range(run.settings.shards):
-            if clock >= 0 and clock not in run.disk.sound(shard, run.settings.shards):
+            if clock >= 0 and clock not in run.disk.known(shard, run.settings.shards):
                 raise Violation(f"the run goes back to clock {clock}, shard {shard} has no checkpoint of it")
         if clock > was or coordinator.min_clock != max(clock, 0):
             raise Violation(f"the run goes on at {coordinator.min_clock}, from checkpoint {clock}; it was at {was}")

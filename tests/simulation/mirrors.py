@@ -59,6 +59,9 @@ class Held:
     x: FloatArray
     momentum: FloatArray
     folded: dict[PushId, float] = field(default_factory=dict)  # with its weight
+    clocks: dict[tuple[int, int], list[int]] = field(
+        default_factory=dict
+    )  # of these, by worker and epoch, in their order
     shown: dict[PushId, int] = field(default_factory=dict)  # the publication that first has it
     publication: int = -1
     closed: int = 0  # clocks (barrier)
@@ -67,12 +70,21 @@ class Held:
     whole: set[tuple[int, int]] = field(default_factory=set)  # worker, clock of all that are folded
 
     def fold(self, push: PushId, weight: float, publication: int) -> None:
+        if push not in self.folded:
+            self.clocks.setdefault(push[:2], []).append(push[2])
         self.folded[push], self.shown[push] = weight, publication
         self.whole.add((push[0], push[2]))
 
     def copy(self) -> Held:
-        folded, shown, whole = self.folded.copy(), self.shown.copy(), self.whole.copy()
-        return replace(self, x=self.x.copy(), momentum=self.momentum.copy(), folded=folded, shown=shown, whole=whole)
+        return replace(
+            self,
+            x=self.x.copy(),
+            momentum=self.momentum.copy(),
+            folded=self.folded.copy(),
+            clocks={who: clocks.copy() for who, clocks in self.clocks.items()},
+            shown=self.shown.copy(),
+            whole=self.whole.copy(),
+        )
 
 
 class Accepted(NamedTuple):

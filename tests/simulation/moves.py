@@ -12,15 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import count, pairwise
+from itertools import count, islice, pairwise
 
 from narrows.protocols.cluster.coordinator import Coordinator
 from narrows.protocols.effects import ServerEffect
 from narrows.ps.events import Event, Kind
+from narrows.ps.store import Store
 from simulation.actors import Kit, Process, Worker
 from simulation.campaigns import Case, Run, Trace, case_of
 from simulation.invariants import Checker
-from simulation.mirrors import Violation
+from simulation.mirrors import Held, Violation
 from simulation.network import MS, Random
 
 SHARDS = (2, 3, 4)  # of one alone the checker cannot see a set: it is folded and forgotten in one event
@@ -34,10 +35,10 @@ class Moves:
     moves: tuple[tuple[int, int], ...]
 
 
-def moves_of(seed: int, restart: bool = False) -> Moves:
+def moves_of(seed: int, restart: bool = False, kills: bool = False) -> Moves:
     """Of a mode whose keys can move."""
     random = Random(seed * 2 + restart)
-    found = (case_of(other, restart) for other in count(seed * 31))
+    found = (case_of(other, restart, kills) for other in count(seed * 31))
     case = next(case for case in found if movable(case))
     shards, moves = case.settings.shards, list[tuple[int, int]]()
     for clock in (random.between(1, 7), random.between(9, 15)):
@@ -58,7 +59,10 @@ class MoveChecker(Checker):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self.before: dict[tuple[int, int], tuple[int, int]] = {}  # worker, epoch -> the same before a move
-        self.looked: dict[int, int] = {}  # shard -> updates that it had folded when they were looked at
+        self.looked: dict[
+            int, tuple[Held, set[tuple[tuple[int, int], int]]]
+        ] = {}  # shard -> who has folded which clocks
+        self.cut: dict[int, tuple[int, Store]] = {}  # shard -> generation and store, as they were looked at
 
     def _on_generation(self, coordinator: Coordinator, effects: Sequence[ServerEffect]) -> None:
         moved = [seat for seat in coordinator.declared if seat.epoch == coordinator.run.generation]
@@ -86,20 +90,28 @@ class MoveChecker(Checker):
     def server_event(self, process: Process, effects: Sequence[ServerEffect], event: Event, source: str) -> None:
         super().server_event(process, effects, event, source)
         self._one_owner(process)
-        mirror = self.mirrors.get(process.index)
-        if mirror is None or self.looked.get(process.index) == len(mirror.held.folded):
-            return
-        self.looked[process.index] = len(mirror.held.folded)
-        for worker, epoch, clock in mirror.held.folded:
-            for who in [*self._line((worker, epoch))][1:]:
-                if (*who, clock) in mirror.held.folded:
-                    raise Violation(f"update {clock} of worker {worker} is folded twice, before a move and after it")
+        if process.index in self.mirrors:
+            self._once(process.index, self.mirrors[process.index].held)
+
+    def _once(self, index: int, held: Held) -> None:
+        """An update of a member is folded once, before a move or after it."""
+        if index not in self.looked or self.looked[index][0] is not held:
+            self.looked[index] = (held, set())  # it has gone back
+        _, found = self.looked[index]
+        for worker, epoch, clock in islice(held.folded, len(found), None) if len(held.folded) > len(found) else ():
+            *_, first = self._line((worker, epoch))
+            if (first, clock) in found:
+                raise Violation(f"update {clock} of worker {worker} is folded twice, before a move and after it")
+            found.add((first, clock))
 
     def _one_owner(self, process: Process) -> None:
-        """No two shards of a generation have a key."""
+        """No two shards of a generation have a key. Each event may change those of its own shard."""
+        planned, generation = process.shard.planned, process.shard.ledger.generation
+        if planned is None or self.cut.get(process.index) == (generation, planned.store):
+            return
+        self.cut[process.index] = (generation, planned.store)
         shards = [each.shard for each in self.run.servers.values() if each.shard.planned is not None]
-        now = process.shard.ledger.generation
-        stores = [shard.planned.store for shard in shards if shard.ledger.generation == now and shard.planned]
+        stores = [shard.planned.store for shard in shards if shard.ledger.generation == generation and shard.planned]
         cuts = sorted((store.begin, store.end) for store in stores)
         for (_, end), (begin, _) in pairwise(cuts):
             if begin < end:
@@ -186,7 +198,9 @@ class Moved(Run):
             self.begun.add(index)
             self.sim.at(self.sim.now_ns + self.sim.random.between(0, 300 * MS), self._serve, index, 0)
         if shards == target:
-            self.done += [shards] if shards == self.wanted else []
+            if shards == self.wanted:
+                self.done.append(shards)
+                self.sim.struck["keys moved"] += 1
             self.wanted = 0
 
     def run(self) -> Moved:
@@ -205,8 +219,9 @@ class Moved(Run):
     def _shard_crashes(self) -> None:
         assert self.case.restart is not None
         index = self.case.restart.who % self.settings.shards
-        process = self.servers[index]
-        self.sim.crash(process.port, process.up)
-        self.sim.struck["shard restarted"] += 1
-        self.checker.server_crashed(process)
+        process = self.servers.get(index)
+        if process is None or not self.sim.alive(process.port):  # it is still to come, or was killed: later
+            self.sim.at(self.sim.now_ns + 1000 * MS, self._shard_crashes)
+            return
+        self._shard_ends(process, "shard restarted")
         self.sim.at(self.sim.now_ns + self.case.restart.lasts_ns, self._serve, index, 1)

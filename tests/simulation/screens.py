@@ -6,6 +6,7 @@ Nothing here is of the machines: the means are those of all directions that were
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Sequence
 from itertools import combinations
 
@@ -13,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 Values = npt.NDArray[np.float32]
+Wide = npt.NDArray[np.float64]
 KNOWN = 8  # updates of a worker
 TOGETHER = 3  # workers: of two nobody can say which one lies
 UNSURE = 1e-4  # a cosine that is so near to a bound may fall on either side: machines add in float32
@@ -24,7 +26,8 @@ class Screen:
     def __init__(self, robust: str) -> None:
         self.robust = robust
         self.cut = {"median": 0.5, "cosine": 0.0, "": 0.0}.get(robust) or float(robust.partition(":")[2] or 0)
-        self.led: dict[int, list[npt.NDArray[np.float64]]] = {}  # by worker: where each of its updates led
+        self.led: dict[int, Wide] = {}  # by worker: where its updates led, each of length 1, summed up
+        self.count: Counter[int] = Counter()  # of these updates
         self.out: set[int] = set()  # workers whose newest update was left out
 
     def counts(self, updates: Sequence[tuple[int, Values]], live: Collection[int]) -> list[bool | None]:
@@ -32,32 +35,15 @@ class Screen:
         if self.robust != "cosine":
             return [True] * len(updates)
         for gone in [worker for worker in self.led if worker not in live]:
-            del self.led[gone]
+            del self.led[gone], self.count[gone]
             self.out.discard(gone)
         for worker, values in updates:
             length = float(np.linalg.norm(values.astype(np.float64)))
             if length:
-                self.led.setdefault(worker, []).append(values.astype(np.float64) / length)
-        return [self._count(worker) for worker, _ in updates]
-
-    def _count(self, worker: int) -> bool | None:
-        means = {who: np.mean(led, axis=0) for who, led in self.led.items() if len(led) >= KNOWN}
-        if worker not in means or len(means) < TOGETHER:
-            return True
-        if any(np.linalg.norm(mean) < UNSURE for mean in means.values()):
-            return None
-
-        def cosine(one: int, other: int) -> float:
-            a, b = means[one], means[other]
-            return float(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
-
-        rest = [who for who in means if who != worker]
-        own = sum(cosine(worker, who) for who in rest) / len(rest)
-        among = [cosine(one, other) for one, other in combinations(rest, 2)]
-        others = sum(among) / len(among)
-        if abs(others - 0.05) < UNSURE or abs(own - (others / 4 - 0.04)) < UNSURE:
-            return None
-        return not (others > 0.05 and own < others / 4 - 0.04)
+                self.led[worker] = self.led.get(worker, 0.0) + values.astype(np.float64) / length
+                self.count[worker] += 1
+        means = {who: led / self.count[who] for who, led in self.led.items() if self.count[who] >= KNOWN}
+        return [_count(worker, means) for worker, _ in updates]
 
     def settle(self, worker: int, counted: bool) -> None:
         """What came of its newest update."""
@@ -83,3 +69,23 @@ class Screen:
                 total = np.float32(total + value)
             out[key] = np.float32(total / np.float32(len(kept))) * np.float32(count)
         return out
+
+
+def _count(worker: int, means: dict[int, Wide]) -> bool | None:
+    """`means`: where the updates of each known worker lead."""
+    if worker not in means or len(means) < TOGETHER:
+        return True
+    lengths = {who: float(np.linalg.norm(mean)) for who, mean in means.items()}
+    if min(lengths.values()) < UNSURE:
+        return None
+
+    def cosine(one: int, other: int) -> float:
+        return float(means[one] @ means[other]) / (lengths[one] * lengths[other])
+
+    rest = [who for who in means if who != worker]
+    own = sum(cosine(worker, who) for who in rest) / len(rest)
+    among = [cosine(one, other) for one, other in combinations(rest, 2)]
+    others = sum(among) / len(among)
+    if abs(others - 0.05) < UNSURE or abs(own - (others / 4 - 0.04)) < UNSURE:
+        return None
+    return not (others > 0.05 and own < others / 4 - 0.04)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,6 +29,8 @@ from narrows.ps.reports import COORDINATOR
 from narrows.ps.standby import Standby
 from simulation.mirrors import Violation
 from simulation.network import MS, Faults, Random, Simulator
+
+Trace = Callable[[int, str, Any], None]
 
 LEASE_S = 3.0
 TICK_NS = 100 * MS
@@ -384,7 +386,7 @@ class Guest:
 class Theatre:
     """One run: a server, its standby, whoever stands by after it, and members."""
 
-    def __init__(self, seed: int, quiet: bool = False) -> None:
+    def __init__(self, seed: int, quiet: bool = False, trace: Trace | None = None) -> None:
         self.random = random = Random(seed)
         self.seed, self.shards = seed, random.between(1, 3)
         faults = Faults(
@@ -394,11 +396,12 @@ class Theatre:
             delay_ns=(MS, random.between(2, 30) * MS),
             late_ns=random.between(50, 1000) * MS,
         )
-        self.sim: Simulator[Any] = Simulator(seed, Faults() if quiet else faults, TICK_NS)
+        self.sim: Simulator[Any] = Simulator(seed, Faults() if quiet else faults, TICK_NS, trace)
         self.first = "a"
         self.servers: dict[str, Server] = {}
         self.servers["a"] = Server(self, "a")
         self.guests = [Guest(self, worker) for worker in range(random.between(1, 5))]
+        self.case = f"seed {seed}: {self.shards} shards, {len(self.guests)} members, {faults}"
         self.sim.at(random.between(0, 5 * NS), self._another)
         for _ in range(0 if quiet else random.between(1, 6)):
             self.sim.at(random.between(NS, FAULTS_NS), self._strike)

@@ -40,7 +40,7 @@ from simulation.mirrors import Violation
 from simulation.network import Faults, Random
 from simulation.scenario import play
 
-RUNS, RESTARTS = 500, 50
+RUNS, RESTARTS = 100, 20  # test_kinds.py has more of each
 EACH = 50  # runs of one test: a failure names its seed, and the time limit is per test
 PLANTED_SEEDS = 40  # within so many a planted bug is found
 SCENARIOS = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))

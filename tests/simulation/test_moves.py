@@ -23,7 +23,7 @@ from simulation.mirrors import Violation
 from simulation.moves import Moved, moves_of
 from simulation.twins import Twin
 
-RUNS, RESTARTS, TWINS, VISITS = 12, 6, 1, 8
+RUNS, RESTARTS, KILLS, TWINS, VISITS = 12, 6, 9, 1, 8
 PLANTED_SEEDS = 20  # within so many a planted bug is found
 
 
@@ -51,6 +51,19 @@ def test_every_invariant_holds_where_a_machine_that_joined_is_lost() -> None:
     runs = [Visited(visit_of(seed, lost=True)).run() for seed in range(VISITS)]
     assert sum(run.sim.struck["machine lost"] for run in runs) > 0.5 * VISITS
     assert sum(run.sim.struck["with keys"] for run in runs) > 0.2 * VISITS
+
+
+def test_a_shard_that_is_killed_while_keys_move_goes_on() -> None:
+    runs = [Moved(moves_of(seed, kills=True)).run() for seed in range(KILLS)]
+    assert sum(run.sim.struck["shard killed"] for run in runs) > 2 * KILLS
+    assert sum(len(run.done) for run in runs) > 1.5 * KILLS
+
+
+def test_a_checkpoint_that_a_move_began_from_is_not_written_over() -> None:
+    """A shard is killed soon after a move, and shard 0 begins anew. It had written the checkpoint of the move once more, with
+    the keys that it has now, though the others needed those of before (seed 151)."""
+    run = Moved(moves_of(151, restart=True, kills=True)).run()
+    assert run.done and run.sim.struck["shard killed"] and run.sim.struck["shard restarted"]
 
 
 def test_a_process_that_is_killed_while_keys_move_can_be_made_again(monkeypatch: pytest.MonkeyPatch) -> None:

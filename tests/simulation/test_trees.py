@@ -30,7 +30,7 @@ from simulation.mirrors import Violation
 from simulation.network import MS, Faults, Simulator, Wire
 from simulation.trees import ABOVE, BELOW, CLOCKS, SYNCS, WHOLE_EVERY, Road, Tree, TreeCase, fault_case, tree_of
 
-RUNS, EACH = 180, 60  # trees, those of one test
+RUNS, EACH = 60, 60  # trees, those of one test; test_kinds.py has more
 PLANTED_SEEDS = 40  # within so many a planted bug is found
 ROUNDS = 15
 

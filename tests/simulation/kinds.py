@@ -1,0 +1,92 @@
+"""The kinds of runs that a campaign mixes, each by its seed: bench/simulate.py runs them, planted.py plants bugs in them.
+
+KINDS["kills"].make(17, Kit(), None).run()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from simulation.actors import Kit
+from simulation.campaigns import Run, Trace, case_of
+from simulation.gossips import Campaign
+from simulation.moves import Moved, moves_of
+from simulation.network import Simulator
+from simulation.standbys import Theatre
+from simulation.trees import Tree, fault_case
+
+
+class Simulated(Protocol):
+    """One run. `run` raises Violation where an invariant does not hold."""
+
+    @property
+    def sim(self) -> Simulator[Any]: ...
+    @property
+    def case(self) -> object: ...
+    def run(self) -> object: ...
+
+
+class Kind(NamedTuple):
+    """`share`: of a campaign, in percent. `option`: of bench/simulate.py --replay. `make`: of a seed, machines and a trace."""
+
+    share: int
+    option: str
+    text: str
+    make: Callable[[int, Kit, Trace | None], Simulated]
+
+
+KINDS = {
+    "runs": Kind(
+        *(40, "", "runs of one cluster, with every fault of links and a worker's crash"),
+        lambda seed, kit, trace: Run(case_of(seed), kit, trace),
+    ),
+    "restarts": Kind(
+        *(8, " --restart", "such runs in which a shard begins anew from a checkpoint"),
+        lambda seed, kit, trace: Run(case_of(seed, restart=True), kit, trace),
+    ),
+    "kills": Kind(
+        *(16, " --kill", "such runs in which shards are killed, and replayed; in one of four one begins anew"),
+        lambda seed, kit, trace: Run(case_of(seed, seed % 4 == 3, kills=True), kit, trace),
+    ),
+    "trees": Kind(
+        *(8, " --tree", "small trees of clusters, with every fault of links and a worker's crash"),
+        lambda seed, kit, trace: Tree(fault_case(seed), kit, trace),
+    ),
+    "felled": Kind(
+        *(6, " --tree --kill", "such trees in which shards are killed, and replayed"),
+        lambda seed, kit, trace: Tree(fault_case(seed, kills=True), kit, trace),
+    ),
+    "gossips": Kind(
+        *(6, " --gossip", "small gossip runs in which anything may happen"),
+        lambda seed, kit, trace: Campaign(seed, trace),
+    ),
+    "standbys": Kind(
+        *(8, " --standby", "servers and their standbys, of which machines are lost"),
+        lambda seed, kit, trace: Theatre(seed, trace=trace),
+    ),
+    "moves": Kind(
+        *(
+            8,
+            " --move",
+            "runs of one cluster whose keys move, of three one with kills, and one with a restart",
+        ),
+        lambda seed, kit, trace: Moved(moves_of(seed, seed % 3 == 2, kills=seed % 3 == 1), kit, trace),
+    ),
+}
+
+
+def shares(total: int) -> dict[str, int]:
+    """Runs of each kind, of a campaign of so many."""
+    return {name: total * kind.share // 100 for name, kind in KINDS.items()}
+
+
+def mixed(totals: dict[str, int], each: int = 1) -> list[tuple[str, int, int]]:
+    """Kind, first number and count of each piece of a campaign, all kinds evenly mixed for one who cannot wait to the end.
+    `each`: runs of one piece."""
+    pieces = [
+        (begin / total, (kind, begin, min(each, total - begin)))
+        for kind, total in totals.items()
+        for begin in range(0, total, each)
+    ]
+    return [piece for _, piece in sorted(pieces, key=lambda found: found[0])]

@@ -1,0 +1,43 @@
+"""A campaign of a thousand runs, as `bench/simulate.py --campaign 1000` does them."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from simulation.actors import Kit
+from simulation.kinds import KINDS, mixed, shares
+
+RUNS, EACH = 1000, 40  # of all kinds; of one test: a failure names its seed, and the time limit is per test
+# Faults, and how many runs of the kind have each at least.
+STRUCK = {
+    "runs": ("worker crashed", 0.9),
+    "restarts": ("shard restarted", 0.9),
+    "kills": ("shard killed", 0.6),
+    "trees": ("worker crashed", 0.7),
+    "felled": ("shard killed", 0.7),
+    "gossips": ("worker crashed", 0.1),
+    "standbys": ("took over", 0.1),
+    "moves": ("keys moved", 0.7),
+}
+
+
+@pytest.mark.parametrize(("kind", "first", "count"), mixed(shares(RUNS), EACH))
+def test_every_invariant_holds(kind: str, first: int, count: int) -> None:
+    runs = [KINDS[kind].make(seed, Kit(), None) for seed in range(first, first + count)]
+    struck = Counter[str]()
+    for run in runs:
+        run.run()
+        struck.update(fault for fault, times in run.sim.struck.items() if times)
+    fault, least = STRUCK[kind]
+    assert struck[fault] >= least * count, struck
+
+
+def test_a_campaign_has_all_kinds_from_the_beginning() -> None:
+    pieces = mixed(shares(RUNS), EACH)
+    assert {kind for kind, *_ in pieces[: len(KINDS)]} == {*KINDS}
+    for kind, total in shares(RUNS).items():
+        seeds = [seed for of, first, count in pieces if of == kind for seed in range(first, first + count)]
+        assert seeds == list(range(total))
+    assert sum(shares(RUNS).values()) == RUNS
