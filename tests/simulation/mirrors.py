@@ -373,7 +373,8 @@ def push_of(pieces: Update) -> PushId:
 
 def clipped(clip: float, squares: Sequence[float]) -> float:
     """By how much a mean is shrunk whose parts have these squared lengths: torch.nn.utils.clip_grad_norm_."""
-    return clip / (sum(squares) ** 0.5 + 1e-6)
+    norm: float = sum(squares) ** 0.5
+    return clip / (norm + 1e-6)
 
 
 def sum_of(terms: Sequence[tuple[float, FloatArray]]) -> FloatArray:
