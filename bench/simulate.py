@@ -23,6 +23,7 @@ import sys
 import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,9 @@ def campaign(first: int, totals: dict[str, int], jobs: int, limit_s: float | Non
                     told_s = time.monotonic()
                     where = f"{tally.kinds.total()} of {total} runs, {len(tally.failed)} failed"
                     print(f"\r{where}" if watched else where, end="" if watched else "\n", file=sys.stderr, flush=True)
-        except (KeyboardInterrupt, TimeoutError):
+        except (KeyboardInterrupt, TimeoutError, BrokenProcessPool) as error:
+            if isinstance(error, BrokenProcessPool):
+                tally.failed.append(f"not all was done: {error}")
             pool.shutdown(wait=False, cancel_futures=True)
     return tally
 

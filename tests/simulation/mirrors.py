@@ -50,6 +50,8 @@ class Given:
     # generation, clock -> (worker, its update)
     sets: dict[tuple[int, int], tuple[tuple[int, int], ...]] = field(default_factory=dict)
     publications: dict[tuple[int, int, int], int] = field(default_factory=dict)  # generation, shard, number -> checksum
+    # generation, clock -> by shard: the squared length of its mean, and by what it was shrunk
+    clipped: dict[tuple[int, int], dict[int, tuple[float, float]]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -148,9 +150,9 @@ class Mirror:
                 self._fold(self._pushes(terms), of)
             case Outer(terms, keys):
                 self._outer(self._pushes(terms), keys)
-            case Step(terms, _, _, scale):
+            case Step(terms, _, _, scale, shrink):
                 at_once = None if self.mode.barrier else scale
-                self.held.x -= np.float32(RATE * scale) * self._true_mean(self._pushes(terms, at_once))
+                self.held.x -= np.float32(RATE * scale) * self._true_mean(self._pushes(terms, at_once), shrink)
             case Publish():
                 self._publish(checksum)
 
@@ -334,17 +336,31 @@ class Mirror:
             held.fold(push, weight, held.publication)
         self.batch, self.judged, held.closed = [], {}, clock + 1
 
-    def _true_mean(self, pushes: list[tuple[float, PushId]]) -> FloatArray:
+    def _true_mean(self, pushes: list[tuple[float, PushId]], shrink: float = 1.0) -> FloatArray:
         """What the store must have folded, clipped where the plan says so: by the norm over all shards."""
         mean = self.screen.mean if self.screen.cut else sum_of
         whole = mean([(w, self.given.pushes[push][0]) for w, push in pushes])
         clip = self.case.max_grad_norm
         if clip:
-            parts = [whole[begin:end] for begin, end in split(len(whole), self.process.shard.settings.shards)]
-            coefficient = clip / (sum(float(np.dot(part, part)) for part in parts) ** 0.5 + 1e-6)
+            if self.case.settings.robust == "cosine":
+                coefficient = self._shrunk(self._mine(whole), shrink)
+            else:
+                parts = [whole[begin:end] for begin, end in split(len(whole), self.process.shard.settings.shards)]
+                coefficient = clipped(clip, [float(np.dot(part, part)) for part in parts])
             if coefficient < 1.0:
                 whole *= np.float32(coefficient)
         return self._mine(whole)
+
+    def _shrunk(self, mean: FloatArray, shrink: float) -> float:
+        """Each shard leaves out by its own keys: how long the mean of a clock is shows when the last of them has folded it."""
+        where, settings = (self.process.shard.ledger.generation, self.held.closed), self.process.shard.settings
+        folded = self.given.clipped.setdefault(where, {})
+        folded[self.index] = (float(np.dot(mean, mean)), shrink)
+        squares = [folded[shard][0] for shard in range(settings.shards) if shard in folded]
+        right = clipped(self.case.max_grad_norm, squares)
+        if len(squares) == settings.shards and any(each != right for _, each in folded.values()):
+            raise Violation(f"clock {where[1]} is shrunk by {folded} (squared length, factor), and not by {right}")
+        return shrink
 
     def _mine(self, whole: FloatArray) -> FloatArray:
         return whole[self.store.begin : self.store.end]
@@ -354,6 +370,12 @@ def push_of(pieces: Update) -> PushId:
     first = pieces[0]
     assert isinstance(first, m.Push)
     return (first.worker, first.epoch, first.clock)
+
+
+def clipped(clip: float, squares: Sequence[float]) -> float:
+    """By how much a mean is shrunk whose parts have these squared lengths: torch.nn.utils.clip_grad_norm_."""
+    norm: float = sum(squares) ** 0.5
+    return clip / (norm + 1e-6)
 
 
 def sum_of(terms: Sequence[tuple[float, FloatArray]]) -> FloatArray:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from narrows.ps.process import checkpoints
 from narrows.ps.publications import Publications
 from narrows.ps.service import Service
 from narrows.ps.shard import Shard
+from narrows.ps.store import Store
 from simulation.actors import CLOCKS, Bug, Disk, Kit, planted
 from simulation.campaigns import MODES, Case, Fault, Run, case_of
 from simulation.mirrors import Violation
@@ -279,12 +281,24 @@ def once_summed(mean: Mean, terms: Terms) -> Any:
     return mean.total if mean.taken and mean.total is not None else mean_of(mean, terms)
 
 
+def longer(store: Store, terms: Terms) -> float:
+    """The norm of a mean over all shards, by which it is clipped, is taken for another."""
+    return 4 * norm_of(store, terms)
+
+
+norm_of = Store.norm
 push_of, serve, next_whole, accept_of = Service._push, Publications.serve, Inbox.next, AtOnce.accept
 change_of, mean_of, take_of = AtOnce._change, Mean.of, Exchange._take
 
 
 def with_quorum(seed: int) -> Case:
     return case_of(len(MODES) * seed + MODES.index({"sync": "local", "quorum": -1}))
+
+
+def clipped_and_screened(seed: int) -> Case:
+    """Each shard leaves out updates by its own keys, and the mean is clipped by its norm over all shards."""
+    found = (case_of(other) for other in count(1000 * seed))
+    return next(case for case in found if case.max_grad_norm and case.settings.robust == "cosine")
 
 
 def with_restart(seed: int) -> Case:
@@ -325,6 +339,7 @@ PLANTED: dict[str, tuple[Bug, Callable[[int], Case], str]] = {
     "an update taken in part": ([(Inbox, "next", half_here)], in_parts, "the log gives|publishes|blames"),
     "samples that count for nothing": ([(AtOnce, "_change", alike)], case_of, "weight of|the log gives"),
     "a mean of others than the set": ([(Mean, "of", once_summed)], in_parts, "the log gives|publishes"),
+    "a norm of other values": ([(Store, "norm", longer)], clipped_and_screened, "is shrunk by"),
 }  # fmt: skip
 
 

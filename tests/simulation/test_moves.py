@@ -66,6 +66,11 @@ def test_a_checkpoint_that_a_move_began_from_is_not_written_over() -> None:
     assert run.done and run.sim.struck["shard killed"] and run.sim.struck["shard restarted"]
 
 
+def test_shards_that_leave_out_other_updates_clip_by_one_norm() -> None:
+    """A shard of one key lets a worker in that the others leave out (seed 9000)."""
+    assert Moved(moves_of(9000)).run().sim.struck["left out"]
+
+
 def test_a_process_that_is_killed_while_keys_move_can_be_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Process, "shadow_of", Twin)
     assert all(Moved(moves_of(seed)).run().done for seed in range(TWINS))
