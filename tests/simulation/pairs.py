@@ -478,11 +478,11 @@ class Serving(Process):
         for effect in effects:
             match effect:
                 case e.Serve(view, standby):
-                    moved = bool(self.original.before) and not self.original.said_ns
-                    self._happen(Event(Kind.VIEW, self.now_ns, values=(view, standby, 1 + self.index, moved)))
+                    before = self.original.before if self.original.before != self.server.before else ""
+                    self._happen(Event(Kind.VIEW, self.now_ns, values=(view, standby, 1 + self.index, before)))
                     if not standby:
                         self.original.forget()
-                        self.run.sim.struck["alone"] += not self.index and not moved
+                        self.run.sim.struck["alone"] += not self.index and not before
                 case e.Stop(_, text):
                     self.run.sim.note(f"{self.port} stops: {text}")
                     self.run.sim.struck["deposed"] += not self.site.lost
