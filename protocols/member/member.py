@@ -186,9 +186,8 @@ class Member:
 
     def receive(self, shard: int, message: m.Message, now_ns: int) -> list[MemberEffect]:
         """The effects of a message of a shard. Raises RemoteProtocolError for one that is none."""
-        told, turned = list[MemberEffect](), self.views.turned
-        if isinstance(message, m.View):
-            told = self.views.told(message)
+        turned = self.views.turned
+        told = self.views.told(message) if isinstance(message, m.View) else []
         if self.views.turned:
             return told
         if turned:
@@ -219,9 +218,7 @@ class Member:
         if not self.views.turned:
             return []
         if isinstance(message, m.View) and message.ports and len(message.ports) != len(self.sessions):
-            raise RemoteProtocolError(
-                f"the standby has {len(message.ports)} shards, and the server has {len(self.sessions)}"
-            )
+            raise RemoteProtocolError(f"the standby has {len(message.ports)} shards, the server {len(self.sessions)}")
         effects = self.views.hear(message, now_ns)
         self.heard_ns = now_ns if effects else self.heard_ns  # else the standby lives, and the server may not
         if not self.views.turned:
