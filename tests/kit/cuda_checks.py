@@ -41,6 +41,7 @@ KINDS = ("normal", "zeros", "equal", "denormal", "wide")
 
 
 SHARED_LOCK = threading.Lock()
+BARRIER_S = 60.0  # in which the threads of a block meet, on a busy machine too
 
 
 def shared_array(self: Any, shape: Any, dtype: Any) -> Any:
@@ -53,6 +54,50 @@ def shared_array(self: Any, shape: Any, dtype: Any) -> Any:
                 np.frombuffer(np.random.bytes(np.empty(shape, dtype).nbytes), dtype).reshape(shape).copy()
             )
         return self._allocations[place]
+
+
+class Block:
+    """In place of the simulator's manager of a block, which polls: the threads of a block wait for each other at a barrier,
+    and one that has ended is waited for no more."""
+
+    def __init__(self, f: Callable[..., None], grid: Any, block: tuple[int, ...], debug: bool) -> None:
+        self._f, self._grid_dim, self._block_dim, self._debug = f, grid, block, debug
+        self.block_state = np.zeros(block, np.bool_)
+
+    def run(self, where: Any, *args: Any) -> None:
+        def target() -> None:
+            try:
+                self._f(*args)
+            finally:
+                self._end()
+
+        points = np.ndindex(*self._block_dim)
+        threads = [simulator.BlockThread(target, self, where, point, self._debug) for point in points]
+        self.turn, self.waiting, self.left, self.condition = 0, 0, len(threads), threading.Condition()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for kind, trace in [thread.exception for thread in threads if thread.exception]:
+            raise kind.with_traceback(trace)
+
+    def meet(self) -> None:
+        with self.condition:
+            turn = self.turn
+            self.waiting += 1
+            self._pass()
+            if not self.condition.wait_for(lambda: self.turn != turn, BARRIER_S):
+                raise RuntimeError(f"threads of a block did not meet within {BARRIER_S} s")
+
+    def _end(self) -> None:
+        with self.condition:
+            self.left -= 1
+            self._pass()
+
+    def _pass(self) -> None:
+        if self.waiting == self.left:
+            self.turn, self.waiting = self.turn + 1, 0
+            self.condition.notify_all()
 
 
 def on_device(array: Array, offset: int = 0) -> Any:
@@ -351,8 +396,11 @@ PARTS: dict[str, Callable[[], None]] = {
 if __name__ == "__main__":
     if cuda_jit.SIMULATED:
         shared: Any = import_module("numba.cuda.simulator.kernelapi").FakeCUDAShared
+        simulator = import_module("numba.cuda.simulator.kernel")
         shared.array = shared_array
-        sys.setswitchinterval(1e-5)  # the simulator polls; and more interleavings are seen
+        simulator.BlockManager = Block
+        simulator.BlockThread.syncthreads = lambda thread: thread._manager.meet()
+        sys.setswitchinterval(1e-5)  # more interleavings are seen
     warnings.simplefilter("ignore")  # NumPy's, of overflow in the intrinsics' stand-ins
     for part in sys.argv[1:] or PARTS:
         begin = time.perf_counter()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import math
+from functools import cache
 from typing import Any, cast
 
 import numpy as np
@@ -22,7 +23,7 @@ from narrows.ps.gain import WINDOW, Gain
 from narrows.ps.inbox import Update
 from narrows.ps.limit import Far
 from narrows.ps.looks import Look, Looks
-from narrows.ps.mean import AT_ONCE, Trimmed
+from narrows.ps.mean import Trimmed
 from narrows.ps.process.journal import _Pickler, _Unpickler
 from narrows.ps.screen import Screen
 from narrows.ps.store import assume_lent
@@ -85,12 +86,13 @@ def updates(values: Floats, begin: int, cuts: list[int]) -> list[tuple[float, li
 
 @pytest.mark.parametrize("cut", [0.1, 0.25, 0.4, 0.5])
 @pytest.mark.parametrize("workers", [1, 2, 3, 4, 5, 8])
-def test_the_trimmed_mean_is_that_of_the_definition(workers: int, cut: float) -> None:
-    rng = np.random.default_rng(workers)
-    begin, size = 7, 2 * AT_ONCE + 100
+def test_the_trimmed_mean_is_that_of_the_definition(workers: int, cut: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng, at_once = np.random.default_rng(workers), 1 << 10
+    monkeypatch.setattr("narrows.ps.mean.AT_ONCE", at_once)
+    begin, size = 7, 2 * at_once + 100
     values = rng.standard_normal((workers, size)).astype(np.float32)
     mean = Trimmed(begin, size, cut)
-    terms = updates(values, begin, [begin + 1000, begin + AT_ONCE])
+    terms = updates(values, begin, [begin + 1000, begin + at_once])
     np.testing.assert_allclose(mean.of(tuple(terms)), trimmed(values, cut), rtol=1e-5, atol=1e-6)
     mean.clear()
     for part in range(3):
@@ -211,16 +213,22 @@ MODES: list[dict[str, Any]] = [
 ]
 
 
+@cache
+def _losses(plain: Settings) -> dict[str, float]:
+    """Without a defence."""
+    runs = (("honest", 1.0), ("taken in", -1.0))
+    return {name: TAUGHT.loss(ended(plain, TAUGHT, times, STEPS)[0]) for name, times in runs}
+
+
 @pytest.mark.parametrize("flags", MODES, ids=str)
 def test_who_sends_the_negative_is_kept_out(flags: dict[str, Any]) -> None:
     """By its cosine soon and wholly. Key by key only where workers agree on the sign: there noise is as large as the rest."""
-    plain = {name: value for name, value in flags.items() if name != "robust"}
-    losses = {}
-    for name, times, chosen in (("honest", 1.0, plain), ("taken in", -1.0, plain), ("robust", -1.0, flags)):
-        x, struck = ended(Settings(workers=WORKERS, **chosen), TAUGHT, times, STEPS)
-        losses[name] = TAUGHT.loss(x)
-        if flags["robust"] == "cosine" and name == "robust":
-            assert set(struck) == {LIAR}, struck
+    plain = Settings(workers=WORKERS, **{name: value for name, value in flags.items() if name != "robust"})
+    losses = dict(_losses(plain))
+    x, struck = ended(Settings(workers=WORKERS, **flags), TAUGHT, -1.0, STEPS)
+    losses["robust"] = TAUGHT.loss(x)
+    if flags["robust"] == "cosine":
+        assert set(struck) == {LIAR}, struck
     assert losses["honest"] < losses["taken in"] < TAUGHT.begun
     left = 0.25 if flags["robust"] == "cosine" else 0.65
     assert losses["robust"] - losses["honest"] < left * (losses["taken in"] - losses["honest"]), losses

@@ -59,15 +59,20 @@ PLANTED: dict[str, Bug] = (
 OF_STANDBYS = {"an ack before the standby has the update", *test_standbys.PLANTED}
 
 
-def find(bug: str, within: int = WITHIN) -> Found | None:
-    """The first run of a campaign that fails with this bug."""
+def says(bug: str, kind: str, seed: int) -> str:
+    """What fails in this run with this bug, "" where nothing does."""
     with pytest.MonkeyPatch.context() as patch:
         kit = planted(PLANTED[bug], patch)
-        for number, (kind, seed, _) in enumerate(mixed(shares(within)), 1):
-            if bug in OF_STANDBYS and kind != "standbys":
-                continue
-            try:
-                KINDS[kind].make(seed, kit, None).run()
-            except Exception as error:  # a bug may break a machine before it breaks an invariant
-                return Found(number, kind, seed, f"{error}".partition(": ")[2])
+        try:
+            KINDS[kind].make(seed, kit, None).run()
+        except Exception as error:  # a bug may break a machine before it breaks an invariant
+            return f"{error}".partition(": ")[2] or f"{error!r}"
+    return ""
+
+
+def find(bug: str, within: int = WITHIN) -> Found | None:
+    """The first run of a campaign that fails with this bug."""
+    for number, (kind, seed, _) in enumerate(mixed(shares(within)), 1):
+        if (bug not in OF_STANDBYS or kind == "standbys") and (text := says(bug, kind, seed)):
+            return Found(number, kind, seed, text)
     return None

@@ -42,22 +42,8 @@ from simulation.mirrors import Violation
 from simulation.network import Faults, Random
 from simulation.scenario import play
 
-RUNS, RESTARTS = 100, 20  # test_kinds.py has more of each
-EACH = 50  # runs of one test: a failure names its seed, and the time limit is per test
 PLANTED_SEEDS = 40  # within so many a planted bug is found
 SCENARIOS = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))
-
-
-@pytest.mark.parametrize("first", range(0, RUNS, EACH))
-def test_every_invariant_holds_after_every_event(first: int) -> None:
-    runs = [Run(case_of(seed)).run() for seed in range(first, first + EACH)]
-    for fault in ("lost", "duplicated", "reordered", "worker crashed"):
-        assert sum(run.sim.struck[fault] > 0 for run in runs) > 0.9 * len(runs), fault
-
-
-def test_every_invariant_holds_where_a_shard_restarts() -> None:
-    runs = [Run(case_of(seed, restart=True)).run() for seed in range(RESTARTS)]
-    assert sum(run.sim.struck["shard restarted"] for run in runs) > 0.9 * RESTARTS
 
 
 def test_a_run_is_as_large_as_is_said_and_the_modes_take_turns() -> None:
@@ -124,7 +110,7 @@ def deaths(seed: int) -> Case:
 
 
 def test_a_death_delays_the_rest_by_at_most_a_lease() -> None:
-    for seed in range(40):
+    for seed in range(2 * len(MODES)):
         Run(deaths(seed)).run()
 
 

@@ -151,7 +151,7 @@ def test_a_shard_that_is_killed_while_it_starts_is_started_again() -> None:
 
 
 def test_a_worker_that_waits_when_a_shard_is_killed_at_the_start_is_let_in() -> None:
-    """ps-serve stands still, so shard 1 is not there yet, and shard 0 lets nobody in."""
+    """Shard 1 stands still, so it is not there yet, and shard 0 lets nobody in."""
     port = free_ports(2)
     where, address = ("--bind", f"tcp://127.0.0.1:{port}"), f"tcp://127.0.0.1:{port}"
     with (
@@ -159,20 +159,24 @@ def test_a_worker_that_waits_when_a_shard_is_killed_at_the_start_is_let_in() -> 
         started("ps-serve", *where, "--shards", "2", "--checkpoint-dir", "none") as command,
     ):
 
-        def shard() -> list[int]:
+        def shard(index: int) -> int:
             names = {pid: Path(f"/proc/{pid}/comm") for pid in descendants(command.pid)}
-            return [pid for pid, name in names.items() if name.exists() and name.read_text() == "ps-shard-0\n"]
+            of_it = [pid for pid, name in names.items() if name.exists() and name.read_text() == f"ps-shard-{index}\n"]
+            return of_it[0] if of_it else 0
 
-        (pid,) = until(shard, "shard 0")
+        first = until(lambda: shard(0), "shard 0")
+        os.kill(first, signal.SIGSTOP)  # shard 1 is started after it was told what it is
+        second = until(lambda: shard(1), "shard 1")
+        os.kill(second, signal.SIGSTOP)
         try:
-            os.kill(command.pid, signal.SIGSTOP)
+            os.kill(first, signal.SIGCONT)
             until(lambda: listens(port), "shard 0 to listen")
             joins = pool.submit(Worker, address)
             until(lambda: connected(port), "the worker to dial shard 0")
-            assert not joins.done() and "shard 1" not in command.out
-            os.kill(pid, signal.SIGKILL)
+            assert not joins.done()
+            os.kill(first, signal.SIGKILL)
         finally:
-            os.kill(command.pid, signal.SIGCONT)
+            os.kill(second, signal.SIGCONT)
         worker = joins.result(LIMIT_S)
         assert "shard 0 died (signal 9 (SIGKILL)) and is started again" in command.err
         worker.train(5)
