@@ -396,7 +396,7 @@ PARTS: dict[str, Callable[[], None]] = {
 if __name__ == "__main__":
     if cuda_jit.SIMULATED:
         shared: Any = import_module("numba.cuda.simulator.kernelapi").FakeCUDAShared
-        simulator = import_module("numba.cuda.simulator.kernel")
+        simulator: Any = import_module("numba.cuda.simulator.kernel")
         shared.array = shared_array
         simulator.BlockManager = Block
         simulator.BlockThread.syncthreads = lambda thread: thread._manager.meet()
