@@ -421,6 +421,7 @@ NAMES = (
     *("a report of trouble", "an escape sequence"),
 )
 SILENT = ("later epoch",)  # of a member that this shard may yet hear of
+LONG = ("oversized header",)  # answered, or hung up on: of a stranger more bytes than STRANGER_BYTES_MAX
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -430,8 +431,8 @@ def test_messages_that_are_none(name: str, attacked: tuple[Server, Worker]) -> N
         stranger.setsockopt(zmq.LINGER, 1000)
         stranger.connect(f"tcp://127.0.0.1:{server.port}")
         stranger.send_multipart(forged(worker)[name])
-        answered = stranger.poll(100 if name in SILENT else 5000)
-        assert bool(answered) == (name not in SILENT)
+        answered = stranger.poll(100 if name in SILENT else 1000 if name in LONG else 5000)
+        assert name in LONG or bool(answered) == (name not in SILENT)
         if answered:
             answer = decode(stranger.recv_multipart())
             assert isinstance(answer, m.Refuse) and answer.text and "\n" not in answer.text

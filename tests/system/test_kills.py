@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from kit.logs import Log, folded, settled, telling, wrong
-from kit.processes import SCRIPT, Server, Worker, descendants, serving, started, trained_alone, until
+from kit.processes import SCRIPT, Server, Worker, descendants, parent, serving, started, trained_alone, until
 from kit.scripts import distance, flat
 
 from narrows.protocols.settings import Settings
@@ -255,10 +255,6 @@ def test_the_process_that_forks_them_too() -> None:
     assert distance(flat(worker.model), trained_alone(worker.clock)) < 1e-5
 
 
-def parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
 def test_a_machine_whose_processes_are_gone_is_waited_for_a_quarter_of_a_lease(tmp_path: Path) -> None:
     """Nobody is left to say so, but its connections have ended."""
     path = tmp_path / "script.py"
@@ -270,8 +266,10 @@ def test_a_machine_whose_processes_are_gone_is_waited_for_a_quarter_of_a_lease(t
     ):
         until(lambda: "clock " in one.err, str(one))
         began = time.monotonic()
-        for pid in (two.pid, *descendants(two.pid)):
-            os.kill(pid, signal.SIGKILL)
+        pids = (two.pid, *descendants(two.pid))
+        for number in (signal.SIGSTOP, signal.SIGKILL):  # none says a last word of the others
+            for pid in pids:
+                os.kill(pid, number)
         assert one.wait() == 0, f"{one}\n{server.command}"
         assert 5 < time.monotonic() - began < 19, "a quarter of the lease, and the steps"
         assert " expired at clock " in server.command.out and server.command.wait() == 0

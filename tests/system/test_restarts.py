@@ -23,6 +23,7 @@ from kit.processes import (
     alive,
     descendants,
     free_ports,
+    parent,
     serving,
     small_model,
     started,
@@ -151,7 +152,7 @@ def test_a_shard_that_is_killed_while_it_starts_is_started_again() -> None:
 
 
 def test_a_worker_that_waits_when_a_shard_is_killed_at_the_start_is_let_in() -> None:
-    """Shard 1 stands still, so it is not there yet, and shard 0 lets nobody in."""
+    """What forks processes stands still, so shard 1 is not there yet, and shard 0 lets nobody in."""
     port = free_ports(2)
     where, address = ("--bind", f"tcp://127.0.0.1:{port}"), f"tcp://127.0.0.1:{port}"
     with (
@@ -159,24 +160,22 @@ def test_a_worker_that_waits_when_a_shard_is_killed_at_the_start_is_let_in() -> 
         started("ps-serve", *where, "--shards", "2", "--checkpoint-dir", "none") as command,
     ):
 
-        def shard(index: int) -> int:
+        def shard() -> list[int]:
             names = {pid: Path(f"/proc/{pid}/comm") for pid in descendants(command.pid)}
-            of_it = [pid for pid, name in names.items() if name.exists() and name.read_text() == f"ps-shard-{index}\n"]
-            return of_it[0] if of_it else 0
+            return [pid for pid, name in names.items() if name.exists() and name.read_text() == "ps-shard-0\n"]
 
-        first = until(lambda: shard(0), "shard 0")
-        os.kill(first, signal.SIGSTOP)  # shard 1 is started after it was told what it is
-        second = until(lambda: shard(1), "shard 1")
-        os.kill(second, signal.SIGSTOP)
+        (pid,) = until(shard, "shard 0")
+        nursery = parent(pid)
+        assert nursery != command.pid
         try:
-            os.kill(first, signal.SIGCONT)
+            os.kill(nursery, signal.SIGSTOP)
             until(lambda: listens(port), "shard 0 to listen")
             joins = pool.submit(Worker, address)
             until(lambda: connected(port), "the worker to dial shard 0")
-            assert not joins.done()
-            os.kill(first, signal.SIGKILL)
+            assert not joins.done() and "shard 1" not in command.out
+            os.kill(pid, signal.SIGKILL)
         finally:
-            os.kill(second, signal.SIGCONT)
+            os.kill(nursery, signal.SIGCONT)
         worker = joins.result(LIMIT_S)
         assert "shard 0 died (signal 9 (SIGKILL)) and is started again" in command.err
         worker.train(5)
