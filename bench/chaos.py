@@ -4,11 +4,14 @@
     python bench/chaos.py --sync bsp --every 10 --seed 1
     python bench/chaos.py --strikes 'kill shard' --steps 200
     python bench/chaos.py --standby --steps 2400 --share 0.2    # servers are killed too; two minutes undisturbed
+    python bench/chaos.py --standby --link 100mbit              # each on a host of the lab, and links are struck too
 
 Rules
 - All runs are real commands on this machine: one ps-serve, with --standby a second one that copies it, and one ps-worker for
   each worker. A worker is killed with its ps-worker, a shard alone, a server or a standby with all its shards. Who is stopped
   goes on after STOPPED_S. A server that is stopped so long is left for its standby, and ends.
+- With --link each of them is on a host of its own, and that is its link to the switch between all. A link that is cut carries
+  nothing for STOPPED_S, one that is slow a SLOWER-th of its rate for SLOW_S.
 - The schedule follows from the seed: when, what, and whom. A worker that was killed comes back after BACK_S, as a spot machine,
   and so does a machine of the server, as the standby of the one that serves. Neither is struck while the other is alone.
 - Goodput is the undisturbed run's time for a clock over that of the disturbed one: what was computed twice is no good. With
@@ -31,17 +34,24 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 import launch
+from lab import Host, Lab, star
 from launch import CommandFailed
+from link import Link
+from wan import LINKS
 
 TASK = str(launch.ROOT / "bench" / "tasks" / "bytelm.py")
+SERVERS = 2  # hosts of them: one serves, the other stands by
 STOPPED_S = 3.0
+SLOW_S, SLOWER = 10.0, 10
 BACK_S = 5.0
 LOOK_S = 0.25
 FIRST_S = 8.0  # the first failure, after the first step
@@ -66,11 +76,20 @@ def strike(number: int, *pids: int) -> None:
             os.kill(pid, number)
 
 
+def started(command: Sequence[str], said: Path, host: Host | None) -> subprocess.Popen[Any]:
+    """On this host, None: this machine. What it says is added to `said`."""
+    with said.open("a") as file:
+        return (host.popen if host else subprocess.Popen)(
+            command, cwd=launch.ROOT, env=launch.environment(), stdout=file, stderr=file
+        )
+
+
 @dataclass
 class Worker:
-    """One place of a worker, and who is there. `record`: of all lives so far, and its newest."""
+    """One place of a worker, and who is there. `records`: of all lives so far."""
 
     index: int
+    host: Host | None = None  # None: this machine
     process: subprocess.Popen[Any] | None = None
     records: list[Path] = field(default_factory=list)
     back_s: float = 0.0  # when it comes back, while nobody is there
@@ -96,17 +115,15 @@ class Worker:
 
 
 class Machine:
-    """One ps-serve with its shards, which serves or stands by. It says what it does in `said`."""
+    """One ps-serve with its shards, which serves or stands by. It says what it does in `said`. `place`: of its host."""
 
-    def __init__(self, folder: Path, number: int, flags: Sequence[str]) -> None:
-        self.serves = False  # in the place of another
+    def __init__(self, folder: Path, number: int, flags: Sequence[str], place: int, host: Host | None) -> None:
+        self.place, self.serves = place, False  # in the place of another
         self.ready, self.said = folder / f"ready.{number}", folder / f"server.{number}.log"
-        command = [sys.executable, "-m", "narrows.ps.command.cli", "--bind", "tcp://127.0.0.1:0", *flags]
+        where = f"tcp://{host.address if host else '127.0.0.1'}:0"
+        command = [sys.executable, "-m", "narrows.ps.command.cli", "--bind", where, "--insecure", *flags]
         command += ["--ready-file", str(self.ready), "--checkpoint-dir", "none"]
-        with self.said.open("w") as said:
-            self.process = subprocess.Popen(
-                command, cwd=launch.ROOT, env=launch.environment(), stdout=said, stderr=said
-            )
+        self.process = started(command, self.said, host)
 
     def told(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(self.ready.read_text()) if self.ready.exists() else {}
@@ -132,19 +149,30 @@ class Run:
     """One run to its end. `strikes`: what may happen, none where it is undisturbed."""
 
     def __init__(
-        self, flags: Sequence[str], workers: int, shards: int, steps: int, seed: int, limit_s: float, standby: bool
+        self,
+        flags: Sequence[str],
+        workers: int,
+        shards: int,
+        steps: int,
+        seed: int,
+        limit_s: float,
+        standby: bool,
+        lab: Lab | None = None,
     ) -> None:
         self.flags, self.steps, self.seed, self.limit_s = list(flags), steps, seed, limit_s
         self.flags += ["--shards", str(shards), "--workers", str(workers), "--replicas", str(int(standby))]
+        # Of a lab two are the servers', the one that serves and the one that stands by, and then each worker has one.
+        self.hosts: Sequence[Host | None] = lab.hosts if lab else [None] * (SERVERS + workers)
+        self.links: Sequence[Link] = lab.links if lab else []
         self.standby, self.machines, self.numbers = standby, list[Machine](), itertools.count()
         self.next_s = 0.0  # when a machine comes back, while one is gone
-        self.workers = [Worker(index) for index in range(workers)]
+        self.workers = [Worker(index, self.hosts[SERVERS + index]) for index in range(workers)]
         self.random = random.Random(seed)
         self.struck: Counter[str] = Counter()
         self.stalls: dict[str, list[float]] = {}  # of each kind of strike, the longest stall after each
         self.newest = ""  # of the strikes
         self.top, self.moved_s, self.stall_s, self.memory = -1, 0.0, 0.0, 0
-        self.waking: list[tuple[float, list[int]]] = []
+        self.waking: list[tuple[float, Callable[[], None]]] = []  # what ends, and when
 
     def go(self, strikes: Sequence[str], every_s: float) -> dict[str, Any]:
         """Raises CommandFailed."""
@@ -174,7 +202,8 @@ class Run:
                     launch.end(machine.process)
 
     def _machine(self, *flags: str) -> Machine:
-        self.machines.append(Machine(self.folder, next(self.numbers), flags))
+        place = min({*range(SERVERS)} - {machine.place for machine in self.machines})
+        self.machines.append(Machine(self.folder, next(self.numbers), flags, place, self.hosts[place]))
         return self.machines[-1]
 
     def _machines(self, now: float) -> None:
@@ -203,10 +232,8 @@ class Run:
         worker.records.append(self.folder / f"record.{worker.index}.{len(worker.records)}")
         worker.read, worker.back_s = 0, 0.0
         words = ["-m", "narrows.worker.command.cli", "--server", address, "--record", str(worker.records[-1])]
-        with (self.folder / f"worker.{worker.index}.log").open("a") as said:
-            worker.process = subprocess.Popen(
-                [sys.executable, *words, TASK, "--steps", str(self.steps), "--seed", str(self.seed)],
-                cwd=launch.ROOT, env=launch.environment(), stdout=said, stderr=said)  # fmt: skip
+        command = [sys.executable, *words, TASK, "--steps", str(self.steps), "--seed", str(self.seed)]
+        worker.process = started(command, self.folder / f"worker.{worker.index}.log", worker.host)
 
     def _run(self, strikes: Sequence[str], every_s: float) -> dict[str, Any]:
         for worker in self.workers:
@@ -221,9 +248,9 @@ class Run:
             self._machines(now)
             if self.top >= 0 and not began:
                 began, next_s, self.moved_s = now, now + FIRST_S, now
-            for wake_s, pids in [each for each in self.waking if each[0] <= now]:
-                strike(signal.SIGCONT, *pids)
-                self.waking.remove((wake_s, pids))
+            for each in [each for each in self.waking if each[0] <= now]:
+                each[1]()
+                self.waking.remove(each)
             for worker in self.workers:
                 if worker.back_s and now > worker.back_s:
                     self._start(worker, self.machines[0].address)
@@ -273,8 +300,10 @@ class Run:
             machine = self.machines[whom == "standby"]
             if how == "kill":
                 machine.kill()
-            else:
+            elif how == "stop":
                 self._stop(now, machine.process.pid, *machine.shards)
+            else:
+                self._hold(now, how, self.links[machine.place])
         elif whom == "shard":
             pid = self.random.choice(self.machines[0].shards)
             if how == "kill":
@@ -291,19 +320,33 @@ class Run:
                 strike(signal.SIGKILL, *below, worker.process.pid)
                 worker.process.wait()
                 worker.back_s = now + BACK_S
-            else:
+            elif how == "stop":
                 self._stop(now, below[-1] if below else worker.process.pid)
+            else:
+                self._hold(now, how, self.links[SERVERS + worker.index])
         self.struck[what] += 1
         self.newest = what
         self.stalls.setdefault(what, []).append(0.0)
 
     def _stop(self, now: float, *pids: int) -> None:
         strike(signal.SIGSTOP, *pids)
-        self.waking.append((now + STOPPED_S, list(pids)))
+        self.waking.append((now + STOPPED_S, partial(strike, signal.SIGCONT, *pids)))
+
+    def _hold(self, now: float, how: str, link: Link) -> None:
+        """Cut a link, or make it slow, for a while."""
+        if how == "cut":
+            link.cut()
+            self.waking.append((now + STOPPED_S, link.mend))
+        else:
+            rate = link.there.rate
+            link.change(rate=rate / SLOWER)
+            self.waking.append((now + SLOW_S, partial(link.change, rate=rate)))
 
 
 STRIKES = ("kill worker", "kill shard", "stop worker", "stop shard")
 OF_MACHINES = ("kill server", "kill standby", "stop server")
+OF_LINKS = ("cut worker", "slow worker")
+OF_THEIR_LINKS = ("cut server", "cut standby", "slow server")
 
 
 @click.command(context_settings={"show_default": True})
@@ -314,6 +357,7 @@ OF_MACHINES = ("kill server", "kill standby", "stop server")
 @click.option("--steps", default=600, help="of the byte GPT")
 @click.option("--every", "every_s", default=20.0, help="seconds between two failures")
 @click.option("--standby", is_flag=True, help="a second ps-serve copies the first, in every run")
+@click.option("--link", type=click.Choice([*LINKS]), default="loopback", help="of each host")
 @click.option("--strikes", default="", help="comma-separated  [default: all there are]")
 @click.option(
     "--share", type=click.FloatRange(0, 1, min_open=True), default=1.0, help="of the steps, of an undisturbed run"
@@ -322,12 +366,14 @@ OF_MACHINES = ("kill server", "kill standby", "stop server")
 @click.option("--limit", "limit_s", default=1800.0, help="seconds after which a run counts as failed")
 @click.option("--out", type=click.Path(path_type=Path), default=launch.OUT / "chaos.json")
 def main(
-    sync: str, compress: str, workers: int, shards: int, steps: int, every_s: float, standby: bool, strikes: str,
-    share: float, seed: int, limit_s: float, out: Path,
+    sync: str, compress: str, workers: int, shards: int, steps: int, every_s: float, standby: bool, link: str,
+    strikes: str, share: float, seed: int, limit_s: float, out: Path,
 ) -> None:  # fmt: skip
     """Strike a run every so often, and compare it with the same run undisturbed."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # children are then ended too
-    known = STRIKES + (OF_MACHINES if standby else ())
+    way = LINKS[link]
+    known = STRIKES + (OF_MACHINES if standby else ()) + (OF_LINKS if way else ())
+    known += OF_THEIR_LINKS if standby and way else ()
     named = strikes.split(",") if strikes else list(known)
     if unknown := sorted(set(named) - set(known)):
         raise click.BadParameter(f"{', '.join(unknown)}; there are {', '.join(known)}", param_hint="--strikes")
@@ -336,12 +382,13 @@ def main(
     if share < 1:
         plan.append(("undisturbed, again", [], share))
     told = {"flags": flags, "workers": workers, "shards": shards, "steps": steps, "every_s": every_s, "seed": seed,
-            "standby": standby, "share": share}  # fmt: skip
+            "standby": standby, "link": link, "share": share}  # fmt: skip
     found: dict[str, dict[str, Any]] = {}
     columns = ("run", "clocks", "s", "ms a clock", "longest stall, s", "largest shard, MB", "loss", "struck")
     click.echo(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
     for name, chosen, part in plan:
-        row = Run(flags, workers, shards, int(steps * part), seed, limit_s, standby).go(chosen, every_s)
+        with star([way] * (SERVERS + workers)) if way else nullcontext() as lab:
+            row = Run(flags, workers, shards, int(steps * part), seed, limit_s, standby, lab).go(chosen, every_s)
         found[name] = row
         struck = ", ".join(f"{what} {count}" for what, count in sorted(row["struck"].items())) or "-"
         cells = (f"{row['clock']}", f"{row['seconds']:.0f}", f"{1e3 * row['seconds'] / row['clock']:.0f}",
