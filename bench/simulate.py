@@ -3,7 +3,7 @@
     python bench/simulate.py --campaign 100000 --jobs 2     of every kind its share
     python bench/simulate.py --runs 10000 --trees 1000      so many of these kinds
     python bench/simulate.py --replay 17 --restart          one seed again, with its trace; or --kill, --tree, --gossip,
-                                                            --standby, --move
+                                                            --standby, --pair, --move
     python bench/simulate.py --planted                      how soon a campaign finds each bug that is planted
     python bench/simulate.py --tree --clusters 50 --workers 1000 --above ssp --sync ssp
                                                             one tree without faults, and the closed form of a round
@@ -266,6 +266,7 @@ def main() -> int:
     parser.add_argument("--restart", action="store_true", help="with --replay: the run in which a shard restarts")
     parser.add_argument("--kill", action="store_true", help="with --replay: that in which shards are killed")
     parser.add_argument("--standby", action="store_true", help="with --replay: that with standbys")
+    parser.add_argument("--pair", action="store_true", help="with --replay: the tree with standbys")
     parser.add_argument("--move", action="store_true", help="with --replay: that in which keys move")
     parser.add_argument("--tree", action="store_true", help="one large tree, without faults, against its closed form")
     parser.add_argument("--gossip", action="store_true", help="one large gossip run, without faults, the same way")
@@ -280,7 +281,7 @@ def main() -> int:
     parser.add_argument("--staleness", type=int, choices=[0, 1], help="with --gossip; not given: both")
     told = parser.parse_args()
     if told.replay is not None:
-        options = ("restart", "kill", "tree", "gossip", "standby", "move")
+        options = ("restart", "kill", "tree", "gossip", "standby", "pair", "move")
         asked = {f"--{option}" for option in options if getattr(told, option)}
         kind = next(name for name, each in KINDS.items() if {*each.option.split()} == asked)
         return replay(told.replay, kind)

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected is no garbage: a simulated run makes much, and all would be looked at each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ ARROWS = {
 
 # module -> files and folders that may import it; a rule for the packages, not for tests and bench.
 OWNERS = {
-    "zmq": ("protocols/runtime/sockets.py", "protocols/runtime/curve.py"),
+    "zmq": ("protocols/runtime/sockets.py", "protocols/runtime/curve.py", "protocols/runtime/sealing.py"),
     "torch": ("ps/optimizers.py", "worker/"),
     "pickle": ("ps/process/journal.py",),  # none on the wire or on disk: that one is in memory that nobody else has
     "cloudpickle": (),

@@ -1,4 +1,4 @@
-"""The door to the network. It carries frames and knows no message. With curve.py it is all that imports zmq.
+"""The door to the network. It carries frames and knows no message. With curve.py and sealing.py it is all that imports zmq.
 
 Rules
 - One thread owns a `Sockets`; any other may only `wake` it.

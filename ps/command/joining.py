@@ -24,6 +24,7 @@ from narrows.protocols.addresses import parse_address
 from narrows.protocols.effects import NS
 from narrows.protocols.errors import BY_EXIT_CODE, NarrowsError, ServerLostError, UsageError
 from narrows.protocols.messages import RefuseCode, Wish
+from narrows.protocols.runtime import sealing
 from narrows.protocols.runtime.children import Event
 from narrows.protocols.runtime.clock import Awake
 from narrows.protocols.runtime.sockets import LINGER_MS, Sockets, reached
@@ -274,6 +275,7 @@ def join(
             "resume": False,
             "keys": os.path.abspath(keys) if keys else "",
             "host": guest.known_as,
+            "seals": sealing.rate() if keys else 0.0,
             "replicas": 0,
         }
         guest.listen()

@@ -128,6 +128,7 @@ def serve(
     cluster = Cluster(Settings(**(original["settings"] if standby else given(flags))).validated())
     cluster.hash_seed = original.get("hash_seed", cluster.hash_seed)
     cluster.prepare()
+    from narrows.protocols.runtime import sealing
     from narrows.ps.process import checkpoints  # and NumPy, while others import
 
     folder = scratch = ""
@@ -152,6 +153,7 @@ def serve(
             "parent_timeout": parent_timeout,
             "keys": os.path.abspath(keys) if keys else "",
             "parent_key": os.path.abspath(parent_key) if parent_key else "",
+            "seals": sealing.rate() if keys or parent_key else 0.0,
             "replicas": replicas,
         }
         if standby:
@@ -222,3 +224,5 @@ def announce(cluster: Cluster) -> None:
         key = "--key NAME.key " if cluster.told["keys"] else ""
         say(f"serves {cluster.settings.shards} {noun}, --sync {cluster.settings.sync}; on a worker machine:")
         click.echo(f"    ps-worker --server {address} {key}SCRIPT.py")
+    if seals := cluster.told["seals"]:
+        say(f"messages are encrypted; a core of this machine seals {seals / 1e6:,.0f} MB/s")

@@ -27,6 +27,7 @@ class Disk:
         self.writer = Writer(process.folder, process.index, self.away) if process.folder is not None else None
         self.trouble = ""  # said once
         self.nbytes, self.due_s = 0, 0.0
+        self.prepared = False  # memory for the first copy was asked for
 
     def _dial(self) -> Sockets:
         process = self.process
@@ -51,6 +52,13 @@ class Disk:
             return (), []
         return (self.away.sound(shards), []) if self.away else checkpoints.sound(self.folder, self.index, shards)
 
+    def prepare(self, server: Server) -> None:
+        """Once there are arrays, the first copy of them has its memory soon."""
+        planned = server.shard.planned
+        if self.writer is not None and not self.prepared and planned is not None and planned.store.publication >= 0:
+            self.prepared = True
+            self.writer.prepare(planned.store.arrays())
+
     def write(self, clock: int, server: Server) -> None:
         """Begin to write one; the last of a run is waited for."""
         planned, coordinator, last = server.shard.planned, server.coordinator, server.over
@@ -63,7 +71,7 @@ class Disk:
             "buffers": coordinator.buffers if coordinator is not None else b"",
             "epoch": coordinator.run.epoch if coordinator is not None else 0,
         }
-        self.nbytes = server.shard.nbytes
+        self.nbytes, self.prepared = server.shard.nbytes, True
         self.writer.write(clock, planned.store.arrays(), facts, server.shard.ledger.shared)
         if last:
             self.writer.wait()

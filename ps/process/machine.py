@@ -58,6 +58,7 @@ class Process:
     parent_timeout: float = 30.0
     keys: str = ""  # folder; "": in the open
     parent_key: str = ""  # file
+    seals: float = 0.0  # bytes a second that a core of this machine seals, 0: nobody knows, or needs to
     replay: bool = False  # go on with what the journal has
     done: tuple[int, ...] = ()  # shards that had ended by then
     replicas: int = 0  # standbys that may copy this server

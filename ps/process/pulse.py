@@ -1,4 +1,5 @@
-"""The sign of life that a shard's loop gives to ps-serve, once a second, and by when it will give the next one.
+"""The sign of life that a shard's loop gives to ps-serve, once a second, and by when it will give the next one. Strangers, and
+what encryption costs, are looked at then.
 
 A loop that hangs gives none, and neither does a process that was stopped. An event takes longer for larger arrays: they are
 folded, copied for a checkpoint, or read from the disk.
@@ -10,6 +11,7 @@ import contextlib
 import time
 from pathlib import Path
 
+from narrows.protocols.runtime.sealing import Sealing
 from narrows.ps.process.gate import Gate
 from narrows.ps.process.machine import emit
 
@@ -19,10 +21,11 @@ BYTES_PER_S = 20e6  # of the slowest disk from which arrays are read
 
 
 class Pulse:
-    """Of one process, whose checkpoints are in `folder`."""
+    """Of one process, whose checkpoints are in `folder`. `seals`: bytes a second, of a core."""
 
-    def __init__(self, gate: Gate, folder: Path | None) -> None:
+    def __init__(self, gate: Gate, folder: Path | None, seals: float = 0.0) -> None:
         self.gate, self.folder, self.due_s = gate, folder, 0.0
+        self.sealing = Sealing(seals)
 
     def beat(self, nbytes: int) -> None:
         """The loop turns. `nbytes`: of the machine's arrays."""
@@ -30,6 +33,8 @@ class Pulse:
             return
         self.due_s = now + BEAT_S
         self.gate.look(nbytes)
+        if text := self.sealing.look():
+            emit("log", name="encryption", values={"text": text})
         emit("alive", within=HANG_S + (nbytes or self._to_read()) / BYTES_PER_S)
 
     def _to_read(self) -> int:

@@ -59,7 +59,7 @@ class Runner:
         self.bytes_up = self.bytes_down = 0  # to and from the server above, and other clusters
         self.drops = Drops(lambda text: None if self.server.over else self._log("dropped", text=text))
         self.lending = copy.lending if copy is not None else Lending()
-        self.pulse = Pulse(self.gate, process.folder)
+        self.pulse = Pulse(self.gate, process.folder, process.seals)
         self.dialled = Dialled(port)
         self.unreached: list[bytes] = []  # peers that were sent something and are not there
         self.end = Stop()
@@ -217,7 +217,9 @@ class Runner:
         if receipt is NOBODY and isinstance(to, bytes) and to != self.original.peer:
             self.unreached.append(to)
         self.drops.note(type(message).__name__, receipt)
-        return sum(map(len, frames))
+        size = sum(map(len, frames))
+        self.pulse.sealing.passed += size
+        return size
 
     def _load(self, clock: int) -> None:
         self.disk.load(clock, self.server)
@@ -261,6 +263,7 @@ class Runner:
     def _receive_below(self, peer: bytes, frames: list[m.Buffer], now_ns: int) -> None:
         try:
             message, size = decode(frames), sum(map(len, frames))
+            self.pulse.sealing.passed += size
             self.gate.check(peer, message, size)
             if m.beside(message):
                 self._at_once(self._beside(peer, message, now_ns))
@@ -341,5 +344,6 @@ class Runner:
                 self.happen(Event(Kind.TICK, now_ns))
                 self._at_once(self.original.tick(now_ns))
                 self.gate.tick()
+                self.disk.prepare(self.server)
                 self.pulse.beat(self.server.shard.nbytes)
         self.wrote()

@@ -2,7 +2,7 @@
 
 Rules
 - What is written is a copy: the store changes meanwhile. Its memory is kept for the next one: fresh memory costs more than the
-  copy itself.
+  copy itself. That of the first one is asked for in advance, by the thread.
 - A disk that refuses ends nothing. What it said is in `Written`, and the coordinator asks again in time.
 """
 
@@ -51,6 +51,17 @@ class Writer:
         copies = self._copy(arrays)
         self._thread = Thread(target=self._run, args=(clock, copies, facts, shared, began_ns), daemon=True)
         self._thread.start()
+
+    def prepare(self, arrays: Mapping[str, FloatArray]) -> None:
+        """Have the system give the memory of copies of these arrays, beside all else."""
+        self._thread = Thread(target=self._touch, args=(dict(arrays),), daemon=True)
+        self._thread.start()
+
+    def _touch(self, arrays: dict[str, FloatArray]) -> None:
+        rooms = {id(array): np.empty_like(array) for array in arrays.values()}
+        for room in rooms.values():
+            room.fill(0)
+        self._copies = {name: rooms[id(array)] for name, array in arrays.items()}
 
     def _copy(self, arrays: Mapping[str, FloatArray]) -> dict[str, FloatArray]:
         """One of each, also of an array that has two names."""

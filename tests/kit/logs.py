@@ -6,6 +6,8 @@ Server processes write it down (tests/kit/told/sitecustomize.py). A worker of th
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from narrows.protocols.effects import MemberEffect
 HOOK = Path(__file__).parent / "told"
 Update = tuple[int, int, int]  # worker, epoch, clock
 CLOSE = 1e-6
+REST_S = 0.01
 
 
 def telling(folder: Path, planted: str = "") -> dict[str, str]:
@@ -60,6 +63,19 @@ class Log:
             if isinstance(effect, e.PushSettled):
                 self.settled.append((effect.shard, (self.member.worker, self.member.epoch, effect.clock)))
         return effects
+
+
+def whole_run(address: str, steps: int, begun: threading.Event, rate: float = 0.001) -> Log:
+    """Of a worker in this process, from its first step to its last. Steps take a while, so that something may happen."""
+    worker = Worker(address, rate=rate)
+    log = Log(worker)
+    for step in range(steps):
+        worker.step()
+        time.sleep(REST_S)
+        if step == 2:
+            begun.set()
+    worker.close()
+    return log
 
 
 def wrong(

@@ -497,3 +497,16 @@ def test_copies_are_made_in_the_memory_of_those_before(tmp_path: Path) -> None:
         assert found.keys() == arrays.keys()
         for name, array in arrays.items():
             np.testing.assert_array_equal(found[name], array - 10, err_msg=f"{name} of round {number}")
+
+
+def test_the_memory_of_the_first_copy_is_there_before_it_is_needed(tmp_path: Path) -> None:
+    x, m = (np.full(100, value, np.float32) for value in (1.0, 2.0))
+    writer = Writer(tmp_path, 0)
+    writer.prepare({"x": x, "p": x, "m": m})
+    writer.wait()
+    assert writer.take() is None
+    rooms = dict(writer._copies)
+    assert rooms["x"] is rooms["p"] is not rooms["m"]
+    copies = writer._copy({"x": x, "p": x, "m": m})
+    assert all(copies[name] is rooms[name] for name in rooms)
+    assert (copies["x"] == 1).all() and (copies["m"] == 2).all()

@@ -270,7 +270,7 @@ def test_processes_go_on_when_the_server_above_is_killed(tmp_path: Path) -> None
     """Two clusters of two shards and two workers each; all end with one model, and with 0."""
     path = tmp_path / "script.py"
     path.write_text(TRAINS.replace('print("ends"', 'with optimizer.shared(): print("ends"'))
-    below = ("--sync", "bsp", "--workers", "2", "--shards", "2", "--parent-timeout", "3")
+    below = ("--sync", "bsp", "--push", "update", "--workers", "2", "--shards", "2", "--parent-timeout", "3")
     with serving("--sync", "gossip", "--workers", "2", "--shards", "2", cwd=tmp_path) as root:
         parent = ("--parent", root.address)
         with (

@@ -13,6 +13,7 @@ from simulation.campaigns import Run, Trace, case_of
 from simulation.gossips import Campaign
 from simulation.moves import Moved, moves_of
 from simulation.network import Simulator
+from simulation.pairs import Pairs, pair_case
 from simulation.standbys import Theatre
 from simulation.trees import Tree, fault_case
 
@@ -38,7 +39,7 @@ class Kind(NamedTuple):
 
 KINDS = {
     "runs": Kind(
-        *(40, "", "runs of one cluster, with every fault of links and a worker's crash"),
+        *(38, "", "runs of one cluster, with every fault of links and a worker's crash"),
         lambda seed, kit, trace: Run(case_of(seed), kit, trace),
     ),
     "restarts": Kind(
@@ -64,6 +65,10 @@ KINDS = {
     "standbys": Kind(
         *(8, " --standby", "servers and their standbys, of which machines are lost"),
         lambda seed, kit, trace: Theatre(seed, trace=trace),
+    ),
+    "pairs": Kind(
+        *(2, " --pair", "trees whose root and clusters have standbys, of which machines are lost"),
+        lambda seed, kit, trace: Pairs(pair_case(seed), kit, trace),
     ),
     "moves": Kind(
         *(

@@ -20,6 +20,7 @@ STRUCK = {
     "felled": LINKS | {"shard killed": 0.7},
     "gossips": {"lost": 0.3, "duplicated": 0.3, "reordered": 0.4, "worker crashed": 0.1},
     "standbys": {"took over": 0.1},
+    "pairs": {"took over": 0.5},
     "moves": LINKS | {"keys moved": 0.7},
 }
 

@@ -25,6 +25,7 @@ from kit.processes import BIN, LIMIT_S, ROOT, SCRIPT, Worker, environment, finis
 from safetensors.torch import load_file
 
 from narrows.protocols import messages as m
+from narrows.protocols.errors import NarrowsError
 from narrows.protocols.runtime.flags import RUN_FLAGS
 from narrows.protocols.wire import VERSION, encode
 from narrows.ps.command import cli as serve
@@ -177,7 +178,7 @@ def test_ranks_are_those_of_the_launcher_above_or_set(
     assert code == 0 and sorted(tuple(line.split()) for line in out.splitlines()) == sorted(told)
 
 
-# Servers that are none, or another's: all workers at once, since most of their time goes into importing torch.
+# Servers that are none, or another's. Commands start at once, since most of their time goes into importing torch.
 
 
 @contextmanager
@@ -228,10 +229,7 @@ def speaking_http() -> Iterator[str]:
 
 
 REFUSALS: dict[str, Refusal] = {
-    "a closed port": (3, "no server answered within 1 s"),
-    "a silent port": (3, "no server answered within 1 s"),
     "HTTP": (3, "no server answered within 1 s"),
-    "junk": (5, "the peer does not speak the Narrows protocol"),
     "a later release": (5, f"protocol version {VERSION + 1}, this one speaks {VERSION}"),
     "another mode": (5, "--sync bsp contradicts the server, which runs --sync ssp"),
     "another model": (5, "tensor '0.weight' is float32[3, 6], the run has '0.weight' as float32[8, 6]"),
@@ -251,14 +249,10 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tup
     later = encode(m.LeaveAck("token"))
     later[0] = bytes(later[0]).replace(b"NRWS" + bytes((VERSION,)), b"NRWS" + bytes((VERSION + 1,)), 1)
     with ExitStack() as stack:
-        silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         server = stack.enter_context(serving())
         stack.enter_context(Worker(server.address))
         addresses = {
-            "a closed port": [CLOSED],
-            "a silent port": [f"tcp://127.0.0.1:{silent.getsockname()[1]}"],
             "HTTP": [stack.enter_context(speaking_http())],
-            "junk": [stack.enter_context(answering([b"junk"]))],
             "a later release": [stack.enter_context(answering([bytes(later[0])]))],
             "another mode": [server.address, "--sync", "bsp"],
             "another model": [server.address],
@@ -279,6 +273,21 @@ def test_a_server_that_cannot_be_joined(name: str, refusals: dict[str, tuple[int
     first, last = sentences(said)
     assert got == code and why in sentence(first + "\n", "ps-worker"), said
     assert last.startswith("0 of 1 workers done")
+
+
+def test_an_address_that_is_no_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The session of a script, in this process."""
+    monkeypatch.setenv("NARROWS_CONNECT_TIMEOUT", "1")
+    silence = (3, "no server answered within 1 s")
+    with socket.create_server(("127.0.0.1", 0)) as silent, answering([b"junk"]) as junk:
+        for address, (code, text) in (
+            (CLOSED, silence),
+            (f"tcp://127.0.0.1:{silent.getsockname()[1]}", silence),
+            (junk, (5, "the peer does not speak the Narrows protocol")),
+        ):
+            with pytest.raises(NarrowsError, match=text) as error:
+                Worker(address)
+            assert error.value.exit_code == code
 
 
 # Runs.

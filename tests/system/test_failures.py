@@ -94,7 +94,6 @@ def group(command: Command, number: int) -> None:
 
 
 @pytest.mark.parametrize(("whom", "number", "code", "said"), [
-    (alone, signal.SIGINT, 130, "0 of 1 workers done"),
     (group, signal.SIGINT, 130, "0 of 1 workers done"),
     (alone, signal.SIGTERM, 143, "0 of 1 workers done"),
     (alone, signal.SIGKILL, -signal.SIGKILL, ""),
@@ -273,12 +272,9 @@ def clocks_and_accuracies(command: Command, word: str) -> list[tuple[int, float]
     return [(int(at), float(value)) for at, value in re.findall(rf"{word} at (\d+) (\S+)\n", command.out)]
 
 
-@pytest.mark.parametrize(("flags", "bound"), [
-    ("--sync bsp", 0),
-    ("--sync ssp --staleness 2 --compress topk:0.1+int8", 2),
-])  # fmt: skip
-def test_one_of_four_dies_and_another_joins(flags: str, bound: int, digits: Path, tmp_path: Path) -> None:
-    """At a barrier and at once; tests/simulation has the other modes."""
+def test_one_of_four_dies_and_another_joins(digits: Path, tmp_path: Path) -> None:
+    """Under a bound; tests/simulation has the other modes."""
+    flags, bound = "--sync ssp --staleness 2 --compress topk:0.1+int8", 2
     path, record, stop = (tmp_path / name for name in ("script.py", "run.jsonl", "stop"))
     path.write_text(DIGITS)
     rest = (str(path), str(stop), str(digits))
@@ -476,7 +472,18 @@ def says(server: Server, times: int) -> bool:
 def test_a_cluster_that_dies_is_left_out_and_a_server_above_that_dies_ends_its_clusters() -> None:
     above = ("--workers", "2", "--sync", "bsp", "--push", "update", "--lease", "2", "--shards", "2")
     with serving(*above) as root:
-        below = ("--parent", root.address, "--parent-timeout", "3", "--shards", "2", "--sync", "bsp")
+        below = (
+            "--parent",
+            root.address,
+            "--parent-timeout",
+            "3",
+            "--shards",
+            "2",
+            "--sync",
+            "bsp",
+            "--push",
+            "update",
+        )
         with serving(*below) as one, serving(*below) as two:
             with ThreadPoolExecutor(2) as pool:
                 first, second = pool.map(Worker, (one.address, two.address))

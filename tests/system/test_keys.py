@@ -405,7 +405,7 @@ def test_two_levels_with_keys_of_their_own(sync: str, folder: Path, tmp_path: Pa
         commands = []
         for name, own in (("north", north), ("south", south)):
             flags = ("--parent", root.address, "--parent-key", key_of(folder, name), "--keys", own)
-            below = stack.enter_context(serving("--sync", "bsp", *flags))
+            below = stack.enter_context(serving("--sync", "bsp", "--push", "update", *flags))
             words = ("ps-worker", "--server", below.address, "--key", f"{own}/one.key", script, "12")
             commands.append(stack.enter_context(started(*words)))
         for command in commands:

@@ -9,13 +9,14 @@ import re
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from kit.logs import Log, folded, settled, telling, wrong
-from kit.processes import SCRIPT, Server, Worker, descendants, parent, serving, started, trained_alone, until
+from kit.logs import Log, folded, settled, telling, whole_run, wrong
+from kit.processes import LIMIT_S, SCRIPT, Server, Worker, descendants, parent, serving, started, trained_alone, until
 from kit.scripts import distance, flat
 
 from narrows.protocols.settings import Settings
@@ -23,6 +24,7 @@ from narrows.ps.command import cluster
 from narrows.ps.command.cluster import Cluster
 from narrows.ps.process.journal import files
 
+BELOW = ("--sync", "bsp", "--push", "update")  # a server that imports no torch
 RATE = 0.001  # of hundreds of steps, which must not end in noise
 STALL_S = 2.0  # of a busy machine; with ten other processes on two cores the longest step took half a second
 
@@ -130,54 +132,50 @@ def test_what_a_killed_worker_was_acknowledged_is_in_the_model(sync: str, kills:
 
 
 def test_two_levels_see_nothing_of_it(tmp_path: Path) -> None:
-    path = tmp_path / "script.py"
-    path.write_text(SCRIPT % "time.sleep(0.01)")
-    told = {name: tmp_path / name for name in ("root", "first", "second", "one", "two")}
+    told = {name: tmp_path / name for name in ("root", "first", "second")}
+    begun, steps = threading.Event(), 200
     with (
         serving("--sync", "ssp", "--workers", "2", "--shards", "2", env=telling(told["root"])) as root,
-        serving("--sync", "bsp", "--shards", "2", "--parent", root.address, env=telling(told["first"])) as first,
-        serving("--sync", "bsp", "--shards", "2", "--parent", root.address, env=telling(told["second"])) as second,
-        started("ps-worker", "--server", first.address, str(path), "200", env=telling(told["one"])) as one,
-        started("ps-worker", "--server", second.address, str(path), "200", env=telling(told["two"])) as two,
+        serving(*BELOW, "--shards", "2", "--parent", root.address, env=telling(told["first"])) as first,
+        serving(*BELOW, "--shards", "2", "--parent", root.address, env=telling(told["second"])) as second,
+        ThreadPoolExecutor(2) as pool,
     ):
-        until(lambda: "clock " in one.err or one.process.poll() is not None, str(one))
+        logs = [pool.submit(whole_run, server.address, steps, begun) for server in (first, second)]
+        assert begun.wait(LIMIT_S), f"{root.command}\n{first.command}\n{second.command}"
         for struck in (root, first):
             Killer(struck, (1, 0), 1).end()
-        for command in (one, two):
-            assert command.wait() == 0, f"{command}\n{root.command}\n{first.command}\n{second.command}"
-            assert "1 of 1 workers done" in command.err
+        one, two = (log.result() for log in logs)
         for server in (first, second, root):
             undisturbed(server, 0 if server is second else 2)
             joined = server.command.out.count(" joined at clock ")
             assert joined == (2 if server is root else 1), server.command
-    for server_above, members in (("root", ("first", "second")), ("first", ("one",)), ("second", ("two",))):
-        acknowledged = settled(*(told[member] for member in members))
-        assert len(acknowledged) > 2 * 190 * len(members)
-        assert not wrong(folded(told[server_above]), acknowledged, {})
+    acknowledged = settled(told["first"], told["second"])
+    assert len(acknowledged) > 2 * 190 * 2 and not wrong(folded(told["root"]), acknowledged, {})
+    for name, log in (("first", one), ("second", two)):
+        assert len(log.settled) > 2 * 190 and not wrong(folded(told[name]), log.settled, log.weights)
 
 
-def test_clusters_that_gossip_go_on(tmp_path: Path) -> None:
-    path = tmp_path / "script.py"
-    path.write_text(SCRIPT % "time.sleep(0.01)")
+def test_clusters_that_gossip_go_on() -> None:
+    begun = threading.Event()
     with (
         serving("--sync", "gossip", "--workers", "2") as root,
-        serving("--sync", "bsp", "--parent", root.address) as first,
-        serving("--sync", "bsp", "--parent", root.address) as second,
-        started("ps-worker", "--server", first.address, str(path), "200") as one,
-        started("ps-worker", "--server", second.address, str(path), "200") as two,
+        serving(*BELOW, "--parent", root.address) as first,
+        serving(*BELOW, "--parent", root.address) as second,
+        ThreadPoolExecutor(2) as pool,
     ):
-        until(lambda: "clock " in one.err or one.process.poll() is not None, str(one))
+        logs = [pool.submit(whole_run, server.address, 200, begun) for server in (first, second)]
+        assert begun.wait(LIMIT_S), f"{root.command}\n{first.command}\n{second.command}"
         Killer(first, (0, 0), 1).end()
         Killer(root, (0,), 1).end()
-        for command in (one, two):
-            assert command.wait() == 0, f"{command}\n{root.command}\n{first.command}\n{second.command}"
+        for log in logs:
+            log.result()
         for server, kills in ((first, 2), (second, 0), (root, 1)):
             undisturbed(server, kills)
 
 
 def test_one_that_had_no_more_to_say_is_found_again() -> None:
     """Its last report was seen, and under another connection it would have none to make."""
-    with serving("--sync", "bsp", "--shards", "2") as server:
+    with serving(*BELOW, "--shards", "2") as server:
         time.sleep(2.0)  # nothing happens
         server.kill_shard(1)
         began = time.monotonic()
@@ -203,7 +201,7 @@ def test_the_server_of_gossip_too(tmp_path: Path) -> None:
 
 
 def test_all_at_once() -> None:
-    with serving("--sync", "bsp", "--shards", "6") as server:
+    with serving(*BELOW, "--shards", "6") as server:
         worker = Worker(server.address)
         worker.train(5)
         before = server.pids
@@ -242,7 +240,7 @@ def test_only_one_that_was_killed_goes_on(
 
 def test_the_process_that_forks_them_too() -> None:
     """Its children die with it. Each goes on in an interpreter of its own."""
-    with serving("--sync", "bsp", "--shards", "2") as server:
+    with serving(*BELOW, "--shards", "2") as server:
         worker = Worker(server.address)
         worker.train(5)
         before = server.pids
@@ -260,7 +258,7 @@ def test_a_machine_whose_processes_are_gone_is_waited_for_a_quarter_of_a_lease(t
     path = tmp_path / "script.py"
     path.write_text(SCRIPT % "time.sleep(0.01)")
     with (
-        serving("--sync", "bsp", "--workers", "2", "--lease", "20") as server,
+        serving(*BELOW, "--workers", "2", "--lease", "20") as server,
         started("ps-worker", "--server", server.address, str(path), "200") as one,
         started("ps-worker", "--server", server.address, str(path)) as two,
     ):

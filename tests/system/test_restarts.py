@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import socket
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -15,10 +16,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from kit.logs import whole_run
 from kit.processes import (
     GONE_S,
     LIMIT_S,
-    SCRIPT,
     Worker,
     alive,
     descendants,
@@ -117,23 +118,23 @@ def test_every_mode_goes_on(flags: str, index: int, tmp_path: Path, monkeypatch:
         assert not scratch.exists() and "the model" not in server.command.out
 
 
-def test_two_levels_go_on(tmp_path: Path) -> None:
-    path = tmp_path / "script.py"
-    path.write_text(SCRIPT % "time.sleep(0.01); record(at=step_count())")
-    every = ("--no-journal", "--checkpoint-every", "0.2")
+def test_two_levels_go_on() -> None:
+    every, begun = ("--no-journal", "--checkpoint-every", "0.2"), threading.Event()
+    below = ("--sync", "bsp", "--push", "update", *every)
     with (
         serving("--sync", "ssp", "--workers", "2", *every) as root,
-        serving("--sync", "bsp", "--parent", root.address, *every) as first,
-        serving("--sync", "bsp", "--parent", root.address, *every) as second,
-        started("ps-worker", "--server", first.address, str(path), "300") as one,
-        started("ps-worker", "--server", second.address, str(path), "300") as two,
+        serving(*below, "--parent", root.address) as first,
+        serving(*below, "--parent", root.address) as second,
+        ThreadPoolExecutor(2) as pool,
     ):
-        until(lambda: "clock " in one.err or one.process.poll() is not None, str(one))
+        logs = [pool.submit(whole_run, server.address, 300, begun) for server in (first, second)]
+        assert begun.wait(LIMIT_S), f"{root.command}\n{first.command}\n{second.command}"
         for struck in (first, root):
             struck.kill_shard(0)
-        for command in (one, two, first.command, second.command, root.command):
-            assert command.wait() == 0, f"{command}\n{root.command}\n{first.command}\n{second.command}"
-        assert "1 of 1 workers done" in one.err and "1 of 1 workers done" in two.err
+        for log in logs:
+            log.result()
+        for command in (first.command, second.command, root.command):
+            assert command.wait() == 0, f"{root.command}\n{first.command}\n{second.command}"
 
 
 def test_a_shard_that_is_killed_while_it_starts_is_started_again() -> None:

@@ -13,6 +13,7 @@ from kit.logs import Log, folded, settled, telling, wrong
 from kit.processes import Server, Worker, finished, serving, trained_alone, until
 from kit.scripts import distance, flat
 
+BELOW = ("--sync", "bsp", "--push", "update")  # a server that imports no torch
 RATE = 0.001
 STALL_S = 11.0  # a lease, and a second
 
@@ -126,7 +127,7 @@ def test_a_cluster_turns_to_the_standby_of_the_server_above(tmp_path: Path) -> N
     with (
         serving(*flags, env=telling(told["root"])) as root,
         serving("--standby", root.address, env=telling(told["standby"])) as standby,
-        serving("--sync", "bsp", "--shards", "2", "--parent", root.address, env=telling(told["cluster"])) as cluster,
+        serving(*BELOW, "--shards", "2", "--parent", root.address, env=telling(told["cluster"])) as cluster,
     ):
         worker = Worker(cluster.address, rate=RATE)
         worker.train(20)
@@ -175,9 +176,9 @@ def test_the_standby_of_a_cluster_has_its_place_in_the_run_above(tmp_path: Path)
 
 
 def test_a_cluster_that_was_taken_over_turns_too() -> None:
-    flags = ("--sync", "bsp", "--shards", "1", "--replicas", "1")
+    flags = (*BELOW, "--shards", "1", "--replicas", "1")
     with (
-        serving(*flags, "--push", "update") as root,
+        serving(*flags) as root,
         serving("--standby", root.address) as above,
         serving(*flags, "--parent", root.address) as cluster,
         serving("--standby", cluster.address) as standby,
