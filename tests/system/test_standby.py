@@ -49,7 +49,8 @@ def ends_with(standby: Server, *workers: Worker, joined: int = 0) -> None:
 ])  # fmt: skip
 def test_the_standby_goes_on_where_the_server_was(flags: str, exact: bool, tmp_path: Path) -> None:
     with (
-        serving(*flags.split(), "--shards", "2", "--replicas", "1") as server,
+        # Both: what was folded before the standby had a copy comes with it.
+        serving(*flags.split(), "--shards", "2", "--replicas", "1", env=telling(tmp_path / "server")) as server,
         serving("--standby", server.address, env=telling(tmp_path / "told")) as standby,
     ):
         worker = Worker(server.address, rate=RATE)
