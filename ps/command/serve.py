@@ -153,7 +153,7 @@ def serve(
             "parent_timeout": parent_timeout,
             "keys": os.path.abspath(keys) if keys else "",
             "parent_key": os.path.abspath(parent_key) if parent_key else "",
-            "seals": sealing.rate() if keys or parent_key else 0.0,
+            "seals": sealing.rate() if keys else 0.0,
             "replicas": replicas,
         }
         if standby:

@@ -439,6 +439,17 @@ def test_members_hear_of_a_standby_that_has_all_and_the_console_once_they_know()
     assert not told(ours.tick(5 * SAY_NS)), "it does not know of the view itself"
 
 
+def test_who_has_left_hears_of_it_until_the_standby_knows() -> None:
+    """Its answer waits for the standby. Where that is lost just then, silence would make it turn there."""
+    ours, machine = standing()
+    happen(ours)
+    del machine.members[1]
+    assert [peer for peer, _ in told(ours.tick(SAY_NS))] == [Seat(0).peer, Seat(1).peer]
+    happen(ours)
+    ours.receive(STANDBY, copy(machine.happened), SAY_NS)
+    assert [peer for peer, _ in told(ours.tick(2 * SAY_NS))] == [Seat(0).peer]
+
+
 def test_new_members_hear_of_it_at_once() -> None:
     ours, machine = standing(1)
     ours.tick(SAY_NS)

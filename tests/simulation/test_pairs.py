@@ -40,6 +40,11 @@ def test_where_machines_alone_are_lost_each_has_its_standby() -> None:
     assert lost >= QUIET
 
 
+def test_a_standby_that_is_lost_while_the_last_member_leaves_holds_nobody_up() -> None:
+    """Seed 20007 of the campaign: the member had left, heard nothing more, and turned to the standby."""
+    assert Pairs(pair_case(20007)).run().sim.struck["alone"] == 1
+
+
 def test_a_server_that_lives_on_does_no_harm_above() -> None:
     for seed in range(FENCED):
         struck = Pairs(fenced(seed)).run().sim.struck
