@@ -345,7 +345,7 @@ class Original:
         return effects + [Send(member.peer, m.View(machine.view + 1, "", False)) for member in self._electors()]
 
     def _tell(self, view: m.View, votes: Mapping[int, int] = NONE) -> list[Send]:
-        """All members, but for those whose votes say that they know it. Who has left hears us too until the standby knows of it:
-        it waits for its answer, and would take silence for our end."""
+        """All members, but for those whose votes say that they know it. Who has left hears us too until the standby knows of
+        it: it waits for its answer, and would take silence for our end."""
         members = self._electors() if view.view else []
         return [Send(member.peer, view) for member in members if votes.get(member.worker, -1) < view.view]
