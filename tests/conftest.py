@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Iterator
 
 import pytest
-
-# Threads of OpenMP spin while they wait for each other: on busy cores that is most of what small tensors cost.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_collection_finish() -> None:
