@@ -572,7 +572,7 @@ class Copying(Message):
 
     shard: int
     view: int
-    whole: bool  # the standby has all of this shard, or had it a moment ago
+    standby: Name  # which has all of this shard, or had it a moment ago: where members find it; "": none has
     port: int  # where this shard listens
 
 

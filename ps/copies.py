@@ -12,8 +12,8 @@ Rules
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from narrows.protocols import messages as m
@@ -22,6 +22,7 @@ from narrows.protocols.messages import RefuseCode, name_of
 from narrows.protocols.wire import encode
 from narrows.ps.events import Event
 from narrows.ps.reports import COORDINATOR
+from narrows.ps.siblings import Siblings
 
 PART_BYTES = 1 << 20  # of a machine
 PARTS_AHEAD = 16  # that were sent and are not acknowledged
@@ -30,7 +31,6 @@ BYTES_PER_SECOND = 1_250_000  # of the slowest link to a standby: bytes that are
 SAY_NS = NS // 2  # between two signs of life
 AGAIN_NS = NS  # without progress: then what was sent last is sent again
 LOST_LEASES, LOST_LEAST_NS = 0.25, NS  # silence after which the other side is taken for lost
-NONE: Mapping[int, int] = {}
 DEPOSE_NS = 600 * NS  # for so long the one before is told that it serves no more
 GIVE_UP_NS = 60 * NS  # a server that has lost its standby, and that most members do not hear, ends
 
@@ -67,48 +67,6 @@ class Machine(Protocol):
     def members(self) -> Sequence[Member]: ...
 
 
-@dataclass(slots=True)
-class Sibling:
-    """Another shard of the same side, as shard 0 has heard of it."""
-
-    peer: bytes
-    said: m.Copying
-    heard_ns: int
-
-
-class Siblings:
-    """Of shard 0."""
-
-    def __init__(self, shards: int, lost_ns: int) -> None:
-        self.shards, self.lost_ns = shards, lost_ns
-        self.known: dict[int, Sibling] = {}
-
-    def hear(self, peer: bytes, said: m.Copying, now_ns: int) -> None:
-        if 0 < said.shard < self.shards:
-            self.known[said.shard] = Sibling(peer, said, now_ns)
-
-    def whole(self, now_ns: int) -> bool:
-        """All of them have been copied, a moment ago."""
-        heard = [sibling for sibling in self.known.values() if now_ns - sibling.heard_ns <= self.lost_ns]
-        return len(heard) == self.shards - 1 and all(sibling.said.whole for sibling in heard)
-
-    def at(self, view: int) -> bool:
-        """All of them have come to this view."""
-        return len(self.known) == self.shards - 1 and all(s.said.view == view for s in self.known.values())
-
-    @property
-    def newest(self) -> int:
-        """The newest view that any of them has come to."""
-        return max((sibling.said.view for sibling in self.known.values()), default=0)
-
-    def behind(self, view: m.View) -> list[Send]:
-        """For those that have not come to it."""
-        return [Send(sibling.peer, view) for sibling in self.known.values() if sibling.said.view < view.view]
-
-    def ports(self, own: int) -> tuple[int, ...]:
-        return (own, *(self.known[shard].said.port for shard in sorted(self.known)))
-
-
 class Original:
     """Of shard `index`, which serves and listens on `port`. `freeze`: its machine, as bytes. `first_view`: none of an earlier
     life of the run was as large. `before`: where the shard is that this one copied, and in whose place it serves now."""
@@ -126,7 +84,7 @@ class Original:
     ) -> None:
         self.index, self.machine, self.port, self.lost_ns = index, machine, port, lost_ns
         self.freeze, self.siblings = freeze, siblings
-        self.first_view, self.before = first_view, before or machine.before
+        self.first_view, self.followed = first_view, before
         self.peer, self.address = b"", ""  # of the standby of this shard, and where members find it
         self.heard_ns = self.progress_ns = self.said_ns = 0
         self.tail: deque[m.Copied] = deque()  # events that it has not acknowledged
@@ -142,6 +100,11 @@ class Original:
         self.missed_ns = self.deposed_ns = 0  # when the standby was missed first, 0: it is there; told the one before
 
     # What happens to this shard.
+
+    @property
+    def before(self) -> str:
+        """Where the shard is in whose place this one serves. A journal that is done again may be the first to say it."""
+        return self.followed or self.machine.before
 
     @property
     def holds(self) -> bool:
@@ -173,6 +136,9 @@ class Original:
     def _roster(self) -> None:
         members = {member.worker: member for member in self.machine.members}
         if not self.rosters or self.rosters[-1][1].keys() != members.keys():
+            lone = not self.machine.standby and not self.streams
+            if lone and len(self.rosters) > 1 and self.rosters[-1][0] > self.machine.viewed:
+                self.rosters.pop()  # its members have known of no standby
             self.rosters.append((self.machine.happened, members))
         while len(self.rosters) > 1 and self.rosters[1][0] <= self.acked:
             self.rosters.popleft()
@@ -275,8 +241,8 @@ class Original:
         return [*{worker: member for _, members in self.rosters for worker, member in members.items()}.values()]
 
     def _elected(self, view: int) -> bool:
-        """More than half of the members have voted for us, whichever roster the standby knows."""
-        if self.acked < self.known:
+        """More than half of the members have voted for us, whichever roster the standby knows: it has that of this view."""
+        if max(self.acked, self.machine.viewed) < self.known:
             return False
         self._roster()
         for _, members in self.rosters:
@@ -297,8 +263,8 @@ class Original:
             self.deposed_ns += SAY_NS
             effects.append(Tell(self.before, m.View(self.machine.view, "", True)))
         if self.index:
-            whole = self.copied(now_ns)
-            return [*effects, Send(COORDINATOR, m.Copying(self.index, self.machine.view, whole, self.port))]
+            there = self.address if self.copied(now_ns) else ""
+            return [*effects, Send(COORDINATOR, m.Copying(self.index, self.machine.view, there, self.port))]
         return effects + self._decide(now_ns)
 
     def _greet(self) -> list[CopyEffect]:
@@ -311,7 +277,7 @@ class Original:
 
     def _decide(self, now_ns: int) -> list[CopyEffect]:
         machine, siblings = self.machine, self.siblings
-        whole = self.copied(now_ns) and siblings.whole(now_ns)
+        whole = self.copied(now_ns) and siblings.whole(now_ns, self.address)
         effects: list[CopyEffect] = [*siblings.behind(m.View(machine.view, machine.standby, True))]
         if not machine.standby:
             self.missed_ns = 0
@@ -319,7 +285,7 @@ class Original:
                 return [*effects, Serve(max(siblings.newest + 1, self.first_view), "")]
             if whole and siblings.at(machine.view):
                 effects.append(Serve(max(machine.view + 1, self.first_view), self.address))
-            return effects + self._tell(m.View(machine.view, "", True), self.votes)
+            return effects + self._tell(m.View(machine.view, "", True))
         if not siblings.at(machine.view):
             return effects
         if whole:
@@ -344,8 +310,7 @@ class Original:
             return [Stop(RefuseCode.SERVER_LOST, text)]
         return effects + [Send(member.peer, m.View(machine.view + 1, "", False)) for member in self._electors()]
 
-    def _tell(self, view: m.View, votes: Mapping[int, int] = NONE) -> list[Send]:
-        """All members, but for those whose votes say that they know it. Who has left hears us too until the standby knows of
-        it: it waits for its answer, and would take silence for our end."""
-        members = self._electors() if view.view else []
-        return [Send(member.peer, view) for member in members if votes.get(member.worker, -1) < view.view]
+    def _tell(self, view: m.View) -> list[Send]:
+        """All members, again and again: a vote for us does not say that its member knows who was elected. Who has left hears us
+        too until the standby knows of it: it waits for its answer, and would take silence for our end."""
+        return [Send(member.peer, view) for member in (self._electors() if view.view else [])]

@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 from narrows.protocols import messages as m
 from narrows.protocols.effects import CopyEffect, Send, Serve, Tell
-from narrows.ps.copies import SAY_NS, Machine, Siblings
+from narrows.ps.copies import SAY_NS, Machine
 from narrows.ps.events import Event
 from narrows.ps.reports import COORDINATOR
+from narrows.ps.siblings import Siblings
 
 
 class Standby:
@@ -35,7 +36,7 @@ class Standby:
         self.parts: list[m.Buffer] = []  # of a machine
         self.parts_of = -1
         self.events: deque[Event] = deque()  # that are here and not handled
-        self.heard_ns = self.said_ns = 0
+        self.heard_ns = self.said_ns = self.told_ns = 0  # the original heard, and told; our shard 0 told
         self.owes = True  # an acknowledgement
         self.votes: dict[int, int] = {}  # of each worker, the view that it has turned to us for
         self.void: dict[int, int] = {}  # the newest that does not
@@ -132,12 +133,13 @@ class Standby:
         if now_ns - self.said_ns >= SAY_NS:
             self.owes = True
             effects += self.acknowledge(now_ns)
-            if self.index:
-                view, whole = (machine.view, self.stands_by) if machine is not None else (0, False)
-                effects.append(Send(COORDINATOR, m.Copying(self.index, view, whole, self.port)))
+        if self.index and now_ns - self.told_ns >= SAY_NS:  # a shard 0 that was killed knows nothing of us any more
+            self.told_ns = now_ns
+            view, there = machine.view if machine is not None else 0, self.address if self.stands_by else ""
+            effects.append(Send(COORDINATOR, m.Copying(self.index, view, there, self.port)))
         if machine is None or self.index or not self.stands_by or not self.lost(now_ns):
             return effects
-        if not self.siblings.whole(now_ns) or not self.siblings.at(machine.view):
+        if not self.siblings.whole(now_ns, self.address) or not self.siblings.at(machine.view):
             return effects
         members = [member.worker for member in machine.members]
         view = machine.view + 1

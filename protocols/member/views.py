@@ -12,6 +12,7 @@ from narrows.protocols.effects import NS, MemberEffect, Send, Tell, Turned
 
 SAY_NS = NS // 2  # from one vote to the next that says the same
 LOST_NS = 5 * NS // 2  # silence of a server that has a standby, and says something twice a second
+STAY_NS = NS  # after a vote that was given back the silence counts on: the standby has heard the server a little longer than we
 
 
 class Views:
@@ -36,7 +37,8 @@ class Views:
 
     def tick(self, heard_ns: int, now_ns: int) -> list[MemberEffect]:
         """Turn to the standby, where there is one and the server has been silent for long."""
-        if self.standby and not self.turned and now_ns - max(heard_ns, self.stayed_ns) > LOST_NS:
+        silent = now_ns - heard_ns > LOST_NS and now_ns - self.stayed_ns > STAY_NS
+        if self.standby and not self.turned and silent:
             self.turned, self.said_ns = True, now_ns - SAY_NS
             self.attempt += 1
         if not self.turned or now_ns - self.said_ns < SAY_NS:

@@ -14,7 +14,7 @@ from narrows.protocols.errors import NarrowsError, ServerLostError
 from narrows.protocols.runtime.clock import Awake
 from narrows.protocols.runtime.sockets import Peer, Sockets, reached
 from narrows.protocols.wire import decode, encode
-from narrows.ps.copies import GIVE_UP_NS, Siblings, lost_after
+from narrows.ps.copies import GIVE_UP_NS, lost_after
 from narrows.ps.events import Event
 from narrows.ps.process.gate import Gate
 from narrows.ps.process.journal import Replay, thaw
@@ -23,6 +23,7 @@ from narrows.ps.process.machine import Process, emit
 from narrows.ps.process.pulse import Pulse
 from narrows.ps.reports import COORDINATOR
 from narrows.ps.server import Server
+from narrows.ps.siblings import Siblings
 from narrows.ps.standby import Standby
 
 TICK_MS = 20

@@ -27,11 +27,12 @@ from narrows.protocols.runtime.sockets import reached
 from narrows.protocols.settings import Settings
 from narrows.protocols.timing import Timing
 from narrows.protocols.wire import pack
-from narrows.ps.copies import Original, Siblings, lost_after
+from narrows.ps.copies import Original, lost_after
 from narrows.ps.planned import Means
 from narrows.ps.process import checkpoints
 from narrows.ps.server import Server
 from narrows.ps.shard import Shard
+from narrows.ps.siblings import Siblings
 from narrows.ps.store import ServerOptimizer
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from narrows.protocols import messages as m
 from narrows.protocols.effects import MemberEffect, Send, Tell, Turned
-from narrows.protocols.member.views import LOST_NS, SAY_NS, Views
+from narrows.protocols.member.views import LOST_NS, SAY_NS, STAY_NS, Views
 
 THERE = "tcp://there:1"
 WORKER, EPOCH = 3, 9
@@ -71,8 +71,9 @@ def test_the_standby_gives_the_vote_of_this_attempt_back() -> None:
     for view, attempt in ((1, 1), (3, 1), (2, 0), (2, 2)):
         assert not ours.hear(m.Stay(view, attempt), 7) and ours.turned
     assert not ours.hear(m.Stay(2, 1), 2 * LOST_NS) and not ours.turned
-    assert not ours.tick(0, 3 * LOST_NS), "the silence begins anew"
-    assert votes(ours.tick(0, 3 * LOST_NS + 1)) == [(THERE, 2, 2)]
+    assert not ours.tick(0, 2 * LOST_NS + STAY_NS), "it was given back a moment ago"
+    assert not ours.tick(2 * LOST_NS, 2 * LOST_NS + STAY_NS + 1), "the server is heard"
+    assert votes(ours.tick(0, 2 * LOST_NS + STAY_NS + 1)) == [(THERE, 2, 2)]
 
 
 def test_it_moves_to_a_standby_that_serves_with_all_its_shards() -> None:

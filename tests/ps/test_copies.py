@@ -20,11 +20,11 @@ from narrows.ps.copies import (
     SAY_NS,
     Member,
     Original,
-    Siblings,
     lost_after,
 )
 from narrows.ps.events import Event, Kind
 from narrows.ps.reports import COORDINATOR
+from narrows.ps.siblings import Siblings
 from narrows.ps.standby import Standby
 
 LOST_NS = 2 * NS
@@ -292,9 +292,9 @@ def test_who_has_turned_to_us_is_told_our_ports_once_all_shards_are_there() -> N
     siblings = Siblings(2, LOST_NS)
     ours = original(Machine(view=3), siblings=siblings)
     assert not vote(ours, 0, 4, attempt=1)
-    siblings.hear(SIBLING, m.Copying(1, 2, True, 4712), 0)
+    siblings.hear(SIBLING, m.Copying(1, 2, THERE, 4712), 0)
     assert not vote(ours, 0, 4, attempt=1)
-    siblings.hear(SIBLING, m.Copying(1, 3, True, 4712), 0)
+    siblings.hear(SIBLING, m.Copying(1, 3, THERE, 4712), 0)
     assert not vote(ours, 0, 4), "who has not turned needs none"
     ((peer, view),) = told(vote(ours, 0, 4, attempt=1))
     assert peer == Seat(0).peer and view == m.View(3, "", True, (4711, 4712))
@@ -334,6 +334,19 @@ def test_a_process_that_knows_no_older_roster_is_elected_by_nobody() -> None:
     assert not ours._elected(2)
     ours.receive(STANDBY, copy(8), 0)
     assert ours._elected(2)
+    later = original(Machine(view=1, standby=THERE, happened=8, viewed=9, members=[Seat(0)]))
+    vote(later, 0, 2)
+    assert later._elected(2), "the view began after the journal: the standby has that event"
+
+
+def test_rosters_of_a_server_without_a_standby_take_no_memory() -> None:
+    machine = Machine(members=[Seat(0)])
+    ours = original(machine)
+    for worker in range(1, 100):
+        happen(ours)
+        machine.happened, machine.members = worker, [Seat(worker)]
+    happen(ours)
+    assert len(ours.rosters) == 2 and [member.worker for member in ours._electors()] == [0, 99]
 
 
 # Time.
@@ -354,7 +367,7 @@ def test_it_says_so_twice_a_second() -> None:
     ours = copied(Machine(view=1, members=[Seat(0)]))
     assert told(ours.tick(SAY_NS)) and not told(ours.tick(2 * SAY_NS - 1)) and told(ours.tick(2 * SAY_NS))
     vote(ours, 0, 1)
-    assert not told(ours.tick(3 * SAY_NS)), "it knows"
+    assert told(ours.tick(3 * SAY_NS)), "its vote does not say that it knows who was elected"
     begun = copied(Machine(members=[Seat(0)]), Siblings(2, LOST_NS))
     assert not begun.tick(SAY_NS), "the first view needs no vote"
     alone = original(Machine(view=0, members=[Seat(0)]))
@@ -375,26 +388,35 @@ def test_the_one_before_is_told_for_a_while() -> None:
     assert count == DEPOSE_NS // SAY_NS
 
 
+def test_who_was_killed_while_it_took_over_learns_from_its_journal_in_whose_place_it_serves() -> None:
+    machine = Machine(view=1)
+    ours = original(machine)
+    assert not ours.before
+    machine.view, machine.before = 2, OTHER  # as its journal is done again
+    assert Tell(OTHER, m.View(2, "", True)) in ours.tick(SAY_NS)
+
+
 def test_other_shards_tell_shard_0() -> None:
     machine = Machine(view=1)
     ours = Original(1, machine, 4712, LOST_NS, bytes, Siblings(2, LOST_NS))
     (said,) = ours.tick(SAY_NS)
-    assert said == Send(COORDINATOR, m.Copying(1, 1, False, 4712))
+    assert said == Send(COORDINATOR, m.Copying(1, 1, "", 4712))
     ours.receive(STANDBY, copy(-1), SAY_NS)
     ours.receive(STANDBY, copy(0), SAY_NS)
     (said,) = ours.tick(2 * SAY_NS)
-    assert said == Send(COORDINATOR, m.Copying(1, 1, True, 4712))
+    assert said == Send(COORDINATOR, m.Copying(1, 1, THERE, 4712))
 
 
 def test_a_standby_stands_by_once_all_shards_are_copied_and_know_the_view() -> None:
     siblings = Siblings(2, LOST_NS)
     ours = copied(Machine(), siblings)
-    for view, whole, heard_ns, now_ns, wanted in (
-        (0, False, 0, SAY_NS, []),
-        (0, True, 0, LOST_NS + SAY_NS, []),  # heard too long ago
-        (0, True, 2 * LOST_NS, 2 * LOST_NS, [(100, THERE)]),  # the first view of this life
+    for view, there, heard_ns, now_ns, wanted in (
+        (0, "", 0, SAY_NS, []),
+        (0, THERE, 0, LOST_NS + SAY_NS, []),  # heard too long ago
+        (0, OTHER, 2 * LOST_NS, 2 * LOST_NS, []),  # its standby is the one that came when ours was lost
+        (0, THERE, 2 * LOST_NS, 2 * LOST_NS, [(100, THERE)]),  # the first view of this life
     ):
-        siblings.hear(SIBLING, m.Copying(1, view, whole, 4712), heard_ns)
+        siblings.hear(SIBLING, m.Copying(1, view, there, 4712), heard_ns)
         ours.receive(STANDBY, copy(0), now_ns)
         ours.said_ns = 0
         assert serves(ours.tick(now_ns)) == wanted
@@ -403,7 +425,7 @@ def test_a_standby_stands_by_once_all_shards_are_copied_and_know_the_view() -> N
     assert not serves(effects) and (SIBLING, m.View(100, "", True)) in told(effects), (
         "that shard does not know the view"
     )
-    siblings.hear(SIBLING, m.Copying(1, 100, True, 4712), 2 * LOST_NS)
+    siblings.hear(SIBLING, m.Copying(1, 100, THERE, 4712), 2 * LOST_NS)
     ours.said_ns = 0
     effects = ours.tick(2 * LOST_NS)
     assert serves(effects) == [(101, THERE)] and SIBLING not in dict(told(effects))
@@ -414,7 +436,7 @@ def test_a_shard_0_that_begins_from_a_checkpoint_catches_up_with_the_views_of_th
     ours = original(siblings=siblings)
     ours.receive(STANDBY, copy(-1), 0)
     for theirs, wanted in ((0, []), (40, [(100, "")]), (100, [(101, "")])):
-        siblings.hear(SIBLING, m.Copying(1, theirs, False, 4712), 0)
+        siblings.hear(SIBLING, m.Copying(1, theirs, "", 4712), 0)
         ours.said_ns = 0
         assert serves(ours.tick(SAY_NS)) == wanted
 
@@ -520,23 +542,24 @@ def test_a_server_that_hears_neither_its_standby_nor_its_members_ends() -> None:
 def test_a_view_waits_until_all_shards_have_come_to_it() -> None:
     machine, siblings = Machine(view=1, standby=THERE, members=[Seat(0)]), Siblings(2, LOST_NS)
     ours = copied(machine, siblings)
-    siblings.hear(SIBLING, m.Copying(1, 0, True, 4712), 0)
+    siblings.hear(SIBLING, m.Copying(1, 0, THERE, 4712), 0)
     assert told(ours.tick(SAY_NS)) == [(SIBLING, m.View(1, THERE, True))], "members are not told"
-    siblings.hear(SIBLING, m.Copying(1, 1, False, 4712), SAY_NS)
+    siblings.hear(SIBLING, m.Copying(1, 1, "", 4712), SAY_NS)
     assert not ours.tick(2 * SAY_NS) and ours.missed_ns
-    siblings.hear(SIBLING, m.Copying(1, 1, True, 4712), SAY_NS)
+    siblings.hear(SIBLING, m.Copying(1, 1, THERE, 4712), SAY_NS)
     assert told(ours.tick(3 * SAY_NS)) == [(Seat(0).peer, m.View(1, THERE, True))] and not ours.missed_ns
 
 
 def test_siblings_are_shards_of_this_server() -> None:
     siblings = Siblings(3, LOST_NS)
     for shard in (-1, 0, 3):
-        siblings.hear(SIBLING, m.Copying(shard, 1, True, 5), 0)
+        siblings.hear(SIBLING, m.Copying(shard, 1, THERE, 5), 0)
     assert not siblings.known
-    siblings.hear(SIBLING, m.Copying(2, 1, True, 6), 0)
-    assert not siblings.whole(0) and not siblings.at(1)
-    siblings.hear(SIBLING, m.Copying(1, 1, True, 5), 0)
-    assert siblings.whole(LOST_NS) and not siblings.whole(LOST_NS + 1) and siblings.at(1) and not siblings.at(0)
+    siblings.hear(SIBLING, m.Copying(2, 1, THERE, 6), 0)
+    assert not siblings.whole(0, THERE) and not siblings.at(1)
+    siblings.hear(SIBLING, m.Copying(1, 1, THERE, 5), 0)
+    assert siblings.whole(LOST_NS, THERE) and not siblings.whole(LOST_NS + 1, THERE) and not siblings.whole(0, OTHER)
+    assert siblings.at(1) and not siblings.at(0)
     assert siblings.ports(4) == (4, 5, 6) and siblings.newest == 1
 
 
@@ -680,8 +703,8 @@ def test_a_standby_serves_with_all_its_shards_in_one_view() -> None:
     ours = Following(siblings=siblings)
     ours.part(0)
     ours.vote(0)
-    for view, whole, wanted in ((1, False, []), (0, True, []), (2, True, []), (1, True, [(2, "")])):
-        siblings.hear(SIBLING, m.Copying(1, view, whole, 4712), LOST_NS)
+    for view, there, wanted in ((1, "", []), (0, THERE, []), (2, THERE, []), (1, THERE, [(2, "")])):
+        siblings.hear(SIBLING, m.Copying(1, view, there, 4712), LOST_NS)
         assert elected(ours) == wanted
 
 
@@ -701,10 +724,12 @@ def test_a_standby_says_twice_a_second_how_far_it_is() -> None:
     assert not ours.standby.tick(SAY_NS - 1)
     effects = ours.standby.tick(SAY_NS)
     assert effects == [
-        Tell("tcp://here:1", m.Copy(1, -1, -1, -1, 0, THERE)), Send(COORDINATOR, m.Copying(1, 0, False, 4711)),
+        Tell("tcp://here:1", m.Copy(1, -1, -1, -1, 0, THERE)), Send(COORDINATOR, m.Copying(1, 0, "", 4711)),
     ]  # fmt: skip
     assert not ours.standby.tick(SAY_NS + 1)
     ours.part(0)
-    assert Send(COORDINATOR, m.Copying(1, 1, True, 4711)) in ours.standby.tick(2 * SAY_NS)
+    assert Send(COORDINATOR, m.Copying(1, 1, THERE, 4711)) in ours.standby.tick(2 * SAY_NS)
+    ours.standby.owes = True
+    ours.standby.acknowledge(3 * SAY_NS - 1)
     ours.machine.standby = OTHER
-    assert Send(COORDINATOR, m.Copying(1, 1, False, 4711)) in ours.standby.tick(3 * SAY_NS)
+    assert Send(COORDINATOR, m.Copying(1, 1, "", 4711)) in ours.standby.tick(3 * SAY_NS)

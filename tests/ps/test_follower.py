@@ -157,13 +157,13 @@ def test_it_takes_views_of_its_shard_0_and_words_of_its_shards_alone(capfd: pyte
     life.hear(ORIGINAL, m.View(2, "", True))
     assert not life.follower.serves
     for said in (True, False):  # once
-        life.hear(WORKER, m.Copying(1, 1, True, 5))
+        life.hear(WORKER, m.Copying(1, 1, "there:1", 5))
         assert not life.standby.siblings.known
         assert ("comes from the shards of this server alone" in capfd.readouterr().out) == said
-    life.hear(ORIGINAL, m.Copying(1, 1, True, 5))
+    life.hear(ORIGINAL, m.Copying(1, 1, "there:1", 5))
     assert not life.standby.siblings.known
     known = life.follower.gate.connections.named[OURS] = Connection(-1, -1, OURS, refused=9)
-    life.hear(OURS, m.Copying(1, 1, True, 5))
+    life.hear(OURS, m.Copying(1, 1, "there:1", 5))
     assert life.standby.siblings.known and not known.refused
     life.hear(FIRST, m.View(2, "", True))
     assert [serve.view for serve in life.follower.serves] == [2]

@@ -35,12 +35,13 @@ from narrows.protocols.member.exchange import Exchange
 from narrows.protocols.member.member import Member, Phase
 from narrows.protocols.wire import encode
 from narrows.ps.changes import Change, Fold, Outer, Step
-from narrows.ps.copies import Original, Siblings, lost_after
+from narrows.ps.copies import Original, lost_after
 from narrows.ps.events import Event, Kind
 from narrows.ps.process.journal import Replay, frozen, thaw
 from narrows.ps.pushing import Pushing
 from narrows.ps.reports import COORDINATOR
 from narrows.ps.server import Server
+from narrows.ps.siblings import Siblings
 from narrows.ps.standby import Standby
 from narrows.ps.store import Store, assume_lent
 from simulation.actors import Kit, Process, Worker, peer_of, source_of
@@ -55,6 +56,7 @@ STRIKES_NS = (NS, 8 * NS)  # when faults begin
 AGAIN_NS = NS // 4  # a machine that cannot be lost yet may be so much later
 CUT_NS = (NS // 2, 7 * NS)
 ALONE_NS = 6 * NS  # in which a server goes on alone: with a cut beside it more than half of its members may be missed
+SETTLED_NS = 4 * NS  # after a cut and after a kill: by then members vote for nobody but who serves
 HEARD_NS = 3 * NS  # a heartbeat is four times in a lease
 LEASE_S = 10.0
 END_NS = 120 * NS
@@ -108,11 +110,6 @@ def pair_case(seed: int, quiet: bool = False) -> PairCase:
         kills = [
             (("root", "c0", "c1")[between(0, 2)], killed(random, between(0, shards - 1))) for _ in range(between(0, 2))
         ]
-        # Two faults of one server within seconds may end the run (docs/guarantees.md). This leaves out more than those.
-        lost = {strike.node for strike in strikes if strike.what == "standby"}
-        strikes = [strike for strike in strikes if strike.what != "cut" or strike.node not in lost]
-        held = {strike.node for strike in strikes if strike.what != "machine"}
-        kills = [kill for kill in kills if kill[0] not in held]
     return PairCase(
         replace(tree, above=above_s, below=below_s, faults=faults, kills=tuple(kills)), paired, tuple(strikes)
     )
@@ -437,6 +434,12 @@ class Serving(Process):
     # Events and effects.
 
     def _happen(self, event: Event, source: str = "") -> None:
+        if not self.run.sim.alive(self.up):
+            return  # it was killed in the event before this one
+        if self.kills and not self.house.may_be_struck:
+            self.kills[-1] = replace(
+                self.kills[-1], event=max(self.kills[-1].event, self.events + 2)
+            )  # so not in this one
         frames = [bytes(frame) for frame in encode(event.message)] if event.message is not None else []
         self._at_once(self.original.note(event, frames))
         super()._happen(event, source)
@@ -500,6 +503,7 @@ class Serving(Process):
 
     def _die(self, kill: Kill) -> None:
         self.held.clear()
+        self.house.settles(kill.lasts_ns + SETTLED_NS)
         super()._die(kill)
 
     def _revive(self) -> None:
@@ -585,7 +589,8 @@ class House(Node):
         self.checker = self.story = Story(self)
         self.sites = [Site(self, 0)]
         self.serving = self.sites[0]
-        self.cut_ns = self.alone_ns = 0  # until then links of it are cut; its standby is missed
+        self.cut_ns = self.alone_ns = 0  # until then a cut or a kill is at work; its standby is missed
+        self.mended_ns = 0  # by then all is mended of cuts that overlap: together they are no longer than one
         if name in tree.pair.paired:
             self.sim.at(self.sim.random.between(0, NS), self._stand_by)
 
@@ -625,17 +630,33 @@ class House(Node):
             return
         after = [site for site in self.sites if site.follows is self.serving and not site.lost]
         now_ns = self.sim.now_ns
-        if strike.what in ("cut", "fenced") and now_ns > self.alone_ns:
+        if not self.may_be_struck:
+            self.sim.at(now_ns + AGAIN_NS, self.strike, strike)
+        elif strike.what in ("cut", "fenced") and self._may_be_cut():
             self._cut(strike, after)
         elif strike.what == "standby" and after and now_ns > self.cut_ns and not self.serving.lost:
             self.sim.struck["standby lost"] += 1
             self.alone_ns = now_ns + ALONE_NS
+            self.settles(ALONE_NS)
             after[0].end()
         elif strike.what == "machine" and after and self._safe(after[0]):
             self.sim.struck[f"{'root' if self.parent is None else 'cluster'} lost"] += 1
             self.serving.end()
+            self.settles(int(LEASE_S * NS))
         else:
             self.sim.at(now_ns + AGAIN_NS, self.strike, strike)
+
+    @property
+    def may_be_struck(self) -> bool:
+        """No standby of it is missed, and the server above hears it: who has a fault and is not heard joins again."""
+        now_ns, server = self.sim.now_ns, self.serving.shards.get(0)
+        missed = isinstance(server, Serving) and server.original.missed_ns and now_ns > self.mended_ns
+        return not missed and now_ns > self.alone_ns and (self.parent is None or now_ns > self.parent.mended_ns)
+
+    def settles(self, lasts_ns: int) -> None:
+        """Until then most faults wait, here and of the server above."""
+        for node in filter(None, (self, self.parent)):
+            node.cut_ns = max(node.cut_ns, self.sim.now_ns + lasts_ns)
 
     @property
     def machine(self) -> Server:
@@ -654,17 +675,22 @@ class House(Node):
             return False  # it has gone on alone
         if now_ns < self.cut_ns or not standby.stands_by() or server.coordinator is None or server.coordinator.over:
             return False
-        address = standby.address(0)
+        if not self._all_know(standby.address(0)):
+            return False
+        alive = any(not worker.ended for node in (self, *self.pairs.clusters) for worker in node.workers.values())
+        return alive and (self.parent is None or self._is_known_above())
+
+    def _all_know(self, standby: str) -> bool:
+        """All members: who does not is left behind by those that turn to it."""
         for worker in self.workers.values():
             ready = worker.member.phase in (Phase.RUNNING, Phase.LEAVING)
-            if not worker.ended and not (ready and self._knows(worker.member, address)):
+            if not worker.ended and not (ready and self._knows(worker.member, standby)):
                 return False
         for cluster in self.pairs.clusters if self.parent is None else ():
             above = cluster.machine.membership
-            if not cluster.over and (above is None or not self._knows(above.member, address)):
+            if not cluster.over and (above is None or not self._knows(above.member, standby)):
                 return False
-        alive = any(not worker.ended for node in (self, *self.pairs.clusters) for worker in node.workers.values())
-        return alive and (self.parent is None or self._is_known_above())
+        return True
 
     def _knows(self, member: Member, standby: str) -> bool:
         """It has voted for nobody in a later view: that would be one fault more."""
@@ -679,11 +705,21 @@ class House(Node):
             return False
         return any(not worker.ended for worker in self.workers.values())
 
+    def _may_be_cut(self) -> bool:
+        """Nothing else is wrong but what the last cut has done, and who stands by is known."""
+        server = self.serving.shards[0]
+        if self.serving.lost or not isinstance(server, Serving) or self.mended_ns < self.sim.now_ns < self.cut_ns:
+            return False
+        return self.sim.now_ns < self.mended_ns or not server.server.standby or self._all_know(server.server.standby)
+
     def _cut(self, strike: Strike, after: Sequence[Site]) -> None:
         """One way or both, between this server and its standby, its members, or some of all."""
         self.sim.struck["cuts"] += 1
-        random, until_ns, shards = self.sim.random, self.sim.now_ns + strike.lasts_ns, range(self.settings.shards)
-        self.cut_ns = max(self.cut_ns, until_ns)
+        random, now_ns, shards = self.sim.random, self.sim.now_ns, range(self.settings.shards)
+        if now_ns >= self.mended_ns:
+            self.mended_ns = now_ns + max(CUT_NS[1], strike.lasts_ns)
+        until_ns = min(now_ns + strike.lasts_ns, self.mended_ns)
+        self.settles(until_ns - now_ns + SETTLED_NS)
         standby = [site.port(index) for site in after for index in shards]
         members = [worker.name for worker in self.workers.values()]
         members += [port for each in self.pairs.clusters if self.parent is None for port in sorted(each.ports)]

@@ -23,9 +23,10 @@ from narrows.protocols import effects as e
 from narrows.protocols import messages as m
 from narrows.protocols.effects import NS
 from narrows.protocols.member.views import Views
-from narrows.ps.copies import Original, Siblings, lost_after
+from narrows.ps.copies import Original, lost_after
 from narrows.ps.events import Event, Kind
 from narrows.ps.reports import COORDINATOR
+from narrows.ps.siblings import Siblings
 from narrows.ps.standby import Standby
 from simulation.mirrors import Violation
 from simulation.network import MS, Faults, Random, Simulator

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from narrows.protocols.cluster.coordinator import Coordinator
 from narrows.protocols.cluster.roster import Roster
-from narrows.protocols.effects import Send
+from narrows.protocols.effects import NS, Send
 from narrows.protocols.messages import name_of
 from narrows.ps.above import Place, Seated
 from simulation.mirrors import Violation
-from simulation.pairs import Pairs, Serving, fenced, pair_case
+from simulation.pairs import House, Pairs, Serving, Strike, fenced, pair_case
 
-RUNS, EACH = 24, 12
+RUNS, EACH = 28, 14
 QUIET, FENCED = 10, 5
 PLANTED_RUNS = 150  # within so many a planted bug is found
 
@@ -37,12 +38,39 @@ def test_where_machines_alone_are_lost_each_has_its_standby() -> None:
         struck = Pairs(pair_case(seed, quiet=True)).run().sim.struck
         lost += struck["root lost"] + struck["cluster lost"]
         assert struck["took over"] == struck["root lost"] + struck["cluster lost"] and not struck["deposed"]
-    assert lost >= QUIET
+    assert lost > QUIET // 2
 
 
 def test_a_standby_that_is_lost_while_the_last_member_leaves_holds_nobody_up() -> None:
     """Seed 20007 of the campaign: the member had left, heard nothing more, and turned to the standby."""
     assert Pairs(pair_case(20007)).run().sim.struck["alone"] == 1
+
+
+@pytest.mark.parametrize("seed", [30337, 33299, 37501, 37981])
+def test_what_the_campaign_found(seed: int) -> None:
+    """30337: a shard was killed in the event in which it took over, and once more (the simulator's fault). 33299: another
+    standby came while one was lost, and shards took each its own for whole. 37501, 37981: a shard 0 that had just taken over
+    was killed, and knew neither its other shards nor in whose place it served."""
+    Pairs(pair_case(seed)).run()
+
+
+@pytest.mark.parametrize("seed", range(1, 4))
+def test_a_server_that_has_gone_on_alone_may_hang(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its members had voted for it, and did not know that it was elected: they turned to the standby that was lost."""
+    stands_by = House._stand_by
+    monkeypatch.setattr(House, "_stand_by", lambda node: stands_by(node) if len(node.sites) == 1 else None)
+    pairs = Pairs(replace(pair_case(seed, quiet=True), paired=("root",), strikes=(Strike("standby", "root", 2 * NS),)))
+    root = pairs.root
+    assert isinstance(root, House)
+
+    def hangs() -> None:
+        assert not root.over
+        for shard in root.serving.shards.values():
+            assert isinstance(shard, Serving)
+            shard.stop(3 * NS)
+
+    pairs.sim.at(9 * NS, hangs)
+    assert pairs.run().sim.struck["alone"] == 1
 
 
 def test_a_server_that_lives_on_does_no_harm_above() -> None:
