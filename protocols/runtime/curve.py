@@ -32,8 +32,8 @@ GREETING_BEGINS = b"\xff" + bytes(8) + b"\x7f\x03"  # ZMTP 3: signature and vers
 GREETING_BYTES, GREETING_NAMES = 64, slice(12, 32)  # how long it is, and where it has the name of the mechanism
 LOOK_S = 0.25  # between two looks at what strangers have sent
 NOBODY = "0" * 64  # the key of nobody: who names none where there are keys is dialled in vain, and never in the open
-STRANGE_MAX = 4  # handshakes that end without a reason, for so many seconds: those of a server that is starting may too
-STRANGE_S = 3.0
+STRANGE_MAX = 4  # handshakes that end without a reason with one who greets as we do, over so many seconds: once may be chance
+STRANGE_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,7 @@ class Failures:
         self.since = 0.0  # the first of these
         self.met = False  # a handshake has succeeded: who is there has the key
         self.anew = False  # another one has, since this was looked at
+        self.refused = False  # nothing that was sent will leave
 
     def take(self) -> list[Why]:
         """What has happened since."""
@@ -113,14 +114,20 @@ class Failures:
                 case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
                     found.append(_meant(event["value"]))
                 case _:
-                    self.strange += 1
-                    self.since = self.since if self.strange > 1 else self.clock()
-                    # Where one has keys and the other has none, either may hang up before the other has read why.
-                    if self.strange == 1 and not self.met and mechanism(self.address) not in (b"", self._own()):
-                        found.append(Why.KEYLESS)
-                    often = self.strange >= STRANGE_MAX and self.clock() - self.since > STRANGE_S
-                    found += [Why.STRANGE] if often and not self.met else []
+                    found += self._hung_up() if not self.met else []
+        self.refused |= bool(found)
         return found
+
+    def _hung_up(self) -> list[Why]:
+        """Without a word. Where one has keys and the other has none, either may hang up before the other has read why. A tunnel
+        hangs up as long as nobody is behind it: that one does not greet."""
+        greeted = mechanism(self.address)
+        if greeted != self._own():
+            return [Why.KEYLESS] if greeted else []
+        self.strange += 1
+        self.since = self.since if self.strange > 1 else self.clock()
+        often = self.strange >= STRANGE_MAX and self.clock() - self.since >= STRANGE_S
+        return [Why.STRANGE] if often else []
 
     def _own(self) -> bytes:
         return b"NULL" if self.watched.getsockopt(zmq.MECHANISM) == zmq.NULL else b"CURVE"

@@ -156,6 +156,7 @@ class Sockets:
         if watched := self._failures.pop(opened, None):
             self._poller.unregister(watched.monitor)
             watched.close()
+            opened.setsockopt(zmq.LINGER, 0 if watched.refused else LINGER_MS)
         self._endless.discard(opened)
         opened.close()
 
