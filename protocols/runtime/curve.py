@@ -32,7 +32,9 @@ GREETING_BEGINS = b"\xff" + bytes(8) + b"\x7f\x03"  # ZMTP 3: signature and vers
 GREETING_BYTES, GREETING_NAMES = 64, slice(12, 32)  # how long it is, and where it has the name of the mechanism
 LOOK_S = 0.25  # between two looks at what strangers have sent
 NOBODY = "0" * 64  # the key of nobody: who names none where there are keys is dialled in vain, and never in the open
-STRANGE_MAX = 4  # handshakes that end without a reason with one who greets as we do, over so many seconds: once may be chance
+STRANGE_MAX = (
+    4  # handshakes that end without a reason with one who greets as we do, over so many seconds: once may be chance
+)
 STRANGE_S = 0.5
 
 
