@@ -1,6 +1,7 @@
 """The house rules: arrows between the packages, who may import what, and the map that installs them."""
 
 import ast
+import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -181,3 +182,53 @@ def test_every_package_folder_is_in_the_map_and_the_reverse() -> None:
 def test_narrows_is_a_namespace_of_typed_packages() -> None:
     assert not (ROOT / "__init__.py").exists()
     assert [package for package in PACKAGES if not (ROOT / package / "py.typed").is_file()] == []
+
+
+LINES_MAX, FIELDS_MAX, METHODS_MAX = 350, 20, 25
+
+
+def over_the_limits(path: str, source: str) -> Iterator[str]:
+    """The file, where it is too long, and its classes that have too many fields or methods."""
+    if source.count("\n") > LINES_MAX:
+        yield path
+    for node in ast.walk(ast.parse(source, path)):
+        if not isinstance(node, ast.ClassDef):
+            continue
+        methods = [each for each in node.body if isinstance(each, ast.FunctionDef)]
+        fields = {
+            each.target.id
+            for each in node.body
+            if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+        }
+        fields |= {
+            each.attr
+            for method in methods
+            if method.name == "__init__"
+            for each in ast.walk(method)
+            if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store) and isinstance(each.value, ast.Name)
+            if each.value.id == "self"
+        }
+        if len(fields) > FIELDS_MAX or len(methods) > METHODS_MAX:
+            yield node.name
+
+
+def test_what_exceeds_the_limits_is_named_in_the_architecture() -> None:
+    section = (ROOT / "docs/architecture.md").read_text().partition("## Over the limits\n")[2].partition("\n## ")[0]
+    found = {
+        name
+        for package in ("ps", "worker", "protocols")
+        for file in (ROOT / package).rglob("*.py")
+        for name in over_the_limits(str(file.relative_to(ROOT)), file.read_text())
+    }
+    named = {name for name in re.findall(r"`([\w/.]+)`", section) if name.endswith(".py") or name[0].isupper()}
+    assert found == named
+
+
+def test_limits_are_found() -> None:
+    many = "".join(f"    def f{number}(self): ...\n" for number in range(METHODS_MAX + 1))
+    fields = "".join(f"        self.f{number} = 0\n" for number in range(FIELDS_MAX + 1))
+    source = (
+        f"class Long:\n{many}\nclass Wide:\n    def __init__(self):\n{fields}\nclass Small:\n    x: int\n"
+        + LINES_MAX * "\n"
+    )
+    assert [*over_the_limits("ps/long.py", source)] == ["ps/long.py", "Long", "Wide"]
