@@ -34,7 +34,7 @@ class Follower:
 
     def __init__(self, process: Process, port: Sockets, number: int, gate: Gate) -> None:
         self.process, self.port, self.gate = process, port, gate
-        self.clock, self.lending, self.pulse = Awake(), Lending(), Pulse(gate, None)
+        self.clock, self.lending, self.pulse = Awake(), Lending(), Pulse(gate, process.index, None)
         self.replay: Replay
         self.serves: list[Serve] = []  # the view in which this server takes over
         self.stale = False

@@ -21,10 +21,10 @@ BYTES_PER_S = 20e6  # of the slowest disk from which arrays are read
 
 
 class Pulse:
-    """Of one process, whose checkpoints are in `folder`. `seals`: bytes a second, of a core."""
+    """Of shard `index`, whose checkpoints are in `folder`. `seals`: bytes a second, of a core."""
 
-    def __init__(self, gate: Gate, folder: Path | None, seals: float = 0.0) -> None:
-        self.gate, self.folder, self.due_s = gate, folder, 0.0
+    def __init__(self, gate: Gate, index: int, folder: Path | None, seals: float = 0.0) -> None:
+        self.gate, self.index, self.folder, self.due_s = gate, index, folder, 0.0
         self.sealing = Sealing(seals)
 
     def beat(self, nbytes: int) -> None:
@@ -34,7 +34,7 @@ class Pulse:
         self.due_s = now + BEAT_S
         self.gate.look(nbytes)
         if text := self.sealing.look():
-            emit("log", name="encryption", values={"text": text})
+            emit("log", name="encryption", values={"shard": self.index, "text": f"shard {self.index}: {text}"})
         emit("alive", within=HANG_S + (nbytes or self._to_read()) / BYTES_PER_S)
 
     def _to_read(self) -> int:

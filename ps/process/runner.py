@@ -59,7 +59,7 @@ class Runner:
         self.bytes_up = self.bytes_down = 0  # to and from the server above, and other clusters
         self.drops = Drops(lambda text: None if self.server.over else self._log("dropped", text=text))
         self.lending = copy.lending if copy is not None else Lending()
-        self.pulse = Pulse(self.gate, process.folder, process.seals)
+        self.pulse = Pulse(self.gate, process.index, process.folder, process.seals)
         self.dialled = Dialled(port)
         self.unreached: list[bytes] = []  # peers that were sent something and are not there
         self.end = Stop()

@@ -79,7 +79,7 @@ def test_a_shard_says_how_long_it_may_take(capfd: pytest.CaptureFixture[str], tm
     (tmp_path / "shard-0.clock-7.safetensors").write_bytes(bytes(1_000_000))
     gate = Gate("", "", "secret", "")
     for nbytes, folder in ((0, None), (0, tmp_path), (int(1e9), tmp_path)):
-        pulse = Pulse(gate, folder)
+        pulse = Pulse(gate, 0, folder)
         pulse.beat(nbytes)
         pulse.beat(nbytes)
         assert gate.connections.bytes_most == STRANGER_BYTES_MAX + FLIGHT_TIMES * nbytes
