@@ -395,14 +395,17 @@ class Checker:
 
     # Progress.
 
-    def _moved(self, what: str) -> None:
-        """The run has moved: not later than a lease and what the faults in between may cost."""
+    def _moved(self, what: str, written_ns: int = 0) -> None:
+        """The run has moved: not later than a lease and what the faults in between may cost. `written_ns`: what writing took
+        that it has waited for."""
         run, case = self.run, self.run.case
         now_ns, struck = run.sim.now_ns, run.sim.struck.copy()
         strikes = struck - self.moved_struck
         lease_ns = int(case.settings.lease * NS)
         allowed = lease_ns + 4 * max(case.step_ns) + SLACK_NS + int(max(case.settings.grace, 0) * NS)
-        allowed += (strikes["lost"] + strikes["reordered"] + strikes["duplicated"]) * (COST_NS + case.faults.late_ns)
+        allowed += written_ns + (strikes["lost"] + strikes["reordered"] + strikes["duplicated"]) * (
+            COST_NS + case.faults.late_ns
+        )
         anew = strikes["shard restarted"] + strikes["shard failed"]
         if anew and case.restart is not None:  # it is down, and the rest may have to be waited for
             allowed += anew * (case.restart.lasts_ns + 2 * lease_ns)

@@ -69,7 +69,7 @@ class MoveChecker(Checker):
         if self.generation < 0 or not moved:
             return super()._on_generation(coordinator, effects)
         at, self.generation = coordinator.run.restart_clock, coordinator.run.generation
-        self._moved("a move")
+        self._moved("a move", 2 * self.run.disk.slow_ns)  # that of the move, which waits for the one before
         for seat in moved:
             who = (seat.worker, seat.before)
             pushed = self.made.get(who, at)
