@@ -4,11 +4,13 @@ tcp://HOST:PORT/KEY where the run has keys: the public key that answers there, i
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from narrows.protocols.errors import UsageError
 
+ANY_HOST = "0.0.0.0"
 LOCAL_HOSTS = ("127.0.0.1", "localhost")  # not all of loopback: a test proxy listens on another address of it
-ANY_HOSTS = ("0.0.0.0", "*", "[::]")  # what binds to every address of a machine
+ANY_HOSTS = (ANY_HOST, "*", "[::]")  # what binds to every address of a machine
 
 
 def parse_address(flag: str, address: str, any_port: bool = False) -> tuple[str, int]:
@@ -45,6 +47,16 @@ def is_address(address: str) -> bool:
     except UsageError:
         return False
     return host != "*"
+
+
+def are_addresses(hosts: Sequence[str], ports: Sequence[int]) -> bool:
+    """Whether these, that a peer told, are addresses. No hosts, or "" for one: where the peer itself is."""
+    if len(hosts) not in (0, len(ports)):
+        return False
+    return all(
+        is_address(f"tcp://{host or ANY_HOST}:{port}")
+        for host, port in zip(hosts or [""] * len(ports), ports, strict=True)
+    )
 
 
 def local_endpoint(port: int) -> str:

@@ -8,6 +8,7 @@ from narrows.protocols.effects import NS
 
 BYTES_PER_SECOND = 125_000  # of the slowest link: n bytes get n / this on top of every wait
 PATIENCE_MAX = 8
+BEATS, SILENT_BEATS = 4, 2  # heartbeats in a lease; so many without a word of the server are a silence
 LONG_AGO_NS = -(1 << 62)  # in the place of when something was sent: it is to be repeated with the next tick
 
 
@@ -24,6 +25,10 @@ class Timing:
     def answer_ns(self, size: int) -> int:
         """How long the answer to so many bytes may take."""
         return self.request_retry_ns + size * NS // self.bytes_per_second
+
+    def beat_ns(self, lease: float) -> int:
+        """From one heartbeat to the next, of a lease in seconds."""
+        return min(int(lease * NS), self.lost_ns) // BEATS
 
 
 @dataclass(slots=True)

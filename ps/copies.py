@@ -31,6 +31,7 @@ BYTES_PER_SECOND = 1_250_000  # of the slowest link to a standby: bytes that are
 SAY_NS = NS // 2  # between two signs of life
 AGAIN_NS = NS  # without progress: then what was sent last is sent again
 LOST_LEASES, LOST_LEAST_NS = 0.25, NS  # silence after which the other side is taken for lost
+CUT_NS = NS // 2  # of silence after the end of the connection: who lives has connected anew by then
 DEPOSE_NS = 600 * NS  # for so long the one before is told that it serves no more
 GIVE_UP_NS = 60 * NS  # a server that has lost its standby, and that most members do not hear, ends
 
@@ -213,6 +214,10 @@ class Original:
         """The standby follows this shard, was heard a moment ago, and knows of the present view."""
         return self.streams and self.acked >= self.machine.viewed and now_ns - self.heard_ns <= self.lost_ns
 
+    def cut(self, now_ns: int) -> None:
+        """The connection of the standby has ended: CUT_NS of silence are enough."""
+        self.heard_ns = min(self.heard_ns, now_ns - self.lost_ns + CUT_NS)
+
     # Views.
 
     def hear_view(self, view: m.View) -> list[CopyEffect]:
@@ -230,6 +235,8 @@ class Original:
         for member in self._electors():
             if (member.worker, member.name) == (vote.worker, name_of(peer)) and vote.view <= self.machine.view + 1:
                 self.votes[vote.worker] = max(self.votes.get(vote.worker, 0), vote.view)
+        if self.missed_ns and self._elected(self.machine.view + 1):
+            self.said_ns = 0  # that is decided with the next tick
         if not vote.attempt or not self.siblings.at(self.machine.view):
             return []
         # Who has expired meanwhile may join again.
@@ -265,7 +272,10 @@ class Original:
         if self.index:
             there = self.address if self.copied(now_ns) else ""
             return [*effects, Send(COORDINATOR, m.Copying(self.index, self.machine.view, there, self.port))]
-        return effects + self._decide(now_ns)
+        decided = self._decide(now_ns)
+        if any(isinstance(effect, Serve) for effect in decided):
+            self.said_ns = 0  # the other shards hear of it with the next tick
+        return effects + decided
 
     def _greet(self) -> list[CopyEffect]:
         """Tell new members of the standby: they may need it soon."""

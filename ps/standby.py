@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from narrows.protocols import messages as m
 from narrows.protocols.effects import CopyEffect, Send, Serve, Tell
-from narrows.ps.copies import SAY_NS, Machine
+from narrows.ps.copies import CUT_NS, SAY_NS, Machine
 from narrows.ps.events import Event
 from narrows.ps.reports import COORDINATOR
 from narrows.ps.siblings import Siblings
@@ -90,6 +90,10 @@ class Standby:
         self.owes, self.said_ns = False, now_ns
         of = self.parts_of if self.have < 0 else -1
         return [Tell(self.original, m.Copy(self.index, self.have, self.life, of, len(self.parts), self.address))]
+
+    def cut(self, now_ns: int) -> None:
+        """The connection to the original has ended: CUT_NS of silence are enough. Members wait for longer, and then ask."""
+        self.heard_ns = min(self.heard_ns, now_ns - self.lost_ns + CUT_NS)
 
     # Members, and the other shards.
 

@@ -21,8 +21,9 @@ from narrows.protocols.errors import BY_EXIT_CODE, AuthenticationError, NarrowsE
 from narrows.protocols.member.member import Member
 from narrows.protocols.runtime.clock import Awake
 from narrows.protocols.runtime.curve import NOBODY, Curve, Dialler, KeyPair, Why
+from narrows.protocols.runtime.hosts import endpoint, own_host
 from narrows.protocols.runtime.keys import Secret, keyed, refusal
-from narrows.protocols.runtime.sockets import LINGER_MS, Drops, Peer, Receipt, Sockets, endpoint, own_host
+from narrows.protocols.runtime.sockets import LINGER_MS, Drops, Peer, Receipt, Sockets
 from narrows.protocols.timing import Timing
 from narrows.protocols.wire import decode, encode
 from narrows.worker.silence import Silence
@@ -72,6 +73,7 @@ class Link:
             curve=Curve(key.pair, self._keys_at, lambda public: public in self._admitted) if key is not None else None,
             failed=self._shut_out,
             linked=self._linked,
+            cut=self._cut,
         )
         self._thread = threading.Thread(target=self._main, name="narrows-io", daemon=True)
         self._thread.start()
@@ -238,6 +240,10 @@ class Link:
     def _linked(self, address: str) -> None:
         if address in self._shards:
             self.member.repeat_soon(self._shards.index(address))
+
+    def _cut(self, peer: Peer) -> None:
+        if peer in self._shards:
+            self.member.cut(self._shards.index(peer), self.clock.now())
 
     def _put(self, to: str, message: m.Message) -> None:
         frames = encode(message)

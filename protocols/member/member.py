@@ -14,7 +14,7 @@ from enum import Enum
 
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
-from narrows.protocols.addresses import is_address
+from narrows.protocols.addresses import are_addresses
 from narrows.protocols.effects import NS, MemberEffect, Send
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.gossip.peers import Peers
@@ -25,15 +25,7 @@ from narrows.protocols.member.views import Views
 from narrows.protocols.modes import Rule
 from narrows.protocols.plan import Plan
 from narrows.protocols.settings import Settings
-from narrows.protocols.timing import LONG_AGO_NS, Timing
-
-PORT_MAX = (1 << 16) - 1
-
-
-def _found(ports: Sequence[int], hosts: Sequence[str]) -> bool:
-    """Whether shards can be dialled there."""
-    known = not hosts or (len(hosts) == len(ports) and all(not host or is_address(f"tcp://{host}:1") for host in hosts))
-    return known and all(0 < port <= PORT_MAX for port in ports)
+from narrows.protocols.timing import LONG_AGO_NS, SILENT_BEATS, Timing
 
 
 class Phase(Enum):
@@ -192,7 +184,10 @@ class Member:
             return told
         if turned:
             self._back()
+        if now_ns - self.heard_ns > SILENT_BEATS * self.timing.beat_ns(self.settings.lease):
+            self.beat_ns = LONG_AGO_NS  # ours may have been lost too, and with them most of a lease
         self.heard_ns, self.ever_heard = now_ns, True
+        self.views.cut.pop(shard, None)
         match message:
             case m.View():
                 return told
@@ -238,7 +233,7 @@ class Member:
         if message.token != self.token or self.phase is not Phase.HELLO:
             return []
         settings, ports = Settings.unpacked(message.settings), message.ports
-        if len(ports) != settings.shards or not _found(ports, message.hosts):
+        if len(ports) != settings.shards or not are_addresses(message.hosts, ports):
             raise RemoteProtocolError(
                 f"the server has {settings.shards} shards and sent {len(ports)} ports, or one that is none"
             )
@@ -267,6 +262,7 @@ class Member:
     def _seat(self, epoch: int) -> None:
         """A session with each shard."""
         self.epoch, mode = epoch, self.settings.mode()
+        self.views.cut.clear()
         self.meter = LinkMeter()  # the server may have been started anew, on a machine with another clock
         hosts = (self.welcome.hosts if self.welcome is not None else ()) or ("",) * len(self.ports)
         meters = {host: LinkMeter() for host in hosts} | {"": self.meter}
@@ -281,7 +277,7 @@ class Member:
             self.move = move.number
             return [e.Held(move.at), self.beat(now_ns)]
         ranges = split(Plan.unpacked(self.plan).size, len(move.ports))
-        if list(move.ranges) != ranges or not move.ports or not _found(move.ports, move.hosts):
+        if list(move.ranges) != ranges or not move.ports or not are_addresses(move.hosts, move.ports):
             raise RemoteProtocolError(
                 "the server sent a place that is none: it cuts the model elsewhere, or has no ports"
             )
@@ -320,6 +316,11 @@ class Member:
         if not shard:
             self.asked_ns = self.beat_ns = LONG_AGO_NS
 
+    def cut(self, shard: int, now_ns: int) -> None:
+        """The connection to this shard has ended."""
+        if shard < len(self.sessions):
+            self.views.cut.setdefault(shard, now_ns)
+
     def tick(self, now_ns: int) -> list[MemberEffect]:
         """Repeat what is unanswered, beat, and find the server lost."""
         if self.phase in (Phase.NEW, Phase.OVER):
@@ -330,14 +331,14 @@ class Member:
         limit_ns = self.timing.lost_ns if self.ever_heard else self.timing.connect_ns
         if now_ns - self.heard_ns > limit_ns:
             return [*effects, *(self.leave_server() or self._lost(f"{limit_ns / NS:g} s"))]
-        effects += self.views.tick(self.heard_ns, now_ns) if self.sessions else []
+        effects += self.views.tick(self.heard_ns, len(self.sessions), now_ns) if self.sessions else []
         owed = self.phase in (Phase.HELLO, Phase.DECLARED, Phase.LEAVING)
         if owed and now_ns - self.asked_ns >= self.timing.join_retry_ns:
             effects += self._ask(self.asking, now_ns)
         for session in self.sessions if self.phase in (Phase.RUNNING, Phase.LEAVING) else ():
             effects += session.repeat(now_ns)
-        beat_ns = min(int(self.settings.lease * NS), self.timing.lost_ns) // 4
-        if self.welcome is not None and self.phase is not Phase.HELLO and now_ns - self.beat_ns >= beat_ns:
+        due = now_ns - self.beat_ns >= self.timing.beat_ns(self.settings.lease)
+        if self.welcome is not None and self.phase is not Phase.HELLO and due:
             effects.append(self.beat(now_ns))
         return effects
 

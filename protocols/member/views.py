@@ -2,6 +2,8 @@
 
 Rules
 - A member votes once in a view. While its vote is with the standby, it takes nothing of the server.
+- It turns where the server was silent for LOST_NS, or once the connections to all of its shards have ended. That of one shard
+  says nothing: it may have been killed, and be back in a moment.
 - It comes back where the standby says that the vote does not count, or where the server was elected without it.
 """
 
@@ -12,6 +14,7 @@ from narrows.protocols.effects import NS, MemberEffect, Send, Tell, Turned
 
 SAY_NS = NS // 2  # from one vote to the next that says the same
 LOST_NS = 5 * NS // 2  # silence of a server that has a standby, and says something twice a second
+CUT_NS = NS  # after the end of all connections to it: who lives has connected anew by then
 STAY_NS = NS  # after a vote that was given back the silence counts on: the standby has heard the server a little longer than we
 
 
@@ -24,6 +27,7 @@ class Views:
         self.turned = False  # to the standby
         self.attempt = 0
         self.said_ns = self.stayed_ns = 0
+        self.cut: dict[int, int] = {}  # shards whose connections have ended, and when
 
     def told(self, view: m.View) -> list[MemberEffect]:
         """What the server says of itself."""
@@ -35,10 +39,11 @@ class Views:
         self.view = max(self.view, view.view)
         return [Send(0, m.Vote(self.worker, self.epoch, self.view, 0))]  # the server may have lost the one before
 
-    def tick(self, heard_ns: int, now_ns: int) -> list[MemberEffect]:
-        """Turn to the standby, where there is one and the server has been silent for long."""
-        silent = now_ns - heard_ns > LOST_NS and now_ns - self.stayed_ns > STAY_NS
-        if self.standby and not self.turned and silent:
+    def tick(self, heard_ns: int, shards: int, now_ns: int) -> list[MemberEffect]:
+        """Turn to the standby, where there is one and the server, of so many shards, has been silent for long or is gone."""
+        gone = 1 < shards <= len(self.cut) and now_ns - max(self.cut.values()) > CUT_NS
+        lost = (gone or now_ns - heard_ns > LOST_NS) and now_ns - self.stayed_ns > STAY_NS
+        if self.standby and not self.turned and lost:
             self.turned, self.said_ns = True, now_ns - SAY_NS
             self.attempt += 1
         if not self.turned or now_ns - self.said_ns < SAY_NS:
@@ -55,5 +60,6 @@ class Views:
         if not message.ports:  # not all of its shards serve yet
             return []
         address, self.turned = self.standby, False
+        self.cut.clear()
         self.view, self.standby = message.view, message.standby
         return [Turned(address, message.ports)]

@@ -74,9 +74,14 @@ class Connections:
             while len(self.strangers) > self.most:
                 self._end(next(iter(self.strangers.values())), "too many connections from which nothing was let in")
 
-    def gone(self, descriptor: int) -> None:
+    def gone(self, descriptor: int) -> bytes:
+        """It has ended. Return the routing id of who was let in by it and has no newer one, b"" where there is none."""
         with self.lock:
+            connection = self.accepted.get(descriptor)
+            stranger = descriptor in self.strangers
+            last = connection is not None and self.named.get(connection.name) is connection
             self._forget(descriptor)
+        return connection.name if connection is not None and last and not stranger else b""
 
     def look(self) -> None:
         """End the strangers that have sent too much. Linux alone says how much that is, of TCP alone."""
@@ -92,7 +97,10 @@ class Connections:
     # Told by whoever reads.
 
     def said(self, name: bytes, descriptor: int) -> bool:
-        """The first message of this routing id came by this connection. Whether it is to be read."""
+        """A message of this routing id came by this connection. Whether it is to be read."""
+        known = self.named.get(name)
+        if known is not None and known.descriptor == descriptor:
+            return True
         with self.lock:
             connection = self.accepted.get(descriptor)
             if connection is not None:  # else its monitor has not told of it yet, or it was hung up on

@@ -96,11 +96,13 @@ class Failures:
 
     def __init__(self, watched: zmq.Socket[bytes], address: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.watched, self.address, self.clock = watched, address, clock
-        self.monitor: Any = watched.get_monitor_socket(FAILURES | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        ends = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        self.monitor: Any = watched.get_monitor_socket(FAILURES | ends)
         self.strange = 0
         self.since = 0.0  # the first of these
         self.met = False  # a handshake has succeeded: who is there has the key
         self.anew = False  # another one has, since this was looked at
+        self.cut = False  # a connection of ours has ended, since this was looked at
         self.refused = False  # nothing that was sent will leave
 
     def take(self) -> list[Why]:
@@ -111,6 +113,8 @@ class Failures:
             match event["event"]:
                 case zmq.EVENT_HANDSHAKE_SUCCEEDED:
                     self.met, self.anew = True, self.met
+                case zmq.EVENT_DISCONNECTED:
+                    self.cut |= self.met
                 case zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                     found.append(Why.REFUSED)
                 case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
@@ -171,16 +175,20 @@ def _meant(value: int) -> Why:
 
 
 class Strangers:
-    """The thread that hears of those who dial a listening socket, and are not let in or say nothing.
+    """The thread that hears of those who dial a listening socket, and are not let in, say nothing, or are gone.
 
     It does nothing else: events that nobody takes would stop the thread of ZeroMQ that makes them, and they come as fast as
     others dial.
     """
 
     def __init__(
-        self, watched: zmq.Socket[bytes], refused: Callable[[Why], None], connections: Connections | None
+        self,
+        watched: zmq.Socket[bytes],
+        refused: Callable[[Why], None],
+        gone: Callable[[bytes], None],
+        connections: Connections | None,
     ) -> None:
-        self.watched, self.refused, self.connections = watched, refused, connections
+        self.watched, self.refused, self.gone, self.connections = watched, refused, gone, connections
         counted = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED if connections is not None else 0
         self.monitor: Any = watched.get_monitor_socket(FAILURES | counted | zmq.EVENT_MONITOR_STOPPED)
         self.thread = threading.Thread(target=self._main, name="narrows-strangers", daemon=True)
@@ -210,8 +218,10 @@ class Strangers:
             self.refused(Why.STRANGE)
         elif event == zmq.EVENT_ACCEPTED and self.connections is not None:
             self.connections.accept(value)
-        elif event == zmq.EVENT_DISCONNECTED and self.connections is not None:
-            self.connections.gone(value)
+        elif (
+            event == zmq.EVENT_DISCONNECTED and self.connections is not None and (name := self.connections.gone(value))
+        ):
+            self.gone(name)
 
     def close(self) -> None:
         self.watched.disable_monitor()

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import zmq
 import zmq.utils.garbage  # its own exit handler, needed for zero-copy sends, must be registered before our last push at exit
 
-from narrows.protocols.addresses import ANY_HOSTS, LOCAL_HOSTS, local_endpoint, parse_address, parted
+from narrows.protocols.addresses import LOCAL_HOSTS, local_endpoint, parted
 from narrows.protocols.errors import UsageError
 from narrows.protocols.messages import PARTS_MAX, Buffer
 from narrows.protocols.runtime import curve as keys
@@ -41,7 +41,7 @@ ZERO_COPY_BYTES = 1 << 16  # below it pyzmq copies anyway
 RECONNECT_MS_MAX = 500  # a peer that comes back is found within this
 MESSAGE_BYTES_MAX = max(PAYLOAD_BYTES_MAX, HEADER_BYTES_MAX)  # of one frame: longer ones end their connection
 REFUSED_MAX = 64  # refusals that are remembered until they are told
-PROBE_S = 1.0  # a Unix socket of this machine answers at once, or not at all
+GONE_MAX = 4096  # ends of connections, the same
 OPTIONS = {
     zmq.LINGER: LINGER_MS,
     zmq.SNDHWM: QUEUE_MESSAGES_MAX,
@@ -113,7 +113,8 @@ class Sockets:
     `known_as`: for an address, how the routing id begins by which we are known there; b"": by any. `curve`: the keys of this
     process; None: all is in the open. `failed` is told of handshakes that fail: the address that we dialled, or "" where others
     dialled us, why, and the key that was refused, where there is one. `linked` is told of an address that we dialled,
-    and whose connection is another one: what was under way may be lost. `connections`: of who dials us; None: all are kept.
+    and whose connection is another one: what was under way may be lost. `cut` is told of a peer whose connection has ended; of
+    those who dialled us where there are `connections`: of who dials us; None: all are kept.
     """
 
     def __init__(
@@ -123,13 +124,16 @@ class Sockets:
         curve: Curve | None = None,
         failed: Callable[[str, Why, str], None] = lambda address, why, key: None,
         linked: Callable[[str], None] = lambda address: None,
+        cut: Callable[[Peer], None] = lambda peer: None,
         connections: Connections | None = None,
     ) -> None:
         self.known_as, self.curve, self.failed, self.linked = known_as, curve, failed, linked
-        self.connections = connections
+        self.cut, self.connections = cut, connections
         self._door: Door | None = None
         self._strangers: Strangers | None = None
         self._refused: deque[tuple[Why, str]] = deque(maxlen=REFUSED_MAX)  # by the threads of the door
+        self._gone: deque[Peer] = deque(maxlen=GONE_MAX)  # whose connections have ended, by the thread of the door too
+        self._going: list[Peer] = []  # those who are told in the next turn
         self._failures: dict[Socket, Failures] = {}
         self._endless: set[Socket] = set()  # in the midst of a message that has too many frames
         self._context = zmq.Context(io_threads=io_threads)
@@ -177,7 +181,7 @@ class Sockets:
         router.setsockopt(
             zmq.ROUTER_HANDOVER, 1
         )  # who dials anew keeps its name; the link before may seem alive for hours
-        self._strangers = Strangers(router, self._refuse, self.connections)
+        self._strangers = Strangers(router, self._refuse, self._gone.append, self.connections)
         if self.curve is not None and self.curve.own is not None:
             self._door = Door(self._context, self.curve, self._refuse)
             keys.listens(router, self.curve.own)
@@ -241,6 +245,9 @@ class Sockets:
                 if each.anew:
                     each.anew = False
                     self.linked(each.address)
+                if each.cut:
+                    each.cut = False
+                    self._gone.append(each.address)
             if ready or not monitors or time.monotonic() >= deadline:
                 return ready
 
@@ -249,6 +256,7 @@ class Sockets:
         while self._refused:
             why, public = self._refused.popleft()
             self.failed("", why, public)
+        self._tell_gone()
         for fd, called in [*self._watched.items()]:
             if fd in ready:
                 called()
@@ -266,6 +274,15 @@ class Sockets:
                 # In the open a peer may call itself what it likes: there only the routing id counts.
                 peer = key[0] if first is None else Dialler.of(first) if self._door is not None else first.bytes
                 yield peer, [frame.buffer for frame in frames]
+
+    def _tell_gone(self) -> None:
+        """Whose connections have ended. That is told a turn later: by then what they had sent is read."""
+        told, self._going = self._going, [self._gone.popleft() for _ in range(len(self._gone))]
+        for peer in told:
+            if (
+                isinstance(peer, str) or self.connections is None or peer not in self.connections.named
+            ):  # else it is back
+                self.cut(peer)
 
     def _message(self, source: Socket, named: bool) -> list[zmq.Frame]:
         """The next message, after the routing id where it is `named`; of one that has too many frames one more than may be.
@@ -287,9 +304,7 @@ class Sockets:
 
     def _reads(self, first: zmq.Frame) -> bool:
         """Whether the message is read that begins with this frame, the routing id."""
-        if self.connections is None or (name := first.bytes) in self.connections.named:
-            return True
-        return self.connections.said(name, first.get(zmq.SRCFD))
+        return self.connections is None or self.connections.said(first.bytes, first.get(zmq.SRCFD))
 
     def watch(self, fd: int, called: Callable[[], object]) -> None:
         """Have `called` run by `receive` while this file descriptor has something to be read."""
@@ -315,36 +330,3 @@ class Sockets:
         self._awake.close()
         self._waker.close()
         self._context.term()
-
-
-# Which address of a machine leads where.
-
-
-def endpoint(host: str, port: int) -> str:
-    """Where to dial: the Unix socket of a server on this machine, where there is one, else TCP."""
-    if sys.platform == "linux" and host in LOCAL_HOSTS:
-        local = local_endpoint(port)
-        with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(OSError):
-            probe.settimeout(PROBE_S)
-            probe.connect("\0" + local.removeprefix("ipc://@"))
-            return local
-    return f"tcp://{host}:{port}"
-
-
-def own_host(host: str, port: int) -> str:
-    """The address of this machine that leads to `host`: where peers on the same network reach it."""
-    family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(target)  # UDP: nothing is sent
-        found = str(probe.getsockname()[0])
-    return f"[{found}]" if ":" in found else found
-
-
-def reached(bound: str, parent: str) -> str:
-    """The host by which other clusters reach what is bound to `bound`: that itself, or the address that leads to `parent`."""
-    host = bound.removeprefix("tcp://").rpartition(":")[0]
-    if host not in ANY_HOSTS:
-        return host
-    with contextlib.suppress(OSError):
-        return own_host(*parse_address("--parent", parent))
-    return socket.gethostname()

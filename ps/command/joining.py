@@ -27,7 +27,8 @@ from narrows.protocols.messages import RefuseCode, Wish
 from narrows.protocols.runtime import sealing
 from narrows.protocols.runtime.children import Event
 from narrows.protocols.runtime.clock import Awake
-from narrows.protocols.runtime.sockets import LINGER_MS, Sockets, reached
+from narrows.protocols.runtime.hosts import reached
+from narrows.protocols.runtime.sockets import LINGER_MS, Sockets
 from narrows.protocols.settings import SHARDS_MAX, Settings
 from narrows.protocols.wire import decode, encode
 from narrows.ps.command.cluster import START_S, Cluster

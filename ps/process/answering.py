@@ -16,8 +16,11 @@ class Answering:
         self.process = process
         self.archive = Archive(process.folder) if process.folder is not None and not process.index else None
 
-    def hear(self, peer: bytes, message: m.Message, server: Server) -> list[Send]:
-        """Of a standby that begins, of a guest, or of a shard of one."""
+    def hear(self, peer: bytes, message: m.Message, server: Server) -> list[Send] | None:
+        """Of a standby that begins, of a guest, or of a shard of one; None: it is of none of these."""
+        asks = isinstance(message, m.Copy) and (message.shard < 0 or not self.process.replicas)
+        if not asks and not isinstance(message, (m.Join, m.FileAsk)):
+            return None
         if isinstance(message, m.FileAsk):
             self._ask(peer, message, server)
             return []

@@ -12,7 +12,8 @@ from narrows.protocols.addresses import parse_address
 from narrows.protocols.effects import CopyEffect, Log, Send, Serve, Tell
 from narrows.protocols.errors import NarrowsError, ServerLostError
 from narrows.protocols.runtime.clock import Awake
-from narrows.protocols.runtime.sockets import Peer, Sockets, reached
+from narrows.protocols.runtime.hosts import reached
+from narrows.protocols.runtime.sockets import Peer, Sockets
 from narrows.protocols.wire import decode, encode
 from narrows.ps.copies import GIVE_UP_NS, lost_after
 from narrows.ps.events import Event
@@ -114,6 +115,11 @@ class Follower:
                 self._carry_out([Send(peer, m.Refuse(m.RefuseCode.INCOMPATIBLE, -1, 0, text))])
             case m.Copying() if isinstance(peer, bytes):
                 self.standby.siblings.hear(peer, message, now_ns)
+
+    def cut(self, peer: Peer) -> None:
+        """Its connection has ended."""
+        if peer == self.process.follows:
+            self.standby.cut(self.clock.now())
 
     def loop(self, sockets: Sockets) -> bool:
         """Until the run is over or stdin ends (False), or this server takes over (True). Raises ServerLostError where the

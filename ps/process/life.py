@@ -23,11 +23,12 @@ def run(process: Process, ready: Callable[..., None], both: tuple[int, int] | No
         number = sockets.listen(process.bind)
         follower = Follower(process, sockets, number, gate) if process.follows else None
         if follower is not None:
+            sockets.cut = follower.cut
             ready(port=number, epoch=0, parent=process.parent)
             if not follower.loop(sockets):
                 return emit("done", dropped={}, refused=gate.totals())
         runner = Runner(process, sockets, number, gate, both, follower)
-        sockets.failed, sockets.linked = runner.shut_out, runner.linked
+        sockets.failed, sockets.linked, sockets.cut = runner.shut_out, runner.linked, runner.cut
         coordinator = runner.server.coordinator
         epoch = coordinator.run.first_epoch if coordinator is not None else 0
         ready(port=number, epoch=epoch, parent=runner.server.above if coordinator is not None else process.parent)

@@ -22,8 +22,8 @@ from narrows.protocols.effects import NS
 from narrows.protocols.member.member import Member
 from narrows.protocols.modes import Rule
 from narrows.protocols.plan import Plan
+from narrows.protocols.runtime.hosts import reached
 from narrows.protocols.runtime.keys import Secret
-from narrows.protocols.runtime.sockets import reached
 from narrows.protocols.settings import Settings
 from narrows.protocols.timing import Timing
 from narrows.protocols.wire import pack

@@ -266,7 +266,8 @@ class Runner:
             self.pulse.sealing.passed += size
             self.gate.check(peer, message, size)
             if m.beside(message):
-                self._at_once(self._beside(peer, message, now_ns))
+                answer = self.answering.hear(peer, message, self.server)
+                self._at_once(self.original.receive(peer, message, now_ns) if answer is None else answer)
                 return self.gate.connections.let_in(peer)
             if isinstance(message, OF_CLUSTERS):
                 self.bytes_down += size
@@ -277,13 +278,6 @@ class Runner:
             if not self.gate.counted(str(error), peer):
                 effects = [effect for effect in effects if not isinstance(effect, Log)]
         self.apply(effects, now_ns)
-
-    def _beside(self, peer: bytes, message: m.Message, now_ns: int) -> Sequence[CopyEffect]:
-        """The effects of what is no event of the machine. Raises RemoteProtocolError."""
-        asks = isinstance(message, m.Copy) and (message.shard < 0 or not self.process.replicas)
-        if asks or isinstance(message, (m.Join, m.FileAsk)):
-            return self.answering.hear(peer, message, self.server)
-        return self.original.receive(peer, message, now_ns)
 
     def shut_out(self, address: str, why: Why, public: str) -> None:
         """A handshake has failed. Another cluster may not know of us yet: the next message to it dials anew."""
@@ -299,6 +293,13 @@ class Runner:
         if address == self.server.above or address in self.dialled.clusters:
             peer = address if address in self.dialled.clusters else ""
             self.happen(Event(Kind.LINKED, self.clock.now(), values=(peer,)))
+
+    def cut(self, peer: Peer) -> None:
+        """The connection of a peer has ended."""
+        if peer == self.original.peer:
+            self.original.cut(self.clock.now())
+        elif isinstance(peer, bytes):
+            self.unreached.append(peer)
 
     def stop(self) -> None:
         """Ctrl-C or the end of the parent."""

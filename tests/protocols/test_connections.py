@@ -181,6 +181,58 @@ def test_what_is_anothers_by_now_is_let_alone() -> None:
         assert connections.ended == {"why": 1} and not ended(far)
 
 
+def test_the_end_of_a_connection_is_that_of_its_owner_unless_that_has_another() -> None:
+    connections = Connections()
+    pairs = [socket.socketpair() for _ in range(3)]
+    first, second, third = (ours.fileno() for ours, _ in pairs)
+    for descriptor in (first, second, third):
+        connections.accept(descriptor)
+    assert connections.said(b"name", first) and connections.gone(first) == b"", "a stranger"
+    connections.accept(first)
+    for descriptor in (first, second):
+        assert connections.said(b"name", descriptor)
+        connections.let_in(b"name")
+    assert connections.gone(first) == b"" and connections.gone(second) == b"name" and connections.gone(second) == b""
+    assert connections.gone(third) == b"", "it has said nothing"
+    for ours, theirs in pairs:
+        ours.close()
+        theirs.close()
+
+
+def test_both_are_told_that_a_connection_has_ended_after_all_that_was_sent(kept: Connections, server: Sockets) -> None:
+    """Who serves, that a peer is gone; who dialled, that the server is; and who was never connected, nothing."""
+    told: list[object] = []
+    server.cut = lambda peer: told.append(("gone", peer))
+    address = f"tcp://127.0.0.1:{server.listen('tcp://127.0.0.1:0')}"
+
+    def hears() -> bool:
+        for peer, frames in heard(server):
+            assert isinstance(peer, bytes)
+            kept.let_in(peer)
+            told.append((frames[0], peer))
+        return len(told) == 4
+
+    child = Sockets(cut=told.append)
+    for said in (b"a", b"b", b"c"):
+        child.send(address, [said])
+    child.send("tcp://127.0.0.1:1", [b"x"])
+    until(lambda: heard(child) or hears() or len(told) == 3, "the messages", LIMIT_S)
+    child.close()
+    until(hears, "the end", LIMIT_S)
+    peer = next(iter(told))[1]  # type: ignore[index]
+    assert told == [(b"a", peer), (b"b", peer), (b"c", peer), ("gone", peer)]
+
+    told.clear()
+    with closing(Sockets(cut=told.append)) as child:
+        with closing(Sockets()) as other:
+            address = f"tcp://127.0.0.1:{other.listen('tcp://127.0.0.1:0')}"
+            child.send(address, [b"x"])
+            child.send("tcp://127.0.0.1:1", [b"x"])
+            until(lambda: heard(other), "the message", LIMIT_S)
+        until(lambda: heard(child) or told, "the end", LIMIT_S)
+        assert told == [address]
+
+
 def test_strangers_leave_descriptors_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     for soft, most in ((256, 32), (1 << 20, STRANGERS_MAX), (-1, STRANGERS_MAX)):
         monkeypatch.setattr("resource.getrlimit", lambda what, soft=soft: (soft, soft))

@@ -17,6 +17,7 @@ from narrows.protocols import messages as m
 from narrows.protocols.addresses import is_address, parse_address
 from narrows.protocols.effects import MemberEffect, Send
 from narrows.protocols.errors import UsageError
+from narrows.protocols.runtime.hosts import endpoint, own_host, reached
 from narrows.protocols.runtime.sockets import (
     BURST,
     FULL,
@@ -28,9 +29,6 @@ from narrows.protocols.runtime.sockets import (
     Drops,
     Peer,
     Sockets,
-    endpoint,
-    own_host,
-    reached,
 )
 from narrows.protocols.settings import Settings
 from narrows.ps.process.life import totals

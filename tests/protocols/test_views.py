@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from narrows.protocols import messages as m
 from narrows.protocols.effects import MemberEffect, Send, Tell, Turned
-from narrows.protocols.member.views import LOST_NS, SAY_NS, STAY_NS, Views
+from narrows.protocols.keys import split
+from narrows.protocols.member.member import Member
+from narrows.protocols.member.views import CUT_NS, LOST_NS, SAY_NS, STAY_NS, Views
+from narrows.protocols.plan import Plan, TensorSpec
+from narrows.protocols.settings import Settings
 
 THERE = "tcp://there:1"
 WORKER, EPOCH = 3, 9
+PLAN = Plan((TensorSpec("w", (7,), "float32"),), "SGD", ((0,),)).packed()
 
 
 def known(view: int = 1, standby: str = THERE) -> Views:
@@ -19,7 +24,7 @@ def known(view: int = 1, standby: str = THERE) -> Views:
 
 def turned() -> Views:
     ours = known()
-    assert ours.tick(0, LOST_NS + 1) and ours.turned
+    assert ours.tick(0, 1, LOST_NS + 1) and ours.turned
     return ours
 
 
@@ -48,12 +53,62 @@ def test_a_member_votes_for_the_server_that_it_hears() -> None:
 
 def test_it_turns_to_the_standby_after_a_silence_and_says_so_twice_a_second() -> None:
     ours = known()
-    assert not ours.tick(5, LOST_NS + 5) and not ours.turned
-    assert votes(ours.tick(5, LOST_NS + 6)) == [(THERE, 2, 1)] and ours.turned
-    assert not ours.tick(5, LOST_NS + 5 + SAY_NS)
-    assert votes(ours.tick(5, LOST_NS + 6 + SAY_NS)) == [(THERE, 2, 1)]
+    assert not ours.tick(5, 1, LOST_NS + 5) and not ours.turned
+    assert votes(ours.tick(5, 1, LOST_NS + 6)) == [(THERE, 2, 1)] and ours.turned
+    assert not ours.tick(5, 1, LOST_NS + 5 + SAY_NS)
+    assert votes(ours.tick(5, 1, LOST_NS + 6 + SAY_NS)) == [(THERE, 2, 1)]
     alone = known(standby="")
-    assert not alone.tick(0, 9 * LOST_NS) and not alone.turned
+    assert not alone.tick(0, 1, 9 * LOST_NS) and not alone.turned
+
+
+def test_it_turns_soon_where_the_connections_to_all_shards_have_ended() -> None:
+    ours = known()
+    ours.cut = {0: 5}
+    assert not ours.tick(5, 2, CUT_NS + 6), "a shard that was killed alone is back in a moment"
+    ours.cut[1] = 7
+    assert not ours.tick(5, 2, CUT_NS + 7) and votes(ours.tick(5, 2, CUT_NS + 8)) == [(THERE, 2, 1)]
+    single = known()
+    single.cut = {0: 5}
+    assert not single.tick(5, 1, LOST_NS + 5), "and so is the only one"
+    ours.hear(m.View(2, "", True, (1, 2)), CUT_NS + 9)
+    assert not ours.cut, "that was another server"
+
+
+def a_member(shards: int) -> Member:
+    """One that has a place, in a run whose server has a standby."""
+    settings, ports = Settings(sync="ssp", shards=shards).validated(), tuple(range(1, 1 + shards))
+    member = Member("token", "here")
+    member.join(0)
+    member.receive(0, m.Welcome("token", WORKER, 0, 1, EPOCH, settings.packed(), ports), 0)
+    member.declare(PLAN, 0)
+    member.receive(0, m.Ready(WORKER, EPOCH, 0, tuple(split(7, shards)), b""), 0)
+    member.receive(0, m.View(1, THERE, True), 0)
+    member.tick(0)
+    return member
+
+
+def test_a_word_of_a_shard_says_that_it_is_connected() -> None:
+    member = a_member(2)
+    for shard in range(3):
+        member.cut(shard, 5)
+    assert member.views.cut == {0: 5, 1: 5}
+    member.cut(0, 9)
+    assert member.views.cut[0] == 5, "tunnels hang up again and again"
+    member.receive(1, m.HeartbeatAck(WORKER, EPOCH, 0, 6, 6), 6)
+    assert member.views.cut == {0: 5} and not votes(member.tick(CUT_NS + 6))
+    member.cut(1, 7)
+    assert votes(member.tick(CUT_NS + 8)) == [(THERE, 2, 1)]
+
+
+def test_it_beats_at_once_where_the_server_is_heard_after_a_silence() -> None:
+    """Its heartbeats may have been lost, too: most of its lease may be over."""
+    member = a_member(1)
+    silent = 2 * member.timing.beat_ns(member.settings.lease)
+    for heard_ns, beats in ((silent, 0), (2 * silent + 1, 1)):
+        member.beat_ns = heard_ns - 1
+        member.receive(0, m.HeartbeatAck(WORKER, EPOCH, 0, heard_ns, heard_ns), heard_ns)
+        said = [effect.message for effect in member.tick(heard_ns) if isinstance(effect, Send)]
+        assert sum(isinstance(message, m.Heartbeat) for message in said) == beats
 
 
 def test_who_has_turned_takes_nothing_of_the_server_but_that_it_goes_on_without_a_standby() -> None:
@@ -71,9 +126,9 @@ def test_the_standby_gives_the_vote_of_this_attempt_back() -> None:
     for view, attempt in ((1, 1), (3, 1), (2, 0), (2, 2)):
         assert not ours.hear(m.Stay(view, attempt), 7) and ours.turned
     assert not ours.hear(m.Stay(2, 1), 2 * LOST_NS) and not ours.turned
-    assert not ours.tick(0, 2 * LOST_NS + STAY_NS), "it was given back a moment ago"
-    assert not ours.tick(2 * LOST_NS, 2 * LOST_NS + STAY_NS + 1), "the server is heard"
-    assert votes(ours.tick(0, 2 * LOST_NS + STAY_NS + 1)) == [(THERE, 2, 2)]
+    assert not ours.tick(0, 1, 2 * LOST_NS + STAY_NS), "it was given back a moment ago"
+    assert not ours.tick(2 * LOST_NS, 1, 2 * LOST_NS + STAY_NS + 1), "the server is heard"
+    assert votes(ours.tick(0, 1, 2 * LOST_NS + STAY_NS + 1)) == [(THERE, 2, 2)]
 
 
 def test_it_moves_to_a_standby_that_serves_with_all_its_shards() -> None:

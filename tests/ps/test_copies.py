@@ -9,11 +9,13 @@ import pytest
 
 from narrows.protocols import messages as m
 from narrows.protocols.effects import NS, CopyEffect, Log, Send, Serve, Stop, Tell
+from narrows.protocols.member import views
 from narrows.protocols.wire import decode, encode
 from narrows.ps import copies
 from narrows.ps.copies import (
     AGAIN_NS,
     BYTES_PER_SECOND,
+    CUT_NS,
     DEPOSE_NS,
     GIVE_UP_NS,
     PARTS_AHEAD,
@@ -363,8 +365,43 @@ def test_a_standby_that_is_silent_before_it_has_all_is_forgotten() -> None:
     assert ours.peer, "members know it: it is for them to say"
 
 
+def test_a_standby_whose_connection_has_ended_is_lost_soon() -> None:
+    ours = copied(Machine(view=1, standby=THERE, members=[Seat(0)]))
+    ours.cut(5)
+    ours.cut(9)
+    assert ours.copied(CUT_NS + 5) and not ours.copied(CUT_NS + 6)
+    ours.receive(STANDBY, copy(0), CUT_NS + 6)
+    assert ours.copied(CUT_NS + 6), "it is there again"
+    ours.cut(NS)
+    missed_ns = NS + CUT_NS + 1
+    assert not told(ours.tick(missed_ns))
+    asked = told(ours.tick(missed_ns + AGAIN_NS))
+    assert asked == [(Seat(0).peer, m.View(2, "", False))] and not ours.tick(missed_ns + AGAIN_NS + 1)
+    vote(ours, 0, 2)
+    assert serves(ours.tick(missed_ns + AGAIN_NS + 2)) == [(2, "")], "at once"
+
+
+def test_a_standby_that_was_lost_before_it_had_all_leaves_room_for_another() -> None:
+    ours = original()
+    ours.receive(STANDBY, copy(-1), 0)
+    ours.cut(1)
+    assert sent(ours.receive(OTHER.encode(), copy(-1, address=OTHER), CUT_NS + 1), m.Refuse)
+    assert not sent(ours.receive(OTHER.encode(), copy(-1, address=OTHER), CUT_NS + 2), m.Refuse)
+    assert ours.address == OTHER
+
+
+def test_other_shards_hear_of_a_view_with_the_next_tick() -> None:
+    siblings = Siblings(2, LOST_NS)
+    ours = copied(Machine(view=1, members=[Seat(0)]), siblings)
+    siblings.hear(SIBLING, m.Copying(1, 1, THERE, 5), 0)
+    assert serves(ours.tick(SAY_NS)) == [(100, THERE)]
+    assert isinstance(ours.machine, Machine)
+    ours.machine.view, ours.machine.standby = 100, THERE
+    assert (SIBLING, m.View(100, THERE, True)) in told(ours.tick(SAY_NS + 1))
+
+
 def test_it_says_so_twice_a_second() -> None:
-    ours = copied(Machine(view=1, members=[Seat(0)]))
+    ours = original(Machine(view=1, members=[Seat(0)]))
     assert told(ours.tick(SAY_NS)) and not told(ours.tick(2 * SAY_NS - 1)) and told(ours.tick(2 * SAY_NS))
     vote(ours, 0, 1)
     assert told(ours.tick(3 * SAY_NS)), "its vote does not say that it knows who was elected"
@@ -630,6 +667,17 @@ def test_a_standby_puts_a_machine_together() -> None:
     ours.part(1, 2, number=8)
     ours.part(1, 2, number=9)
     assert ours.thawed == [b"abc", b"xx"] and ours.standby.have == 9
+
+
+def test_a_server_whose_connection_has_ended_is_lost_before_members_ask() -> None:
+    ours = Following()
+    ours.part(0)
+    ours.standby.cut(5)
+    ours.standby.cut(9)
+    assert CUT_NS < views.CUT_NS and not ours.standby.lost(CUT_NS + 5) and ours.standby.lost(CUT_NS + 6)
+    assert not ours.vote(0, now_ns=CUT_NS + 6) and ours.standby.votes == {0: 2}
+    ours.event(5, now_ns=CUT_NS)
+    assert not ours.standby.lost(2 * CUT_NS), "it is there again"
 
 
 def test_a_standby_begins_anew_with_a_new_life_of_its_server() -> None:

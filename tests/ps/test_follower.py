@@ -29,7 +29,7 @@ from narrows.protocols.runtime.curve import Why
 from narrows.protocols.runtime.sockets import Peer, Receipt, Sockets
 from narrows.protocols.settings import Settings
 from narrows.protocols.wire import decode, encode, pack
-from narrows.ps.copies import GIVE_UP_NS, LOST_LEASES
+from narrows.ps.copies import CUT_NS, GIVE_UP_NS, LOST_LEASES
 from narrows.ps.events import Event, Kind
 from narrows.ps.planned import Means
 from narrows.ps.process import asking
@@ -249,6 +249,15 @@ def test_it_says_once_that_it_stands_by(stdin: int, capfd: pytest.CaptureFixture
         with pytest.raises(ServerLostError):
             life.loop()
         assert capfd.readouterr().out.count("stands by for") == said
+
+
+def test_the_end_of_the_connection_to_its_original_is_a_sign() -> None:
+    life = Life()
+    life.time.now_ns = LEASE_NS
+    for peer, lost in ((FIRST, False), (WORKER, False), (ORIGINAL, True)):
+        life.standby.heard_ns = LEASE_NS
+        life.follower.cut(peer)
+        assert life.standby.lost(LEASE_NS + CUT_NS + 1) == lost
 
 
 def test_it_gives_up_where_nobody_turns_to_it(stdin: int) -> None:

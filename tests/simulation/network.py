@@ -73,7 +73,7 @@ class Faults:
 
 class Machine(Protocol[Heard]):
     """What stands at an address. Both calls may `send`, `start` and `crash`. One that has `unreached` is told of an address
-    where what it sent found nobody."""
+    where what it sent found nobody, and one that has `disconnected` of one where whoever was connected with it is gone."""
 
     def handle(self, source: str, message: Heard, now_ns: int) -> None: ...
 
@@ -150,6 +150,9 @@ class Simulator(Generic[Message]):
         for address in addresses:
             del self._machines[address]
         self.note(f"crash {' '.join(addresses)}")
+        for source, target in [*self._links]:
+            if target in addresses and source in self._machines and self.now_ns >= self._link(target, source).cut_ns:
+                self.at(self.now_ns + self.faults.delay_ns[1], self.disconnect, source, target)
 
     def stop(self, until_ns: int, *addresses: str) -> None:
         """The machine there does nothing until then. What comes meanwhile waits for it."""
@@ -182,6 +185,17 @@ class Simulator(Generic[Message]):
         if random.next() < self._copied:
             arrival += random.between(0, faults.late_ns)
             self.at(arrival, self._deliver, link, number, True, source, target, message)
+
+    def disconnect(self, one: str, other: str) -> None:
+        """The connection that `one` had with `other` has ended, and it is told."""
+        machine = self._machines.get(one)
+        if (told := getattr(machine, "disconnected", None)) is None:
+            return
+        if (until_ns := self._stopped.get(one, 0)) > self.now_ns:
+            self.at(until_ns, self.disconnect, one, other)
+            return
+        self.note(f"{one} disconnected from {other}")
+        told(other, self.now_ns)
 
     def cut(self, one: str, other: str, until_ns: int) -> None:
         """Lose all that is sent between two addresses until then."""

@@ -299,6 +299,10 @@ class Roamer(Worker):
             self._apply(self.member.receive_standby(message, now_ns))
             self._go()
 
+    def disconnected(self, target: str, now_ns: int) -> None:
+        if target in self.shards:
+            self.member.cut(self.shards.index(target), now_ns)
+
     def _apply(self, effects: Sequence[MemberEffect]) -> None:
         for effect in effects:
             match effect:
@@ -425,6 +429,12 @@ class Serving(Process):
         parent = self.house.parent
         if target not in self.house.ports and (parent is None or target not in parent.ports):
             super().unreached(target, now_ns)
+
+    def disconnected(self, target: str, now_ns: int) -> None:
+        if peer_of(target) == self.original.peer:
+            self.original.cut(self.now_ns)
+        else:
+            self.unreached(target, now_ns)
 
     def tick(self, now_ns: int) -> None:
         super().tick(now_ns)
@@ -558,6 +568,10 @@ class Second:
                 self._carry_out(standby.vote(peer_of(source), message, now_ns))
             case m.Copying():
                 standby.siblings.hear(peer_of(source), message, now_ns)
+
+    def disconnected(self, target: str, now_ns: int) -> None:
+        if target == where(self.standby.original):
+            self.standby.cut(now_ns)
 
     def tick(self, now_ns: int) -> None:
         self._carry_out([*self.standby.acknowledge(now_ns), *self.standby.tick(now_ns)])
@@ -725,9 +739,16 @@ class House(Node):
         members += [port for each in self.pairs.clusters if self.parent is None for port in sorted(each.ports)]
         some = [each for each in standby + members if random.chance(0.5)]
         away = [standby, members, standby + members, some][2 if strike.what == "fenced" else random.between(0, 3)]
+        resets = random.chance(
+            0.3
+        )  # whatever is between them ends the connections, but those of members are none to us
         for other in away:
             way = 2 if strike.what == "fenced" else random.between(0, 2)
             for index in shards:
+                if resets:
+                    self.sim.at(now_ns + AGAIN_NS, self.sim.disconnect, other, self.serving.port(index))
+                    if other in standby:
+                        self.sim.at(now_ns + AGAIN_NS, self.sim.disconnect, self.serving.port(index), other)
                 if way != 1:
                     self.sim.cut_way(self.serving.port(index), other, until_ns)
                 if way != 2:

@@ -261,6 +261,12 @@ class Shard:
         elif isinstance(message, m.View):
             self._at_once(original.deposed(message))
 
+    def disconnected(self, target: str, now_ns: int) -> None:
+        if self.original is not None and target.encode() == self.original.peer:
+            self.original.cut(now_ns)
+        elif self.original is None and self.standby is not None and target == self.standby.original:
+            self.standby.cut(now_ns)
+
     def _follow(self, source: str, message: Any, now_ns: int) -> None:
         standby = self.standby
         assert standby is not None
@@ -347,6 +353,7 @@ class Guest:
             if self.views.turned:
                 return
             self.heard_ns = now_ns
+            self.views.cut.pop(int(source[-1]), None)
             if isinstance(message, Done) and message.number == self.asked:
                 self.done.append((message.shard, message.number))
                 self.stall_ns = max(self.stall_ns, now_ns - self.done_ns)
@@ -355,6 +362,10 @@ class Guest:
             effects, self.asked_ns = self.views.hear(message, now_ns), 0
             self.heard_ns = now_ns if effects else self.heard_ns
             self._say(effects)
+
+    def disconnected(self, target: str, now_ns: int) -> None:
+        if target[:-1] == self.server:
+            self.views.cut.setdefault(int(target[-1]), now_ns)
 
     def _say(self, effects: Sequence[e.MemberEffect]) -> None:
         for effect in effects:
@@ -377,7 +388,7 @@ class Guest:
         if self.failed or now_ns - self.heard_ns > LOST_S * NS:
             self.failed = True  # as a worker fails whose server does not answer
             return
-        self._say(self.views.tick(self.heard_ns, now_ns))
+        self._say(self.views.tick(self.heard_ns, self.theatre.shards, now_ns))
         if now_ns - self.asked_ns >= NS // 2 and not self.views.turned:
             self.asked_ns = now_ns
             shard = self.asked % self.theatre.shards

@@ -41,11 +41,6 @@ def test_where_machines_alone_are_lost_each_has_its_standby() -> None:
     assert lost > QUIET // 2
 
 
-def test_a_standby_that_is_lost_while_the_last_member_leaves_holds_nobody_up() -> None:
-    """Seed 20007 of the campaign: the member had left, heard nothing more, and turned to the standby."""
-    assert Pairs(pair_case(20007)).run().sim.struck["alone"] == 1
-
-
 @pytest.mark.parametrize("seed", [30337, 33299, 37501, 37981])
 def test_what_the_campaign_found(seed: int) -> None:
     """30337: a shard was killed in the event in which it took over, and once more (the simulator's fault). 33299: another

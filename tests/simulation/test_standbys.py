@@ -102,6 +102,28 @@ def contested() -> Theatre:
     return theatre
 
 
+def parted() -> Theatre:
+    """The standby hears nothing of the server for a while, and nor does one of four members."""
+    theatre = Theatre(2, quiet=True)
+
+    def cut() -> None:
+        sim, (one, other) = theatre.sim, [[shard.name for shard in theatre.servers[name].shards] for name in "ab"]
+        for ours in one:
+            for theirs in (*other, "w0"):
+                sim.cut(ours, theirs, sim.now_ns + 6 * NS)
+
+    theatre.sim.at(10 * NS, cut)
+    return theatre
+
+
+def test_a_standby_that_is_cut_off_alone_does_not_serve() -> None:
+    theatre = parted().run()
+    assert {guest.server for guest in theatre.guests} == {"a"} and theatre.sim.struck["failed"] <= 1, (
+        "its lease is short"
+    )
+    assert theatre.sim.struck["alone"] == theatre.shards and not theatre.sim.struck["took over"]
+
+
 def test_members_that_are_asked_by_both_have_one_server() -> None:
     theatre = contested().run()
     assert {guest.server for guest in theatre.guests if not guest.failed} == {"b"}
@@ -184,6 +206,7 @@ def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 def _until_found() -> None:
     contested().run()
+    parted().run()
     for seed in range(PLANTED_RUNS):
         Theatre(seed).run()
 
