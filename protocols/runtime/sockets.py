@@ -256,7 +256,8 @@ class Sockets:
         while self._refused:
             why, public = self._refused.popleft()
             self.failed("", why, public)
-        self._tell_gone()
+        if self._gone or self._going:
+            self._tell_gone()
         for fd, called in [*self._watched.items()]:
             if fd in ready:
                 called()

@@ -27,7 +27,7 @@ from narrows.ps.server import Server
 from narrows.ps.siblings import Siblings
 from narrows.ps.standby import Standby
 
-TICK_MS = 20
+TICK_MS = 50
 
 
 class Follower:

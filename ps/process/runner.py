@@ -36,7 +36,7 @@ from narrows.ps.process.writer import Written
 from narrows.ps.reports import COORDINATOR
 from narrows.ps.server import OF_CLUSTERS
 
-TICK_MS = 20  # longest time without a tick
+TICK_MS = 50  # longest time without a tick; each costs a standby as much as a small message
 STOP_S = 20.0  # shards that do not come to rest within this are ended as they are
 
 
@@ -69,7 +69,7 @@ class Runner:
         most = journal_most(process.settings.shards)
         self.journal = Journal(both, self.lending.any, most) if both is not None else None
         self.anew = True  # the journal is to begin again
-        self.began_ns = 0  # when the event was, that is being handled
+        self.began_ns = self.ticked_ns = 0  # when the event was, that is being handled; and the newest tick
         again = self.journal if self.journal is not None and self.journal.whole and process.replay else None
         if copy is not None:
             self.server = copy.server
@@ -161,6 +161,7 @@ class Runner:
                     emit("log", name=event, values=values)
                 case Checkpoint(clock):
                     self.disk.write(clock, self.server)
+                    self.ticked_ns = 0  # who waits until it is copied goes on at once
                 case Load(clock):
                     self._load(clock)
                 case _ if self.original.holds or self.lending.held:  # until the standby has the cause
@@ -330,7 +331,6 @@ class Runner:
         self.happen(Event(Kind.START, self.clock.now()))
         if self.process.done:
             self.happen(Event(Kind.ENDED, self.clock.now(), values=self.process.done))
-        ticked = self.clock.turn()
         while self.running and (not self.server.ended or self.lending.held) and time.monotonic() < self.stop_by:
             for peer, frames in sockets.receive(TICK_MS):
                 self.receive(peer, frames)
@@ -340,8 +340,8 @@ class Runner:
             for lost in dict.fromkeys(unreached):
                 self.happen(Event(Kind.UNREACHED, self.clock.now(), lost))
             now_ns = self.clock.turn()
-            if now_ns - ticked >= TICK_MS * NS // 1000:
-                ticked = now_ns
+            if now_ns - self.ticked_ns >= TICK_MS * NS // 1000:
+                self.ticked_ns = now_ns
                 self.happen(Event(Kind.TICK, now_ns))
                 self._at_once(self.original.tick(now_ns))
                 self.gate.tick()
