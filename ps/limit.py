@@ -25,7 +25,7 @@ RECENT = 64  # lengths that the median is taken of
 LEAST = 4  # known lengths: of fewer a median says nothing
 FIRST = 0.1  # of the weights' length
 FAR = 2.0**24  # of two numbers as far apart a float32 sum keeps the larger one alone
-KNOWN = 3  # lengths: of two nobody can say which is usual
+KNOWN = 3  # lengths: of two nobody can say which is usual, so the longer one may be
 
 
 class Far:
@@ -47,7 +47,7 @@ class Far:
         lengths = [length for _, length in updates]
         known = sorted([*self.recent, *lengths] if len(lengths) > 1 else self.recent)
         usual = known[(len(known) - 1) // 2] if len(known) >= KNOWN else 0.0
-        usual = usual or (math.inf if self.gradients else 0.0)
+        usual = usual or (math.inf if self.gradients else max(self.recent, default=0.0))
         far = [length > FAR * usual and length > FAR * self.weights() > 0 for length in lengths]
         self.out -= {worker for worker, _ in updates}
         self.out |= {worker for (worker, _), too_long in zip(updates, far, strict=True) if too_long}

@@ -16,7 +16,7 @@ from kit.on_disk import OnDisk
 from kit.scripts import build, distance, flat, loss_of, run
 
 from narrows.compression.codecs import add
-from narrows.compression.replica import HostReplica
+from narrows.compression.replica import ArrayReplica
 from narrows.protocols import messages as m
 from narrows.protocols.cluster.coordinator import Coordinator
 from narrows.protocols.effects import Log, Moved, Send
@@ -101,7 +101,7 @@ def test_no_update_is_lost_where_most_of_each_waits_for_the_next(
     size = sum(parameter.numel() for parameter in build().parameters())
     pushed, folded = Counter[tuple[int, ...]](), Counter[tuple[int, ...]]()
     moved, summed = np.zeros(size), np.zeros(size, np.float32)
-    encode, push, accept = HostReplica.encode, Exchange.push, Planned.accept
+    encode, push, accept = ArrayReplica.encode, Exchange.push, Planned.accept
 
     def part(worker: int, at: int, piece: Any) -> tuple[int, ...]:
         return (worker, at, piece.begin, piece.end, crc32(piece.payload))
@@ -121,7 +121,7 @@ def test_no_update_is_lost_where_most_of_each_waits_for_the_next(
             add(piece, 1.0, summed, 0)
         return accept(planned, seat, update)
 
-    monkeypatch.setattr(HostReplica, "encode", encoding)
+    monkeypatch.setattr(ArrayReplica, "encode", encoding)
     monkeypatch.setattr(Exchange, "push", pushing)
     monkeypatch.setattr(Planned, "accept", accepting)
     settings = Settings(sync="ssp", staleness=2, workers=2, shards=2, compress="topk:0.05+int8")

@@ -86,6 +86,17 @@ def test_honest_runs_are_let_alone() -> None:
     assert not left_out([0.0] * 9 + [times], 1.0, True)
 
 
+def test_weights_that_cancel_out_say_nothing_beside_updates_that_counted() -> None:
+    """As those of a shard of few keys may, right after keys have moved."""
+    weights = [1.0]
+    far = Far(lambda: weights[0], gradients=False)
+    far.members(range(3))
+    assert far.leaves_out([(0, 4.0)]) == far.leaves_out([(1, 3.0)]) == [False]
+    weights[0] = 6e-8
+    assert far.leaves_out([(2, 7.0)]) == [False]
+    assert far.leaves_out([(2, 7.0 * 4 * FAR)]) == [True]
+
+
 def test_a_set_is_looked_at_together() -> None:
     far = Far(lambda: 1.0, True)
     far.members(range(3))

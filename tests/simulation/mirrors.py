@@ -141,6 +141,10 @@ class Mirror:
             else:
                 self._change(change, checksum)
         self.log.clear()
+        folding = self.process.shard.planned.folding if self.process.shard.planned is not None else None
+        if isinstance(folding, Barrier) and self.held.closed in folding.closing:
+            # A set that awaits the norm is judged already, beside who is a member now.
+            self._judge([push_of(update) for _, update in folding.closing[self.held.closed][0]])
 
     def _change(self, change: Change, checksum: int) -> None:
         match change:

@@ -144,6 +144,7 @@ class Moved(Run):
         self.heard = (self.settings.shards, self.settings.shards)  # of the coordinator: there are, and are to be
         self.lives: dict[int, int] = {}
         self.begun: set[int] = set()  # shards that are started, or have keys
+        self.going: set[int] = set()  # that are let go, and have not ended: one that is to come again waits for that
         self.done: list[int] = []
 
     def _serve(self, index: int, life: int) -> None:
@@ -191,17 +192,22 @@ class Moved(Run):
         self.settings = replace(self.settings, shards=shards)
         for index in [index for index in self.begun if index >= max(shards, target)]:
             if index in self.servers:
+                self.going.add(index)
                 self.sim.at(self.sim.now_ns + 1000 * MS * moved, self._end, self.servers[index])
             else:
                 self.begun.discard(index)
         for index in range(shards, target):
-            self.begun.add(index)
-            self.sim.at(self.sim.now_ns + self.sim.random.between(0, 300 * MS), self._serve, index, 0)
+            if index not in self.going:
+                self._begin(index)
         if shards == target:
             if shards == self.wanted:
                 self.done.append(shards)
                 self.sim.struck["keys moved"] += 1
             self.wanted = 0
+
+    def _begin(self, index: int) -> None:
+        self.begun.add(index)
+        self.sim.at(self.sim.now_ns + self.sim.random.between(0, 300 * MS), self._serve, index, 0)
 
     def run(self) -> Moved:
         super().run()
@@ -215,6 +221,10 @@ class Moved(Run):
         del self.servers[process.index]
         self.begun.discard(process.index)
         self.checker.gone(process.index)
+        if process.index in self.going:
+            self.going.remove(process.index)
+            if process.index < max(self.heard):
+                self._begin(process.index)
 
     def _shard_crashes(self) -> None:
         assert self.case.restart is not None

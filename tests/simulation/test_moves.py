@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from narrows.compression.replica import HostReplica
+from narrows.compression.replica import ArrayReplica, HostReplica
 from narrows.protocols import messages as m
 from narrows.protocols.cluster.guests import Guest, Guests
 from narrows.protocols.cluster.moves import Moves
@@ -112,7 +112,7 @@ PLANTED: dict[str, tuple[Bug, str]] = {
         "the keys are cut at|not all shards",
     ),
     "a momentum that stays behind": ([(actors, "recut", without_momentum)], "the log gives"),
-    "a state that stays behind": ([(HostReplica, "inherit", leaves_behind)], "is another one in"),
+    "a state that stays behind": ([(ArrayReplica, "inherit", leaves_behind)], "is another one in"),
 }
 
 
