@@ -3,7 +3,6 @@
     python bench/compressors.py                              # a table of all, 25 M normal values
     python bench/compressors.py --targets                    # selection, fold, coding beside torch.topk and one read pass
     python bench/compressors.py --plot docs/compression.png  # ratio against error, of noise and of a GPT's gradients
-    python bench/compressors.py --device cuda                # the same kernels on a GPU, beside a copy and torch.topk
 
 Rules
 - Figures are medians of interleaved runs: every round runs each row, once to warm up and once timed. GB/s count the
@@ -238,21 +237,14 @@ def plot(path: Path) -> None:
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu")
-@click.option(
-    "--count", type=click.IntRange(min=100_000), help="float32 values; 25 million, on a GPU 100 million by default"
-)
-@click.option("--rounds", type=click.IntRange(min=1), default=5, help="of the table and of the GPU")
+@click.option("--count", type=click.IntRange(min=100_000), help="float32 values; 25 million by default")
+@click.option("--rounds", type=click.IntRange(min=1), default=5, help="of the table")
 @click.option("--targets", "show_targets", is_flag=True, help="speeds beside torch.topk and memory passes, and ratios")
 @click.option(
     "--plot", "plot_path", type=click.Path(path_type=Path, dir_okay=False), help="write the plot, a PNG, there"
 )
-def main(device: str, count: int | None, rounds: int, show_targets: bool, plot_path: Path | None) -> None:
+def main(count: int | None, rounds: int, show_targets: bool, plot_path: Path | None) -> None:
     """Measure the compressors of narrows.compression."""
-    if device == "cuda":
-        import compressors_cuda
-
-        compressors_cuda.main(["--count", str(count or 100_000_000), "--rounds", str(3 * rounds)])
     if any(os.environ.get(name) != "1" for name in THREADS):  # read when NumPy is imported: begin anew
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | dict.fromkeys(THREADS, "1"))
     torch.set_num_threads(1)

@@ -9,11 +9,12 @@ Payloads describe themselves (payload.py has the byte layout) and come from anyo
 raise PayloadError for bytes that are none, before anything is written. A compressor never sends anything.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from narrows.compression.auto import Ladder, ladder
+from narrows.compression.buffers import FloatArray
 from narrows.compression.compressor import Compressor
 from narrows.compression.errors import NonFiniteError, PayloadError, SpecError
 from narrows.compression.feedback import ErrorFeedback
@@ -40,6 +41,7 @@ __all__ = [
     "ladder",
     "parse",
     "warm_up",
+    "warm_up_updates",
 ]
 
 
@@ -56,14 +58,20 @@ def warm_up(say: Callable[[str], None] = lambda text: None) -> None:
     A first compilation takes some twenty seconds in all, in which a heartbeat thread gets no turn: `say` is told of it. From
     the cache it is a fraction of one.
     """
-    values = np.linspace(-1.0, 1.0, 1 << 16, dtype=np.float32)
-    clustered = np.where(np.arange(values.size) // 64 % 32 == 0, values, np.float32(0.0))
-    regular = np.where(np.arange(values.size) % 64 == 0, values, np.float32(0.0))
+    out = np.zeros(1 << 16, np.float32)
     with compilations(say):
-        for update in (values, clustered, regular):
-            for spec in WARM_UP_SPECS:
-                feedback = ErrorFeedback(parse(spec), values.size)
-                payload = feedback.encode(update)
-                decode(payload, np.empty_like(values))
-                accumulate(payload, 0.5, np.zeros_like(values))
-        add_raw(values.data, 0.5, np.zeros_like(values))
+        for spec, update in warm_up_updates(out.size):
+            payload = ErrorFeedback(parse(spec), out.size).encode(update)
+            decode(payload, out)
+            accumulate(payload, 0.5, out)
+        add_raw(update.data, 0.5, out)
+
+
+def warm_up_updates(count: int) -> Iterator[tuple[str, FloatArray]]:
+    """SPECs and updates that between them reach every kernel."""
+    values = np.linspace(-1.0, 1.0, count, dtype=np.float32)
+    clustered = np.where(np.arange(count) // 64 % 32 == 0, values, np.float32(0.0))
+    regular = np.where(np.arange(count) % 64 == 0, values, np.float32(0.0))
+    for update in (values, clustered, regular):
+        for spec in WARM_UP_SPECS:
+            yield spec, update

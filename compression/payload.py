@@ -212,7 +212,12 @@ def add_raw(raw: Payload, weight: float, out: FloatArray) -> None:
     PayloadError, with out as it was, where there are more or fewer than 4 * count bytes.
     """
     check_out(out)
+    cpu.add_fp32(raw_values(raw, out.size), np.float32(weight), out)
+
+
+def raw_values(raw: Payload, count: int) -> FloatArray:
+    """float32[count], read-only, of bytes that are it and nothing else; PayloadError."""
     data = bytes_view(raw)
-    if data.size != 4 * out.size:
-        raise PayloadError(f"{out.size} raw values are {4 * out.size} bytes, not {data.size}")
-    cpu.add_fp32(section(data, 0, out.size, np.float32), np.float32(weight), out)
+    if data.size != 4 * count:
+        raise PayloadError(f"{count} raw values are {4 * count} bytes, not {data.size}")
+    return section(data, 0, count, np.float32)

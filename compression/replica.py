@@ -1,43 +1,47 @@
-"""The arrays of a child of a server on the host: what it pulled of keys [begin, end), and what it still owes of them."""
+"""The arrays of a child of a server: what it pulled of keys [begin, end), and what it still owes of them."""
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic
 
 import numpy as np
 
 from narrows.compression.buffers import FloatArray
-from narrows.compression.codecs import Piece, PieceLike, add, check, coded_piece, put, raw_pieces
-from narrows.compression.feedback import ErrorFeedback
+from narrows.compression.codecs import Piece, PieceLike, check, coded_piece
+from narrows.compression.home import HOST, A, Feedback, Home
 from narrows.compression.sampling import sample_of
 
 Keys = tuple[int, int]  # [begin, end)
 
 
-class HostReplica:
+class ArrayReplica(Generic[A]):
     """pulled, float32[end - begin]; `feedbacks`: keys and error feedback of each fragment, whose turn is every so many clocks.
 
-    cut: how raw values are cut into pieces. Payloads of what is raw are the arrays that were given, not copies.
+    cut: how raw values are cut into pieces. On the host, payloads of what is raw are the arrays that were given, not copies.
+    home: where all of these arrays live.
     """
 
     def __init__(
         self,
         begin: int,
         end: int,
-        feedbacks: Sequence[tuple[Keys, ErrorFeedback]],
+        feedbacks: Sequence[tuple[Keys, Feedback[A]]],
         cut: Callable[[int, int], Iterable[Keys]],
-        pulled: FloatArray | None = None,
+        pulled: A | None = None,
+        home: Home[A] = HOST,  # type: ignore[assignment]  # of NumPy's arrays, where nothing else is said
     ) -> None:
-        self.begin, self.end, self.feedbacks, self.cut = begin, end, list(feedbacks), cut
-        self.pulled = np.zeros(end - begin, np.float32) if pulled is None else pulled
-        self.samples = [sample_of(high - low) for (low, high), _ in self.feedbacks]
+        self.begin, self.end, self.feedbacks, self.cut, self.home = begin, end, list(feedbacks), cut, home
+        self.pulled: Any = home.zeros(end - begin) if pulled is None else pulled
+        self.samples = [home.places(sample_of(high - low)) for (low, high), _ in self.feedbacks]
         self.held_back = 0.0  # how long the residual was beside an update, at the sample of the newest fragment
 
-    def inherit(self, before: "Iterable[HostReplica]") -> None:
+    def inherit(self, before: "Iterable[ArrayReplica[A]]") -> None:
         """Take over what these have of our keys: pulled values and residuals."""
         for other in before:
             low, high = max(self.begin, other.begin), min(self.end, other.end)
-            if low < high and self.pulled.size:
-                self.pulled[low - self.begin : high - self.begin] = other.pulled[low - other.begin : high - other.begin]
-        kept = [residual for other in before for residual in other.residuals]
+            if low < high and len(self.pulled):
+                source = other.pulled[low - other.begin : high - other.begin]
+                self.home.copy(source, self.pulled[low - self.begin : high - self.begin])
+        kept = [(low, high, self.home.host(values)) for other in before for low, high, values in other.residuals]
         for (begin, end), feedback in self.feedbacks:
             common = [(max(begin, low), min(end, high), low, values) for low, high, values in kept]
             if any(low < high for low, high, *_ in common):
@@ -48,11 +52,11 @@ class HostReplica:
                 feedback.load_state_dict({"residual": residual})
 
     @property
-    def residuals(self) -> list[tuple[int, int, FloatArray]]:
+    def residuals(self) -> list[tuple[int, int, A]]:
         """Begin, end and values of each residual that there is."""
         return [(*keys, kept.residual) for keys, kept in self.feedbacks if kept.residual is not None]
 
-    def turn(self, clock: int) -> tuple[Keys, ErrorFeedback]:
+    def turn(self, clock: int) -> tuple[Keys, Feedback[A]]:
         """Keys [begin, end) of the fragment that update `clock` carries, and its feedback."""
         return self.feedbacks[clock % len(self.feedbacks)]
 
@@ -60,30 +64,33 @@ class HostReplica:
         """Change `pulled`: pieces are added, or are values of their keys. PayloadError changes nothing."""
         self._write(pieces, add, self.pulled)
 
-    def _write(self, pieces: Sequence[PieceLike], adds: bool, out: FloatArray) -> FloatArray:
+    def _write(self, pieces: Sequence[PieceLike], adds: bool, out: A) -> A:
         for piece in pieces:
             check(piece)
         for piece in pieces:
-            (add if adds else put)(piece, 1.0, out, self.begin)
+            if adds:
+                self.home.add(piece, 1.0, out, self.begin)
+            else:
+                self.home.put(piece, out, self.begin)
         return out
 
     def early(self, piece: PieceLike) -> None:
         """It waits for the others."""
 
-    def encode(self, update: FloatArray, clock: int, dense: bool = False) -> list[Piece]:
+    def encode(self, update: A, clock: int, dense: bool = False) -> list[Piece]:
         """Pieces of update + residual of the fragment whose turn `clock` is; NonFiniteError changes nothing."""
         (begin, end), feedback = self.turn(clock)
         if dense or feedback.compressor.spec == "dense":
             if feedback.residual is not None:
-                update = update + feedback.residual
+                update = self.home.sum(update, feedback.residual)
             feedback.load_state_dict({})
-            return raw_pieces(update, begin, self.cut(begin, end))
+            return self.home.raw_pieces(update, begin, self.cut(begin, end))
         feedback.memory.step = clock  # alike on all workers, whenever they joined
         at = self.samples[clock % len(self.feedbacks)]
-        moved = update[at].astype(np.float64)  # whose square is finite
+        moved = self.home.sampled(update, at)  # whose square is finite
         piece = coded_piece(feedback.encode(update), begin, end)
         if feedback.residual is not None and moved.any():
-            left = feedback.residual[at].astype(np.float64)
+            left = self.home.sampled(feedback.residual, at)
             self.held_back = float(np.linalg.norm(left) / np.linalg.norm(moved))
         return [piece]
 
@@ -93,17 +100,21 @@ class HostReplica:
             self.turn(clock)[1].restore(piece.payload)
 
     def base(
-        self, stand_ins: Iterable[tuple[float, PieceLike]], begin: int, end: int, out: FloatArray, gain: float = 1.0
+        self, stand_ins: Iterable[tuple[float, PieceLike]], begin: int, end: int, out: A, gain: float = 1.0
     ) -> None:
         """out, float32[end - begin] = pulled + gain * residual + weight * piece, where they are of keys [begin, end)."""
-        np.copyto(out, self.pulled[begin - self.begin : end - self.begin])
+        target: Any = out
+        self.home.copy(self.pulled[begin - self.begin : end - self.begin], out)
         for low, high, residual in self.residuals:
             if begin <= low and high <= end:
-                add(raw_pieces(residual, low, [(low, high)])[0], gain, out, begin)
+                self.home.add_scaled(residual, gain, target[low - begin : high - begin])
         for weight, piece in stand_ins:
             if begin <= piece.begin and piece.end <= end:
-                add(piece, weight, out, begin)
+                self.home.add(piece, weight, out, begin)
 
-    def master(self, pieces: Sequence[PieceLike]) -> FloatArray:
+    def master(self, pieces: Sequence[PieceLike]) -> A:
         """The values of these pieces, which are all keys, float32[end - begin]."""
-        return self._write(pieces, False, np.empty(self.end - self.begin, np.float32))
+        return self._write(pieces, False, self.home.empty(self.end - self.begin))
+
+
+HostReplica = ArrayReplica[FloatArray]

@@ -75,10 +75,11 @@ class ValueCoding(Protocol):
 def non_finite(values: FloatArray) -> NonFiniteError:
     """The error for values that hold NaN or infinity; scans them once more, to say how many and where."""
     (places,) = np.nonzero(~np.isfinite(values))
-    first = places[0]
-    return NonFiniteError(
-        f"{places.size} of {values.size} values are NaN or infinite, the first ({values[first]}) at index {first}"
-    )
+    return non_finite_at(places.size, values.size, int(places[0]), values[places[0]])
+
+
+def non_finite_at(wrong: int, count: int, first: int, value: np.float32) -> NonFiniteError:
+    return NonFiniteError(f"{wrong} of {count} values are NaN or infinite, the first ({value}) at index {first}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,25 +1,25 @@
-"""Where a worker's arrays live: on the host. The parameters, what was pulled, and what updates are measured from.
+"""A worker's arrays: the parameters, what was pulled, and what updates are measured from. They live where `home` is.
 
-Whoever steps (engine.py and its modes) hands these arrays around and looks into none, so that arrays of a device can take
-their place.
+Whoever steps (engine.py and its modes) hands these arrays around and looks into none: they may be a device's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
-from narrows.compression import ErrorFeedback
-from narrows.compression.codecs import Piece, PieceLike, check, raw_pieces
-from narrows.compression.replica import HostReplica
+from narrows.compression.codecs import Piece, PieceLike, check
+from narrows.compression.home import HOST, Feedback, Home
+from narrows.compression.replica import ArrayReplica, HostReplica
 from narrows.protocols.errors import UsageError
 from narrows.protocols.keys import Keys, parts
 from narrows.protocols.member.exchange import Exchange
-from narrows.worker.flat import FlatModel, FloatArray
+from narrows.worker.flat import Array, FlatModel, FloatArray
 
-Feedbacks = Sequence[tuple[Keys, ErrorFeedback]]
+Feedbacks = Sequence[tuple[Keys, Feedback[Any]]]
 
 
 class InPlace(HostReplica):
@@ -40,39 +40,52 @@ class InPlace(HostReplica):
 class Arrays:
     """Of all parameters of `flat`, float32[size]. `shared`: the pulled state is what is computed on, as where gradients are
     pushed; `direct`: the parameters are it. `rounds`: updates of all keys whose bytes may still be on their way. `lends`:
-    gradients may be pushed where they lie, for nobody changes them."""
+    gradients may be pushed where they lie, for nobody changes them. `home`: where all of them live but for the parameters."""
 
-    def __init__(self, flat: FlatModel, shared: bool, direct: bool, rounds: int, lends: bool = True) -> None:
-        self.flat, self.direct, self.lends = flat, direct, direct and lends
+    def __init__(
+        self,
+        flat: FlatModel,
+        shared: bool,
+        direct: bool,
+        rounds: int,
+        lends: bool = True,
+        home: Home[Array] = HOST,
+    ) -> None:
+        self.flat, self.direct, self.lends, self.home = flat, direct, direct and lends, home
         self.shown = False  # the base has been put into the parameters
-        self.pulled = flat.zeros()
-        self.base = self.pulled if shared else flat.zeros()  # what is computed on
+        self.pulled = home.zeros(flat.size)
+        self.base = self.pulled if shared else home.zeros(flat.size)  # what is computed on
         # What an update is measured from: the base as the parameters' dtype rounds it, or the rounding of a bf16 worker
         # would be pushed into the fp32 master.
         exact = shared or all(p.dtype == torch.float32 for p in flat.parameters)
-        self.start = self.base if exact else flat.zeros()
-        # Buffers of pushes: one is free again once its push is settled and no longer stands in.
-        self.ring = [flat.zeros() for _ in range(rounds)]
+        self.start = self.base if exact else home.zeros(flat.size)
+        # Buffers of pushes: one is free again once its push is settled and no longer stands in. What leaves a device is a
+        # copy, so there it is free at once.
+        self.rounds = rounds
+        self.ring = [home.zeros(flat.size) for _ in range(rounds if home is HOST else min(rounds, 1))]
+        self.landings = self.ring if home is HOST else list[FloatArray]()
+        if home is not HOST:
+            flat.hold()
 
-    def replica(self, begin: int, end: int, feedbacks: Feedbacks) -> HostReplica:
+    def replica(self, begin: int, end: int, feedbacks: Feedbacks) -> ArrayReplica[Array]:
         """Of one shard's keys."""
         if self.direct:
             return InPlace(begin, end, feedbacks, self.flat)
-        return HostReplica(begin, end, feedbacks, parts, self.pulled[begin:end])
+        return ArrayReplica(begin, end, feedbacks, parts, self.pulled[begin:end], self.home)
 
     def first(self, begin: int, end: int) -> list[Piece]:
         """What is computed on, of these keys, raw: the parameters as they are before the first step. Later they hold what was
         not sent, and may not be meant to be (privacy.py)."""
-        values = np.empty(end - begin, np.float32)
+        values = self.home.empty(end - begin)
         if self.shown:
-            np.copyto(values, self.base[begin:end])
+            self.home.copy(self.base[begin:end], values)
         else:
             self.flat.read_keys(begin, values)
-        return raw_pieces(values, begin, parts(begin, end))
+        return self.home.raw_pieces(values, begin, parts(begin, end))
 
     # What is computed on.
 
-    def show(self, exchanges: Sequence[Exchange[FloatArray]]) -> None:
+    def show(self, exchanges: Sequence[Exchange[Array]]) -> None:
         """Put the replica into the parameters; of no exchanges, the base as it is."""
         if self.direct:
             return
@@ -85,16 +98,16 @@ class Arrays:
         if self.start is not self.base:
             self.flat.read_keys(0, self.start)
 
-    def merge(self, exchange: Exchange[FloatArray], keys: Keys, alpha: float) -> None:
+    def merge(self, exchange: Exchange[Array], keys: Keys, alpha: float) -> None:
         """local = alpha * local + (1 - alpha) * global at the keys of a fragment; updates are measured from the global values
         (Streaming DiLoCo, 2501.18512, alg. 2)."""
         begin, end = keys
-        base, ours = self.base[begin:end], np.empty(end - begin, np.float32)
+        base, ours = self.base[begin:end], self.home.empty(end - begin)
         exchange.base(begin, end, base)
         if alpha:
             self.flat.read_keys(begin, ours)
             ours -= base
-            ours *= np.float32(alpha)
+            ours *= float(np.float32(alpha))
         self.flat.write_keys(begin, base + ours if alpha else base)
         if self.start is not self.base:
             self.flat.read_keys(begin, self.start[begin:end])
@@ -103,10 +116,16 @@ class Arrays:
 
     # What is pushed.
 
-    def buffer(self, turn: int) -> FloatArray:
+    def buffer(self, turn: int) -> Array:
         return self.ring[turn % len(self.ring)]
 
-    def moved(self, keys: Keys, turn: int) -> FloatArray:
+    def landing(self, turn: int) -> FloatArray:
+        """float32[size] of the host, for a push whose parts leave one by one."""
+        if not self.landings:
+            self.landings = [self.flat.zeros() for _ in range(self.rounds)]
+        return self.landings[turn % len(self.landings)]
+
+    def moved(self, keys: Keys, turn: int) -> Array:
         """What the parameters of these keys have moved by."""
         begin, end = keys
         update = self.buffer(turn)[begin:end]
@@ -114,7 +133,7 @@ class Arrays:
         update -= self.start[begin:end]
         return update
 
-    def gradients(self, keys: Keys, turn: int) -> FloatArray:
+    def gradients(self, keys: Keys, turn: int) -> Array:
         """The gradients of these keys: as they lie in p.grad where that stays as it is until they are folded."""
         begin, end = keys
         lent = self.flat.lend_gradient(begin, end) if self.lends else None
@@ -123,28 +142,36 @@ class Arrays:
             self.flat.read_gradients(begin, lent)
         return lent
 
-    def where_not_finite(self, begin: int, values: FloatArray) -> str:
+    def where_not_finite(self, begin: int, values: Array) -> str:
         """The first tensor that has such a value; values[0] is key `begin`."""
-        wrong = ~np.isfinite(values)
+        wrong = ~np.isfinite(self.home.host(values))
         return repr(self.flat.name_of(begin + int(np.argmax(wrong)))) if wrong.any() else "the residual"
 
     # The shared model, and what is kept back.
 
-    def joined(self, masters: Sequence[FloatArray]) -> FloatArray:
+    def joined(self, masters: Sequence[Array]) -> Array:
         """The master copies of all shards as one model."""
-        return np.concatenate(masters)
+        whole, begin = self.home.empty(sum(len(master) for master in masters)), 0
+        for master in masters:
+            self.home.copy(master, whole[begin : begin + len(master)])
+            begin += len(master)
+        return whole
 
-    def residual(self, replicas: Sequence[HostReplica]) -> FloatArray | None:
-        """A copy of what is still to be sent, or None where nothing ever is."""
+    def owes(self, replicas: Sequence[ArrayReplica[Array]]) -> bool:
+        """Something is kept back."""
+        return any(self.home.any(values) for replica in replicas for *_, values in replica.residuals)
+
+    def residual(self, replicas: Sequence[ArrayReplica[Array]]) -> FloatArray | None:
+        """A copy on the host of what is still to be sent, or None where nothing ever is."""
         kept = [residual for replica in replicas for residual in replica.residuals]
         if not kept:
             return None
         whole = np.zeros(self.flat.size, np.float32)
         for begin, end, values in kept:
-            whole[begin:end] = values
+            whole[begin:end] = self.home.host(values)
         return whole
 
-    def load_residual(self, replicas: Sequence[HostReplica], whole: FloatArray) -> None:
+    def load_residual(self, replicas: Sequence[ArrayReplica[Array]], whole: FloatArray) -> None:
         """Take over a residual of any number of shards. Raises UsageError for one of another size."""
         if whole.shape != (self.flat.size,) or whole.dtype != np.float32:
             raise UsageError(

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
+from narrows.compression.home import HOST, Home
 from narrows.protocols import effects as e
 from narrows.protocols.effects import MemberEffect
 from narrows.protocols.errors import NarrowsError, UsageError
@@ -20,7 +21,8 @@ from narrows.protocols.plan import BUFFERS_BYTES_MAX
 from narrows.protocols.settings import Settings
 from narrows.worker.arrays import Arrays
 from narrows.worker.degree import degree_of
-from narrows.worker.flat import FlatModel, FloatArray, load_buffers, pack_buffers
+from narrows.worker.device import home_of
+from narrows.worker.flat import Array, FlatModel, FloatArray, load_buffers, pack_buffers
 from narrows.worker.gossip import Gossiping
 from narrows.worker.gradients import Gradients, rebuilt_by
 from narrows.worker.merging import Merging
@@ -76,10 +78,10 @@ class Sync(Protocol):
     def step(self, closure: Callable[[], Any] | None) -> Any:
         """After backward: one optimizer step of this run. Returns the loss of `closure`, which does the backward."""
 
-    def shared(self) -> FloatArray:
+    def shared(self) -> Array:
         """The shared model as it is now."""
 
-    def flush(self) -> FloatArray:
+    def flush(self) -> Array:
         """Send what is left, and return the model that all end with."""
 
     def residual(self) -> FloatArray | None:
@@ -110,9 +112,13 @@ class Engine:
         if self.privacy is not None and self.privacy.hides:
             self.privacy.check(model)
             self.kept_buffers = pack_buffers(model)
+        self.home: Home[Array]
+        self.home, self.told = home_of(self.flat, self._why_host())
+        if self.home is not HOST:
+            self.told = f"device {self.home.name}: --compress {settings.compress} is computed there"
         self.tuning = Tuning(settings, -(-self.flat.size // self.mode.fragments))
         self.finished = self.left = self._started = self.long_buffers = False
-        self.final: FloatArray | None = None
+        self.final: Array | None = None
         self.overlaps = overlap > 0 and self.mode.rule is Rule.OPTIMIZER  # gradients leave before step()
         gradients = self.mode.rule is Rule.OPTIMIZER
         declared = (rebuilt_by(inner), max_grad_norm) if gradients else ("", 0.0)
@@ -124,6 +130,12 @@ class Engine:
         self.wait(lambda: self._started, START_LIMIT_S, "the server to admit this worker")
         self.sync.ready(START_LIMIT_S)
 
+    def _why_host(self) -> str:
+        """Why the arrays of this worker stay on the host in this mode, "": they need not."""
+        if self.mode.rule is Rule.MIX:
+            return "under --sync gossip models are mixed there"
+        return "--dp-clip looks at updates there" if self.privacy is not None else ""
+
     def _sync(self, overlap: int) -> Sync:
         """What a step is in this mode."""
         mode, rule = self.mode, self.mode.rule
@@ -133,11 +145,14 @@ class Engine:
             return Gossiping(self)
         if rule is Rule.OPTIMIZER:
             direct, rounds = mode.bound == 0 and self.flat.plain and self.tuning.down_lossless, mode.window + 2
-            arrays = Arrays(self.flat, shared=True, direct=direct, rounds=rounds, lends=self.privacy is None)
+            direct = direct and self.home is HOST
+            arrays = Arrays(
+                self.flat, shared=True, direct=direct, rounds=rounds, lends=self.privacy is None, home=self.home
+            )
             return Gradients(self, arrays, overlap)
         # A fragment is merged before it is pushed again, so of one there is never more than one update.
         rounds = 3 if mode.merges else mode.window + 2
-        arrays = Arrays(self.flat, shared=False, direct=False, rounds=rounds)
+        arrays = Arrays(self.flat, shared=False, direct=False, rounds=rounds, home=self.home)
         return (Merging if mode.merges else Updates)(self, arrays)
 
     @property

@@ -7,7 +7,8 @@ optimizer does not have are not.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,7 @@ from narrows.protocols.errors import UsageError
 from narrows.protocols.plan import DTYPES, NamedArray, Plan, TensorSpec, pack_arrays, unpack_arrays
 
 FloatArray = npt.NDArray[np.float32]
+Array: TypeAlias = Any  # float32[count] where a worker's arrays live (home.py): NumPy's, or torch's on a device
 
 
 class FlatModel:
@@ -39,12 +41,32 @@ class FlatModel:
             for name, p in model.named_parameters(remove_duplicate=False)
             if id(p) in index and name != self.names[index[id(p)]]
         )
+        self.model = model
         self.parameters = [p for _, p in named]
         self.group_of = [position[id(p)] for p in self.parameters]
         self.groups = len(optimizer.param_groups)
         self.specs = tuple(TensorSpec(name, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in named)
         self.offsets = Plan(self.specs, "", ()).offsets()
         self.size = self.offsets[-1]
+        self.held: torch.Tensor | None = None  # the parameters are views of it, one after the other
+
+    @torch.no_grad()
+    def hold(self) -> None:
+        """Make the parameters views of one tensor, float32[size], where all of them can be. Then no copy of keys is of many
+        tensors. The layers of a recurrent net have one tensor of their own already, which cuDNN asks for."""
+        of_recurrent = {id(p) for m in self.model.modules() if isinstance(m, torch.nn.RNNBase) for p in m.parameters()}
+        if any(not _dense(p) or id(p) in of_recurrent for p in self.parameters):
+            return
+        held = torch.cat([parameter.detach().view(-1) for parameter in self.parameters])
+        for i, parameter in enumerate(self.parameters):
+            parameter.data = held[self.offsets[i] : self.offsets[i + 1]].view(parameter.shape)
+        self.held, self._places = held, [parameter.data_ptr() for parameter in self.parameters]
+
+    def _held(self, begin: int, end: int) -> torch.Tensor | None:
+        """Keys [begin, end) of the parameters as they lie in memory, unless the script has put a parameter elsewhere."""
+        if self.held is None or any(p.data_ptr() != at for p, at in zip(self.parameters, self._places, strict=True)):
+            return None
+        return self.held[begin:end]
 
     @property
     def plain(self) -> bool:
@@ -69,26 +91,34 @@ class FlatModel:
             tensor += 1
 
     @torch.no_grad()
-    def write_keys(self, begin: int, values: FloatArray) -> None:
-        """Set keys [begin, begin + values.size) of the parameters; in one pass where they are plain."""
-        for tensor, low, high in self._within(begin, begin + values.size):
+    def write_keys(self, begin: int, values: Array) -> None:
+        """Set keys [begin, begin + len(values)) of the parameters; in one pass where they are plain."""
+        held = self._held(begin, begin + len(values))
+        if held is not None:
+            held.copy_(_tensor(values))
+            return
+        for tensor, low, high in self._within(begin, begin + len(values)):
             parameter, at = self.parameters[tensor], self.offsets[tensor]
             part = values[low - begin : high - begin]
-            if _plain(parameter):
+            if _plain(parameter) and isinstance(part, np.ndarray):
                 np.copyto(parameter.detach().view(-1).numpy()[low - at : high - at], part)
                 continue
             flat = parameter.detach().reshape(-1)  # a copy, where it is not contiguous
-            flat[low - at : high - at].copy_(torch.from_numpy(part))
+            flat[low - at : high - at].copy_(_tensor(part))
             if not parameter.is_contiguous():
                 parameter.copy_(flat.view(parameter.shape))
 
     @torch.no_grad()
-    def read_keys(self, begin: int, out: FloatArray) -> None:
-        """Copy keys [begin, begin + out.size) of the parameters into `out`."""
-        for tensor, low, high in self._within(begin, begin + out.size):
+    def read_keys(self, begin: int, out: Array) -> None:
+        """Copy keys [begin, begin + len(out)) of the parameters into `out`."""
+        target = _tensor(out)
+        held = self._held(begin, begin + len(out))
+        if held is not None:
+            target.copy_(held)
+            return
+        for tensor, low, high in self._within(begin, begin + len(out)):
             at = self.offsets[tensor]
-            part = self.parameters[tensor].reshape(-1)[low - at : high - at]
-            torch.from_numpy(out[low - begin : high - begin]).copy_(part)
+            target[low - begin : high - begin].copy_(self.parameters[tensor].reshape(-1)[low - at : high - at])
 
     def lend_gradient(self, begin: int, end: int) -> FloatArray | None:
         """Keys [begin, end) of the gradients as they lie in memory, or None where they are not one plain run."""
@@ -109,10 +139,22 @@ class FlatModel:
         self.read_keys(0, out)
         return out
 
+    def kept(self) -> list[torch.Tensor]:
+        """Copies of the parameters where they are, in their own dtypes; for `put_back`."""
+        return [parameter.detach().clone() for parameter in self.parameters]
+
     @torch.no_grad()
-    def write(self, flat: FloatArray) -> None:
+    def put_back(self, kept: Sequence[torch.Tensor]) -> None:
+        for parameter, values in zip(self.parameters, kept, strict=True):
+            parameter.copy_(values)
+
+    @torch.no_grad()
+    def write(self, flat: Array) -> None:
         """Set the parameters from float32[size]."""
-        whole = torch.from_numpy(flat)
+        whole, held = _tensor(flat), self._held(0, self.size)
+        if held is not None:
+            held.copy_(whole)
+            return
         for i, parameter in enumerate(self.parameters):
             parameter.copy_(whole[self.offsets[i] : self.offsets[i + 1]].view(parameter.shape))
 
@@ -127,25 +169,30 @@ class FlatModel:
         return [i for i, parameter in enumerate(self.parameters) if parameter.grad is None]
 
     @torch.no_grad()
-    def read_gradients(self, begin: int, out: FloatArray) -> None:
-        """Copy keys [begin, begin + out.size) of the gradients into `out`, zeros where there is none."""
-        for tensor, low, high in self._within(begin, begin + out.size):
-            target = out[low - begin : high - begin]
+    def read_gradients(self, begin: int, out: Array) -> None:
+        """Copy keys [begin, begin + len(out)) of the gradients into `out`, zeros where there is none."""
+        whole = _tensor(out)
+        for tensor, low, high in self._within(begin, begin + len(out)):
+            target = whole[low - begin : high - begin]
             gradient = self.parameters[tensor].grad
             if gradient is None:
-                target.fill(0.0)
+                target.zero_()
             else:
                 at = self.offsets[tensor]
-                torch.from_numpy(target).copy_(gradient.reshape(-1)[low - at : high - at])
+                target.copy_(gradient.reshape(-1)[low - at : high - at])
+
+
+def _tensor(values: Array) -> torch.Tensor:
+    """The same memory."""
+    return values if isinstance(values, torch.Tensor) else torch.from_numpy(values)
+
+
+def _dense(tensor: torch.Tensor) -> bool:
+    return tensor.dtype == torch.float32 and tensor.layout == torch.strided and tensor.is_contiguous()
 
 
 def _plain(tensor: torch.Tensor) -> bool:
-    return (
-        tensor.dtype == torch.float32
-        and tensor.device.type == "cpu"
-        and tensor.layout == torch.strided
-        and tensor.is_contiguous()
-    )
+    return tensor.device.type == "cpu" and _dense(tensor)
 
 
 # Module buffers (BatchNorm): those that a checkpoint of the model itself would have.

@@ -22,7 +22,7 @@ from narrows.protocols.keys import Keys, parts
 from narrows.protocols.modes import ELEMENTWISE
 from narrows.protocols.wire import pack
 from narrows.worker.arrays import Arrays
-from narrows.worker.flat import FloatArray
+from narrows.worker.flat import Array, FloatArray
 from narrows.worker.optimizers import each_of
 from narrows.worker.overlap import Overlap
 from narrows.worker.shards import WAIT_LIMIT_S
@@ -102,7 +102,7 @@ class Gradients(Updates):
         if self.overlap is not None and len(self.overlap.cuts) != len(event.ranges):
             self.overlap.cut(list(event.ranges))
         if self.passes and self.overlap is None:
-            self.overlap = Overlap(self.engine.flat, list(event.ranges), self.passes, self._send_part)
+            self.overlap = Overlap(self.engine.flat, list(event.ranges), self.passes, self._landed)
 
     def handle(self, event: MemberEffect) -> None:
         super().handle(event)
@@ -113,7 +113,7 @@ class Gradients(Updates):
         super().ready(limit_s)
         if self.overlap is not None:  # backward may begin: its parts need a free place in the window
             self.shards.wait_window()
-            self.overlap.open(self.arrays.buffer(self.shards.clock))
+            self.overlap.open(self.arrays.landing(self.shards.clock))
 
     def resume(self) -> bool:
         if self.overlap is not None and self.composed != self.shards.epoch:
@@ -140,10 +140,11 @@ class Gradients(Updates):
         gradient, absent = overlap.close()
         hyper = pack([hyper_of(self.engine.inner), absent])
         for shard, cuts in enumerate(overlap.cuts):
-            self._send_part(shard, 0, len(cuts), cuts[0], gradient[slice(*cuts[0])], hyper)
+            self._landed(shard, 0, len(cuts), cuts[0], gradient[slice(*cuts[0])], hyper)
         self.shards.pushed()
 
-    def _send_part(self, shard: int, part: int, count: int, keys: Keys, values: FloatArray, hyper: bytes = b"") -> None:
+    def _landed(self, shard: int, part: int, count: int, keys: Keys, values: FloatArray, hyper: bytes = b"") -> None:
+        """A part is on the host, and may leave."""
         (piece,) = raw_pieces(values, keys[0], [keys])
         self.shards.send_part(shard, part, count, piece, hyper)
 
@@ -159,10 +160,11 @@ class Gradients(Updates):
         for shard, ours in enumerate(keys):
             cuts = list(parts(*ours))
             for part, cut in enumerate(cuts):  # each as soon as it is read
-                self._send_part(shard, part, len(cuts), cut, self.arrays.gradients(cut, clock), hyper)
+                (piece,) = self.arrays.home.raw_pieces(self.arrays.gradients(cut, clock), cut[0], [cut])
+                self.shards.send_part(shard, part, len(cuts), piece, hyper)
         self.shards.pushed()
 
-    def flush(self) -> FloatArray:
+    def flush(self) -> Array:
         """No gradient is left, and residuals of gradients are nothing to end with."""
         self.shards.wait_window()
         self.resume()

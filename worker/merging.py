@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from narrows.protocols import effects as e
-from narrows.worker.flat import FloatArray
+from narrows.worker.flat import Array
 from narrows.worker.updates import Updates
 
 
@@ -64,7 +64,7 @@ class Merging(Updates):
             self.arrays.merge(exchange, exchange.turn(clock), self.mode.merge_alpha)
         return True
 
-    def flush(self) -> FloatArray:
+    def flush(self) -> Array:
         self.resume()
         while self.unmerged and self._merge():
             pass

@@ -148,9 +148,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if engine is None:
             yield
             return
-        kept = engine.flat.copy()
+        kept = engine.flat.kept()
         engine.show_shared()
         try:
             yield
         finally:
-            engine.flat.write(kept)
+            engine.flat.put_back(kept)

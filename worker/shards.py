@@ -10,8 +10,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from narrows.compression import ErrorFeedback, NonFiniteError
-from narrows.compression.replica import HostReplica
+from narrows.compression import NonFiniteError
+from narrows.compression.home import Feedback
+from narrows.compression.replica import ArrayReplica
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
 from narrows.protocols.effects import MemberEffect
@@ -20,7 +21,7 @@ from narrows.protocols.member.exchange import Exchange
 from narrows.protocols.member.replica import Piece
 from narrows.protocols.modes import Mode
 from narrows.worker.arrays import Arrays
-from narrows.worker.flat import FloatArray
+from narrows.worker.flat import Array
 from narrows.worker.runner import Link
 from narrows.worker.tuning import Tuning
 
@@ -35,8 +36,8 @@ class Shards:
     def __init__(self, link: Link, mode: Mode, arrays: Arrays, tuning: Tuning, wait: Wait) -> None:
         self.link, self.mode, self.arrays, self.tuning, self.wait = link, mode, arrays, tuning, wait
         self.whole = tuning.down_lossless and mode.fragments == 1
-        self.exchanges: list[Exchange[FloatArray]] = []
-        self.replicas: list[HostReplica] = []
+        self.exchanges: list[Exchange[Array]] = []
+        self.replicas: list[ArrayReplica[Array]] = []
         self.worker, self.epoch = -1, 0
         self.samples, self.samples_pending = 1, 0  # of a push, and of the next one alone
         self.wait_s = 0.0  # in the newest step
@@ -104,11 +105,12 @@ class Shards:
         for shard, exchange in enumerate(self.exchanges):
             self.say(shard, exchange.ask_shared(flushed))
 
-    def _feedbacks(self, begin: int, end: int, seed: int) -> list[tuple[tuple[int, int], ErrorFeedback]]:
+    def _feedbacks(self, begin: int, end: int, seed: int) -> list[tuple[tuple[int, int], Feedback[Array]]]:
         """One for each fragment. They may share a seed: the clocks that they encode at differ."""
         count = self.mode.fragments
         cuts = [fragment(begin, end, count, index) for index in range(count)]
-        return [(keys, ErrorFeedback(self.tuning.compressor, keys[1] - keys[0], seed=seed)) for keys in cuts]
+        home, compressor = self.arrays.home, self.tuning.compressor
+        return [(keys, home.feedback(compressor, keys[1] - keys[0], seed)) for keys in cuts]
 
     def handle(self, event: MemberEffect) -> None:
         match event:
@@ -160,7 +162,7 @@ class Shards:
 
     # Pushing.
 
-    def push(self, updates: Sequence[FloatArray], dense: bool = False, hyper: bytes = b"") -> None:
+    def push(self, updates: Sequence[Array], dense: bool = False, hyper: bytes = b"") -> None:
         """Send the update of the present clock: of each shard, the keys whose turn it is. Raises NonFiniteError, with nothing
         sent and nothing changed, for values that cannot be coded."""
         began = time.monotonic()
@@ -204,13 +206,13 @@ class Shards:
 
     # The shared model.
 
-    def master(self, flushed: bool, resume: Callable[[], object]) -> FloatArray:
+    def master(self, flushed: bool, resume: Callable[[], object]) -> Array:
         """The server's own state, whole; `flushed`: once all that live workers pushed before this clock is in it. `resume`
         is called where this worker had to join again meanwhile."""
         while True:
             epoch = self.epoch
 
-            def here(done: Callable[[Exchange[FloatArray]], bool], epoch: int = epoch) -> Callable[[], bool]:
+            def here(done: Callable[[Exchange[Array]], bool], epoch: int = epoch) -> Callable[[], bool]:
                 return lambda: self.epoch != epoch or all(map(done, self.exchanges))
 
             if not self.mode.barrier:

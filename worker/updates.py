@@ -19,7 +19,7 @@ from narrows.protocols.effects import MemberEffect
 from narrows.protocols.errors import NarrowsError
 from narrows.protocols.keys import Keys
 from narrows.worker.arrays import Arrays
-from narrows.worker.flat import FloatArray
+from narrows.worker.flat import Array, FloatArray
 from narrows.worker.shards import WAIT_LIMIT_S, Shards
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class Updates:
         self.local_step = 0
 
     def send(
-        self, what: str, keys: Sequence[Keys], values: Sequence[FloatArray], dense: bool = False, hyper: bytes = b""
+        self, what: str, keys: Sequence[Keys], values: Sequence[Array], dense: bool = False, hyper: bytes = b""
     ) -> None:
         """Push these values of the keys of each shard, clipped and with noise where that is asked for. Raises NarrowsError
         where they cannot be coded."""
@@ -158,10 +158,10 @@ class Updates:
 
     # The shared model and the end.
 
-    def shared(self) -> FloatArray:
+    def shared(self) -> Array:
         return self.shards.master(flushed=False, resume=self.shards.wait_ready)
 
-    def flush(self) -> FloatArray:
+    def flush(self) -> Array:
         """Send what is left, local steps and residual, and take the model that all end with."""
         self.shards.wait_window()
         self.resume()
@@ -175,7 +175,7 @@ class Updates:
     @property
     def owes(self) -> bool:
         """Something is kept back."""
-        return any(values.any() for replica in self.shards.replicas for *_, values in replica.residuals)
+        return self.arrays.owes(self.shards.replicas)
 
     @property
     def final_clock(self) -> int:

@@ -101,7 +101,8 @@ def loss_sum(model: nn.Module, rows: Tensor) -> Tensor:
 def validation_loss(model: nn.Module, text: Tensor, context: int) -> float:
     """Mean over evenly spaced windows, the same ones for every run."""
     starts = np.linspace(0, len(text) - context - 1, VALIDATION_WINDOWS).astype(np.int64)
-    total = sum(loss_sum(model, part).item() for part in windows(text, starts, context).split(64))
+    device = next(model.parameters()).device
+    total = sum(loss_sum(model, part.to(device)).item() for part in windows(text, starts, context).split(64))
     return total / (VALIDATION_WINDOWS * context)
 
 
@@ -133,7 +134,11 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed)
     training, held_out, sha256 = library()
-    model = ByteGPT(args.layers, args.width, args.heads, args.context)
+    wanted = os.environ.get("NARROWS_DEVICE", "auto")  # the --device of ps-worker
+    device = torch.device(
+        "cpu" if wanted == "auto" and not torch.cuda.is_available() else wanted.replace("auto", "cuda")
+    )
+    model = ByteGPT(args.layers, args.width, args.heads, args.context).to(device)
     clip = args.clip if args.overlap else None
     inner = optimizers(model, args)
     optimizer = DistributedOptimizer(inner, model, overlap=args.overlap, max_grad_norm=clip)  # Narrows
@@ -145,7 +150,7 @@ def main(args: argparse.Namespace) -> None:
     while (step := step_count()) < args.steps:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, args.steps, args.lr, args.warm_up)
-        rows = batch_rows(training, args.seed, step, args.batch, args.context, rank(), world_size())
+        rows = batch_rows(training, args.seed, step, args.batch, args.context, rank(), world_size()).to(device)
         optimizer.zero_grad()
         # Its mean over the workers is the mean over the global batch, even if the workers' shares differ by a row.
         loss = loss_sum(model, rows) * world_size() / (args.batch * args.context)

@@ -1,5 +1,1 @@
-"""narrows.compression.cuda: error feedback and coding where the arrays are, on a GPU; `kernels.py` has all its kernels."""
-
-from narrows.compression.cuda.feedback import CudaErrorFeedback, accumulate, decode
-
-__all__ = ["CudaErrorFeedback", "accumulate", "decode"]
+"""narrows.compression.cuda: the kernels of a GPU, and how they are launched. narrows.compression.device gives their order."""

@@ -6,21 +6,19 @@ A group is one thread's: the low bits of 64 gaps fill whole words, so no two thr
 from narrows.compression.cuda.jit import (
     THREADS,
     DeviceArray,
+    Written,
     cuda,
-    grid,
     kernel,
     np,
-    scan,
-    scratch,
-    tile_totals,
-    zero,
 )
+from narrows.compression.cuda.queue import Fact, Last, Queue
 from narrows.compression.cuda.rice import gap_of, low_at, place_codes
+from narrows.compression.cuda.scans import scan, tile_totals
 from narrows.compression.kernels.rice import RICE_GROUP, RICE_GROUP_PARAMETER_MAX
 
 
 @kernel
-def choose_parameters(indices: DeviceArray, parameters: DeviceArray, bits: DeviceArray) -> None:
+def choose_parameters(indices: DeviceArray, parameters: Written, bits: Written) -> None:
     """Also bits += bits of the lows, of the unary stream."""
     low_bits, unary_bits = 0, 0
     for group in range(cuda.grid(1), parameters.size, cuda.gridsize(1)):
@@ -53,14 +51,14 @@ def choose_parameters(indices: DeviceArray, parameters: DeviceArray, bits: Devic
 
 
 @kernel
-def count_low_words(parameters: DeviceArray, low_words: DeviceArray) -> None:
+def count_low_words(parameters: DeviceArray, low_words: Written) -> None:
     """32-bit words of each group's lows: 64 codes of r bits."""
     for group in range(cuda.grid(1), parameters.size, cuda.gridsize(1)):
         low_words[group] = 2 * np.int64(parameters[group])
 
 
 @kernel
-def total_groups(indices: DeviceArray, parameters: DeviceArray, highs: DeviceArray) -> None:
+def total_groups(indices: DeviceArray, parameters: DeviceArray, highs: Written) -> None:
     for group in range(cuda.grid(1), parameters.size, cuda.gridsize(1)):
         r = np.int64(parameters[group])
         own = np.uint64(0)
@@ -75,8 +73,8 @@ def pack_groups(
     parameters: DeviceArray,
     low_words: DeviceArray,
     highs: DeviceArray,
-    lows: DeviceArray,
-    unary: DeviceArray,
+    lows: Written,
+    unary: Written,
 ) -> None:
     for group in range(cuda.grid(1), parameters.size, cuda.gridsize(1)):
         r = np.int64(parameters[group])
@@ -97,7 +95,7 @@ def pack_groups(
 
 @kernel
 def total_gaps(
-    parameters: DeviceArray, low_words: DeviceArray, lows: DeviceArray, places: DeviceArray, totals: DeviceArray
+    parameters: DeviceArray, low_words: DeviceArray, lows: DeviceArray, places: DeviceArray, totals: Written
 ) -> None:
     """places: zeros of the unary stream before the one of each code; totals: of groups, gap + 1 of each code."""
     for group in range(cuda.grid(1), parameters.size, cuda.gridsize(1)):
@@ -122,7 +120,7 @@ def emit_groups(
     lows: DeviceArray,
     places: DeviceArray,
     totals: DeviceArray,
-    indices: DeviceArray,
+    indices: Written,
 ) -> None:
     for group in range(cuda.grid(1), parameters.size, cuda.gridsize(1)):
         r = np.int64(parameters[group])
@@ -140,37 +138,38 @@ def emit_groups(
             bit += r
 
 
-def group_parameters(indices: DeviceArray, parameters: DeviceArray) -> tuple[int, int]:
-    bits = scratch("bits of groups", 2, np.int64)
-    zero(bits)
-    choose_parameters[grid(parameters.size, THREADS), THREADS](indices, parameters, bits)
-    low_bits, unary_bits = bits.copy_to_host().tolist()
-    return low_bits, unary_bits
+def group_parameters(queue: Queue, indices: DeviceArray, parameters: DeviceArray) -> list[Fact]:
+    """Bits of the lows, bits of the unary stream."""
+    bits, facts = queue.facts(2)
+    queue.launch(choose_parameters, parameters.size, THREADS, indices, parameters, bits)
+    return facts
 
 
-def grouped_encode(indices: DeviceArray, parameters: DeviceArray, lows: DeviceArray, unary: DeviceArray) -> int:
-    low_words, highs = tile_totals(parameters.size, "low words"), tile_totals(parameters.size)
-    blocks = grid(parameters.size, THREADS)
-    count_low_words[blocks, THREADS](parameters, low_words)
-    total_groups[blocks, THREADS](indices, parameters, highs)
-    scan(low_words)
-    scan(highs)
+def grouped_encode(
+    queue: Queue, indices: DeviceArray, parameters: DeviceArray, lows: DeviceArray, unary: DeviceArray
+) -> None:
+    low_words, highs = tile_totals(queue, parameters.size, "low words"), tile_totals(queue, parameters.size)
+    queue.launch(count_low_words, parameters.size, THREADS, parameters, low_words)
+    queue.launch(total_groups, parameters.size, THREADS, indices, parameters, highs)
+    scan(queue, low_words)
+    scan(queue, highs)
     lows, unary = lows.view(np.uint32), unary.view(np.uint32)
-    pack_groups[blocks, THREADS](indices, parameters, low_words, highs, lows, unary)
-    return int(highs[parameters.size]) + int(indices.size)
+    queue.launch(pack_groups, parameters.size, THREADS, indices, parameters, low_words, highs, lows, unary)
 
 
 def grouped_decode(
-    parameters: DeviceArray, lows: DeviceArray, unary: DeviceArray, count: int, indices: DeviceArray
-) -> int:
-    low_words = tile_totals(parameters.size, "low words")
-    places = scratch("places", indices.size, np.uint32)
-    place_codes(unary, -1, places)
-    totals = tile_totals(parameters.size)
-    blocks = grid(parameters.size, THREADS)
-    count_low_words[blocks, THREADS](parameters, low_words)
-    scan(low_words)
-    total_gaps[blocks, THREADS](parameters, low_words, lows.view(np.uint32), places, totals)
-    scan(totals)
-    emit_groups[blocks, THREADS](parameters, low_words, lows.view(np.uint32), places, totals, indices)
-    return int(totals[parameters.size]) - 1
+    queue: Queue, parameters: DeviceArray, lows: DeviceArray, unary: DeviceArray, count: int, indices: DeviceArray
+) -> Last:
+    """The place after the last one."""
+    low_words = tile_totals(queue, parameters.size, "low words")
+    places = queue.scratch("places", indices.size, np.uint32)
+    place_codes(queue, unary, -1, places)
+    totals = tile_totals(queue, parameters.size)
+    queue.launch(count_low_words, parameters.size, THREADS, parameters, low_words)
+    scan(queue, low_words)
+    queue.launch(total_gaps, parameters.size, THREADS, parameters, low_words, lows.view(np.uint32), places, totals)
+    scan(queue, totals)
+    queue.launch(
+        emit_groups, parameters.size, THREADS, parameters, low_words, lows.view(np.uint32), places, totals, indices
+    )
+    return queue.last(totals)

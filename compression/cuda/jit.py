@@ -1,21 +1,17 @@
-"""How CUDA kernels are compiled and launched, and what they share: four values at a time, block sums, scans, scratch.
+"""How CUDA kernels are compiled, and what they share: four values at a time, block sums. queue.py launches them.
 
 Rules
-- Loops are grid-stride and launch shapes come from `grid`. A block has THREADS threads, everywhere.
-- Everything runs on the legacy default stream, in order; scratch memory belongs to the Python thread that launches.
+- Loops are grid-stride. A block has THREADS threads, everywhere.
 - Arithmetic goes through `add` and `mul`, which no compiler contracts to a fused multiply-add; denormals are kept and
   divisions are rounded to nearest. So results are the CPU's bit for bit, but for the payload bits of a NaN.
 - Under NUMBA_ENABLE_CUDASIM=1 a thread is a Python thread: blocks and grids are small, and intrinsics are NumPy's.
 """
 
-import functools
-import threading
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Annotated, Any, TypeAlias, TypeVar, cast
 
 import numpy
-import numpy.typing as npt
 from llvmlite import ir
 
 # Kernels are typed by Numba. To mypy, which would take their arithmetic for NumPy's, both modules are untyped.
@@ -26,14 +22,15 @@ cuda, types, cgutils, driver, devicearray, extending = (
 config: Any = import_module("numba.cuda.core.config")
 np: Any = numpy
 DeviceArray: TypeAlias = Any  # numba's device array; in the simulator a wrapper around an ndarray
+# Of a kernel's arguments those that it writes to, also in part; of a tuple of four arrays, the last one. Tests look whether
+# that is so, and see from it which launches must not run at once.
+Written: TypeAlias = Annotated[Any, "written"]
+LastWritten: TypeAlias = Annotated[Any, "last written"]
 Four: TypeAlias = tuple[Any, Any, Any, Any]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 SIMULATED = bool(config.ENABLE_CUDASIM)
 THREADS = 8 if SIMULATED else 256
-BLOCKS_PER_PROCESSOR = 8  # 2048 threads, all that a multiprocessor of sm_80 and sm_90 holds
-SCAN_ITEMS = 8
-SCAN_CHUNK = THREADS * SCAN_ITEMS
 
 # A grid of one block is right for small arrays; numba warns of each, and warnings are errors here.
 config.CUDA_LOW_OCCUPANCY_WARNINGS = 0
@@ -51,21 +48,6 @@ def device(function: Function) -> Function:
     return cast(Function, cuda.jit(function, device=True, fastmath=False))
 
 
-@functools.cache
-def _blocks_max() -> int:
-    return 2 if SIMULATED else BLOCKS_PER_PROCESSOR * int(cuda.get_current_device().MULTIPROCESSOR_COUNT)
-
-
-def grid(count: int, per_block: int) -> int:
-    """Blocks for `count` items of which a block takes `per_block` at a time: at least one, at most what is resident."""
-    return max(1, min(-(-count // per_block), _blocks_max()))
-
-
-def device_view(array: Any) -> DeviceArray:
-    """numba's view of anything that has a __cuda_array_interface__, without a copy."""
-    return array if devicearray.is_cuda_ndarray(array) else cuda.as_cuda_array(array)
-
-
 def wide(*arrays: DeviceArray) -> bool:
     """Whether all start where four values can be loaded at once; slices of a caller's array may not."""
     return all(_address(array) % (4 * array.dtype.itemsize) == 0 for array in arrays)
@@ -73,62 +55,6 @@ def wide(*arrays: DeviceArray) -> bool:
 
 def _address(array: DeviceArray) -> int:
     return int(array.ctypes.data if SIMULATED else array.device_ctypes_pointer.value or 0)
-
-
-def zero(array: DeviceArray) -> None:
-    if array.size:
-        driver.device_memset(array, 0, array.nbytes)
-
-
-class _Scratch(threading.local):
-    def __init__(self) -> None:
-        self.arrays: dict[tuple[str, numpy.dtype[Any]], DeviceArray] = {}
-
-
-_scratch = _Scratch()
-
-
-def scratch(name: str, count: int, dtype: type[numpy.generic]) -> DeviceArray:
-    """dtype[count] of device memory, uninitialised, good until this thread asks for it again; it never shrinks.
-
-    cudaMalloc and cudaFree stop the device, so nothing is allocated once sizes have settled.
-    """
-    key = name, np.dtype(dtype)
-    array = _scratch.arrays.get(key)
-    if array is None or array.size < count:
-        array = _scratch.arrays[key] = cuda.device_array(max(count + count // 8, 64), dtype)
-    return array[:count]
-
-
-def device_zeros(count: int, dtype: type[numpy.generic]) -> DeviceArray:
-    array = cuda.device_array(count, dtype)
-    zero(array)
-    return array
-
-
-def pinned_bytes(count: int) -> npt.NDArray[numpy.uint8]:
-    """Host memory that the device writes to directly; page-locking takes milliseconds, so keep it."""
-    return cast(npt.NDArray[numpy.uint8], cuda.pinned_array(count, np.uint8))
-
-
-@functools.cache
-def copy_stream() -> Any:
-    """The stream for payloads: it does not wait for the default stream, nor that for it."""
-    if SIMULATED:
-        return cuda.stream()
-    bindings = import_module("cuda.bindings.driver")
-    error, handle = bindings.cuStreamCreate(bindings.CUstream_flags.CU_STREAM_NON_BLOCKING)
-    assert error == bindings.CUresult.CUDA_SUCCESS, error
-    return cuda.external_stream(int(handle))
-
-
-def copy_after(sources: list[DeviceArray], targets: list[npt.NDArray[numpy.uint8]], stream: Any) -> None:
-    """Starts copies to pinned host memory on `stream`, after all that the default stream has been given so far."""
-    ready = cuda.event()
-    ready.record()
-    ready.wait(stream)
-    for source, target in zip(sources, targets, strict=True):
-        source.copy_to_host(target, stream=stream)
 
 
 # --- intrinsics; in the simulator, the same in NumPy ---
@@ -273,47 +199,3 @@ def raise_largest(largest: DeviceArray, own: Any) -> None:
     cuda.syncthreads()
     if cuda.threadIdx.x == 0:
         cuda.atomic.max(largest, 0, top[0])
-
-
-# --- the scan of tile totals, shared by compaction and Rice coding ---
-
-
-@kernel
-def scan_chunks(totals: DeviceArray, sums: DeviceArray) -> None:
-    """An exclusive scan of each chunk of totals, in place; the chunk's sum to sums."""
-    for chunk in range(cuda.blockIdx.x, sums.size, cuda.gridDim.x):
-        begin = chunk * SCAN_CHUNK + cuda.threadIdx.x * SCAN_ITEMS
-        end = min(begin + SCAN_ITEMS, totals.size)
-        own = np.uint64(0)
-        for j in range(begin, end):
-            own += totals[j]
-        before, total = block_scan(own)
-        for j in range(begin, end):
-            value = totals[j]
-            totals[j] = before
-            before += value
-        if cuda.threadIdx.x == 0:
-            sums[chunk] = total
-
-
-@kernel
-def shift_chunks(totals: DeviceArray, sums: DeviceArray) -> None:
-    for i in range(cuda.grid(1), totals.size, cuda.gridsize(1)):
-        totals[i] += sums[i // SCAN_CHUNK]
-
-
-def scan(totals: DeviceArray, level: int = 0) -> None:
-    """totals[i] = the sum of totals[:i], for uint64 of any number: chunks, then the sums of the chunks, and so on."""
-    chunks = -(-totals.size // SCAN_CHUNK)
-    sums = scratch(f"sums of level {level}", chunks, np.uint64)
-    scan_chunks[grid(chunks, 1), THREADS](totals, sums)
-    if chunks > 1:
-        scan(sums, level + 1)
-        shift_chunks[grid(totals.size, THREADS), THREADS](totals, sums)
-
-
-def tile_totals(tiles: int, name: str = "totals") -> DeviceArray:
-    """uint64[tiles + 1] for a kernel that writes one total a tile; after `scan` the last entry is the sum of all."""
-    totals = scratch(name, tiles + 1, np.uint64)
-    zero(totals[tiles:])
-    return totals

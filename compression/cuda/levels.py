@@ -9,20 +9,19 @@ from narrows.compression.cuda.jit import (
     THREADS,
     DeviceArray,
     Four,
+    Written,
     add,
     bits_of,
     block_scan,
     cuda,
     device,
     float_of,
-    grid,
     kernel,
     load4,
     mul,
     np,
-    scratch,
-    zero,
 )
+from narrows.compression.cuda.queue import Fact, Queue
 from narrows.compression.cuda.values import decode_with, decoders, key_of
 from narrows.compression.kernels.levels import LEVEL_MAX, MINMAX_BLOCK, SIGN_BLOCK, TWO_BIT_BLOCK
 from narrows.compression.kernels.values import INFINITY_KEY
@@ -78,13 +77,13 @@ def pack(values: DeviceArray, begin: int, end: int, key: int, signs: bool, plane
 
 
 @kernel
-def pack_plane(values: DeviceArray, key: int, signs: bool, plane: DeviceArray) -> None:
+def pack_plane(values: DeviceArray, key: int, signs: bool, plane: Written) -> None:
     for byte in range(cuda.blockIdx.x * THREADS, plane.size, cuda.gridDim.x * THREADS):
         pack(values, 8 * byte, min(8 * (byte + THREADS), values.size), key, signs, plane)
 
 
 @kernel
-def sign_codes(values: DeviceArray, scales: DeviceArray, plane: DeviceArray, largest: DeviceArray) -> None:
+def sign_codes(values: DeviceArray, scales: Written, plane: Written, largest: Written) -> None:
     for block in range(cuda.blockIdx.x, scales.size, cuda.gridDim.x):
         begin, end = block * SIGN_BLOCK, min((block + 1) * SIGN_BLOCK, values.size)
         top = block_top(values, begin, end, largest)
@@ -106,9 +105,7 @@ def level_pattern(fixed: int, exponent: int) -> Any:
 
 
 @kernel
-def two_bit_codes(
-    values: DeviceArray, levels: DeviceArray, signs: DeviceArray, highs: DeviceArray, largest: DeviceArray
-) -> None:
+def two_bit_codes(values: DeviceArray, levels: Written, signs: Written, highs: Written, largest: Written) -> None:
     for block in range(cuda.blockIdx.x, levels.size // 3, cuda.gridDim.x):
         begin, end = block * TWO_BIT_BLOCK, min((block + 1) * TWO_BIT_BLOCK, values.size)
         size = end - begin
@@ -149,7 +146,7 @@ def two_bit_codes(
 
 
 @kernel
-def minmax_codes(values: DeviceArray, ranges: DeviceArray, codes: DeviceArray, largest: DeviceArray) -> None:
+def minmax_codes(values: DeviceArray, ranges: Written, codes: Written, largest: Written) -> None:
     # Floats as integers of the same order: -0.0 and 0.0 are neighbours, not equal, which the CPU's min does not see either.
     extremes = cuda.shared.array(2, np.int64)
     half = np.float32(0.5)
@@ -239,36 +236,35 @@ def minmax_value4(coded: Any, i: int, wide: bool) -> Four:
 SIGN, TWO_BIT, UINT8_MINMAX = (decoders(value4) for value4 in (sign_value4, two_bit_value4, minmax_value4))
 
 
-def pack_above(values: DeviceArray, key: int, signs: bool, plane: DeviceArray) -> None:
-    pack_plane[grid(plane.size, THREADS), THREADS](values, key, signs, plane)
+def pack_above(queue: Queue, values: DeviceArray, key: int, signs: bool, plane: DeviceArray) -> None:
+    queue.launch(pack_plane, plane.size, THREADS, values, key, signs, plane)
 
 
-def _encode(launch: Any, blocks: int, values: DeviceArray, *coded: DeviceArray) -> int:
-    largest = scratch("largest", 1, np.uint32)
-    zero(largest)
-    launch[grid(blocks, 1), THREADS](values, *coded, largest)
-    return int(largest[0])
+def _encode(queue: Queue, launch: Any, blocks: int, values: DeviceArray, *coded: DeviceArray) -> Fact:
+    largest, (fact,) = queue.facts(1, np.uint32)
+    queue.launch(launch, blocks, 1, values, *coded, largest)
+    return fact
 
 
-def encode_sign(values: DeviceArray, scales: DeviceArray, plane: DeviceArray) -> int:
-    return _encode(sign_codes, scales.size, values, scales, plane)
+def encode_sign(queue: Queue, values: DeviceArray, scales: DeviceArray, plane: DeviceArray) -> Fact:
+    return _encode(queue, sign_codes, scales.size, values, scales, plane)
 
 
-def decode_sign(scales: DeviceArray, plane: DeviceArray, out: DeviceArray) -> None:
-    decode_with(SIGN.decode, (scales, plane), out)
+def decode_sign(queue: Queue, scales: DeviceArray, plane: DeviceArray, out: DeviceArray) -> None:
+    decode_with(queue, SIGN.decode, (scales, plane), out)
 
 
-def encode_2bit(values: DeviceArray, levels: DeviceArray, signs: DeviceArray, highs: DeviceArray) -> int:
-    return _encode(two_bit_codes, levels.size // 3, values, levels, signs, highs)
+def encode_2bit(queue: Queue, values: DeviceArray, levels: DeviceArray, signs: DeviceArray, highs: DeviceArray) -> Fact:
+    return _encode(queue, two_bit_codes, levels.size // 3, values, levels, signs, highs)
 
 
-def decode_2bit(levels: DeviceArray, signs: DeviceArray, highs: DeviceArray, out: DeviceArray) -> None:
-    decode_with(TWO_BIT.decode, (levels, signs, highs), out)
+def decode_2bit(queue: Queue, levels: DeviceArray, signs: DeviceArray, highs: DeviceArray, out: DeviceArray) -> None:
+    decode_with(queue, TWO_BIT.decode, (levels, signs, highs), out)
 
 
-def encode_uint8minmax(values: DeviceArray, ranges: DeviceArray, codes: DeviceArray) -> int:
-    return _encode(minmax_codes, ranges.size // 2, values, ranges, codes)
+def encode_uint8minmax(queue: Queue, values: DeviceArray, ranges: DeviceArray, codes: DeviceArray) -> Fact:
+    return _encode(queue, minmax_codes, ranges.size // 2, values, ranges, codes)
 
 
-def decode_uint8minmax(ranges: DeviceArray, codes: DeviceArray, out: DeviceArray) -> None:
-    decode_with(UINT8_MINMAX.decode, (ranges, codes), out)
+def decode_uint8minmax(queue: Queue, ranges: DeviceArray, codes: DeviceArray, out: DeviceArray) -> None:
+    decode_with(queue, UINT8_MINMAX.decode, (ranges, codes), out)

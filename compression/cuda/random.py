@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from narrows.compression.cuda.jit import THREADS, DeviceArray, cuda, device, grid, kernel, mul, np
+from narrows.compression.cuda.jit import THREADS, DeviceArray, Written, cuda, device, kernel, mul, np
+from narrows.compression.cuda.queue import Queue
 from narrows.compression.kernels.random import RANDOM_BLOCK
 
 
@@ -32,13 +33,13 @@ def unit_of(key_low: int, key_high: int, i: int) -> Any:
 
 
 @kernel
-def draw_words(key_low: int, key_high: int, begin: int, words: DeviceArray) -> None:
+def draw_words(key_low: int, key_high: int, begin: int, words: Written) -> None:
     for i in range(cuda.grid(1), words.size, cuda.gridsize(1)):
         words[i] = random_word(key_low, key_high, begin + i)
 
 
 @kernel
-def draw_strata(key: int, begin: int, kept: int, count: int, indices: DeviceArray) -> None:
+def draw_strata(key: int, begin: int, kept: int, count: int, indices: Written) -> None:
     for j in range(cuda.grid(1), indices.size, cuda.gridsize(1)):
         i = begin + j
         first = np.uint64(i) * np.uint64(count) // np.uint64(kept)
@@ -46,30 +47,30 @@ def draw_strata(key: int, begin: int, kept: int, count: int, indices: DeviceArra
         indices[j] = np.uint32(first + ((random_word(key, 0, i) * size) >> np.uint64(32)))
 
 
-def random_words(key_low: int, key_high: int, block: int, words: DeviceArray) -> None:
-    draw_words[grid(words.size, THREADS), THREADS](int(key_low), int(key_high), block * RANDOM_BLOCK, words)
+def random_words(queue: Queue, key_low: int, key_high: int, block: int, words: DeviceArray) -> None:
+    queue.launch(draw_words, words.size, THREADS, int(key_low), int(key_high), block * RANDOM_BLOCK, words)
 
 
-def strata(key: int, begin: int, kept: int, count: int, words: DeviceArray, indices: DeviceArray) -> None:
+def strata(queue: Queue, key: int, begin: int, kept: int, count: int, words: DeviceArray, indices: DeviceArray) -> None:
     """words: not used here; each thread draws its own."""
-    draw_strata[grid(indices.size, THREADS), THREADS](int(key), begin, kept, count, indices)
+    queue.launch(draw_strata, indices.size, THREADS, int(key), begin, kept, count, indices)
 
 
 @kernel
-def write_strided(phase: int, stride: int, begin: int, indices: DeviceArray) -> None:
+def write_strided(phase: int, stride: int, begin: int, indices: Written) -> None:
     for j in range(cuda.grid(1), indices.size, cuda.gridsize(1)):
         indices[j] = np.uint32(phase + (begin + j) * stride)
 
 
-def strided(phase: int, stride: int, begin: int, indices: DeviceArray) -> None:
-    write_strided[grid(indices.size, THREADS), THREADS](phase, stride, begin, indices)
+def strided(queue: Queue, phase: int, stride: int, begin: int, indices: DeviceArray) -> None:
+    queue.launch(write_strided, indices.size, THREADS, phase, stride, begin, indices)
 
 
 @kernel
-def stretch_indices(phase: int, stride: int, indices: DeviceArray) -> None:
+def stretch_indices(phase: int, stride: int, indices: Written) -> None:
     for j in range(cuda.grid(1), indices.size, cuda.gridsize(1)):
         indices[j] = np.uint32(phase + np.int64(indices[j]) * stride)
 
 
-def stretch(phase: int, stride: int, indices: DeviceArray) -> None:
-    stretch_indices[grid(indices.size, THREADS), THREADS](phase, stride, indices)
+def stretch(queue: Queue, phase: int, stride: int, indices: DeviceArray) -> None:
+    queue.launch(stretch_indices, indices.size, THREADS, phase, stride, indices)

@@ -11,18 +11,16 @@ from typing import Any
 from narrows.compression.cuda.jit import (
     THREADS,
     DeviceArray,
+    Written,
     block_scan,
     cuda,
     device,
-    grid,
     kernel,
     np,
     raise_largest,
-    scan,
-    scratch,
-    tile_totals,
-    zero,
 )
+from narrows.compression.cuda.queue import Fact, Queue
+from narrows.compression.cuda.scans import scan, tile_totals
 
 ITEMS = 8
 TILE = THREADS * ITEMS
@@ -49,7 +47,7 @@ def low_of(lows: DeviceArray, i: int, r: int) -> Any:
 
 
 @kernel
-def cost_sums(indices: DeviceArray, first: int, costs: DeviceArray) -> None:
+def cost_sums(indices: DeviceArray, first: int, costs: Written) -> None:
     sums = cuda.shared.array(4, np.int64)
     if cuda.threadIdx.x < 4:
         sums[cuda.threadIdx.x] = 0
@@ -71,7 +69,7 @@ def cost_sums(indices: DeviceArray, first: int, costs: DeviceArray) -> None:
 
 
 @kernel
-def pack_lows(indices: DeviceArray, r: int, words: int, lows: DeviceArray) -> None:
+def pack_lows(indices: DeviceArray, r: int, words: int, lows: Written) -> None:
     mask = (1 << r) - 1
     for word in range(cuda.grid(1), words, cuda.gridsize(1)):
         begin = word * 32
@@ -86,7 +84,7 @@ def pack_lows(indices: DeviceArray, r: int, words: int, lows: DeviceArray) -> No
 
 
 @kernel
-def total_highs(indices: DeviceArray, r: int, totals: DeviceArray) -> None:
+def total_highs(indices: DeviceArray, r: int, totals: Written) -> None:
     for tile in range(cuda.blockIdx.x, totals.size - 1, cuda.gridDim.x):
         begin = tile * TILE + cuda.threadIdx.x * ITEMS
         own = np.uint64(0)
@@ -98,7 +96,7 @@ def total_highs(indices: DeviceArray, r: int, totals: DeviceArray) -> None:
 
 
 @kernel
-def set_ones(indices: DeviceArray, r: int, totals: DeviceArray, unary: DeviceArray) -> None:
+def set_ones(indices: DeviceArray, r: int, totals: DeviceArray, unary: Written) -> None:
     for tile in range(cuda.blockIdx.x, totals.size - 1, cuda.gridDim.x):
         begin = tile * TILE + cuda.threadIdx.x * ITEMS
         end = min(begin + ITEMS, indices.size)
@@ -122,7 +120,7 @@ def set_ones(indices: DeviceArray, r: int, totals: DeviceArray, unary: DeviceArr
 
 
 @kernel
-def sum_codes(lows: DeviceArray, unary: DeviceArray, kept: int, r: int, sums: DeviceArray) -> None:
+def sum_codes(lows: DeviceArray, unary: DeviceArray, kept: int, r: int, sums: Written) -> None:
     """sums += ones of unary, sum of the low bits; sums[2] = max of it and the place after the last one."""
     ones, low_sum, end = 0, 0, 0
     for i in range(cuda.grid(1), unary.size, cuda.gridsize(1)):
@@ -142,7 +140,7 @@ def sum_codes(lows: DeviceArray, unary: DeviceArray, kept: int, r: int, sums: De
 
 
 @kernel
-def total_ones(unary: DeviceArray, totals: DeviceArray) -> None:
+def total_ones(unary: DeviceArray, totals: Written) -> None:
     for tile in range(cuda.blockIdx.x, totals.size - 1, cuda.gridDim.x):
         begin = tile * TILE + cuda.threadIdx.x * ITEMS
         own = np.uint64(0)
@@ -154,7 +152,7 @@ def total_ones(unary: DeviceArray, totals: DeviceArray) -> None:
 
 
 @kernel
-def emit_codes(unary: DeviceArray, r: int, totals: DeviceArray, indices: DeviceArray) -> None:
+def emit_codes(unary: DeviceArray, r: int, totals: DeviceArray, indices: Written) -> None:
     """indices[j] = (zeros before the one of code j) << r, + j: what they are but for the low bits; r < 0: the zeros."""
     for tile in range(cuda.blockIdx.x, totals.size - 1, cuda.gridDim.x):
         begin = tile * TILE + cuda.threadIdx.x * ITEMS
@@ -174,7 +172,7 @@ def emit_codes(unary: DeviceArray, r: int, totals: DeviceArray, indices: DeviceA
 
 
 @kernel
-def total_lows(lows: DeviceArray, r: int, kept: int, totals: DeviceArray) -> None:
+def total_lows(lows: DeviceArray, r: int, kept: int, totals: Written) -> None:
     for tile in range(cuda.blockIdx.x, totals.size - 1, cuda.gridDim.x):
         begin = tile * TILE + cuda.threadIdx.x * ITEMS
         own = np.uint64(0)
@@ -186,7 +184,7 @@ def total_lows(lows: DeviceArray, r: int, kept: int, totals: DeviceArray) -> Non
 
 
 @kernel
-def add_lows(lows: DeviceArray, r: int, fresh: bool, totals: DeviceArray, indices: DeviceArray) -> None:
+def add_lows(lows: DeviceArray, r: int, fresh: bool, totals: DeviceArray, indices: Written) -> None:
     """indices[i] += sum of the low bits up to i; fresh: as if it had been i."""
     for tile in range(cuda.blockIdx.x, totals.size - 1, cuda.gridDim.x):
         begin = tile * TILE + cuda.threadIdx.x * ITEMS
@@ -202,36 +200,38 @@ def add_lows(lows: DeviceArray, r: int, fresh: bool, totals: DeviceArray, indice
 
 
 @kernel
-def find_largest_gap(indices: DeviceArray, largest: DeviceArray) -> None:
+def find_largest_gap(indices: DeviceArray, largest: Written) -> None:
     own = np.uint32(0)
     for i in range(cuda.grid(1), indices.size, cuda.gridsize(1)):
         own = np.uint32(max(own, np.uint32(gap_of(indices, i))))
     raise_largest(largest, own)
 
 
-def rice_costs(indices: DeviceArray, first: int, costs: DeviceArray) -> None:
-    zero(costs)
-    cost_sums[grid(indices.size, TILE), THREADS](indices, first, costs)
+def rice_costs(queue: Queue, indices: DeviceArray, first: int) -> list[Fact]:
+    """The costs of four parameters from `first` on."""
+    costs, facts = queue.facts(4)
+    queue.launch(cost_sums, indices.size, TILE, indices, first, costs)
+    return facts
 
 
-def _pack_lows(indices: DeviceArray, r: int, lows: DeviceArray) -> None:
+def _pack_lows(queue: Queue, indices: DeviceArray, r: int, lows: DeviceArray) -> None:
     words = (indices.size * r + 31) // 32
     if words:
-        pack_lows[grid(words, THREADS), THREADS](indices, r, words, lows.view(np.uint32))
+        queue.launch(pack_lows, words, THREADS, indices, r, words, lows.view(np.uint32))
 
 
-def rice_encode(indices: DeviceArray, r: int, lows: DeviceArray, unary: DeviceArray) -> int:
-    _pack_lows(indices, r, lows)
+def rice_encode(queue: Queue, indices: DeviceArray, r: int, lows: DeviceArray, unary: DeviceArray) -> None:
+    """lows, unary: zeros at first."""
+    _pack_lows(queue, indices, r, lows)
     tiles = -(-indices.size // TILE)
-    totals = tile_totals(tiles)
-    total_highs[grid(tiles, 1), THREADS](indices, r, totals)
-    scan(totals)
-    set_ones[grid(tiles, 1), THREADS](indices, r, totals, unary.view(np.uint32))
-    return int(totals[tiles]) + int(indices.size)
+    totals = tile_totals(queue, tiles)
+    queue.launch(total_highs, tiles, 1, indices, r, totals)
+    scan(queue, totals)
+    queue.launch(set_ones, tiles, 1, indices, r, totals, unary.view(np.uint32))
 
 
-def rice_last_index(lows: DeviceArray, unary: DeviceArray, kept: int, r: int, count: int) -> int:
-    ones, low_sum, end = _sum_codes(lows, unary, kept, r)
+def rice_last_index(queue: Queue, lows: DeviceArray, unary: DeviceArray, kept: int, r: int, count: int) -> int:
+    ones, low_sum, end = _sum_codes(queue, lows, unary, kept, r)
     zeros = end - kept
     if ones != kept or zeros > count >> r:
         return -1
@@ -239,54 +239,53 @@ def rice_last_index(lows: DeviceArray, unary: DeviceArray, kept: int, r: int, co
     return index if index < count else -1
 
 
-def rice_decode(lows: DeviceArray, unary: DeviceArray, r: int, indices: DeviceArray) -> None:
-    place_codes(unary, r, indices)
+def rice_decode(queue: Queue, lows: DeviceArray, unary: DeviceArray, r: int, indices: DeviceArray) -> None:
+    place_codes(queue, unary, r, indices)
     if r:
-        _add_lows(lows, r, False, indices)
+        _add_lows(queue, lows, r, False, indices)
 
 
-def place_codes(unary: DeviceArray, r: int, out: DeviceArray) -> None:
+def place_codes(queue: Queue, unary: DeviceArray, r: int, out: DeviceArray) -> None:
     unary = unary.view(np.uint32)
     tiles = -(-unary.size // TILE)
-    totals = tile_totals(tiles)
-    total_ones[grid(tiles, 1), THREADS](unary, totals)
-    scan(totals)
-    emit_codes[grid(tiles, 1), THREADS](unary, r, totals, out)
+    totals = tile_totals(queue, tiles)
+    queue.launch(total_ones, tiles, 1, unary, totals)
+    scan(queue, totals)
+    queue.launch(emit_codes, tiles, 1, unary, r, totals, out)
 
 
-def _add_lows(lows: DeviceArray, r: int, fresh: bool, indices: DeviceArray) -> None:
+def _add_lows(queue: Queue, lows: DeviceArray, r: int, fresh: bool, indices: DeviceArray) -> None:
     lows = lows.view(np.uint32)
     tiles = -(-indices.size // TILE)
-    totals = tile_totals(tiles)
-    total_lows[grid(tiles, 1), THREADS](lows, r, indices.size, totals)
-    scan(totals)
-    add_lows[grid(tiles, 1), THREADS](lows, r, fresh, totals, indices)
+    totals = tile_totals(queue, tiles)
+    queue.launch(total_lows, tiles, 1, lows, r, indices.size, totals)
+    scan(queue, totals)
+    queue.launch(add_lows, tiles, 1, lows, r, fresh, totals, indices)
 
 
-def _sum_codes(lows: DeviceArray, unary: DeviceArray, kept: int, r: int) -> tuple[int, int, int]:
+def _sum_codes(queue: Queue, lows: DeviceArray, unary: DeviceArray, kept: int, r: int) -> tuple[int, int, int]:
     """(ones, sum of lows, place after the last one)"""
-    sums = scratch("sums of codes", 3, np.int64)
-    zero(sums)
+    sums = queue.scratch("sums of codes", 3, np.int64)
+    queue.zero(sums)
     unary = unary.view(np.uint32)
-    sum_codes[grid(max(unary.size, kept), TILE), THREADS](lows.view(np.uint32), unary, kept, r, sums)
-    ones, low_sum, end = sums.copy_to_host().tolist()
+    queue.launch(sum_codes, max(unary.size, kept), TILE, lows.view(np.uint32), unary, kept, r, sums)
+    ones, low_sum, end = queue.read(sums).tolist()
     return ones, low_sum, end
 
 
-def largest_gap(indices: DeviceArray) -> int:
-    largest = scratch("largest", 1, np.uint32)
-    zero(largest)
-    find_largest_gap[grid(indices.size, 4 * THREADS), THREADS](indices, largest)
-    return int(largest[0])
+def largest_gap(queue: Queue, indices: DeviceArray) -> Fact:
+    largest, (fact,) = queue.facts(1, np.uint32)
+    queue.launch(find_largest_gap, indices.size, 4 * THREADS, indices, largest)
+    return fact
 
 
-def fixed_encode(indices: DeviceArray, width: int, words: DeviceArray) -> None:
-    _pack_lows(indices, width, words)
+def fixed_encode(queue: Queue, indices: DeviceArray, width: int, words: DeviceArray) -> None:
+    _pack_lows(queue, indices, width, words)
 
 
-def fixed_last_index(words: DeviceArray, width: int, kept: int) -> int:
-    return _sum_codes(words, words[:0], kept, width)[1] + kept - 1
+def fixed_last_index(queue: Queue, words: DeviceArray, width: int, kept: int) -> int:
+    return _sum_codes(queue, words, words[:0], kept, width)[1] + kept - 1
 
 
-def fixed_decode(words: DeviceArray, width: int, indices: DeviceArray) -> None:
-    _add_lows(words, width, True, indices)
+def fixed_decode(queue: Queue, words: DeviceArray, width: int, indices: DeviceArray) -> None:
+    _add_lows(queue, words, width, True, indices)

@@ -5,47 +5,38 @@ totals, a second kernel walks the set bits only and writes them where they belon
 totals count keys above in their low half and keys equal in their high half, so one scan does for ties too.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from narrows.compression.cuda.jit import (
     THREADS,
     DeviceArray,
     Four,
+    LastWritten,
+    Written,
     add,
     bits_of,
     block_scan,
     cuda,
     device,
-    grid,
     kernel,
     load4,
     mul,
     np,
-    scan,
-    scratch,
     store4,
-    tile_totals,
     wide,
-    zero,
 )
+from narrows.compression.cuda.queue import Queue
+from narrows.compression.cuda.scans import scan, tile_totals
 from narrows.compression.kernels.select import SAMPLE_LINE
+from narrows.compression.kernels.sums import Sum
 
 TILE = THREADS * 32  # a mask word of 32 values for each thread
 DIGITS = ((20, 31, 2047), (10, 20, 1023), (0, 10, 1023))  # of a key: shift, shift of the digits above it, mask
 BINS = 2048
 
 
-class Sum(NamedTuple):
-    """What error feedback adds up, product and sum rounded one after the other, and where to."""
-
-    residual: DeviceArray
-    decay: Any  # float32
-    update: DeviceArray
-    sums: DeviceArray
-
-    @property
-    def wide(self) -> bool:
-        return wide(self.residual, self.update, self.sums)
+def _wide_sum(addends: Sum) -> bool:
+    return wide(addends.residual, addends.update, addends.sums)
 
 
 @device
@@ -72,7 +63,7 @@ def _readers(read4: Any) -> tuple[Any, Any]:
     """The two kernels that read a whole array, for one way to read it."""
 
     @kernel
-    def sample(arrays: Any, group_lines: int, keys: DeviceArray, wide: bool) -> None:
+    def sample(arrays: LastWritten, group_lines: int, keys: Written, wide: bool) -> None:
         for i in range(4 * cuda.grid(1), keys.size, 4 * cuda.gridsize(1)):
             group = i // SAMPLE_LINE
             turn = ((group * 2654435769) & 0xFFFFFFFF) >> 25
@@ -83,7 +74,7 @@ def _readers(read4: Any) -> tuple[Any, Any]:
 
     @kernel
     def mark(
-        arrays: Any, size: int, above: int, ties: int, masks: DeviceArray, totals: DeviceArray, wide: bool
+        arrays: LastWritten, size: int, above: int, ties: int, masks: Written, totals: Written, wide: bool
     ) -> None:
         words = cuda.shared.array(THREADS, np.uint32)
         tally = cuda.shared.array(2, np.uint32)
@@ -134,8 +125,8 @@ def emit(
     ties: int,
     masks: DeviceArray,
     totals: DeviceArray,
-    indices: DeviceArray,
-    kept: DeviceArray,
+    indices: Written,
+    kept: Written,
 ) -> None:
     t = cuda.threadIdx.x
     for tile in range(cuda.blockIdx.x, totals.size - 1, cuda.gridDim.x):
@@ -170,7 +161,7 @@ def emit(
 
 @kernel
 def histogram(
-    bits: DeviceArray, shift: int, parent: int, mask: int, state: DeviceArray, counts: DeviceArray, wide: bool
+    bits: DeviceArray, shift: int, parent: int, mask: int, state: DeviceArray, counts: Written, wide: bool
 ) -> None:
     """counts[digit] += keys whose digits above are state[0]."""
     bins = cuda.shared.array(BINS, np.uint32)
@@ -191,7 +182,7 @@ def histogram(
 
 
 @kernel
-def pick(counts: DeviceArray, mask: int, k: int, state: DeviceArray) -> None:
+def pick(counts: Written, mask: int, k: int, state: Written) -> None:
     """One block: appends the digit of the key of rank k to state[0], adds the keys above it to state[1]; zeroes counts."""
     each = (mask + 1) // THREADS
     first = mask - cuda.threadIdx.x * each  # bins are taken from the largest down
@@ -212,20 +203,20 @@ def pick(counts: DeviceArray, mask: int, k: int, state: DeviceArray) -> None:
 
 
 @kernel
-def gather(source: DeviceArray, places: DeviceArray, out: DeviceArray) -> None:
+def gather(source: DeviceArray, places: DeviceArray, out: Written) -> None:
     for i in range(cuda.grid(1), places.size, cuda.gridsize(1)):
         out[i] = source[places[i]]
 
 
 @kernel
-def mask_keys(bits: DeviceArray, mask: int, keys: DeviceArray) -> None:
+def mask_keys(bits: DeviceArray, mask: int, keys: Written) -> None:
     for i in range(cuda.grid(1), keys.size, cuda.gridsize(1)):
         keys[i] = bits[i] & np.uint32(mask)
 
 
 @kernel
 def block_thresholds(
-    bits: DeviceArray, k: int, block: int, thresholds: DeviceArray, ties: DeviceArray, totals: DeviceArray
+    bits: DeviceArray, k: int, block: int, thresholds: Written, ties: Written, totals: Written
 ) -> None:
     """Of each block: the key of its last rank, how many keys equal to it are kept (none of zero), and what it keeps."""
     bins = cuda.shared.array(BINS, np.int32)
@@ -277,8 +268,8 @@ def emit_blocks(
     thresholds: DeviceArray,
     ties: DeviceArray,
     totals: DeviceArray,
-    indices: DeviceArray,
-    kept: DeviceArray,
+    indices: Written,
+    kept: Written,
 ) -> None:
     for number in range(cuda.blockIdx.x, thresholds.size, cuda.gridDim.x):
         end = min((number + 1) * block, bits.size)
@@ -307,63 +298,77 @@ def emit_blocks(
 
 
 @kernel
-def sum_into(arrays: Any, wide: bool) -> None:
+def sum_into(arrays: LastWritten, wide: bool) -> None:
     for i in range(4 * cuda.grid(1), arrays[3].size, 4 * cuda.gridsize(1)):
         _read_sum(arrays, i, wide)
 
 
-def sample_keys(bits: DeviceArray, group_lines: int, keys: DeviceArray) -> None:
-    sample_bits[grid(keys.size, 4 * THREADS), THREADS]((bits,), group_lines, keys, wide(bits))
+def sample_keys(queue: Queue, bits: DeviceArray, group_lines: int, keys: DeviceArray) -> None:
+    queue.launch(sample_bits, keys.size, 4 * THREADS, (bits,), group_lines, keys, wide(bits))
 
 
-def sample_sum_keys(addends: Sum, group_lines: int, keys: DeviceArray) -> None:
+def sample_sum_keys(queue: Queue, addends: Sum, group_lines: int, keys: DeviceArray) -> None:
     """sample_keys of the bits of the sum, which is written where it was sampled."""
-    sample_sum[grid(keys.size, 4 * THREADS), THREADS](tuple(addends), group_lines, keys, addends.wide)
+    queue.launch(sample_sum, keys.size, 4 * THREADS, tuple(addends), group_lines, keys, _wide_sum(addends))
 
 
-def kth_largest_key(bits: DeviceArray, k: int, counts: DeviceArray) -> tuple[int, int]:
-    state = scratch("state", 2, np.int64)
-    zero(state)
-    zero(counts)
+def kth_largest_key(queue: Queue, bits: DeviceArray, k: int) -> tuple[int, int]:
+    """Waits."""
+    state, (key, above) = queue.facts(2)
+    counts = queue.scratch("counts", BINS, np.int64)
+    queue.zero(counts)  # which the last pick has left zero, unless a launch failed
     for shift, parent, mask in DIGITS:
-        histogram[grid(bits.size, 16 * THREADS), THREADS](bits, shift, parent, mask, state, counts, wide(bits))
-        pick[1, THREADS](counts, mask, k, state)
-    key, above = state.copy_to_host().tolist()
-    return key, above
+        queue.launch(histogram, bits.size, 16 * THREADS, bits, shift, parent, mask, state, counts, wide(bits))
+        queue.launch(pick, 1, 1, counts, mask, k, state)
+    return int(key), int(above)
 
 
-def compact(bits: DeviceArray, above: int, ties: int, indices: DeviceArray, kept: DeviceArray) -> int:
-    masks, totals = _marks(bits.size)
-    mark_bits[grid(totals.size - 1, 1), THREADS]((bits,), bits.size, above, ties, masks, totals, wide(bits))
-    return _collect(bits, above, ties, masks, totals, indices, kept)
+def compact(
+    queue: Queue,
+    bits: DeviceArray,
+    above: int,
+    ties: int,
+    indices: DeviceArray,
+    kept: DeviceArray,
+    found: int | None = None,
+) -> int:
+    """found: how many they are, where the caller knows; else this waits."""
+    masks, totals = _marks(queue, bits.size)
+    queue.launch(mark_bits, totals.size - 1, 1, (bits,), bits.size, above, ties, masks, totals, wide(bits))
+    return _collect(queue, bits, above, ties, masks, totals, indices, kept, found)
 
 
-def compact_sum(addends: Sum, above: int, indices: DeviceArray, kept: DeviceArray) -> int:
+def compact_sum(queue: Queue, addends: Sum, above: int, indices: DeviceArray, kept: DeviceArray) -> int:
     """The sum, always whole, and compact(its bits, above, 0, ...), in one read of both addends."""
     sums = addends.sums
-    masks, totals = _marks(sums.size)
-    mark_sum[grid(totals.size - 1, 1), THREADS](tuple(addends), sums.size, above, 0, masks, totals, addends.wide)
-    return _collect(sums.view(np.uint32), above, 0, masks, totals, indices, kept)
+    masks, totals = _marks(queue, sums.size)
+    queue.launch(mark_sum, totals.size - 1, 1, tuple(addends), sums.size, above, 0, masks, totals, _wide_sum(addends))
+    return _collect(queue, sums.view(np.uint32), above, 0, masks, totals, indices, kept)
 
 
-def count_above(bits: DeviceArray, above: int) -> int:
-    masks, totals = _marks(bits.size)
-    mark_bits[grid(totals.size - 1, 1), THREADS]((bits,), bits.size, above, 0, masks, totals, wide(bits))
-    scan(totals)
-    return int(totals[totals.size - 1])
+def count_above(queue: Queue, bits: DeviceArray, above: int) -> int:
+    masks, totals = _marks(queue, bits.size)
+    queue.launch(mark_bits, totals.size - 1, 1, (bits,), bits.size, above, 0, masks, totals, wide(bits))
+    scan(queue, totals)
+    return int(queue.last(totals))
 
 
-def keep_top(mask: int, above: int, ties: int, indices: DeviceArray, kept: DeviceArray) -> int:
-    keys, places, chosen = (scratch(f"{name} to keep", kept.size, np.uint32) for name in ("keys", "places", "chosen"))
-    masked(kept, mask, keys)
-    found = compact(keys, above, ties, places, chosen)
+def keep_top(
+    queue: Queue, mask: int, above: int, ties: int, found: int, indices: DeviceArray, kept: DeviceArray
+) -> None:
+    """Waits for nothing: the caller knows that `found` are kept."""
+    keys, places, chosen = (
+        queue.scratch(f"{name} to keep", kept.size, np.uint32) for name in ("keys", "places", "chosen")
+    )
+    masked(queue, kept, mask, keys)
+    compact(queue, keys, above, ties, places, chosen, found)
     for array in (indices, kept):
-        take(array, places[:found], chosen)
-        array[:found].copy_to_device(chosen[:found])
-    return found
+        take(queue, array, places[:found], chosen)
+        queue.copy(chosen[:found], array[:found])
 
 
 def compact_blocks(
+    queue: Queue,
     bits: DeviceArray,
     k: int,
     block: int,
@@ -374,35 +379,36 @@ def compact_blocks(
 ) -> int:
     """places, keys: not used here; a block is searched where it lies, which is a cache while it lasts."""
     blocks = -(-bits.size // block)
-    thresholds, ties = (scratch(f"{name} of blocks", blocks, np.uint32) for name in ("thresholds", "ties"))
-    totals = tile_totals(blocks)
-    block_thresholds[grid(blocks, 1), THREADS](bits, k, block, thresholds, ties, totals)
-    scan(totals)
-    emit_blocks[grid(blocks, 1), THREADS](bits, block, thresholds, ties, totals, indices, kept)
-    return int(totals[blocks])
+    thresholds, ties = (queue.scratch(f"{name} of blocks", blocks, np.uint32) for name in ("thresholds", "ties"))
+    totals = tile_totals(queue, blocks)
+    queue.launch(block_thresholds, blocks, 1, bits, k, block, thresholds, ties, totals)
+    scan(queue, totals)
+    queue.launch(emit_blocks, blocks, 1, bits, block, thresholds, ties, totals, indices, kept)
+    return int(queue.last(totals))
 
 
-def masked(bits: DeviceArray, mask: int, keys: DeviceArray) -> None:
+def masked(queue: Queue, bits: DeviceArray, mask: int, keys: DeviceArray) -> None:
     """keys[i] = bits[i] & mask."""
-    mask_keys[grid(bits.size, 4 * THREADS), THREADS](bits, mask, keys)
+    queue.launch(mask_keys, bits.size, 4 * THREADS, bits, mask, keys)
 
 
-def take(source: DeviceArray, places: DeviceArray, out: DeviceArray) -> None:
+def take(queue: Queue, source: DeviceArray, places: DeviceArray, out: DeviceArray) -> None:
     """out[i] = source[places[i]]."""
-    gather[grid(places.size, THREADS), THREADS](source, places, out)
+    queue.launch(gather, places.size, THREADS, source, places, out)
 
 
-def sum_of(addends: Sum) -> None:
+def sum_of(queue: Queue, addends: Sum) -> None:
     """sums[i] = decay * residual[i] + update[i]."""
-    sum_into[grid(addends.sums.size, 4 * THREADS), THREADS](tuple(addends), addends.wide)
+    queue.launch(sum_into, addends.sums.size, 4 * THREADS, tuple(addends), _wide_sum(addends))
 
 
-def _marks(size: int) -> tuple[DeviceArray, DeviceArray]:
+def _marks(queue: Queue, size: int) -> tuple[DeviceArray, DeviceArray]:
     tiles = -(-size // TILE)
-    return scratch("masks", tiles * THREADS, np.uint32), tile_totals(tiles)
+    return queue.scratch("masks", tiles * THREADS, np.uint32), tile_totals(queue, tiles)
 
 
 def _collect(
+    queue: Queue,
     bits: DeviceArray,
     above: int,
     ties: int,
@@ -410,12 +416,14 @@ def _collect(
     totals: DeviceArray,
     indices: DeviceArray,
     kept: DeviceArray,
+    found: int | None = None,
 ) -> int:
-    scan(totals)
-    total = int(totals[totals.size - 1])
-    found = (total & 0xFFFFFFFF) + min(total >> 32, ties)
+    scan(queue, totals)
+    if found is None:
+        total = int(queue.last(totals))
+        found = (total & 0xFFFFFFFF) + min(total >> 32, ties)
     if found > indices.size:
         return int(indices.size) + 1
     if found:
-        emit[grid(totals.size - 1, 1), THREADS](bits, above, ties, masks, totals, indices, kept)
+        queue.launch(emit, totals.size - 1, 1, bits, above, ties, masks, totals, indices, kept)
     return found

@@ -11,22 +11,21 @@ from narrows.compression.cuda.jit import (
     THREADS,
     DeviceArray,
     Four,
+    Written,
     add,
     bits_of,
     cuda,
     device,
     float_of,
-    grid,
     kernel,
     load4,
     mul,
     np,
     raise_largest,
-    scratch,
     store4,
     wide,
-    zero,
 )
+from narrows.compression.cuda.queue import Fact, Queue
 from narrows.compression.cuda.random import unit_of
 from narrows.compression.kernels.values import INFINITY_KEY, INT4_BLOCK, INT4_SCALE_MAX, INT8_BLOCK, INT8_SCALE_MAX
 
@@ -67,17 +66,17 @@ def decoders(value4: Any) -> Decoders:
     """The kernels of one coding; `coded` are its arrays, as the CPU's kernels take them."""
 
     @kernel
-    def decode(coded: Any, out: DeviceArray, wide: bool) -> None:
+    def decode(coded: Any, out: Written, wide: bool) -> None:
         for i in range(4 * cuda.grid(1), out.size, 4 * cuda.gridsize(1)):
             store4(out, i, value4(coded, i, wide), wide)
 
     @kernel
-    def add_to(coded: Any, weight: float, out: DeviceArray, wide: bool) -> None:
+    def add_to(coded: Any, weight: float, out: Written, wide: bool) -> None:
         for i in range(4 * cuda.grid(1), out.size, 4 * cuda.gridsize(1)):
             store4(out, i, weighted(load4(out, i, wide), weight, value4(coded, i, wide)), wide)
 
     @kernel
-    def scatter_add_to(coded: Any, indices: DeviceArray, weight: float, out: DeviceArray, wide: bool) -> None:
+    def scatter_add_to(coded: Any, indices: DeviceArray, weight: float, out: Written, wide: bool) -> None:
         for i in range(4 * cuda.grid(1), indices.size, 4 * cuda.gridsize(1)):
             # Indices rise, so no two are equal but those that load4 repeats beyond the end, which are not written.
             p = load4(indices, i, wide)
@@ -155,7 +154,7 @@ FP32, FP16, BF16, INT8, INT4 = (
 
 
 @kernel
-def find_largest(values: DeviceArray, largest: DeviceArray, wide: bool) -> None:
+def find_largest(values: DeviceArray, largest: Written, wide: bool) -> None:
     own = np.uint32(0)
     for i in range(4 * cuda.grid(1), values.size, 4 * cuda.gridsize(1)):
         own = largest_of(load4(values, i, wide), own)
@@ -183,7 +182,7 @@ def bf16_code(value: float) -> Any:
 
 def _half_encoder(code: Any) -> Any:
     @kernel
-    def encode(values: DeviceArray, halves: DeviceArray, largest: DeviceArray, wide: bool) -> None:
+    def encode(values: DeviceArray, halves: Written, largest: Written, wide: bool) -> None:
         own = np.uint32(0)
         for i in range(4 * cuda.grid(1), values.size, 4 * cuda.gridsize(1)):
             four = load4(values, i, wide)
@@ -234,9 +233,9 @@ def _scaled_encoder(block: int, code_max: float, scale_max: int, store: Any) -> 
         stochastic: bool,
         seed: int,
         step: int,
-        scales: DeviceArray,
-        codes: DeviceArray,
-        largest: DeviceArray,
+        scales: Written,
+        codes: Written,
+        largest: Written,
         wide: bool,
     ) -> None:
         tops = cuda.shared.array(in_hand, np.uint32)
@@ -284,51 +283,50 @@ int8_codes = _scaled_encoder(INT8_BLOCK, 127.0, INT8_SCALE_MAX, store_int8)
 int4_codes = _scaled_encoder(INT4_BLOCK, 7.0, INT4_SCALE_MAX, store_int4)
 
 
-def encode_with(launch: Any, values: DeviceArray, *rest: Any) -> int:
+def encode_with(queue: Queue, launch: Any, values: DeviceArray, *rest: Any) -> Fact:
     """Launches an encoder, whose last output takes four codes at a time; the largest key it saw."""
-    largest = scratch("largest", 1, np.uint32)
-    zero(largest)
+    largest, (fact,) = queue.facts(1, np.uint32)
     arrays = values, *rest[-1:]
-    launch[grid(values.size, 4 * THREADS), THREADS](values, *rest, largest, wide(*arrays))
-    return int(largest[0])
+    queue.launch(launch, values.size, 4 * THREADS, values, *rest, largest, wide(*arrays))
+    return fact
 
 
-def decode_with(launch: Any, coded: tuple[DeviceArray, ...], out: DeviceArray) -> None:
-    launch[grid(out.size, 4 * THREADS), THREADS](coded, out, wide(*coded, out))
+def decode_with(queue: Queue, launch: Any, coded: tuple[DeviceArray, ...], out: DeviceArray) -> None:
+    queue.launch(launch, out.size, 4 * THREADS, coded, out, wide(*coded, out))
 
 
-def add_with(launch: Any, coded: tuple[DeviceArray, ...], weight: Any, out: DeviceArray) -> None:
-    launch[grid(out.size, 4 * THREADS), THREADS](coded, np.float32(weight), out, wide(*coded, out))
+def add_with(queue: Queue, launch: Any, coded: tuple[DeviceArray, ...], weight: Any, out: DeviceArray) -> None:
+    queue.launch(launch, out.size, 4 * THREADS, coded, np.float32(weight), out, wide(*coded, out))
 
 
 def scatter_add_with(
-    launch: Any, coded: tuple[DeviceArray, ...], indices: DeviceArray, weight: Any, out: DeviceArray
+    queue: Queue, launch: Any, coded: tuple[DeviceArray, ...], indices: DeviceArray, weight: Any, out: DeviceArray
 ) -> None:
-    blocks = grid(indices.size, 4 * THREADS)
-    launch[blocks, THREADS](coded, indices, np.float32(weight), out, wide(*coded, indices))
+    queue.launch(launch, indices.size, 4 * THREADS, coded, indices, np.float32(weight), out, wide(*coded, indices))
 
 
-def largest_key(values: DeviceArray) -> int:
-    return encode_with(find_largest, values)
+def largest_key(queue: Queue, values: DeviceArray) -> Fact:
+    return encode_with(queue, find_largest, values)
 
 
-def encode_fp16(values: DeviceArray, halves: DeviceArray) -> int:
-    return encode_with(fp16_codes, values, halves)
+def encode_fp16(queue: Queue, values: DeviceArray, halves: DeviceArray) -> Fact:
+    return encode_with(queue, fp16_codes, values, halves)
 
 
-def decode_fp16(halves: DeviceArray, out: DeviceArray) -> None:
-    decode_with(FP16.decode, (halves,), out)
+def decode_fp16(queue: Queue, halves: DeviceArray, out: DeviceArray) -> None:
+    decode_with(queue, FP16.decode, (halves,), out)
 
 
-def encode_bf16(values: DeviceArray, halves: DeviceArray) -> int:
-    return encode_with(bf16_codes, values, halves)
+def encode_bf16(queue: Queue, values: DeviceArray, halves: DeviceArray) -> Fact:
+    return encode_with(queue, bf16_codes, values, halves)
 
 
-def decode_bf16(halves: DeviceArray, out: DeviceArray) -> None:
-    decode_with(BF16.decode, (halves,), out)
+def decode_bf16(queue: Queue, halves: DeviceArray, out: DeviceArray) -> None:
+    decode_with(queue, BF16.decode, (halves,), out)
 
 
 def encode_int8(
+    queue: Queue,
     values: DeviceArray,
     stochastic: bool,
     key_low: int,
@@ -336,16 +334,17 @@ def encode_int8(
     words: DeviceArray,
     scales: DeviceArray,
     codes: DeviceArray,
-) -> int:
+) -> Fact:
     """words: not used here; each thread draws its own."""
-    return encode_with(int8_codes, values, stochastic, key_low, key_high, scales, codes)
+    return encode_with(queue, int8_codes, values, stochastic, key_low, key_high, scales, codes)
 
 
-def decode_int8(scales: DeviceArray, codes: DeviceArray, out: DeviceArray) -> None:
-    decode_with(INT8.decode, (scales, codes), out)
+def decode_int8(queue: Queue, scales: DeviceArray, codes: DeviceArray, out: DeviceArray) -> None:
+    decode_with(queue, INT8.decode, (scales, codes), out)
 
 
 def encode_int4(
+    queue: Queue,
     values: DeviceArray,
     stochastic: bool,
     key_low: int,
@@ -353,18 +352,18 @@ def encode_int4(
     words: DeviceArray,
     scales: DeviceArray,
     nibbles: DeviceArray,
-) -> int:
+) -> Fact:
     """words: not used here; each thread draws its own."""
-    return encode_with(int4_codes, values, stochastic, key_low, key_high, scales, nibbles)
+    return encode_with(queue, int4_codes, values, stochastic, key_low, key_high, scales, nibbles)
 
 
-def decode_int4(scales: DeviceArray, nibbles: DeviceArray, out: DeviceArray) -> None:
-    decode_with(INT4.decode, (scales, nibbles), out)
+def decode_int4(queue: Queue, scales: DeviceArray, nibbles: DeviceArray, out: DeviceArray) -> None:
+    decode_with(queue, INT4.decode, (scales, nibbles), out)
 
 
-def add_fp32(values: DeviceArray, weight: Any, out: DeviceArray) -> None:
-    add_with(FP32.add, (values,), weight, out)
+def add_fp32(queue: Queue, values: DeviceArray, weight: Any, out: DeviceArray) -> None:
+    add_with(queue, FP32.add, (values,), weight, out)
 
 
-def scatter_add_fp32(values: DeviceArray, indices: DeviceArray, weight: Any, out: DeviceArray) -> None:
-    scatter_add_with(FP32.scatter_add, (values,), indices, weight, out)
+def scatter_add_fp32(queue: Queue, values: DeviceArray, indices: DeviceArray, weight: Any, out: DeviceArray) -> None:
+    scatter_add_with(queue, FP32.scatter_add, (values,), indices, weight, out)

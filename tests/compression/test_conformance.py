@@ -140,10 +140,7 @@ LARGE_COUNT = 2**24 + 3  # indices that float32 does not hold
     "spec",
     [
         "topk:0.001+int8",
-        "topk:4/4096+2bit",
         "randk:0.0001+sign",
-        "threshold:4+fp16",
-        "cycle:0.0001+bf16",
         "cycle:0.01/0.01+sign",
     ],
 )

@@ -1,4 +1,4 @@
-"""The CUDA kernels and CudaErrorFeedback, in processes of their own: in numba-cuda's simulator, and on a GPU if there is one.
+"""The CUDA kernels and DeviceErrorFeedback, in processes of their own: in numba-cuda's simulator, and on a GPU if there is one.
 
 What they do is in cuda_checks.py.
 """
@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from narrows.compression import parse
-from narrows.compression.cuda.feedback import CudaErrorFeedback
+from narrows.compression.device import kernels, kernels_for
 
 HERE = Path(__file__).resolve().parent
 
@@ -50,12 +49,13 @@ def test_kernels_equal_the_cpu_on_a_gpu() -> None:
 
 
 def test_importing_needs_no_gpu() -> None:
-    script = "import sys, narrows.compression, narrows.compression.cuda; sys.exit('numba.cuda' in sys.modules)"
+    script = "import sys, narrows.compression, narrows.compression.device; sys.exit('numba.cuda' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
 
 
 def test_without_a_gpu_one_sentence_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels._cuda.cache_clear()
     monkeypatch.setattr("numba.cuda.is_available", lambda: False)
     with pytest.raises(RuntimeError, match="needs an NVIDIA GPU with its driver, and numba-cuda: pip install"):
-        CudaErrorFeedback(parse("topk:0.01+int8"), 100)
+        kernels_for("cuda:0")

@@ -1,4 +1,4 @@
-"""What each `Replica` (protocols/member/replica.py) must do, against the obvious arrays. A device adds itself to MEMBERS."""
+"""What an `ArrayReplica` (protocols/member/replica.py) must do, against the obvious arrays, wherever its arrays live."""
 
 from __future__ import annotations
 
@@ -8,23 +8,28 @@ import numpy as np
 import pytest
 from kit.reference import Array
 
-from narrows.compression import ErrorFeedback, NonFiniteError, PayloadError, decode, parse
+from narrows.compression import NonFiniteError, PayloadError, decode, parse
 from narrows.compression.codecs import CODED, RAW, Piece, raw_pieces
-from narrows.compression.replica import HostReplica
+from narrows.compression.device import kernels_for
+from narrows.compression.device.home import DeviceHome
+from narrows.compression.home import HOST, Home
+from narrows.compression.replica import ArrayReplica, HostReplica
 from narrows.protocols.keys import parts
 
 BEGIN, MIDDLE, END = 7, 307, 1007  # two fragments of one shard's keys
 FRAGMENTS = ((BEGIN, MIDDLE), (MIDDLE, END))
 CLOCKS = 12
-Make = Callable[[Sequence[tuple[tuple[int, int], ErrorFeedback]]], HostReplica]
-MEMBERS: dict[str, Make] = {
-    "host": lambda feedbacks: HostReplica(BEGIN, END, feedbacks, parts),
+MEMBERS: dict[str, Callable[[], Home[Array]]] = {
+    "host": lambda: HOST,
+    "device": lambda: DeviceHome(kernels_for("host"), lambda count: np.zeros(count, np.float32), "host"),
 }
 SPECS = ("dense", "fp16", "int8", "topk:0.1", "topk:0.2+int8", "cycle:0.25+sign", "cycle:0.25/0.3+sign")
 
 
 def made(member: str, spec: str) -> HostReplica:
-    return MEMBERS[member]([(keys, ErrorFeedback(parse(spec), keys[1] - keys[0])) for keys in FRAGMENTS])
+    home = MEMBERS[member]()
+    feedbacks = [(keys, home.feedback(parse(spec), keys[1] - keys[0], 0)) for keys in FRAGMENTS]
+    return ArrayReplica(BEGIN, END, feedbacks, parts, home=home)
 
 
 def values_of(pieces: Sequence[Piece], begin: int, end: int) -> Array:
@@ -75,11 +80,13 @@ def test_what_was_sent_and_the_residual_are_what_was_given(member: str, spec: st
 
 
 @pytest.mark.parametrize("size", [1e-30, 1.0, 1e25])
-def test_what_is_held_back_is_the_residual_in_norms_of_an_update(size: float) -> None:
+@pytest.mark.parametrize("member", MEMBERS)
+def test_what_is_held_back_is_the_residual_in_norms_of_an_update(member: str, size: float) -> None:
     """Of float32 values whose squares are none."""
-    feedback = ErrorFeedback(parse("topk:0.1"), 300)
+    home = MEMBERS[member]()
+    feedback = home.feedback(parse("topk:0.1"), 300, 0)
     update = np.full(300, size, np.float32)
-    replica = HostReplica(0, 300, [((0, 300), feedback)], parts)
+    replica = ArrayReplica(0, 300, [((0, 300), feedback)], parts, home=home)
     for clock in range(3):
         replica.encode(update, clock)
     assert feedback.residual is not None

@@ -1,4 +1,4 @@
-"""Each CUDA kernel and CudaErrorFeedback against the CPU's, bit for bit; test_cuda_simulator.py runs it.
+"""Each CUDA kernel and DeviceErrorFeedback against the CPU's, bit for bit; test_cuda_simulator.py runs it.
 
     cd tests; NUMBA_ENABLE_CUDASIM=1 python -m kit.cuda_checks [PART ...]     in the simulator
     cd tests; python -m kit.cuda_checks [PART ...]                            on a GPU, with larger sizes as well
@@ -23,16 +23,18 @@ from numba import cuda
 from kit.reference import gaps_of, values_of
 from kit.reference_payload import SECTIONS
 from narrows.compression import ErrorFeedback, NonFiniteError, PayloadError, accumulate, decode, parse
-from narrows.compression import cuda as cuda_compression
+from narrows.compression import device as device_compression
 from narrows.compression import selection as top_selection
 from narrows.compression.buffers import read_only
 from narrows.compression.cuda import jit as cuda_jit
-from narrows.compression.cuda import kernels as device
-from narrows.compression.cuda.feedback import CudaErrorFeedback
+from narrows.compression.cuda.scans import scan
+from narrows.compression.device import DeviceErrorFeedback, kernels_for
 from narrows.compression.kernels import cpu
 from narrows.compression.kernels.select import COUNTS
+from narrows.compression.kernels.sums import Sum
 
 Array = npt.NDArray[Any]
+device = kernels_for("cuda:0")
 WORDS, KEYS = np.zeros((2, 256), np.uint32)  # scratch of CPU kernels
 SIZES = (0, 1, 3, 255, 256, 257, 515) if cuda_jit.SIMULATED else (0, 1, 3, 255, 257, 8191, 8192, 8193, 300_001)
 STREAM_COUNT = 321 if cuda_jit.SIMULATED else 300_001
@@ -122,14 +124,22 @@ def compare(name: str, inputs: tuple[Any, ...], outputs: tuple[Array, ...], offs
     want = tuple(output.copy() for output in outputs)
     got = tuple(on_device(output, offset) for output in outputs)
     arguments = [on_device(x, offset) if isinstance(x, np.ndarray) else x for x in inputs]
-    found = getattr(device, name)(*arguments, *got)
     expected = getattr(cpu, name)(*(frozen(x) if isinstance(x, np.ndarray) else x for x in inputs), *want)
-    assert found == expected, (name, inputs, found, expected)
-    size = found if name == "keep_top" else None
+    known = (expected,) if name == "keep_top" else ()
+    found = told(getattr(device, name)(*arguments, *known, *got))
+    assert found in (expected, None), (name, inputs, found, expected)
+    size = expected if name == "keep_top" else None
     for mine, yours in zip(got, want, strict=True):
         mine, yours = mine[:size], yours[:size]
         np.testing.assert_array_equal(mine.copy_to_host().view(np.uint8), yours.view(np.uint8), err_msg=name)
-    return found
+    return expected
+
+
+def told(found: Any) -> Any:
+    """What the host learns of it: None where a device leaves out what the caller knows."""
+    if isinstance(found, list):
+        return tuple(map(int, found))
+    return found if found is None or isinstance(found, tuple) else int(found)
 
 
 def scans() -> None:
@@ -137,7 +147,7 @@ def scans() -> None:
     for size in (1, 255, 256, 257, 700):
         values = rng.integers(0, 2**40, size).astype(np.uint64)
         totals = on_device(values)
-        cuda_jit.scan(totals)
+        scan(device.queue, totals)
         np.testing.assert_array_equal(totals.copy_to_host(), np.cumsum(values) - values)
 
 
@@ -147,7 +157,7 @@ def selection() -> None:
             bits = values_of(kind, size).view(np.uint32)
             k = max(1, size // 100)
             counts = np.zeros(COUNTS, np.int64)
-            threshold, above = device.kth_largest_key(on_device(bits), k, on_device(counts))
+            threshold, above = device.kth_largest_key(on_device(bits), k)
             assert (threshold, above) == cpu.kth_largest_key(read_only(bits), k, counts.copy())
             for ties in (0, k - above):
                 room = np.zeros(above + ties, np.uint32)
@@ -163,7 +173,7 @@ def selection() -> None:
     residual, update, decay = values_of("normal", 1301), values_of("wide", 1301), np.float32(0.9)
     for offset in (0, 1):
         sums, room = on_device(np.zeros(1301, np.float32), offset), np.zeros(1000, np.uint32)
-        addends = device.Sum(on_device(residual, offset), decay, on_device(update, offset), sums)
+        addends = Sum(on_device(residual, offset), decay, on_device(update, offset), sums)
         keys = on_device(np.zeros(1301 // 256 * 16, np.uint32))
         device.sample_sum_keys(addends, 16, keys)
         indices, kept = on_device(room), on_device(room)
@@ -208,7 +218,9 @@ def rice() -> None:
             decoded = on_device(np.zeros(kept, np.uint32))
             device.rice_decode(on_device(lows), on_device(unary), r, decoded)
             np.testing.assert_array_equal(decoded.copy_to_host(), indices)
-        compare("rice_costs", (indices, 5), (np.empty(4, np.int64),))
+        costs = np.empty(4, np.int64)
+        cpu.rice_costs(read_only(indices), 5, costs)
+        assert [int(cost) for cost in device.rice_costs(on_device(indices), 5)] == costs.tolist()
 
 
 def other_indices() -> None:
@@ -227,7 +239,7 @@ def other_indices() -> None:
             compare("grouped_encode", (indices, parameters), (lows, unary))
             cpu.grouped_encode(read_only(indices), read_only(parameters), lows, unary)
             arguments = on_device(parameters), on_device(lows), on_device(unary), count, decoded
-            assert device.grouped_decode(*arguments) == indices[-1]
+            assert int(device.grouped_decode(*arguments)) - 1 == indices[-1]
             np.testing.assert_array_equal(decoded.copy_to_host(), indices)
         words = words_for(kept * width)
         compare("fixed_encode", (indices, width), (words,))
@@ -298,11 +310,11 @@ def fused(
     parts = tuple(on_device(part, offset) for part in coded)
     want, got = base[: decoded.size].copy(), on_device(base[: decoded.size], offset)
     cpu.add_fp32(read_only(decoded), weight, want)
-    device.add_with(device.DECODERS[name].add, parts, weight, got)
+    device.add_as(name, parts, weight, got)
     np.testing.assert_array_equal(got.copy_to_host().view(np.uint32), want.view(np.uint32))
     want, got = base.copy(), on_device(base, offset)
     cpu.scatter_add_fp32(read_only(decoded), read_only(indices), weight, want)
-    device.scatter_add_with(device.DECODERS[name].scatter_add, parts, on_device(indices, offset), weight, got)
+    device.scatter_add_as(name, parts, on_device(indices, offset), weight, got)
     np.testing.assert_array_equal(got.copy_to_host().view(np.uint32), want.view(np.uint32))
 
 
@@ -321,7 +333,7 @@ def updates_of(count: int, kind: str) -> list[Array]:
 
 def same_stream(spec: str, count: int, kind: str, decay: float = 1.0, first_step: int = 0) -> None:
     """Payloads and residuals equal over three steps; then what is decoded and accumulated."""
-    ours = CudaErrorFeedback(parse(spec), count, decay=decay, seed=5)
+    ours = DeviceErrorFeedback(device, parse(spec), count, decay=decay, seed=5)
     theirs = ErrorFeedback(parse(spec), count, decay=decay, seed=5)
     ours.memory.step = theirs.memory.step = first_step
     for update in updates_of(count, kind):
@@ -331,10 +343,10 @@ def same_stream(spec: str, count: int, kind: str, decay: float = 1.0, first_step
             assert mine[0] == yours[0] and mine[1].tobytes() == yours[1].tobytes(), (spec, count, kind, mine[0])
     base = values_of("normal", count)
     got, want = on_device(base), base.copy()
-    cuda_compression.accumulate(payload, 0.3, got)
+    device_compression.accumulate(device, payload, 0.3, got)
     accumulate(payload, 0.3, want)
     assert got.copy_to_host().tobytes() == want.tobytes(), (spec, count, kind)
-    cuda_compression.decode(payload, got)
+    device_compression.decode(device, payload, got)
     decode(payload, want)
     assert got.copy_to_host().tobytes() == want.tobytes(), (spec, count, kind)
 
@@ -360,8 +372,32 @@ def sampled() -> None:
     same_stream("cycle:1.0/0.02+int8", SAMPLED_COUNT, "normal")
 
 
+# Of an encode of 2,053 values by the path that samples, beside the one wait for the payload: launches, memsets, reads. Of the
+# fold of its payload: launches. docs/compression.md has the table.
+COUNTS_OF = {
+    "topk:0.02+int8": (31, 8, 4, 7), "mstopk:0.02": (32, 8, 4, 7), "topk:64/4096+2bit": (13, 5, 2, 7),
+    "cycle:0.15+sign": (6, 1, 1, 2), "int8": (3, 1, 1, 1), "dense": (0, 0, 0, 1),
+}  # fmt: skip
+
+
+def launches() -> None:
+    """How much the host asks of a device."""
+    if not cuda_jit.SIMULATED:
+        return  # where sizes are others
+    top_selection.SAMPLE_COUNT_MIN = 2000
+    for spec, wanted in COUNTS_OF.items():
+        feedback, update = DeviceErrorFeedback(device, parse(spec), 2053), on_device(values_of("normal", 2053))
+        for _ in range(2):
+            before = device.counts.copy()
+            payload = feedback.encode(update)
+        encoded = device.counts.copy()
+        device_compression.accumulate(device, payload, 0.5, on_device(np.zeros(2053, np.float32)))
+        found = [encoded[what] - before[what] for what in ("launches", "memsets", "reads")]
+        assert (*found, device.counts["launches"] - encoded["launches"]) == wanted, (spec, found)
+
+
 def odd_streams() -> None:
-    feedback = CudaErrorFeedback(parse("topk:0.1+int8"), 200)
+    feedback = DeviceErrorFeedback(device, parse("topk:0.1+int8"), 200)
     update = values_of("normal", 200)
     payload = bytes(feedback.encode(on_device(update)))
     before = feedback.state_dict()
@@ -375,7 +411,7 @@ def odd_streams() -> None:
     out = on_device(np.ones(200, np.float32))
     for spoiled in (payload[:-1], b"", payload[:40] + b"\xff" * 4 + payload[44:] + b"\0"):
         with pytest.raises(PayloadError):
-            cuda_compression.accumulate(spoiled, 1.0, out)
+            device_compression.accumulate(device, spoiled, 1.0, out)
         assert (out.copy_to_host() == 1.0).all()
     feedback.restore(payload)
     reference = ErrorFeedback(parse("topk:0.1+int8"), 200)
@@ -386,10 +422,19 @@ def odd_streams() -> None:
     assert feedback.encode(on_device(update)) == reference.encode(update)
 
 
+def simulated_orders() -> None:
+    """Nothing that launches, copies and the host do with the same memory may happen at once."""
+    if cuda_jit.SIMULATED:
+        from kit.orders import orders
+
+        orders()
+
+
 PARTS: dict[str, Callable[[], None]] = {
     part.__name__: part
     for part in (
-        scans, selection, top_of_blocks, rice, other_indices, randoms, value_codings, streams, sampled, odd_streams,
+        scans, selection, top_of_blocks, rice, other_indices, randoms, value_codings, streams, odd_streams, simulated_orders,
+        sampled, launches,
     )
 }  # fmt: skip
 

@@ -1170,3 +1170,19 @@ def test_a_script_alone_is_the_inner_optimizer() -> None:
                 assert np.array_equal(flat(net), reference)
             optimizer.finish()
         extra.clear()
+
+
+@pytest.mark.parametrize(("spec", "named"), [("topk:0.004", 1), ("topk:0.5", 0)])
+def test_who_holds_back_too_much_is_told_once(spec: str, named: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two of 294 values go at a time, along one gradient."""
+    with run(Settings(sync="ssp", staleness=0, compress=spec)) as started:
+        model = build()
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e-4), model)
+        for _ in range(180):
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+        optimizer.finish()
+        assert started.sessions[0].clock >= 180
+    said = capsys.readouterr().err
+    assert said.count(f"--compress {spec} lets too little through") == named

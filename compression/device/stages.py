@@ -1,11 +1,9 @@
 """The stages of a chain on the device: top-k and its relatives, and the codings of indices, as orders of kernels.
 
-Each function says whose twin it is; the twin has the reasons. `kernels` is kernels.py beside it, which `kernels()` imports.
+Each function says whose twin it is; the twin has the reasons. `kernels` is what kernels_for() returns.
 """
 
-import functools
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -29,11 +27,6 @@ from narrows.compression.selection import sample_plan
 DeviceArray: TypeAlias = Any
 Pairs: TypeAlias = tuple[DeviceArray, DeviceArray]  # rising indices, and the bits of their values
 
-MISSING = (
-    "compression on a GPU needs an NVIDIA GPU with its driver, and numba-cuda: pip install 'narrows[cuda]'; "
-    "without them use what narrows.compression has for the CPU"
-)
-
 
 class CodedIndices(NamedTuple):
     """As index_codings.CodedIndices, the section in parts: (array, its first bytes that count)."""
@@ -41,18 +34,6 @@ class CodedIndices(NamedTuple):
     wire_id: int
     parameter: int
     parts: list[tuple[Any, int]]
-
-
-@functools.cache
-def load_kernels() -> Any:
-    try:
-        if import_module("numba.cuda").is_available():
-            from narrows.compression.cuda import kernels
-
-            return kernels
-    except ImportError as error:
-        raise RuntimeError(MISSING) from error
-    raise RuntimeError(MISSING)
 
 
 def pairs(kernels: Any, count: int) -> tuple[DeviceArray, DeviceArray]:
@@ -96,26 +77,25 @@ def _select_top(
 ) -> Pairs:
     """sample and collect: the first two reads, which may fill `bits`."""
     mask = 0x7FFFFFFF >> dropped_bits << dropped_bits
-    counts = kernels.scratch("counts", 2048, np.int64)
     plan = sample_plan(bits.size, k)
     if plan is not None:
         keys = kernels.scratch("sample", plan.keys, np.uint32)
         sample(plan.group_lines, keys)
         smallest = mask & -mask
-        threshold = max(kernels.kth_largest_key(keys, plan.rank, counts)[0] & mask, smallest)
+        threshold = max(kernels.kth_largest_key(keys, plan.rank)[0] & mask, smallest)
         places, kept = pairs(kernels, plan.room)
         found = collect(threshold - 1, places, kept)
         if found <= plan.room and (found >= k or threshold == smallest):
             places, kept = places[:found], kept[:found]
             if found > k:
-                threshold, above = kernels.kth_largest_key(_masked(kernels, kept, mask), k, counts)
-                kernels.keep_top(mask, threshold, k - above, places, kept)
+                threshold, above = kernels.kth_largest_key(_masked(kernels, kept, mask), k)
+                kernels.keep_top(mask, threshold, k - above, k, places, kept)
             return places[:k], kept[:k]
     keys = _masked(kernels, bits, mask)
-    threshold, above = kernels.kth_largest_key(keys, k, counts)
+    threshold, above = kernels.kth_largest_key(keys, k)
     ties = k - above if threshold else 0
     places, kept = pairs(kernels, above + ties)
-    kernels.compact(keys, threshold, ties, places, kept)
+    kernels.compact(keys, threshold, ties, places, kept, above + ties)
     if dropped_bits:
         kernels.take(bits, places, kept)
     return places, kept
@@ -134,8 +114,9 @@ def select_above(kernels: Any, reducer: Any, sums: DeviceArray) -> Pairs:
     """Threshold.reduce."""
     bits = sums.view(np.uint32)
     below = int(np.float32(reducer.threshold).view(np.uint32)) - 1
-    places, kept = pairs(kernels, kernels.count_above(bits, below))
-    kernels.compact(bits, below, 0, places, kept)
+    found = kernels.count_above(bits, below)
+    places, kept = pairs(kernels, found)
+    kernels.compact(bits, below, 0, places, kept, found)
     return places, kept
 
 
@@ -144,14 +125,6 @@ def select_blocks(kernels: Any, reducer: Any, sums: DeviceArray) -> Pairs:
     places, kept = pairs(kernels, reducer.kept_max(sums.size))
     found = kernels.compact_blocks(sums.view(np.uint32), reducer.k, reducer.block, None, None, places, kept)
     return places[:found], kept[:found]
-
-
-def _cheapest(kernels: Any, indices: DeviceArray, count: int) -> tuple[int, int, int]:
-    """RICE.cheapest."""
-    first = RICE.first(indices.size, count)
-    costs = kernels.scratch("costs", 4, np.int64)
-    kernels.rice_costs(indices, first, costs)
-    return RICE.cheapest_of(indices.size, first, costs.copy_to_host().tolist())
 
 
 def _zeroed(kernels: Any, name: str, bits: int) -> tuple[DeviceArray, int]:
@@ -167,50 +140,65 @@ def _rice(kernels: Any, indices: DeviceArray, r: int, unary_bits: int) -> CodedI
     return CodedIndices(RICE.wire_id, r, [lows, unary])
 
 
-def encode_strided(kernels: Any, positions: DeviceArray, phase: int, stride: int, count: int) -> CodedIndices:
-    """STRIDED_RICE.encode."""
-    _, r, unary_bits = _cheapest(kernels, positions, stride_count(phase, stride, count))
-    head = np.full(1, r, np.uint8)
-    parts = [(head, head.size), *_rice(kernels, positions, r, unary_bits).parts]
-    return CodedIndices(STRIDED_RICE.wire_id, phase * STRIDE_UNIT + stride, parts)
+def encode_strided(
+    kernels: Any, positions: DeviceArray, phase: int, stride: int, count: int
+) -> Callable[[], CodedIndices]:
+    """STRIDED_RICE.encode, as encode_indices below."""
+    kept = positions.size
+    first = RICE.first(kept, stride_count(phase, stride, count))
+    costs = kernels.rice_costs(positions, first)
+
+    def code() -> CodedIndices:
+        _, r, unary_bits = RICE.cheapest_of(kept, first, [int(cost) for cost in costs])
+        head = np.full(1, r, np.uint8)
+        parts = [(head, head.size), *_rice(kernels, positions, r, unary_bits).parts]
+        return CodedIndices(STRIDED_RICE.wire_id, phase * STRIDE_UNIT + stride, parts)
+
+    return code
 
 
-def encode_indices(kernels: Any, indices: DeviceArray, count: int) -> CodedIndices:
-    """index_codings.encode_indices on the device."""
+def encode_indices(kernels: Any, indices: DeviceArray, count: int) -> Callable[[], CodedIndices]:
+    """index_codings.encode_indices on the device. What each way costs is launched at once; the host asks for it, and the way
+    is chosen, when what is returned is called."""
     kept = indices.size
-    rice_size, r, unary_bits = _cheapest(kernels, indices, count)
+    first = RICE.first(kept, count)
     parameters = kernels.scratch("parameters", -(-kept // RICE_GROUP), np.uint8)
-    low_bits, grouped_bits = kernels.group_parameters(indices, parameters)
-    width = kernels.largest_gap(indices).bit_length()
+    costs = kernels.rice_costs(indices, first)
+    group_bits = kernels.group_parameters(indices, parameters)
+    gap = kernels.largest_gap(indices)
 
-    def fixed() -> CodedIndices:
+    def fixed(width: int) -> CodedIndices:
         gaps = _zeroed(kernels, "lows", kept * width)
         kernels.fixed_encode(indices, width, gaps[0])
         return CodedIndices(FIXED.wire_id, width, [gaps])
 
-    def grouped() -> CodedIndices:
-        lows, unary = _zeroed(kernels, "lows", low_bits), _zeroed(kernels, "unary", grouped_bits)
+    def grouped(low_bits: int, unary_bits: int) -> CodedIndices:
+        lows, unary = _zeroed(kernels, "lows", low_bits), _zeroed(kernels, "unary", unary_bits)
         kernels.grouped_encode(indices, parameters, lows[0], unary[0])
-        pairs = np.append(parameters.copy_to_host(), np.zeros(parameters.size % 2, np.uint8))
+        pairs = np.append(kernels.read(parameters), np.zeros(parameters.size % 2, np.uint8))
         nibbles = pairs[0::2] | pairs[1::2] << np.uint8(4)
         return CodedIndices(GROUPED_RICE.wire_id, low_bits, [(nibbles, nibbles.size), lows, unary])
 
-    ways: list[tuple[int, int, Callable[[], CodedIndices]]] = [
-        (rice_size, RICE.wire_id, lambda: _rice(kernels, indices, r, unary_bits)),
-        (bytes_of(kept * width), FIXED.wire_id, fixed),
-        (bytes_of(4 * parameters.size) + bytes_of(low_bits) + bytes_of(grouped_bits), GROUPED_RICE.wire_id, grouped),
-    ]
-    return min(ways, key=lambda way: way[:2])[2]()
+    def code() -> CodedIndices:
+        rice_size, r, unary_bits = RICE.cheapest_of(kept, first, [int(cost) for cost in costs])
+        low_bits, grouped_bits = (int(bits) for bits in group_bits)
+        width = int(gap).bit_length()
+        ways: list[tuple[int, int, Callable[[], CodedIndices]]] = [
+            (rice_size, RICE.wire_id, lambda: _rice(kernels, indices, r, unary_bits)),
+            (bytes_of(kept * width), FIXED.wire_id, lambda: fixed(width)),
+            (
+                bytes_of(4 * parameters.size) + bytes_of(low_bits) + bytes_of(grouped_bits),
+                GROUPED_RICE.wire_id,
+                lambda: grouped(low_bits, grouped_bits),
+            ),
+        ]
+        return min(ways, key=lambda way: way[:2])[2]()
 
-
-def upload(kernels: Any, name: str, array: Any) -> DeviceArray:
-    there = kernels.scratch(f"received {name}", array.size, array.dtype)
-    there.copy_to_device(array)
-    return there
+    return code
 
 
 def _words(kernels: Any, name: str, part: ByteArray) -> DeviceArray:
-    return upload(kernels, name, words_of(part))
+    return kernels.upload(name, words_of(part))
 
 
 def _read_rice(kernels: Any, part: ByteArray, header: Header, places: DeviceArray) -> None:
@@ -234,7 +222,7 @@ def _read_grouped(kernels: Any, part: ByteArray, header: Header, places: DeviceA
     low_end = head + bytes_of(header.parameter)
     parameters = np.column_stack((part[:head] & 15, part[:head] >> 4)).ravel()[:groups]
     lows, unary = _words(kernels, "lows", part[head:low_end]), _words(kernels, "unary", part[low_end:])
-    kernels.grouped_decode(upload(kernels, "parameters", parameters), lows, unary, header.count, places)
+    kernels.grouped_decode(kernels.upload("parameters", parameters), lows, unary, header.count, places)
 
 
 def _read_fixed(kernels: Any, part: ByteArray, header: Header, places: DeviceArray) -> None:

@@ -1,0 +1,251 @@
+"""What runs in order on one stream of one device: launches, copies, and the scratch memory that they share.
+
+Rules
+- Each launch, memset and copy names its stream. It is the caller's (torch's current one), so what the caller has put
+  there runs before, and what it puts there later runs after.
+- Payloads cross to the host on a stream of their own, from an event of the caller's stream on.
+- A grid has no more blocks than are resident at once: that is asked for each kernel, once it is compiled.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any, cast
+
+import numpy
+import numpy.typing as npt
+
+from narrows.compression.cuda.jit import SIMULATED, THREADS, DeviceArray, cuda, devicearray, driver, np
+
+BLOCKS_PER_PROCESSOR = 8  # of a kernel that is not compiled yet: 2048 threads, all that a multiprocessor holds
+Allocate = Callable[[int], Any]
+
+
+FACTS = 64  # numbers of 64 bits that kernels leave for the host, from one `forget` to the next
+
+
+class Fact:
+    """An integer that a kernel makes. int() of it waits for the device, and knows from then on all that were made before: of
+    several, the host asks when the last one is launched, and waits once."""
+
+    def __init__(self, turn: "Turn", place: int) -> None:
+        self.turn, self.place = turn, place
+
+    def __int__(self) -> int:
+        if self.place >= self.turn.known:
+            self.turn.ask()
+        return int(self.turn.told[self.place])
+
+    __index__ = __int__
+
+
+class Turn:
+    """Facts of one time. `device`: int64[FACTS], zeros at first."""
+
+    def __init__(self, queue: "Queue", device: DeviceArray) -> None:
+        self.queue, self.device = queue, device
+        self.told: npt.NDArray[Any] = np.zeros(FACTS, np.int64)
+        self.made = self.known = 0
+
+    def ask(self) -> None:
+        if self.known < self.made:
+            self.told[: self.made] = self.queue.read(self.device[: self.made])
+            self.known = self.made
+
+
+class Last:
+    """The last value of an array: int() of it waits for the device, and should be asked for at once, or never."""
+
+    def __init__(self, queue: "Queue", array: DeviceArray) -> None:
+        self.queue, self.array = queue, array
+
+    def __int__(self) -> int:
+        return int(self.queue.read(self.array[self.array.size - 1 :])[0])
+
+    __index__ = __int__
+
+
+class Landing:
+    """Copies to pinned host memory under way."""
+
+    def __init__(self, event: Any) -> None:
+        self.event = event
+
+    def done(self) -> bool:
+        return SIMULATED or bool(self.event.query())
+
+    def wait(self) -> None:
+        """Until they are there; other threads of this process go on meanwhile."""
+        self.event.synchronize()
+
+
+class Queue:
+    """Of device `number`. Not for two threads at once.
+
+    allocate: makes arrays of so many bytes with a __cuda_array_interface__, so that memory comes from one pool, as torch's;
+    None: numba's. current: the stream of the caller, a CUstream; 0: the legacy default stream.
+    counts: launches, memsets, reads (which wait for the device), copies down and up, and waits, so far.
+    """
+
+    def __init__(
+        self, number: int = 0, allocate: Allocate | None = None, current: Callable[[], int] = lambda: 0
+    ) -> None:
+        self.number, self.current = number, current
+        self.allocate: Allocate = allocate or (lambda count: cuda.device_array(count, np.uint8))
+        self.counts: Counter[str] = Counter()
+        self.stream: Any = 0  # the legacy default stream
+        self._streams: dict[int, Any] = {0: 0}
+        self._current = 0
+        self._landing: Any = None
+        self._turn: Turn | None = None
+        self._scratch: dict[tuple[str, numpy.dtype[Any]], DeviceArray] = {}
+        self._blocks_max: dict[Any, int] = {}
+        self._resident = 2 if SIMULATED else 0
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """What this thread launches inside goes to this device, on the caller's stream: after what it has launched before, on
+        another stream too, for scratch is one."""
+        with cuda.gpus[self.number]:
+            stream = self.current()
+            if stream != self._current:
+                if stream not in self._streams:
+                    self._streams[stream] = cuda.external_stream(stream)
+                before, self.stream = self.stream, self._streams[stream]
+                self._current = stream
+                event = cuda.event()
+                event.record(before)
+                event.wait(self.stream)
+            yield
+
+    # Launches.
+
+    def launch(self, kernel: Any, count: int, per_block: int, *arguments: Any) -> None:
+        """On a grid for `count` items, of which a block takes `per_block` at a time; no more blocks than are resident."""
+        self.counts["launches"] += 1
+        blocks = max(1, min(-(-count // per_block), self._resident or self._blocks(kernel)))
+        kernel[blocks, THREADS, self.stream](*arguments)
+
+    def _blocks(self, kernel: Any) -> int:
+        known = self._blocks_max.get(kernel)
+        if known is not None:
+            return known
+        compiled = list(kernel.overloads.values())
+        if not compiled:  # its first launch compiles it
+            return BLOCKS_PER_PROCESSOR * int(cuda.get_current_device().MULTIPROCESSOR_COUNT)
+        self._blocks_max[kernel] = max(1, min(int(each.max_cooperative_grid_blocks(THREADS)) for each in compiled))
+        return self._blocks_max[kernel]
+
+    # Memory.
+
+    def view(self, array: Any) -> DeviceArray:
+        """numba's view of anything that has a __cuda_array_interface__, without a copy and without a wait."""
+        return array if devicearray.is_cuda_ndarray(array) else cuda.as_cuda_array(array, sync=False)
+
+    def empty(self, count: int, dtype: type[numpy.generic]) -> DeviceArray:
+        room = self.view(self.allocate(max(count, 1) * np.dtype(dtype).itemsize))
+        return room.view(dtype)[:count]
+
+    def zeros(self, count: int, dtype: type[numpy.generic]) -> DeviceArray:
+        array = self.empty(count, dtype)
+        self.zero(array)
+        return array
+
+    def scratch(self, name: str, count: int, dtype: type[numpy.generic]) -> DeviceArray:
+        """dtype[count], uninitialised, good until it is asked for again; it never shrinks.
+
+        Allocation may stop the device, so nothing is allocated once sizes have settled.
+        """
+        key = name, np.dtype(dtype)
+        array = self._scratch.get(key)
+        if array is None or array.size < count:
+            array = self._scratch[key] = self.empty(max(count + count // 8, 64), dtype)
+        return array[:count]
+
+    def zero(self, array: DeviceArray) -> None:
+        if array.size:
+            self.counts["memsets"] += 1
+            driver.device_memset(array, 0, array.nbytes, stream=self.stream)
+
+    def copy(self, source: DeviceArray, target: DeviceArray) -> None:
+        if source.size:
+            self.counts["device copies"] += 1
+            target.copy_to_device(source, stream=self.stream)
+
+    # To the host and back.
+
+    def pinned(self, count: int) -> npt.NDArray[numpy.uint8]:
+        """Host memory that the device writes to directly; page-locking takes milliseconds, so keep it."""
+        return cast(npt.NDArray[numpy.uint8], cuda.pinned_array(count, np.uint8))
+
+    def read(self, array: DeviceArray) -> npt.NDArray[Any]:
+        """A copy on the host; waits for all that this stream was given."""
+        self.counts["reads"] += 1
+        host = array.copy_to_host(stream=self.stream)
+        if self.stream:
+            self.stream.synchronize()
+        return cast(npt.NDArray[Any], host)
+
+    def facts(self, count: int, dtype: type[numpy.generic] = numpy.int64) -> tuple[DeviceArray, list[Fact]]:
+        """Zeros for a kernel to write to, int64[count], or uint32[1], and what it leaves there."""
+        if self._turn is None or self._turn.made + count > FACTS:
+            self.forget()
+        turn = cast(Turn, self._turn)
+        begin, turn.made = turn.made, turn.made + count
+        array = turn.device[begin : begin + count].view(dtype)[:count]
+        return array, [Fact(turn, begin + i) for i in range(count)]
+
+    def forget(self) -> None:
+        """Room for FACTS facts again, with one memset."""
+        if self._turn is not None:
+            self._turn.ask()  # of any that the host still wants to know
+        device = self.scratch("facts", FACTS, np.int64)
+        self.zero(device)
+        self._turn = Turn(self, device)
+
+    def last(self, array: DeviceArray) -> Last:
+        return Last(self, array)
+
+    def upload(self, name: str, host: npt.NDArray[Any]) -> DeviceArray:
+        """A copy of `host` in scratch memory; `host` may be changed at once."""
+        there = self.scratch(f"received {name}", host.size, host.dtype.type)
+        if host.size:
+            self.counts["copies up"] += 1
+            there.copy_to_device(host, stream=self.stream)
+            if self.stream:
+                self.stream.synchronize()  # numba does not keep pageable memory for the copy
+        return there
+
+    def load(self, host: npt.NDArray[Any], target: DeviceArray) -> None:
+        """target = host, float for float; `host` may be changed at once."""
+        if host.size:
+            self.counts["copies up"] += 1
+            target.copy_to_device(host, stream=self.stream)
+            if self.stream:
+                self.stream.synchronize()
+
+    def fetch(self, sources: Sequence[DeviceArray], targets: Sequence[npt.NDArray[numpy.uint8]]) -> Landing:
+        """Starts copies to pinned host memory, after all that this stream was given so far, beside what it is given next."""
+        self.counts["copies down"] += len(sources)
+        ready, landed = cuda.event(), cuda.event()
+        ready.record(self.stream)
+        stream = self._landing_stream()
+        ready.wait(stream)
+        for source, target in zip(sources, targets, strict=True):
+            source.copy_to_host(target, stream=stream)
+        landed.record(stream)
+        return Landing(landed)
+
+    def _landing_stream(self) -> Any:
+        """It does not wait for the legacy default stream, nor that for it."""
+        if self._landing is None:
+            if SIMULATED:
+                self._landing = cuda.stream()
+            else:
+                bindings = import_module("cuda.bindings.driver")
+                error, handle = bindings.cuStreamCreate(bindings.CUstream_flags.CU_STREAM_NON_BLOCKING)
+                if error != bindings.CUresult.CUDA_SUCCESS:
+                    raise RuntimeError(f"the GPU gave no stream: {error.name}")
+                self._landing = cuda.external_stream(int(handle))
+        return self._landing

@@ -1,0 +1,48 @@
+"""The scan of tile totals, shared by compaction and Rice coding."""
+
+from narrows.compression.cuda.jit import THREADS, DeviceArray, Written, block_scan, cuda, kernel, np
+from narrows.compression.cuda.queue import Queue
+
+SCAN_ITEMS = 8
+SCAN_CHUNK = THREADS * SCAN_ITEMS
+
+
+@kernel
+def scan_chunks(totals: Written, sums: Written) -> None:
+    """An exclusive scan of each chunk of totals, in place; the chunk's sum to sums."""
+    for chunk in range(cuda.blockIdx.x, sums.size, cuda.gridDim.x):
+        begin = chunk * SCAN_CHUNK + cuda.threadIdx.x * SCAN_ITEMS
+        end = min(begin + SCAN_ITEMS, totals.size)
+        own = np.uint64(0)
+        for j in range(begin, end):
+            own += totals[j]
+        before, total = block_scan(own)
+        for j in range(begin, end):
+            value = totals[j]
+            totals[j] = before
+            before += value
+        if cuda.threadIdx.x == 0:
+            sums[chunk] = total
+
+
+@kernel
+def shift_chunks(totals: Written, sums: DeviceArray) -> None:
+    for i in range(cuda.grid(1), totals.size, cuda.gridsize(1)):
+        totals[i] += sums[i // SCAN_CHUNK]
+
+
+def scan(queue: Queue, totals: DeviceArray, level: int = 0) -> None:
+    """totals[i] = the sum of totals[:i], for uint64 of any number: chunks, then the sums of the chunks, and so on."""
+    chunks = -(-totals.size // SCAN_CHUNK)
+    sums = queue.scratch(f"sums of level {level}", chunks, np.uint64)
+    queue.launch(scan_chunks, chunks, 1, totals, sums)
+    if chunks > 1:
+        scan(queue, sums, level + 1)
+        queue.launch(shift_chunks, totals.size, THREADS, totals, sums)
+
+
+def tile_totals(queue: Queue, tiles: int, name: str = "totals") -> DeviceArray:
+    """uint64[tiles + 1] for a kernel that writes one total a tile; after `scan` the last entry is the sum of all."""
+    totals = queue.scratch(name, tiles + 1, np.uint64)
+    queue.zero(totals[tiles:])
+    return totals

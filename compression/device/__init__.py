@@ -1,0 +1,13 @@
+"""narrows.compression.device: error feedback and coding where the arrays are, on a GPU.
+
+kernels = kernels_for("cuda:0")
+feedback = DeviceErrorFeedback(kernels, parse("topk:0.01+int8"), count)
+payload = feedback.encode(update)            # a tensor of the device
+accumulate(kernels, payload, weight, state)
+"""
+
+from narrows.compression.device.feedback import DeviceErrorFeedback, accumulate, add_raw, decode
+from narrows.compression.device.kernels import kernels_for
+from narrows.compression.device.staging import Staging
+
+__all__ = ["DeviceErrorFeedback", "Staging", "accumulate", "add_raw", "decode", "kernels_for"]

@@ -1,0 +1,133 @@
+"""Where the arrays of a child of a server live, and what is done with them there: on a device.
+
+Rules
+- Arrays are what `zeros` makes, such as torch's tensors, and slices of them. Their bytes come and go as payloads; nothing else
+  crosses PCIe but what is asked for by name (`host`, `load`, `sampled`, `any`).
+- One thread uses it: what another has received stays bytes of the host until this one takes it.
+"""
+
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from narrows.compression import ErrorFeedback, codecs, parse, warm_up_updates
+from narrows.compression.buffers import FloatArray
+from narrows.compression.codecs import CODED, RAW, Piece, PieceLike, coded_piece
+from narrows.compression.compressor import Compressor
+from narrows.compression.device.feedback import DeviceErrorFeedback, accumulate, add_raw, decode
+from narrows.compression.device.staging import Staging
+from narrows.compression.home import Cuts, Feedback
+from narrows.compression.payload import raw_values
+
+A = TypeVar("A")
+
+
+class DeviceHome(Generic[A]):
+    """See Home. zeros(count): a new array, float32[count], of these kernels' device."""
+
+    def __init__(self, kernels: Any, zeros: Callable[[int], A], name: str) -> None:
+        self.kernels, self.zeros, self.name = kernels, zeros, name
+        self.staging = Staging(kernels)
+
+    def empty(self, count: int) -> A:
+        return self.zeros(count)
+
+    def feedback(self, compressor: Compressor, count: int, seed: int) -> Feedback[A]:
+        made: Any = DeviceErrorFeedback(self.kernels, compressor, count, seed=seed, staging=self.staging)
+        return cast(Feedback[A], made)
+
+    def copy(self, source: A, out: A) -> None:
+        with self.kernels.active():
+            self.kernels.copy(self._view(source), self._view(out))
+
+    def sum(self, a: A, b: A) -> A:
+        out = self.zeros(self._view(a).size)
+        self.copy(a, out)
+        self.add_scaled(b, 1.0, out)
+        return out
+
+    def add_scaled(self, values: A, weight: float, out: A) -> None:
+        with self.kernels.active():
+            values, target = self._view(values), self._view(out)
+            if target.size:
+                self.kernels.add_as("fp32", (values,), np.float32(weight), target)
+
+    def add(self, piece: PieceLike, weight: float, out: A, origin: int) -> None:
+        adds = {RAW: add_raw, CODED: accumulate}.get(piece.codec)
+        if adds is not None:
+            adds(self.kernels, piece.payload, weight, self._view(out)[piece.begin - origin : piece.end - origin])
+
+    def put(self, piece: PieceLike, out: A, origin: int) -> None:
+        target = self._view(out)[piece.begin - origin : piece.end - origin]
+        with self.kernels.active():
+            if piece.codec == RAW:
+                self.kernels.load(raw_values(piece.payload, piece.end - piece.begin), target)
+                return
+            self.kernels.zero(target)
+        self.add(piece, 1.0, out, origin)
+
+    def raw_pieces(self, values: A, origin: int, cuts: Cuts) -> list[Piece]:
+        """Copies, in page-locked memory that stays as it is as long as a piece is there."""
+        with self.kernels.active():
+            bits = self._view(values).view(np.uint8)
+            raw = self.staging.lend(bits.size)
+            if bits.size:
+                self.kernels.fetch([bits], [np.frombuffer(raw, np.uint8)]).wait()
+        return [Piece(RAW, begin, end, raw[4 * (begin - origin) : 4 * (end - origin)]) for begin, end in cuts]
+
+    def places(self, positions: npt.NDArray[np.int64]) -> Any:
+        with self.kernels.active():
+            there = self.kernels.empty(positions.size, np.uint32)
+            self.kernels.load(positions.astype(np.uint32), there)
+        return there
+
+    def sampled(self, values: A, places: Any) -> npt.NDArray[np.float64]:
+        with self.kernels.active():
+            taken = self.kernels.scratch("sampled", places.size, np.uint32)
+            if places.size:
+                self.kernels.take(self._view(values).view(np.uint32), places, taken)
+            found: FloatArray = self.kernels.read(taken).view(np.float32)
+        return found.astype(np.float64)
+
+    def any(self, values: A) -> bool:
+        with self.kernels.active():
+            view = self._view(values)
+            return bool(view.size and int(self.kernels.largest_key(view)))
+
+    def host(self, values: A) -> FloatArray:
+        with self.kernels.active():
+            found: FloatArray = self.kernels.read(self._view(values))
+        return found
+
+    def load(self, values: FloatArray, out: A) -> None:
+        with self.kernels.active():
+            self.kernels.load(values, self._view(out))
+
+    def warm_up(self) -> None:
+        """Compiles every kernel of the device, which takes seconds: before a run waits for this worker. RuntimeError where they
+        do not compute what the CPU's do."""
+        count = 1 << 16
+        update, out, wanted = self.zeros(count), self.zeros(count), np.zeros(count, np.float32)
+        for spec, values in warm_up_updates(count):
+            self.load(values, update)
+            payload = self.feedback(parse(spec), count, 0).encode(update)
+            decode(self.kernels, payload, out)
+            accumulate(self.kernels, payload, 0.5, out)
+            if payload != ErrorFeedback(parse(spec), count).encode(values):
+                raise RuntimeError(f"this device codes {spec} otherwise than the CPU")
+        for piece in self.raw_pieces(update, 0, [(0, count)]):
+            self.add(piece, 0.5, out, 0)
+            codecs.put(coded_piece(payload, 0, count), 1.0, wanted, 0)
+            codecs.add(coded_piece(payload, 0, count), 0.5, wanted, 0)
+            codecs.add(piece, 0.5, wanted, 0)
+        places = np.arange(0, count, 7)
+        if (
+            self.host(out).tobytes() != wanted.tobytes()
+            or (self.sampled(out, self.places(places)) != wanted[places]).any()
+        ):
+            raise RuntimeError("this device adds otherwise than the CPU")
+
+    def _view(self, array: Any) -> Any:
+        return self.kernels.view(array)

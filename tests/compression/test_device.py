@@ -1,0 +1,176 @@
+"""What a worker does on a GPU, but for the GPU's own kernels: torch tensors of the CPU, real sizes, the host's kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from narrows import compression
+from narrows.compression import ErrorFeedback, NonFiniteError, PayloadError, parse
+from narrows.compression.device import DeviceErrorFeedback, Staging, accumulate, add_raw, decode, kernels_for
+from narrows.compression.device.home import DeviceHome
+from narrows.compression.device.host import HostKernels
+
+SPECS = (
+    *("dense", "fp16", "bf16", "int8", "int8:stochastic", "int4", "2bit", "sign", "uint8minmax", "sign+lz4"),
+    *("topk:0.01", "topk:0.01+int8", "topk:0.05+int8+lz4", "mstopk:0.02+int4", "topk:64/4096+2bit", "topk:0.5+fp16"),
+    *("randk:0.05+bf16", "cycle:0.15+sign", "cycle:0.3/0.2+sign", "threshold:1.5+int8"),
+)
+SIZES = (1, 64, 65, 4097, 300_001)
+STEPS = 3
+
+
+def updates_of(count: int) -> Iterator[torch.Tensor]:
+    """With few values that are not zero in the last, so that indices are clustered."""
+    for step in range(STEPS):
+        update = torch.from_numpy(np.random.default_rng(step).standard_normal(count, dtype=np.float32))
+        if step == STEPS - 1:
+            update[torch.arange(count) // 64 % 7 != 3] = 0
+        yield update
+
+
+@pytest.mark.parametrize("count", SIZES)
+@pytest.mark.parametrize("spec", SPECS)
+def test_payloads_residuals_and_sums_are_the_cpus(spec: str, count: int) -> None:
+    for decay in (1.0, 0.9):
+        kernels = kernels_for("host")
+        ours = DeviceErrorFeedback(kernels, parse(spec), count, decay=decay, seed=3)
+        theirs = ErrorFeedback(parse(spec), count, decay=decay, seed=3)
+        for update in updates_of(count):
+            payload = ours.encode(update)
+            assert payload == theirs.encode(update.numpy())
+            mine, yours = ours.state_dict(), theirs.state_dict()
+            assert mine.keys() == yours.keys()
+            assert all(mine[name].tobytes() == yours[name].tobytes() for name in yours)
+            got, want = torch.ones(count), np.ones(count, np.float32)
+            accumulate(kernels, payload, 0.3, got)
+            compression.accumulate(payload, 0.3, want)
+            assert got.numpy().tobytes() == want.tobytes()
+            decode(kernels, payload, got)
+            compression.decode(payload, want)
+            assert got.numpy().tobytes() == want.tobytes()
+
+
+def test_another_compressor_takes_the_residual_over() -> None:
+    """As `auto` changes it, from lossy to lossless and back."""
+    kernels, count = kernels_for("host"), 5000
+    ours, theirs = DeviceErrorFeedback(kernels, parse("topk:0.02"), count), ErrorFeedback(parse("topk:0.02"), count)
+    for spec in ("int8", "dense", "dense", "fp16", "topk:0.1+int8", "dense"):
+        for update in updates_of(count):
+            assert ours.encode(update) == theirs.encode(update.numpy())
+        ours.change(parse(spec))
+        theirs.change(parse(spec))
+        assert b"".join(ours.encode_parts(update)) == theirs.encode(update.numpy())
+
+
+def test_a_payload_stays_as_it_is_while_anyone_holds_it() -> None:
+    """The tenth update goes out while the first is still being sent, or is sent again."""
+    kernels, count = kernels_for("host"), 3000
+    feedback = DeviceErrorFeedback(kernels, parse("topk:0.1+int8"), count)
+    payloads, copies = [], []
+    for step in range(10):
+        update = torch.from_numpy(np.random.default_rng(step).standard_normal(count, dtype=np.float32))
+        payloads.append(feedback.encode(update)[4:])  # a slice, as a message of several frames has
+        copies.append(bytes(payloads[-1]))
+    assert payloads == copies
+
+
+def test_what_nobody_holds_is_lent_again() -> None:
+    staging = Staging(kernels_for("host"))
+    first = staging.lend(1000)
+    kept = first[10:20]
+    address = np.frombuffer(first, np.uint8).ctypes.data
+    del first
+    second = staging.lend(1000)
+    assert np.frombuffer(second, np.uint8).ctypes.data != address  # a slice holds it
+    del kept
+    assert np.frombuffer(staging.lend(900), np.uint8).ctypes.data == address
+    for size in (1000, 5000, 30, 7000):
+        assert len(staging.lend(size)) == size
+    assert len(staging.free) <= 4
+
+
+@pytest.mark.parametrize("spec", ["topk:0.1+int8", "randk:0.1", "cycle:0.2+sign", "int8", "2bit", "topk:4/100+2bit"])
+def test_what_is_not_finite_is_named_and_changes_nothing(spec: str) -> None:
+    kernels, count = kernels_for("host"), 2000
+    ours, theirs = DeviceErrorFeedback(kernels, parse(spec), count), ErrorFeedback(parse(spec), count)
+    good, *_ = updates_of(count)
+    ours.encode(good)
+    theirs.encode(good.numpy())
+    before = ours.state_dict()["residual"].tobytes()
+    for places, value in (((1999,), np.nan), ((0, 7), np.inf), ((3, 1000, 1001), -np.inf)):
+        bad = good.clone()
+        bad[list(places)] = value
+        with pytest.raises(NonFiniteError) as error:
+            ours.encode(bad)
+        with pytest.raises(NonFiniteError) as wanted:
+            theirs.encode(bad.numpy())
+        assert str(error.value) == str(wanted.value)
+        assert ours.state_dict()["residual"].tobytes() == before
+
+
+def test_bytes_that_are_no_payload_change_nothing() -> None:
+    kernels, out = kernels_for("host"), torch.ones(100)
+    payload = bytes(ErrorFeedback(parse("topk:0.9+int8"), 100).encode(np.arange(100, dtype=np.float32)))
+    for spoiled in (payload[:-1], b"", payload + b"\0"):
+        with pytest.raises(PayloadError):
+            accumulate(kernels, spoiled, 1.0, out)
+        with pytest.raises(PayloadError):
+            decode(kernels, spoiled, out)
+    with pytest.raises(PayloadError, match="100 raw values are 400 bytes, not 399"):
+        add_raw(kernels, bytes(399), 1.0, out)
+    assert bool((out == 1.0).all())
+
+
+def test_raw_values_are_added_as_on_the_cpu() -> None:
+    kernels, values = kernels_for("host"), np.random.default_rng(0).standard_normal(1001, dtype=np.float32)
+    got, want = torch.ones(1001), np.ones(1001, np.float32)
+    add_raw(kernels, values.data, 0.3, got)
+    compression.add_raw(values.data, 0.3, want)
+    assert got.numpy().tobytes() == want.tobytes()
+
+
+class Watched(HostKernels):
+    """Knows what was asked of it."""
+
+    def __getattribute__(self, name: str) -> Any:
+        object.__getattribute__(self, "__dict__").setdefault("asked", set()).add(name)
+        return super().__getattribute__(name)
+
+
+def test_a_warm_up_reaches_every_kernel_that_is_used() -> None:
+    """By the SPECs of all tests here."""
+    warm, used = Watched(), Watched()
+    DeviceHome(warm, torch.zeros, "host").warm_up()
+    for spec in SPECS:
+        feedback = DeviceErrorFeedback(used, parse(spec), 70_001)
+        for update in updates_of(70_001):
+            accumulate(used, feedback.encode(update), 0.3, torch.ones(70_001))
+    assert used.asked - warm.asked <= {"asked"}
+
+
+class Wrong(HostKernels):
+    """In the last bit of what is added."""
+
+    def scatter_add_as(self, name: str, coded: Any, indices: Any, weight: Any, out: Any) -> None:
+        super().scatter_add_as(name, coded, indices, np.float32(weight) * np.float32(1 + 2**-23), out)
+
+
+def test_a_device_that_computes_something_else_is_not_used() -> None:
+    with pytest.raises(RuntimeError, match=r"this device \w+ .*otherwise than the CPU"):
+        DeviceHome(Wrong(), torch.zeros, "wrong").warm_up()
+
+
+def test_an_array_that_is_none_of_a_devices_is_refused() -> None:
+    feedback = DeviceErrorFeedback(kernels_for("host"), parse("topk:0.1"), 100)
+    for wrong in (torch.zeros(100, dtype=torch.float64), torch.zeros(10, 10), torch.zeros(200)[::2]):
+        with pytest.raises(TypeError, match="contiguous 1-D float32 array on the device"):
+            feedback.encode(wrong)
+    with pytest.raises(ValueError, match="update has 99 values; this stream has 100"):
+        feedback.encode(torch.zeros(99))
+    with pytest.raises(RuntimeError, match="there are no kernels for mps"):
+        kernels_for("mps")

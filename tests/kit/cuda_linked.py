@@ -1,0 +1,152 @@
+"""What compilers make of each CUDA kernel, on machines without a GPU: PTX, and registers and shared memory of the machine code.
+
+cd tests; python -m kit.cuda_linked          the table of docs/design/kernels.md
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+import types as std
+import warnings
+from importlib import import_module
+from typing import Any, NamedTuple
+from unittest import mock
+
+from narrows.compression.cuda import grouped, levels, random, rice, scans, select, values
+
+types = import_module("numba.cuda.types")
+ARCHS = ((8, 0), (9, 0), (10, 0))
+THREADS = 256
+
+I8, U8, U16, U32, U64, I64, F32 = (
+    types.Array(scalar, 1, "C")
+    for scalar in (types.int8, types.uint8, types.uint16, types.uint32, types.uint64, types.int64, types.float32)
+)
+N, W, B = types.int64, types.float32, types.boolean
+SUMS = types.Tuple((F32, W, F32, F32))
+CODED = {
+    "FP32": (F32,), "FP16": (U16,), "BF16": (U16,), "INT8": (U16, I8), "INT4": (U16, U8),
+    "SIGN": (U16, U8), "TWO_BIT": (U8, U8, U8), "UINT8_MINMAX": (F32, U8),
+}  # fmt: skip
+
+SIGNATURES: dict[Any, dict[str, tuple[Any, ...]]] = {
+    scans: {"scan_chunks": (U64, U64), "shift_chunks": (U64, U64)},
+    random: {
+        "draw_words": (N, N, N, U32),
+        "draw_strata": (N, N, N, N, U32),
+        "write_strided": (N, N, N, U32),
+        "stretch_indices": (N, N, U32),
+    },
+    select: {
+        "sample_bits": (types.Tuple((U32,)), N, U32, B),
+        "sample_sum": (SUMS, N, U32, B),
+        "mark_bits": (types.Tuple((U32,)), N, N, N, U32, U64, B),
+        "mark_sum": (SUMS, N, N, N, U32, U64, B),
+        "emit": (U32, N, N, U32, U64, U32, U32),
+        "histogram": (U32, N, N, N, I64, I64, B),
+        "pick": (I64, N, N, I64),
+        "gather": (U32, U32, U32),
+        "mask_keys": (U32, N, U32),
+        "block_thresholds": (U32, N, N, U32, U32, U64),
+        "emit_blocks": (U32, N, U32, U32, U64, U32, U32),
+        "sum_into": (SUMS, B),
+    },
+    rice: {
+        "cost_sums": (U32, N, I64),
+        "pack_lows": (U32, N, N, U32),
+        "total_highs": (U32, N, U64),
+        "set_ones": (U32, N, U64, U32),
+        "sum_codes": (U32, U32, N, N, I64),
+        "total_ones": (U32, U64),
+        "emit_codes": (U32, N, U64, U32),
+        "total_lows": (U32, N, N, U64),
+        "add_lows": (U32, N, B, U64, U32),
+        "find_largest_gap": (U32, U32),
+    },
+    grouped: {
+        "choose_parameters": (U32, U8, I64),
+        "count_low_words": (U8, U64),
+        "total_groups": (U32, U8, U64),
+        "pack_groups": (U32, U8, U64, U64, U32, U32),
+        "total_gaps": (U8, U64, U32, U32, U64),
+        "emit_groups": (U8, U64, U32, U32, U64, U32),
+    },
+    values: {
+        "find_largest": (F32, U32, B),
+        "fp16_codes": (F32, U16, U32, B),
+        "bf16_codes": (F32, U16, U32, B),
+        "int8_codes": (F32, B, N, N, U16, I8, U32, B),
+        "int4_codes": (F32, B, N, N, U16, U8, U32, B),
+    },
+    levels: {
+        "pack_plane": (F32, N, B, U8),
+        "sign_codes": (F32, U16, U8, U32),
+        "two_bit_codes": (F32, U8, U8, U8, U32),
+        "minmax_codes": (F32, F32, U8, U32),
+    },
+}
+for coding, arrays in CODED.items():
+    module = values if hasattr(values, coding) else levels
+    coded = types.Tuple(arrays)
+    SIGNATURES[module] |= {
+        f"{coding}.decode": (coded, F32, B),
+        f"{coding}.add": (coded, W, F32, B),
+        f"{coding}.scatter_add": (coded, U32, W, F32, B),
+    }
+CASES = [(module, name) for module, names in SIGNATURES.items() for name in names]
+
+
+class Linked(NamedTuple):
+    registers: int
+    stack: int  # bytes of a thread, in local memory
+    shared: int  # bytes of a block
+
+    @property
+    def resident(self) -> int:
+        """Blocks of THREADS that the registers of a multiprocessor, 65,536 by eights a thread, have room for; at most 8."""
+        return min(8, 65536 // (THREADS * -(-self.registers // 8) * 8))
+
+
+def ptx_of(module: Any, name: str, arch: tuple[int, int]) -> str:
+    """numba-cuda takes a kernel's target as an argument, but asks the driver for that of the functions it calls."""
+    device, function = std.SimpleNamespace(compute_capability=arch), operator.attrgetter(name)(module).py_func
+    with warnings.catch_warnings(), mock.patch("numba.cuda.dispatcher.get_current_device", return_value=device):
+        warnings.simplefilter("ignore")
+        ptx, _ = import_module("numba.cuda").compile_ptx(function, SIGNATURES[module][name], cc=arch)
+    return str(ptx)
+
+
+def linked(ptx: str, arch: tuple[int, int]) -> Linked:
+    nvjitlink: Any = import_module("cuda.bindings.nvjitlink")
+    handle = nvjitlink.create(3, [f"-arch=sm_{arch[0]}{arch[1]}", "-verbose", "-Xptxas=-v"])
+    try:
+        source = ptx.encode() + b"\0"
+        nvjitlink.add_data(handle, nvjitlink.InputType.PTX, source, len(source), "kernel")
+        nvjitlink.complete(handle)
+        log = bytearray(nvjitlink.get_info_log_size(handle))
+        nvjitlink.get_info_log(handle, log)
+    finally:
+        nvjitlink.destroy(handle)
+    text = log.decode(errors="replace")
+    found = re.search(r"used (\d+) registers, .*?(\d+) stack, (?:(\d+) bytes smem, )?.*?(\d+) bytes lmem", text)
+    assert found is not None, text
+    registers, stack, shared, local = (int(number or 0) for number in found.groups())
+    return Linked(registers, stack + local, shared)
+
+
+def table() -> str:
+    lines = [
+        "| kernel | registers: sm_80 | sm_90 | sm_100 | shared, bytes | resident blocks |",
+        "|---|---|---|---|---|---|",
+    ]
+    for module, name in CASES:
+        each = [linked(ptx_of(module, name, arch), arch) for arch in ARCHS]
+        file = module.__name__.rpartition(".")[2]
+        registers = " | ".join(str(one.registers) for one in each)
+        lines.append(f"| {file}.`{name}` | {registers} | {each[1].shared} | {each[1].resident} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table())

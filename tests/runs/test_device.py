@@ -1,0 +1,277 @@
+"""A worker whose arrays live on a device computes and sends what one on the host does, bit for bit. Torch's tensors on the CPU
+stand for a device's, and the CPU's kernels for its own; all else is what runs on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from kit.in_process import Cluster, store_of
+from kit.scripts import Run, build, flat, loss_of, run, seeded, tree
+from torch import nn
+
+from narrows.compression import parse
+from narrows.compression.device.home import DeviceHome
+from narrows.compression.home import HOST
+from narrows.protocols.errors import NarrowsError
+from narrows.protocols.settings import Settings
+from narrows.worker import DistributedOptimizer, engine
+from narrows.worker.device import home_of
+from narrows.worker.engine import Engine
+from narrows.worker.flat import FlatModel
+from narrows.worker.updates import Updates
+
+SPECS = ("dense", "topk:0.05+int8", "cycle:0.15+sign", "topk:64/4096+2bit", "mstopk:0.01")
+STEPS = 50
+MODES: dict[str, dict[str, Any]] = {
+    "bsp": {"sync": "bsp"},
+    "bsp, updates": {"sync": "bsp", "push": "update"},
+    "ssp": {"sync": "ssp", "staleness": 2},
+    "async": {"sync": "async"},
+    "local": {"sync": "local", "local_steps": 4},
+    "fragments": {"sync": "local", "local_steps": 4, "fragments": 2, "merge_delay": 1, "merge_alpha": 0.5},
+}
+At = Callable[[int, "Script"], None]
+
+
+class Script:
+    """One worker, stepped from outside. What it holds after a step is what is compared."""
+
+    def __init__(self, started: Run, worker: int, make: Callable[[], nn.Module] = build) -> None:
+        self.started, self.worker = started, worker
+        started.become(worker)
+        self.model = make()
+        self.optimizer = DistributedOptimizer(torch.optim.SGD(self.model.parameters(), lr=0.05), self.model)
+        assert self.optimizer._engine is not None
+        self.engine: Engine = self.optimizer._engine
+
+    def step(self, number: int) -> None:
+        self.started.become(self.worker)
+        self.optimizer.zero_grad()
+        loss_of(self.model, number, self.worker, len(self.started.sessions)).backward()
+        self.optimizer.step()
+
+    def state(self) -> bytes:
+        sync: Any = self.engine.sync
+        left = sync.residual()
+        return flat(self.model).tobytes() + (b"" if left is None else left.tobytes()) + repr(sync.merging).encode()
+
+
+def trace(started: Run, barrier: bool, at: At, make: Callable[[], nn.Module]) -> list[bytes]:
+    """What all workers hold after each step, and the servers at the end. Workers take turns in one thread, so that nothing
+    depends on who is faster; at a barrier, where each waits for all, they have threads, and nothing does."""
+    scripts = started.together(lambda worker: Script(started, worker, make))  # where each waits for all
+
+    def work(worker: int) -> list[bytes]:
+        held = []
+        for number in range(STEPS):
+            scripts[worker].step(number)
+            at(number, scripts[worker])
+            held.append(scripts[worker].state())
+        return held
+
+    if barrier:
+        seen = [each for held in started.together(work) for each in held]
+    else:
+        seen = []
+        for number in range(STEPS):
+            for script in scripts:
+                script.step(number)
+                at(number, script)
+            seen += [script.state() for script in scripts]
+    servers = [server for cluster in started.clusters for server in cluster.servers]
+    return seen + [store_of(server).x.tobytes() for server in servers]
+
+
+def nothing(number: int, script: Script) -> None:
+    """Happens."""
+
+
+def same_on_a_device(
+    monkeypatch: pytest.MonkeyPatch,
+    settings: Settings,
+    levels: int = 1,
+    at: At = nothing,
+    make: Callable[[], nn.Module] = build,
+) -> None:
+    traces = []
+    for where in ("host", "device"):
+        monkeypatch.setenv("NARROWS_ARRAYS", where)
+        barrier = settings.validated().mode().barrier
+        if levels == 1:
+            with run(settings) as started:
+                traces.append(trace(started, barrier, at, make))
+                on_device = [isinstance(cast(Any, each.engine).home, DeviceHome) for each in started.sessions]
+                assert set(on_device) == {where == "device"}
+            continue
+        root = Cluster(Settings(sync="ssp", staleness=1, compress=settings.compress, workers=1, shards=1))
+        with tree(root, Cluster(settings, root, "cluster0")) as started:
+            traces.append(trace(started, barrier, at, make))
+    host, device = traces
+    assert len(host) == len(device)
+    assert [i for i, (mine, yours) in enumerate(zip(device, host, strict=True)) if mine != yours] == []
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_is_the_same_on_a_device(mode: str, spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    same_on_a_device(monkeypatch, Settings(**MODES[mode], compress=spec, workers=2, shards=2))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_below_another_server_too(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    same_on_a_device(monkeypatch, Settings(**MODES[mode], compress="topk:0.05+int8", workers=2, shards=1), levels=2)
+
+
+def rejoins(number: int, script: Script) -> None:
+    """The first worker's lease runs out in the middle, and it joins again with its residual."""
+    if number == STEPS // 2 and script.worker == 0:
+        script.started.expire(0)
+
+
+def resumes(number: int, script: Script) -> None:
+    """From its own file."""
+    if number == STEPS // 2:
+        script.optimizer.load_state_dict(script.optimizer.state_dict())
+
+
+def changes(number: int, script: Script) -> None:
+    """As `auto` does, from lossy to lossless and back."""
+    specs = {10: "int8", 20: "dense", 30: "topk:0.2"}
+    sync = script.engine.sync
+    if number in specs and isinstance(sync, Updates):
+        for replica in sync.shards.replicas:
+            for _, feedback in replica.feedbacks:
+                feedback.change(parse(specs[number]))
+
+
+def evaluates(number: int, script: Script) -> None:
+    """Shows the shared model and the own one again."""
+    if number % 10 == 3:
+        before = flat(script.model)
+        with script.optimizer.shared():
+            pass
+        assert flat(script.model).tobytes() == before.tobytes()
+
+
+def moves(number: int, script: Script) -> None:
+    """The script gives a parameter other memory than we had it in."""
+    if number == 20:
+        parameter = next(script.model.parameters())
+        parameter.data = parameter.data.clone()
+
+
+@pytest.mark.parametrize("at", [rejoins, resumes, changes, evaluates, moves])
+@pytest.mark.parametrize("mode", ["ssp", "async"])
+def test_whatever_happens_meanwhile(mode: str, at: At, monkeypatch: pytest.MonkeyPatch) -> None:
+    same_on_a_device(monkeypatch, Settings(**MODES[mode], compress="topk:0.05+int8", workers=2, shards=2), at=at)
+
+
+class Mixed(nn.Module):
+    """Parameters that cannot be views of one tensor: of another dtype, with other strides, of a recurrent layer."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.first = kind, nn.Linear(9, 12)
+        self.middle: nn.Module = nn.GRU(12, 12) if kind == "recurrent" else nn.Linear(12, 12)
+        self.last = nn.Linear(12, 5)
+        if kind == "strided":
+            self.first.weight.data = self.first.weight.data.T.contiguous().T
+        elif kind != "recurrent":
+            self.middle.to(getattr(torch, kind))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.first(x)).to(next(self.middle.parameters()).dtype)
+        hidden = self.middle(hidden)[0] if self.kind == "recurrent" else self.middle(hidden)
+        out: torch.Tensor = self.last(hidden.float())
+        return out
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float64", "strided", "recurrent"])
+def test_parameters_of_any_kind(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings(sync="ssp", compress="topk:0.05+int8", workers=2, shards=2)
+    same_on_a_device(monkeypatch, settings, make=lambda: seeded(lambda: Mixed(kind)))
+
+
+def test_one_worker_on_a_device_and_one_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    traces = []
+    for wanted in (["host", "host"], ["host", "device"]):
+        here = list(wanted)
+
+        def chosen(flat: FlatModel, why_host: str, here: list[str] = here) -> tuple[Any, str]:
+            return home_of(flat, why_host) if here.pop() == "device" else (HOST, "")
+
+        monkeypatch.setenv("NARROWS_ARRAYS", "device")
+        monkeypatch.setattr(engine, "home_of", chosen)
+        with run(Settings(sync="bsp", push="update", compress="topk:0.1+int8", workers=2)) as started:
+            traces.append(trace(started, True, nothing, build))
+            homes = [cast(Any, each.engine).home for each in started.sessions]
+            assert sum(isinstance(home, DeviceHome) for home in homes) == wanted.count("device")
+    assert traces[0] == traces[1]
+
+
+def test_parameters_become_views_of_one_tensor() -> None:
+    model = build()
+    before, held = flat(model), FlatModel(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    held.hold()
+    assert held.held is not None and flat(model).tobytes() == before.tobytes() == held.copy().tobytes()
+    held.write_keys(3, np.full(200, 7.0, np.float32))
+    assert (flat(model)[3:203] == 7.0).all() and (flat(model)[203:] == before[203:]).all()
+    assert all(p.data_ptr() >= held.held.data_ptr() for p in model.parameters())
+
+
+def test_what_stays_on_the_host_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("NARROWS_ARRAYS", "device")
+    reasons = {
+        "under --sync gossip models are mixed there": Settings(sync="gossip"),
+        "--dp-clip looks at updates there": Settings(sync="ssp", dp_clip=1.0),
+    }
+    for reason, settings in reasons.items():
+        with run(settings) as started:
+            script = Script(started, 0)
+            assert not isinstance(script.engine.home, DeviceHome)
+            assert f"parameters on cpu are copied through the CPU: {reason}" in capsys.readouterr().err
+    with run(Settings(sync="ssp", compress="topk:0.1")) as started:
+        Script(started, 0)
+        assert "device cpu as a device: --compress topk:0.1 is computed there" in capsys.readouterr().err
+    model = build()
+    model.to("meta")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert home_of(FlatModel(model, optimizer)) == (HOST, "")
+
+
+def test_what_is_not_finite_is_named_on_a_device_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NARROWS_ARRAYS", "device")
+    with run(Settings(sync="ssp", compress="topk:0.1+int8")) as started:
+        script = Script(started, 0)
+        script.step(0)
+        with torch.no_grad():
+            script.model[2].weight[3] = float("nan")  # type: ignore[index]
+        with pytest.raises(
+            NarrowsError, match=r"the update of clock 1 is not finite, first in '0.weight' \(294 of 294 values"
+        ):
+            script.step(1)
+
+
+def test_parts_leave_during_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """overlap=True: gradients land on the host one by one."""
+    models = []
+    for where in ("host", "device"):
+        monkeypatch.setenv("NARROWS_ARRAYS", where)
+        with run(Settings(sync="bsp", workers=2, shards=2)) as started:
+
+            def work(worker: int, started: Run = started) -> bytes:
+                model = build()
+                inner = torch.optim.SGD(model.parameters(), lr=0.05)
+                optimizer = DistributedOptimizer(inner, model, overlap=True)
+                for number in range(20):
+                    optimizer.zero_grad()
+                    loss_of(model, number, worker, 2).backward()
+                    optimizer.step()
+                return flat(model).tobytes()
+
+            models.append(started.together(work))
+    assert models[0] == models[1]
