@@ -17,7 +17,7 @@ from narrows.compression.replica import ArrayReplica, HostReplica
 from narrows.protocols.errors import UsageError
 from narrows.protocols.keys import Keys, parts
 from narrows.protocols.member.exchange import Exchange
-from narrows.worker.flat import Array, FlatModel, FloatArray
+from narrows.worker.flat import Array, Flat, FloatArray
 
 Feedbacks = Sequence[tuple[Keys, Feedback[Any]]]
 
@@ -25,7 +25,7 @@ Feedbacks = Sequence[tuple[Keys, Feedback[Any]]]
 class InPlace(HostReplica):
     """The parameters are the pulled state, and hold each part of it as it comes."""
 
-    def __init__(self, begin: int, end: int, feedbacks: Feedbacks, flat: FlatModel) -> None:
+    def __init__(self, begin: int, end: int, feedbacks: Feedbacks, flat: Flat) -> None:
         super().__init__(begin, end, feedbacks, parts, np.empty(0, np.float32))
         self.flat = flat
 
@@ -38,13 +38,13 @@ class InPlace(HostReplica):
 
 
 class Arrays:
-    """Of all parameters of `flat`, float32[size]. `shared`: the pulled state is what is computed on, as where gradients are
+    """Of all keys of `flat`, float32[size]. `shared`: the pulled state is what is computed on, as where gradients are
     pushed; `direct`: the parameters are it. `rounds`: updates of all keys whose bytes may still be on their way. `lends`:
     gradients may be pushed where they lie, for nobody changes them. `home`: where all of them live but for the parameters."""
 
     def __init__(
         self,
-        flat: FlatModel,
+        flat: Flat,
         shared: bool,
         direct: bool,
         rounds: int,
@@ -52,33 +52,57 @@ class Arrays:
         home: Home[Array] = HOST,
     ) -> None:
         self.flat, self.direct, self.lends, self.home = flat, direct, direct and lends, home
+        self.shared, self.rounds = shared, rounds
+        if home is not HOST:
+            flat.hold()
+        self._allocate()
+
+    def _allocate(self) -> None:
+        flat, home = self.flat, self.home
+        self.keys = flat.keys
         self.shown = False  # the base has been put into the parameters
         self.pulled = home.zeros(flat.size)
-        self.base = self.pulled if shared else home.zeros(flat.size)  # what is computed on
+        self.base = self.pulled if self.shared else home.zeros(flat.size)  # what is computed on
         # What an update is measured from: the base as the parameters' dtype rounds it, or the rounding of a bf16 worker
         # would be pushed into the fp32 master.
-        exact = shared or all(p.dtype == torch.float32 for p in flat.parameters)
+        exact = self.shared or all(p.dtype == torch.float32 for p in flat.parameters)
         self.start = self.base if exact else home.zeros(flat.size)
         # Buffers of pushes: one is free again once its push is settled and no longer stands in. What leaves a device is a
         # copy, so there it is free at once.
-        self.rounds = rounds
-        self.ring = [home.zeros(flat.size) for _ in range(rounds if home is HOST else min(rounds, 1))]
+        self.ring = [home.zeros(flat.size) for _ in range(self.rounds if home is HOST else min(self.rounds, 1))]
         self.landings = self.ring if home is HOST else list[FloatArray]()
-        if home is not HOST:
-            flat.hold()
+
+    def fit(self, ranges: Sequence[Keys]) -> range:
+        """The shards have these keys. Which of them are ours: our arrays have theirs from now on."""
+        moving = self.flat.moves(ranges)
+        kept = (
+            [self.flat.whole(self.home.host(each)) for each in (self.pulled, self.base, self.start)] if moving else []
+        )
+        shown, ours = self.shown, self.flat.own(ranges)
+        if self.flat.keys != self.keys:
+            self._allocate()
+        if moving:
+            self.shown = shown
+            for array, values in zip((self.pulled, self.base, self.start), kept, strict=True):
+                self.home.load(values[slice(*self.keys)], array)
+        return ours
+
+    def _at(self, array: Array, begin: int, end: int) -> Array:
+        """Keys [begin, end) of it."""
+        return array[begin - self.keys[0] : end - self.keys[0]]
 
     def replica(self, begin: int, end: int, feedbacks: Feedbacks) -> ArrayReplica[Array]:
         """Of one shard's keys."""
         if self.direct:
             return InPlace(begin, end, feedbacks, self.flat)
-        return ArrayReplica(begin, end, feedbacks, parts, self.pulled[begin:end], self.home)
+        return ArrayReplica(begin, end, feedbacks, parts, self._at(self.pulled, begin, end), self.home)
 
     def first(self, begin: int, end: int) -> list[Piece]:
         """What is computed on, of these keys, raw: the parameters as they are before the first step. Later they hold what was
         not sent, and may not be meant to be (privacy.py)."""
         values = self.home.empty(end - begin)
         if self.shown:
-            self.home.copy(self.base[begin:end], values)
+            self.home.copy(self._at(self.base, begin, end), values)
         else:
             self.flat.read_keys(begin, values)
         return self.home.raw_pieces(values, begin, parts(begin, end))
@@ -93,16 +117,16 @@ class Arrays:
         if self.base is not self.pulled:
             for exchange in exchanges:
                 begin, end = exchange.replica.begin, exchange.replica.end
-                exchange.base(begin, end, self.base[begin:end])
+                exchange.base(begin, end, self._at(self.base, begin, end))
         self.flat.write(self.base)
         if self.start is not self.base:
-            self.flat.read_keys(0, self.start)
+            self.flat.read_keys(self.keys[0], self.start)
 
     def merge(self, exchange: Exchange[Array], keys: Keys, alpha: float) -> None:
         """local = alpha * local + (1 - alpha) * global at the keys of a fragment; updates are measured from the global values
         (Streaming DiLoCo, 2501.18512, alg. 2)."""
         begin, end = keys
-        base, ours = self.base[begin:end], self.home.empty(end - begin)
+        base, ours = self._at(self.base, begin, end), self.home.empty(end - begin)
         exchange.base(begin, end, base)
         if alpha:
             self.flat.read_keys(begin, ours)
@@ -110,9 +134,10 @@ class Arrays:
             ours *= float(np.float32(alpha))
         self.flat.write_keys(begin, base + ours if alpha else base)
         if self.start is not self.base:
-            self.flat.read_keys(begin, self.start[begin:end])
+            start = self._at(self.start, begin, end)
+            self.flat.read_keys(begin, start)
             if alpha:
-                self.start[begin:end] -= ours
+                start -= ours
 
     # What is pushed.
 
@@ -128,9 +153,9 @@ class Arrays:
     def moved(self, keys: Keys, turn: int) -> Array:
         """What the parameters of these keys have moved by."""
         begin, end = keys
-        update = self.buffer(turn)[begin:end]
+        update = self._at(self.buffer(turn), begin, end)
         self.flat.read_keys(begin, update)
-        update -= self.start[begin:end]
+        update -= self._at(self.start, begin, end)
         return update
 
     def gradients(self, keys: Keys, turn: int) -> Array:
@@ -138,7 +163,7 @@ class Arrays:
         begin, end = keys
         lent = self.flat.lend_gradient(begin, end) if self.lends else None
         if lent is None:
-            lent = self.buffer(turn)[begin:end]
+            lent = self._at(self.buffer(turn), begin, end)
             self.flat.read_gradients(begin, lent)
         return lent
 
@@ -159,24 +184,24 @@ class Arrays:
 
     def owes(self, replicas: Sequence[ArrayReplica[Array]]) -> bool:
         """Something is kept back."""
-        return any(self.home.any(values) for replica in replicas for *_, values in replica.residuals)
+        return self.flat.anywhere(any(self.home.any(each) for replica in replicas for *_, each in replica.residuals))
 
     def residual(self, replicas: Sequence[ArrayReplica[Array]]) -> FloatArray | None:
-        """A copy on the host of what is still to be sent, or None where nothing ever is."""
+        """A copy on the host of what is still to be sent, float32[total], or None where nothing ever is."""
         kept = [residual for replica in replicas for residual in replica.residuals]
-        if not kept:
+        if not self.flat.anywhere(bool(kept)):
             return None
         whole = np.zeros(self.flat.size, np.float32)
         for begin, end, values in kept:
-            whole[begin:end] = self.home.host(values)
-        return whole
+            self._at(whole, begin, end)[:] = self.home.host(values)
+        return self.flat.whole(whole)
 
     def load_residual(self, replicas: Sequence[ArrayReplica[Array]], whole: FloatArray) -> None:
         """Take over a residual of any number of shards. Raises UsageError for one of another size."""
-        if whole.shape != (self.flat.size,) or whole.dtype != np.float32:
+        if whole.shape != (self.flat.total,) or whole.dtype != np.float32:
             raise UsageError(
                 f"the residual in this state_dict is {whole.dtype}{list(whole.shape)}, this model needs "
-                f"float32[{self.flat.size}]"
+                f"float32[{self.flat.total}]"
             )
         for replica in replicas:
             for (begin, end), feedback in replica.feedbacks:

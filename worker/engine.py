@@ -17,25 +17,25 @@ from narrows.protocols import effects as e
 from narrows.protocols.effects import MemberEffect
 from narrows.protocols.errors import NarrowsError, UsageError
 from narrows.protocols.modes import Rule
-from narrows.protocols.plan import BUFFERS_BYTES_MAX
 from narrows.protocols.settings import Settings
 from narrows.worker.arrays import Arrays
+from narrows.worker.box import Box
+from narrows.worker.buffers import Buffers
 from narrows.worker.degree import degree_of
 from narrows.worker.device import home_of
-from narrows.worker.flat import Array, FlatModel, FloatArray, load_buffers, pack_buffers
+from narrows.worker.flat import Array, FlatModel, FloatArray
 from narrows.worker.gossip import Gossiping
 from narrows.worker.gradients import Gradients, rebuilt_by
 from narrows.worker.merging import Merging
 from narrows.worker.privacy import Privacy
-from narrows.worker.runner import Link, say
+from narrows.worker.runner import Link
 from narrows.worker.shards import START_LIMIT_S
+from narrows.worker.slices import Slice
 from narrows.worker.tuning import Tuning
-from narrows.worker.updates import Updates
+from narrows.worker.updates import Updates, clipped_step
+from narrows.worker.waiting import Waiting
 
 LEAVE_LIMIT_S = 5.0
-LONG_BUFFERS = (
-    "the module buffers take {:.0f} MB, more than {:.0f} MB: each worker keeps its own, and no checkpoint has them"
-)
 
 
 class Sync(Protocol):
@@ -102,33 +102,36 @@ class Engine:
         inner: torch.optim.Optimizer,
         max_grad_norm: float,
         overlap: int = 0,
+        box: Box | None = None,
     ) -> None:
-        """`overlap`: backward passes of a step whose gradients leave during the last one; 0: they leave at step()."""
+        """`overlap`: backward passes of a step whose gradients leave during the last one; 0: they leave at step(). `box`: of
+        which this process is one rank."""
         self.link, self.settings, self.mode = link, settings, settings.mode()
+        self.waiting = Waiting(link, box, self._handle)
         self.model, self.inner, self.max_grad_norm = model, inner, max_grad_norm
         self.flat = FlatModel(model, inner)
         self.privacy = Privacy.of(settings)
-        self.kept_buffers = b""  # as they were before any data, where data is hidden
-        if self.privacy is not None and self.privacy.hides:
+        if self.privacy is not None:
             self.privacy.check(model)
-            self.kept_buffers = pack_buffers(model)
+        self.buffers = Buffers(model, self.hides)
         self.home: Home[Array]
         self.home, self.told = home_of(self.flat, self._why_host())
         if self.home is not HOST:
             self.told = f"device {self.home.name}: --compress {settings.compress} is computed there"
+        self.slice = self._slice(inner, overlap)
         self.tuning = Tuning(settings, -(-self.flat.size // self.mode.fragments))
-        self.finished = self.left = self._started = self.long_buffers = False
+        self.finished = self.left = self._started = False
         self.final: Array | None = None
-        self.overlaps = overlap > 0 and self.mode.rule is Rule.OPTIMIZER  # gradients leave before step()
         gradients = self.mode.rule is Rule.OPTIMIZER
         declared = (rebuilt_by(inner), max_grad_norm) if gradients else ("", 0.0)
         self.degree = degree_of(inner)
         plan = self.flat.plan(*declared, self.degree)  # of a cluster's steps too, which are updates to a server above
         self.sync = self._sync(overlap)
         packed = plan.packed()
-        link.call(lambda member, now: member.declare(packed, now))
+        link.declare(packed)
         self.wait(lambda: self._started, START_LIMIT_S, "the server to admit this worker")
         self.sync.ready(START_LIMIT_S)
+        self._spread()
 
     def _why_host(self) -> str:
         """Why the arrays of this worker stay on the host in this mode, "": they need not."""
@@ -136,54 +139,62 @@ class Engine:
             return "under --sync gossip models are mixed there"
         return "--dp-clip looks at updates there" if self.privacy is not None else ""
 
+    def _slice(self, inner: torch.optim.Optimizer, overlap: int) -> Slice | None:
+        """What this process has of the model, where it is one of several. Raises UsageError for what these cannot do."""
+        if self.box is None:
+            return None
+        why = "under --sync gossip whole models are mixed" if self.mode.rule is Rule.MIX else ""
+        why = "--dp-clip needs the length of whole updates" if self.privacy is not None else why
+        why = "with overlap=True gradients leave before the group has summed them" if overlap else why
+        if why:
+            raise UsageError(f"{why}, and each process of a group has a slice: leave out one of the two")
+        return Slice(self.flat, inner, self.box)
+
     def _sync(self, overlap: int) -> Sync:
         """What a step is in this mode."""
-        mode, rule = self.mode, self.mode.rule
+        mode, rule, flat = self.mode, self.mode.rule, self.slice or self.flat
         if rule is Rule.MIX:
             if overlap:
                 raise UsageError("overlap=True: under --sync gossip no gradient leaves a worker; leave it out")
             return Gossiping(self)
         if rule is Rule.OPTIMIZER:
             direct, rounds = mode.bound == 0 and self.flat.plain and self.tuning.down_lossless, mode.window + 2
-            direct = direct and self.home is HOST
-            arrays = Arrays(
-                self.flat, shared=True, direct=direct, rounds=rounds, lends=self.privacy is None, home=self.home
-            )
+            direct = direct and self.home is HOST and self.slice is None
+            lends = self.privacy is None and self.slice is None  # else the next step writes where they lie
+            arrays = Arrays(flat, shared=True, direct=direct, rounds=rounds, lends=lends, home=self.home)
             return Gradients(self, arrays, overlap)
         # A fragment is merged before it is pushed again, so of one there is never more than one update.
         rounds = 3 if mode.merges else mode.window + 2
-        arrays = Arrays(self.flat, shared=False, direct=False, rounds=rounds, home=self.home)
+        arrays = Arrays(flat, shared=False, direct=False, rounds=rounds, home=self.home)
         return (Merging if mode.merges else Updates)(self, arrays)
+
+    @property
+    def box(self) -> Box | None:
+        """Of which this process is one rank."""
+        return self.waiting.box
 
     @property
     def hides(self) -> bool:
         """What leaves this worker gets noise, and nothing leaves that does not."""
         return self.privacy is not None and self.privacy.hides
 
+    @property
+    def overlaps(self) -> bool:
+        """Gradients leave before step()."""
+        return isinstance(self.sync, Gradients) and self.sync.passes > 0
+
     # Events.
 
     def wait(self, done: Callable[[], bool], limit_s: float, what: str) -> None:
-        """Handle events until `done`. Raises NarrowsError after `limit_s`, and the error that ended the session."""
+        """See Waiting.until."""
         began = time.monotonic()
-        while not done():
-            left = began + limit_s - time.monotonic()
-            if left <= 0:
-                raise NarrowsError(f"waited {limit_s:.0f} s for {what}")
-            event = self.link.take(min(left, 1.0))
-            if event is not None:
-                self._handle(event)
+        self.waiting.until(done, limit_s, what)
         self.tuning.waited_s += time.monotonic() - began
-
-    def poll(self) -> None:
-        """Handle what has arrived, without waiting."""
-        while (event := self.link.take(0.0)) is not None:
-            self._handle(event)
 
     def _handle(self, event: MemberEffect) -> None:
         if isinstance(event, e.Started):
             self._started = True
-            if event.buffers:
-                load_buffers(self.model, event.buffers)
+            self.buffers.load(event.buffers)
             self.sync.begin(event)
         elif isinstance(event, e.BuffersWanted):
             self._send_buffers()
@@ -193,33 +204,68 @@ class Engine:
             self.sync.handle(event)
 
     def _send_buffers(self) -> None:
-        packed = self.kept_buffers if self.hides else pack_buffers(self.model)
-        if len(packed) > BUFFERS_BYTES_MAX:
-            if not self.long_buffers:
-                say(LONG_BUFFERS.format(len(packed) / 1e6, BUFFERS_BYTES_MAX / 1e6))
-            self.long_buffers = True
-        elif packed:
-            self.link.call(lambda member, now: member.buffers(packed))
+        if packed := self.buffers.packed():
+            self.link.buffers(packed)
 
     # Steps.
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         if self.finished:
             raise UsageError("step() after finish(): the run is over for this worker")
-        self.poll()
-        return self.sync.step(closure)
+        self.waiting.poll()
+        loss = self.sync.step(closure)
+        self._spread()
+        return loss
+
+    def optimize(self, closure: Callable[[], Any] | None) -> Any:
+        """One step of the script's optimizer, along the gradients of all ranks of a box."""
+        if self.slice is not None:
+            loss = self.slice.step(closure, self.max_grad_norm)
+            self._count()
+            return loss
+        return clipped_step(self.inner, self.flat.parameters, self.max_grad_norm, closure)
+
+    def reduce(self) -> None:
+        """The gradients are those of all ranks of a box."""
+        if self.slice is not None:
+            self.slice.reduce()
+            self._count()
+
+    def _count(self) -> None:
+        """The next push weighs as the samples of all ranks."""
+        if self.slice is not None and self.slice.counted:
+            self.sync.weigh(self.slice.counted)
+
+    def weigh(self, samples: int) -> None:
+        """The gradient of this step was computed on so many samples."""
+        if self.slice is not None:
+            self.slice.samples += samples
+        else:
+            self.sync.weigh(samples)
+
+    def load_residual(self, whole: FloatArray) -> None:
+        self.sync.load_residual(whole)
+        self._spread()
+
+    def _spread(self, values: Array | None = None) -> None:
+        if self.slice is not None:
+            self.slice.spread(values)
 
     # The shared model and the end.
 
     def show_shared(self) -> None:
         """Put the shared model into the parameters."""
-        self.flat.write(self.final if self.final is not None else self.sync.shared())
+        model = self.final if self.final is not None else self.sync.shared()
+        if self.slice is not None:
+            self._spread(model)
+        else:
+            self.flat.write(model)
 
     def finish(self) -> None:
         """Send what is left, take the model that all end with, and leave."""
         if self.finished:
             return
-        self.poll()
+        self.waiting.poll()
         self.final = self.sync.flush()  # what the others flush included
         self._send_buffers()
         self.leave(self.sync.final_clock)
@@ -227,7 +273,11 @@ class Engine:
     def leave(self, clock: int) -> None:
         """Tell the coordinator, and wait a little for its answer."""
         self.finished, self.left = True, False
-        self.link.call(lambda member, now: member.leave(clock, now))
+        leads = self.box is None or self.box.leads
+        self.waiting.alone()
+        self.link.leave(clock)
+        if not leads:
+            return
         try:
             self.wait(lambda: self.left, LEAVE_LIMIT_S, "the server to take leave")
         except NarrowsError:

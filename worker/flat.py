@@ -15,73 +15,73 @@ import numpy.typing as npt
 import torch
 
 from narrows.protocols.errors import UsageError
-from narrows.protocols.plan import DTYPES, NamedArray, Plan, TensorSpec, pack_arrays, unpack_arrays
+from narrows.protocols.keys import Keys
+from narrows.protocols.plan import Plan, TensorSpec
 
 FloatArray = npt.NDArray[np.float32]
 Array: TypeAlias = Any  # float32[count] where a worker's arrays live (home.py): NumPy's, or torch's on a device
 
 
-class FlatModel:
-    """Parameters of `model` that `optimizer` steps."""
+class Flat:
+    """Tensors that lie one after the other, as float32 keys [offsets[0], offsets[-1])."""
 
-    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        position = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
-        named = [(name, p) for name, p in model.named_parameters() if id(p) in position and p.requires_grad]
-        missing = sum(1 for g in optimizer.param_groups for p in g["params"] if p.requires_grad) - len(named)
-        if missing:
-            raise UsageError(
-                f"the optimizer has {missing} parameters that are not in the model given to DistributedOptimizer"
-            )
-        if not named:
-            raise UsageError("the optimizer has no trainable parameter of the model given to DistributedOptimizer")
-        self.names = [name for name, _ in named]
-        index = {id(p): i for i, (_, p) in enumerate(named)}
-        self.aliases = tuple(
-            (name, index[id(p)])
-            for name, p in model.named_parameters(remove_duplicate=False)
-            if id(p) in index and name != self.names[index[id(p)]]
-        )
-        self.model = model
-        self.parameters = [p for _, p in named]
-        self.group_of = [position[id(p)] for p in self.parameters]
-        self.groups = len(optimizer.param_groups)
-        self.specs = tuple(TensorSpec(name, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in named)
-        self.offsets = Plan(self.specs, "", ()).offsets()
-        self.size = self.offsets[-1]
+    def __init__(self, names: list[str], parameters: Sequence[torch.Tensor], offsets: list[int]) -> None:
+        self.names, self.parameters, self.offsets = names, list(parameters), offsets
         self.held: torch.Tensor | None = None  # the parameters are views of it, one after the other
+        self._places: list[int] = []
 
-    @torch.no_grad()
+    @property
+    def begin(self) -> int:
+        return self.offsets[0]
+
+    @property
+    def keys(self) -> Keys:
+        return self.offsets[0], self.offsets[-1]
+
+    @property
+    def size(self) -> int:
+        return self.offsets[-1] - self.offsets[0]
+
+    @property
+    def total(self) -> int:
+        """Keys of the whole model."""
+        return self.size
+
+    def anywhere(self, here: bool) -> bool:
+        """Whether something is so in any process that has keys of this model; `here`: in this one."""
+        return here
+
+    def whole(self, values: FloatArray) -> FloatArray:
+        """Values of the whole model, float32[total], of which these are those of our keys, on the host."""
+        return values
+
     def hold(self) -> None:
-        """Make the parameters views of one tensor, float32[size], where all of them can be. Then no copy of keys is of many
-        tensors. The layers of a recurrent net have one tensor of their own already, which cuDNN asks for."""
-        of_recurrent = {id(p) for m in self.model.modules() if isinstance(m, torch.nn.RNNBase) for p in m.parameters()}
-        if any(not _dense(p) or id(p) in of_recurrent for p in self.parameters):
-            return
-        held = torch.cat([parameter.detach().view(-1) for parameter in self.parameters])
-        for i, parameter in enumerate(self.parameters):
-            parameter.data = held[self.offsets[i] : self.offsets[i + 1]].view(parameter.shape)
-        self.held, self._places = held, [parameter.data_ptr() for parameter in self.parameters]
+        """Have the parameters lie one after the other in memory, where that can be."""
 
-    def _held(self, begin: int, end: int) -> torch.Tensor | None:
+    def moves(self, ranges: Sequence[Keys]) -> bool:
+        """Whether keys go from one process to another where the shards have these."""
+        return False
+
+    def own(self, ranges: Sequence[Keys]) -> range:
+        """The shards have these keys. Which of them this process exchanges."""
+        return range(len(ranges))
+
+    def memory(self, begin: int, end: int) -> torch.Tensor | None:
         """Keys [begin, end) of the parameters as they lie in memory, unless the script has put a parameter elsewhere."""
         if self.held is None or any(p.data_ptr() != at for p, at in zip(self.parameters, self._places, strict=True)):
             return None
-        return self.held[begin:end]
+        return self.held[begin - self.begin : end - self.begin]
 
     @property
     def plain(self) -> bool:
         """Every parameter is float32, contiguous and on the CPU: keys [begin, end) of it are memory that NumPy can name."""
         return all(_plain(parameter) for parameter in self.parameters)
 
-    def plan(self, optimizer: str, max_grad_norm: float, degree: float = 1.0) -> Plan:
-        groups = tuple(tuple(i for i, g in enumerate(self.group_of) if g == group) for group in range(self.groups))
-        return Plan(self.specs, optimizer, groups, max_grad_norm, self.aliases, degree)
-
     def name_of(self, key: int) -> str:
         """The tensor that has this key."""
         return self.names[bisect_right(self.offsets, key) - 1]
 
-    def _within(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+    def within(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
         """(tensor, low, high) of each tensor that has keys in [begin, end): its keys there are [low, high)."""
         tensor = bisect_right(self.offsets, begin) - 1
         while tensor < len(self.parameters) and self.offsets[tensor] < end:
@@ -93,30 +93,30 @@ class FlatModel:
     @torch.no_grad()
     def write_keys(self, begin: int, values: Array) -> None:
         """Set keys [begin, begin + len(values)) of the parameters; in one pass where they are plain."""
-        held = self._held(begin, begin + len(values))
+        held = self.memory(begin, begin + len(values))
         if held is not None:
-            held.copy_(_tensor(values))
+            held.copy_(as_tensor(values))
             return
-        for tensor, low, high in self._within(begin, begin + len(values)):
+        for tensor, low, high in self.within(begin, begin + len(values)):
             parameter, at = self.parameters[tensor], self.offsets[tensor]
             part = values[low - begin : high - begin]
             if _plain(parameter) and isinstance(part, np.ndarray):
                 np.copyto(parameter.detach().view(-1).numpy()[low - at : high - at], part)
                 continue
             flat = parameter.detach().reshape(-1)  # a copy, where it is not contiguous
-            flat[low - at : high - at].copy_(_tensor(part))
+            flat[low - at : high - at].copy_(as_tensor(part))
             if not parameter.is_contiguous():
                 parameter.copy_(flat.view(parameter.shape))
 
     @torch.no_grad()
     def read_keys(self, begin: int, out: Array) -> None:
         """Copy keys [begin, begin + len(out)) of the parameters into `out`."""
-        target = _tensor(out)
-        held = self._held(begin, begin + len(out))
+        target = as_tensor(out)
+        held = self.memory(begin, begin + len(out))
         if held is not None:
             target.copy_(held)
             return
-        for tensor, low, high in self._within(begin, begin + len(out)):
+        for tensor, low, high in self.within(begin, begin + len(out)):
             at = self.offsets[tensor]
             target[low - begin : high - begin].copy_(self.parameters[tensor].reshape(-1)[low - at : high - at])
 
@@ -136,27 +136,19 @@ class FlatModel:
     def copy(self) -> FloatArray:
         """A copy of the parameters, float32[size]."""
         out = np.empty(self.size, np.float32)
-        self.read_keys(0, out)
+        self.read_keys(self.begin, out)
         return out
-
-    def kept(self) -> list[torch.Tensor]:
-        """Copies of the parameters where they are, in their own dtypes; for `put_back`."""
-        return [parameter.detach().clone() for parameter in self.parameters]
-
-    @torch.no_grad()
-    def put_back(self, kept: Sequence[torch.Tensor]) -> None:
-        for parameter, values in zip(self.parameters, kept, strict=True):
-            parameter.copy_(values)
 
     @torch.no_grad()
     def write(self, flat: Array) -> None:
         """Set the parameters from float32[size]."""
-        whole, held = _tensor(flat), self._held(0, self.size)
+        whole, held = as_tensor(flat), self.memory(*self.keys)
         if held is not None:
             held.copy_(whole)
             return
         for i, parameter in enumerate(self.parameters):
-            parameter.copy_(whole[self.offsets[i] : self.offsets[i + 1]].view(parameter.shape))
+            at = self.offsets[i] - self.begin
+            parameter.copy_(whole[at : at + parameter.numel()].view(parameter.shape))
 
     def absent(self) -> list[int]:
         """Indices of the tensors that have no gradient. Raises UsageError for a sparse one."""
@@ -171,8 +163,8 @@ class FlatModel:
     @torch.no_grad()
     def read_gradients(self, begin: int, out: Array) -> None:
         """Copy keys [begin, begin + len(out)) of the gradients into `out`, zeros where there is none."""
-        whole = _tensor(out)
-        for tensor, low, high in self._within(begin, begin + len(out)):
+        whole = as_tensor(out)
+        for tensor, low, high in self.within(begin, begin + len(out)):
             target = whole[low - begin : high - begin]
             gradient = self.parameters[tensor].grad
             if gradient is None:
@@ -182,7 +174,58 @@ class FlatModel:
                 target.copy_(gradient.reshape(-1)[low - at : high - at])
 
 
-def _tensor(values: Array) -> torch.Tensor:
+class FlatModel(Flat):
+    """Parameters of `model` that `optimizer` steps."""
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        position = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        named = [(name, p) for name, p in model.named_parameters() if id(p) in position and p.requires_grad]
+        missing = sum(1 for g in optimizer.param_groups for p in g["params"] if p.requires_grad) - len(named)
+        if missing:
+            raise UsageError(
+                f"the optimizer has {missing} parameters that are not in the model given to DistributedOptimizer"
+            )
+        if not named:
+            raise UsageError("the optimizer has no trainable parameter of the model given to DistributedOptimizer")
+        self.specs = tuple(TensorSpec(name, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in named)
+        super().__init__([name for name, _ in named], [p for _, p in named], Plan(self.specs, "", ()).offsets())
+        index = {id(p): i for i, (_, p) in enumerate(named)}
+        self.aliases = tuple(
+            (name, index[id(p)])
+            for name, p in model.named_parameters(remove_duplicate=False)
+            if id(p) in index and name != self.names[index[id(p)]]
+        )
+        self.model = model
+        self.group_of = [position[id(p)] for p in self.parameters]
+        self.groups = len(optimizer.param_groups)
+
+    @torch.no_grad()
+    def hold(self) -> None:
+        """Make the parameters views of one tensor, float32[size], where all of them can be. Then no copy of keys is of many
+        tensors. The layers of a recurrent net have one tensor of their own already, which cuDNN asks for."""
+        of_recurrent = {id(p) for m in self.model.modules() if isinstance(m, torch.nn.RNNBase) for p in m.parameters()}
+        if any(not _dense(p) or id(p) in of_recurrent for p in self.parameters):
+            return
+        held = torch.cat([parameter.detach().view(-1) for parameter in self.parameters])
+        for i, parameter in enumerate(self.parameters):
+            parameter.data = held[self.offsets[i] : self.offsets[i + 1]].view(parameter.shape)
+        self.held, self._places = held, [parameter.data_ptr() for parameter in self.parameters]
+
+    def plan(self, optimizer: str, max_grad_norm: float, degree: float = 1.0) -> Plan:
+        groups = tuple(tuple(i for i, g in enumerate(self.group_of) if g == group) for group in range(self.groups))
+        return Plan(self.specs, optimizer, groups, max_grad_norm, self.aliases, degree)
+
+    def kept(self) -> list[torch.Tensor]:
+        """Copies of the parameters where they are, in their own dtypes; for `put_back`."""
+        return [parameter.detach().clone() for parameter in self.parameters]
+
+    @torch.no_grad()
+    def put_back(self, kept: Sequence[torch.Tensor]) -> None:
+        for parameter, values in zip(self.parameters, kept, strict=True):
+            parameter.copy_(values)
+
+
+def as_tensor(values: Array) -> torch.Tensor:
     """The same memory."""
     return values if isinstance(values, torch.Tensor) else torch.from_numpy(values)
 
@@ -193,28 +236,3 @@ def _dense(tensor: torch.Tensor) -> bool:
 
 def _plain(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and _dense(tensor)
-
-
-# Module buffers (BatchNorm): those that a checkpoint of the model itself would have.
-
-
-def pack_buffers(model: torch.nn.Module) -> bytes:
-    """The persistent buffers of `model` by name, or b"" where it has none."""
-    kept = model.state_dict(keep_vars=True)
-    arrays: dict[str, NamedArray] = {}
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        dtype = str(buffer.dtype).removeprefix("torch.")
-        if name in kept and dtype in DTYPES and buffer.layout == torch.strided:
-            flat = buffer.detach().cpu().contiguous().reshape(-1)
-            arrays[name] = (dtype, tuple(buffer.shape), flat.view(torch.uint8).numpy().tobytes())
-    return pack_arrays(arrays) if arrays else b""
-
-
-def load_buffers(model: torch.nn.Module, packed: bytes) -> None:
-    """Set the buffers of `model` that `packed` has under the same name and shape. Raises RemoteProtocolError."""
-    mine = dict(model.named_buffers(remove_duplicate=False))
-    with torch.no_grad():
-        for name, (dtype, shape, raw) in unpack_arrays(packed).items():
-            if name in mine and tuple(mine[name].shape) == shape and raw:
-                flat = torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(getattr(torch, dtype))
-                mine[name].copy_(flat.reshape(shape))

@@ -19,11 +19,10 @@ from narrows.protocols import effects as e
 from narrows.protocols.effects import MemberEffect
 from narrows.protocols.errors import UsageError
 from narrows.protocols.keys import Keys, parts
-from narrows.protocols.modes import ELEMENTWISE
 from narrows.protocols.wire import pack
 from narrows.worker.arrays import Arrays
 from narrows.worker.flat import Array, FloatArray
-from narrows.worker.optimizers import each_of
+from narrows.worker.optimizers import each_of, why_whole
 from narrows.worker.overlap import Overlap
 from narrows.worker.shards import WAIT_LIMIT_S
 from narrows.worker.updates import Updates
@@ -60,7 +59,7 @@ def rebuilt_by(inner: torch.optim.Optimizer) -> str:
     """The name that the server rebuilds this optimizer by. Raises UsageError where it cannot."""
     each = each_of(inner)
     kinds = list(dict.fromkeys(type(optimizer) for optimizer in each))
-    reasons = [why for kind in kinds if (why := _whole(kind))]
+    reasons = [why for kind in kinds if (why := why_whole(kind))]
     if len(kinds) > 1:
         reasons.append(f"{' and '.join(kind.__name__ for kind in kinds)} are not of one class")
     if len({optimizer.defaults.get(ONCE) for optimizer in each}) > 1:
@@ -70,13 +69,6 @@ def rebuilt_by(inner: torch.optim.Optimizer) -> str:
             f"--push gradient needs an optimizer that the server can rebuild, but {reasons[0]}: use --push update"
         )
     return kinds[0].__name__
-
-
-def _whole(kind: type[torch.optim.Optimizer]) -> str:
-    """Why a shard cannot rebuild an optimizer of this class for its piece of the model; "": it can."""
-    if kind.__module__.split(".")[:2] != ["torch", "optim"]:
-        return f"{kind.__module__}.{kind.__name__} is not in torch.optim"
-    return "" if kind.__name__ in ELEMENTWISE else f"{kind.__name__} is not elementwise, and shards cut tensors"
 
 
 class Gradients(Updates):
@@ -132,6 +124,7 @@ class Gradients(Updates):
         if self.overlap is not None:
             self._close(self.overlap)
         else:
+            self.engine.reduce()
             self._push()
         self.ready()
         return loss
@@ -149,7 +142,7 @@ class Gradients(Updates):
         self.shards.send_part(shard, part, count, piece, hyper)
 
     def _push(self) -> None:
-        clock, absent = self.shards.clock, self.engine.flat.absent()
+        clock, absent = self.shards.clock, self.arrays.flat.absent()
         if self.engine.hides:
             absent = []  # a tensor without a gradient gets noise as well: which these are may depend on the data
         hyper = pack([hyper_of(self.engine.inner), absent])
@@ -157,7 +150,7 @@ class Gradients(Updates):
         if not self.shards.tuning.up_raw or self.engine.privacy is not None:
             self.send("gradient", keys, [self.arrays.gradients(each, clock) for each in keys], hyper=hyper)
             return
-        for shard, ours in enumerate(keys):
+        for shard, ours in zip(self.shards.ours, keys, strict=True):
             cuts = list(parts(*ours))
             for part, cut in enumerate(cuts):  # each as soon as it is read
                 (piece,) = self.arrays.home.raw_pieces(self.arrays.gradients(cut, clock), cut[0], [cut])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -77,6 +77,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "a parameter that was frozen when the run began now requires a gradient, and no other worker has it: "
                 "freeze parameters after DistributedOptimizer was made, not before"
             )
+        if self._engine.slice is not None:
+            self._engine.slice.scaled(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
         loss = self._engine.step(closure)
         assert isinstance(self._session, session.Connected)
         self._session.stepped()
@@ -90,14 +92,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "a GradScaler changes gradients between backward() and step(), but with overlap=True they have left "
                 "already: leave out overlap=True, or train in bfloat16, which needs no scaler"
             )
-        return False
+        return self._engine is not None and self._engine.slice is not None  # where each rank unscales its own
 
     def step_samples(self, samples: int) -> None:
         """Weight of the next push among the workers': the samples it was computed on (default 1)."""
         if samples < 1:
             raise UsageError(f"step_samples({samples}): give a positive number")
         if self._engine is not None:
-            self._engine.sync.weigh(samples)
+            self._engine.weigh(samples)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused in a run: every worker declared its parameters when it joined."""
@@ -113,10 +115,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Several optimizers have their states in a list, under "optimizers".
 
+        In a group every process calls it, and each has the state of whole tensors.
         Save the model beside it inside `shared()`: outside, its parameters hold this worker's residual already. Where
         gradients are pushed, the optimizer's moments are the server's, and in its checkpoints.
         """
-        state = self.inner.state_dict()
+        cut = self._engine.slice if self._engine is not None else None
+        with cut.whole_state() if cut is not None else nullcontext():
+            state = self.inner.state_dict()
         if self._engine is not None:
             residual = self._engine.sync.residual()
             state["narrows"] = {
@@ -131,10 +136,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         state = dict(state_dict)
         ours = state.pop("narrows", None)
         self.inner.load_state_dict(state)
-        self.state = self.inner.state
         engine = self._engine
+        if engine is not None and engine.slice is not None:
+            engine.slice.take_state()
+        self.state = self.inner.state
         if ours is not None and engine is not None and not engine.hides and ours["residual"] is not None:
-            engine.sync.load_residual(ours["residual"].numpy())
+            engine.load_residual(ours["residual"].numpy())
 
     def finish(self) -> None:
         """End this worker's part: send what is left, wait until it is folded, leave. At exit it is called for you."""

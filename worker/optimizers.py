@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from narrows.protocols.errors import UsageError
+from narrows.protocols.modes import ELEMENTWISE
 
 
 def as_one(
@@ -29,6 +30,13 @@ def as_one(
 
 def each_of(inner: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
     return inner.optimizers if isinstance(inner, Optimizers) else (inner,)
+
+
+def why_whole(kind: type[torch.optim.Optimizer]) -> str:
+    """Why pieces of tensors cannot be stepped by an optimizer of this class each; "": they can."""
+    if kind.__module__.split(".")[:2] != ["torch", "optim"]:
+        return f"{kind.__module__}.{kind.__name__} is not in torch.optim"
+    return "" if kind.__name__ in ELEMENTWISE else f"{kind.__name__} is not elementwise, and shards cut tensors"
 
 
 class Optimizers(torch.optim.Optimizer):

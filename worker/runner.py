@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from narrows.protocols import messages as m
 from narrows.protocols.addresses import is_address, parse_address, parse_addresses, parted
@@ -38,7 +38,60 @@ def say(sentence: str) -> None:
     print(f"ps-worker: {sentence}", file=sys.stderr)
 
 
-class Link:
+class Events:
+    """From the thread that hears them to the one that takes them."""
+
+    def __init__(self) -> None:
+        self._events: deque[MemberEffect] = deque()
+        self._changed = threading.Condition()
+        self._error: BaseException | None = None
+
+    def take(self, timeout_s: float) -> MemberEffect | None:
+        """The next event, or None after `timeout_s`. Raises the error that ended the session."""
+        with self._changed:
+            if not self._events and self._error is None:
+                self._changed.wait(timeout_s)
+            if self._events:
+                return self._events.popleft()
+            if self._error is not None:
+                raise self._error
+        return None
+
+    def _deliver(self, event: MemberEffect) -> None:
+        with self._changed:
+            self._events.append(event)
+            self._changed.notify_all()
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+
+class Commands:
+    """What an engine has the I/O thread do."""
+
+    def call(self, command: Command) -> None:
+        raise NotImplementedError
+
+    def say(self, shard: int, messages: Sequence[m.Message]) -> None:
+        self.call(lambda member, now: member.say(shard, messages, now))
+
+    def declare(self, plan: bytes) -> None:
+        self.call(lambda member, now: member.declare(plan, now))
+
+    def buffers(self, packed: bytes) -> None:
+        self.call(lambda member, now: member.buffers(packed))
+
+    def leave(self, clock: int) -> None:
+        self.call(lambda member, now: member.leave(clock, now))
+
+    def ask_link(self) -> None:
+        """What the link does is the next event."""
+        self.call(lambda member, now: [member.meter.read()])
+
+
+class Link(Events, Commands):
     """The session of this process with its server. Close it; it is a context manager of nothing but its own thread."""
 
     def __init__(
@@ -50,6 +103,7 @@ class Link:
         timing: Timing | None = None,
         key: Secret | None = None,
     ) -> None:
+        super().__init__()
         self.address, self.key = address, key
         self.host, self.port = parse_address("--server", address)
         self.member = Member(token, host, expect, timing)
@@ -62,9 +116,6 @@ class Link:
         self._peers: set[str] = set()  # of gossip, that are dialled
         self._admitted: frozenset[str] = frozenset()  # their keys
         self._commands: deque[Command] = deque()
-        self._events: deque[MemberEffect] = deque()
-        self._changed = threading.Condition()
-        self._error: BaseException | None = None
         self._closing = False
         name = os.urandom(m.NAME_BYTES)  # that the server knows us by; no peer hears it
         self._sockets = Sockets(
@@ -95,17 +146,6 @@ class Link:
             return []
 
         self.call(open_to_peers)
-
-    def take(self, timeout_s: float) -> MemberEffect | None:
-        """The next event, or None after `timeout_s`. Raises the error that ended the session."""
-        with self._changed:
-            if not self._events and self._error is None:
-                self._changed.wait(timeout_s)
-            if self._events:
-                return self._events.popleft()
-            if self._error is not None:
-                raise self._error
-        return None
 
     def close(self) -> None:
         """End the thread and its sockets; what was sent last has LINGER_MS to leave."""
@@ -187,16 +227,6 @@ class Link:
         self._shards = [endpoint(self.host, port) for port in ports]
         self._silence.told = False
         say(f"the standby at {address} serves now; training goes on")
-
-    def _deliver(self, event: MemberEffect) -> None:
-        with self._changed:
-            self._events.append(event)
-            self._changed.notify_all()
-
-    def _fail(self, error: BaseException) -> None:
-        with self._changed:
-            self._error = self._error or error
-            self._changed.notify_all()
 
     def _find(self, ports: tuple[int, ...], hosts: tuple[str, ...]) -> None:
         """The shards are there, and nowhere else; the first stays where it is."""

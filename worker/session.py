@@ -14,11 +14,10 @@ import socket
 import statistics
 import sys
 import threading
-import time
 import traceback
 import uuid
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn, TextIO
 
@@ -26,13 +25,17 @@ import torch
 
 from narrows import compression
 from narrows.protocols.addresses import parse_addresses
-from narrows.protocols.effects import NS, Joined
-from narrows.protocols.errors import NarrowsError, UnreachableError
+from narrows.protocols.effects import NS
+from narrows.protocols.errors import NarrowsError
 from narrows.protocols.modes import Rule
 from narrows.protocols.runtime.keys import Secret, member_key
 from narrows.protocols.settings import Settings
 from narrows.protocols.timing import Timing
+from narrows.worker.admission import let_in
+from narrows.worker.box import Box, GroupEndedError
 from narrows.worker.engine import Engine
+from narrows.worker.hub import Hub
+from narrows.worker.hub import joined as through_first
 from narrows.worker.runner import Link, tell_left
 
 
@@ -42,7 +45,6 @@ def warm_up(say: Callable[[str], None]) -> None:
     torch.optim.SGD([torch.zeros(1)], lr=0.1)  # the first optimizer imports seconds of torch
 
 
-TRY_S = 5.0  # that one of several servers is waited for, then it is the next one's turn
 EPSILON_EVERY = 50  # pushes, from one row of the record with epsilon to the next
 HELD_BACK_MAX = (
     60.0  # updates: of what is known to train the digits of the README hold back 31, a GPT 17 (docs/results.md)
@@ -72,6 +74,8 @@ class Connected:
     """The session of a worker of a run."""
 
     def __init__(self, address: str) -> None:
+        self.box = Box.of_environment()
+        self.tells = self.box is None or self.box.leads  # what is recorded of the worker
         warm_up(lambda text: _tell("say", text=text))
         connect_s = float(os.environ.get("NARROWS_CONNECT_TIMEOUT", "30"))
         lost_s = float(os.environ.get("NARROWS_SERVER_TIMEOUT", "30"))
@@ -84,10 +88,18 @@ class Connected:
 
         def dial(one: str, limit_s: float) -> Link:
             timing = Timing(connect_ns=int(limit_s * NS), lost_ns=int(lost_s * NS))
-            return Link(one, token, socket.gethostname(), expect, timing, key)
+            return (Link if self.box is None else Hub)(one, token, socket.gethostname(), expect, timing, key)
 
-        self.link, joined = _let_in(parse_addresses("--server", address), dial, connect_s)
-        self.rank, self.world_size = joined.rank, joined.world_size
+        addresses = parse_addresses("--server", address)
+        self.link: Link
+        if self.box is None:
+            self.link, joined = let_in(addresses, dial, connect_s)
+            self.rank, self.world_size = joined.rank, joined.world_size
+        else:
+            self.link, joined = through_first(self.box, lambda: let_in(addresses, dial, connect_s))
+            # Each worker has its share of the samples, and each process of a group has its share of that.
+            self.rank = joined.rank + joined.world_size * self.box.rank
+            self.world_size = joined.world_size * self.box.size
         for name in os.environ.get("NARROWS_SETS", "").split():
             os.environ[name] = str(self.rank if name == "RANK" else self.world_size)
         self.settings = Settings.unpacked(joined.settings)
@@ -115,9 +127,11 @@ class Connected:
     ) -> Engine:
         if self.engine is not None:
             raise NarrowsError("a run has one DistributedOptimizer: give it all optimizers of the script, as a list")
-        if self.settings.mode().rule is Rule.MIX:
+        if self.settings.mode().rule is Rule.MIX and self.box is None:
             self.link.listen()
-        self.engine = Engine(self.link, self.settings, model, inner, max_grad_norm, overlap)
+        self.engine = Engine(self.link, self.settings, model, inner, max_grad_norm, overlap, self.box)
+        if not self.tells:
+            return self.engine
         if self.engine.told:
             _say(self.engine.told)
         _tell("model", parameters=self.engine.flat.size, clock=self.engine.sync.clock)
@@ -128,6 +142,8 @@ class Connected:
         self._flush()
         engine = self.engine
         assert engine is not None
+        if not self.tells:
+            return
         sync = engine.sync
         up, down = self.link.bytes_up, self.link.bytes_down
         self._pending = {
@@ -163,7 +179,8 @@ class Connected:
         _tell("privacy", clock=engine.sync.clock, **engine.privacy.figures())
 
     def record(self, values: dict[str, float]) -> None:
-        self._pending |= {name: float(value) for name, value in values.items()}
+        if self.tells:
+            self._pending |= {name: float(value) for name, value in values.items()}
         if self.engine is not None and self.engine.finished:
             self._flush()
 
@@ -182,13 +199,16 @@ class Connected:
                 else:
                     engine.finish()
             elif engine is None:
-                self.link.call(lambda member, now: member.leave(-1, now))
+                self.link.leave(-1)
             self._flush()
             if engine is not None and engine.hides:
                 self._tell_privacy()
-            _tell("bytes", up=self.link.bytes_up, down=self.link.bytes_down, dropped=self.link.drops.counts)
+            if self.tells:
+                _tell("bytes", up=self.link.bytes_up, down=self.link.bytes_down, dropped=self.link.drops.counts)
         finally:
             self.link.close()
+            if self.box is not None and not failed:
+                self.box.close()
 
 
 _session: Alone | Connected | None = None
@@ -232,33 +252,6 @@ def _say(text: str) -> None:
         print(f"ps-worker: {text}", file=sys.stderr)
 
 
-def _let_in(addresses: Sequence[str], dial: Callable[[str, float], Link], connect_s: float) -> tuple[Link, Joined]:
-    """The link to the one of these that serves; its standbys refuse. Raises what the first has said, where all have."""
-    deadline = time.monotonic() + connect_s
-    try_s = connect_s if len(addresses) == 1 else min(TRY_S, connect_s)
-    while True:
-        errors = list[NarrowsError]()
-        for address in addresses:
-            link = dial(address, try_s)
-            try:
-                return link, _joined(link, try_s)
-            except NarrowsError as error:
-                link.close()
-                errors.append(error)
-        if not any(isinstance(error, UnreachableError) for error in errors) or len(addresses) == 1:
-            raise errors[0]
-        if time.monotonic() > deadline:
-            raise UnreachableError(f"none of {', '.join(addresses)} let this worker in within {connect_s:.0f} s")
-
-
-def _joined(link: Link, limit_s: float) -> Joined:
-    deadline = time.monotonic() + limit_s + 1
-    while not isinstance(joined := link.take(0.5), Joined):
-        if time.monotonic() > deadline:
-            raise UnreachableError(f"{link.address}: the server did not let this worker in within {limit_s:.0f} s")
-    return joined
-
-
 def _watch_launcher(address: str, token: str, key: Secret | None) -> None:
     """Leave the run and end this process group, which is ours alone, once the ps-worker that started it has ended."""
     parent_fd = os.environ.pop("NARROWS_PARENT_FD", "")
@@ -286,7 +279,8 @@ def _end(error: NarrowsError) -> NoReturn:
         traceback.print_exception(error)
     if _launcher is None:
         print(f"ps-worker: {error}", file=sys.stderr)
-    _tell("error", code=error.exit_code, text=str(error))
+    if not isinstance(error, GroupEndedError):  # else ps-worker has seen which process it was
+        _tell("error", code=error.exit_code, text=str(error))
     sys.stdout.flush()
     sys.stderr.flush()
     _end_group()

@@ -21,6 +21,7 @@ from narrows.protocols.member.exchange import Exchange
 from narrows.protocols.member.replica import Piece
 from narrows.protocols.modes import Mode
 from narrows.worker.arrays import Arrays
+from narrows.worker.box import Box
 from narrows.worker.flat import Array
 from narrows.worker.runner import Link
 from narrows.worker.tuning import Tuning
@@ -30,27 +31,39 @@ WAIT_LIMIT_S = 3600.0  # no barrier is waited for longer; a dead worker costs a 
 Wait = Callable[[Callable[[], bool], float, str], None]  # done, at most so many seconds, for what
 
 
-class Shards:
-    """`wait`: handles events until something is done; raises NarrowsError where that takes too long."""
+def _place(event: e.Started | e.Moved) -> tuple[int, int, int]:
+    return event.worker, event.epoch, event.clock
 
-    def __init__(self, link: Link, mode: Mode, arrays: Arrays, tuning: Tuning, wait: Wait) -> None:
-        self.link, self.mode, self.arrays, self.tuning, self.wait = link, mode, arrays, tuning, wait
+
+class Shards:
+    """`wait`: handles events until something is done; raises NarrowsError where that takes too long. `box`: of which this
+    process is one rank, and exchanges the shards of its slice alone."""
+
+    def __init__(
+        self, link: Link, mode: Mode, arrays: Arrays, tuning: Tuning, wait: Wait, box: Box | None = None
+    ) -> None:
+        self.link, self.mode, self.arrays, self.tuning, self.wait, self.box = link, mode, arrays, tuning, wait, box
         self.whole = tuning.down_lossless and mode.fragments == 1
         self.exchanges: list[Exchange[Array]] = []
         self.replicas: list[ArrayReplica[Array]] = []
+        self.ours = range(0)  # the shards that these exchanges are with: all of them, but for a rank of a box
+        self.count = 0  # of all shards
+        self.clock = 0
         self.worker, self.epoch = -1, 0
-        self.samples, self.samples_pending = 1, 0  # of a push, and of the next one alone
+        self.samples = 1 if box is None else box.size  # of a push
+        self.samples_pending = 0  # and of the next one alone
         self.wait_s = 0.0  # in the newest step
         self.pulls: bool | None = None  # the master copy is awaited, and whether all is to be in it
 
     @property
-    def clock(self) -> int:
-        return self.exchanges[0].clock if self.exchanges else 0
+    def _each(self) -> list[tuple[int, Exchange[Array]]]:
+        """The exchanges, with the number of each one's shard."""
+        return list(zip(self.ours, self.exchanges, strict=True))
 
     @property
     def missed(self) -> int:
         """Rounds that closed without an update of ours, at this place (--quorum)."""
-        return min((x.min_clock - x.settled for x in self.exchanges), default=0)
+        return min((x.min_clock - x.settled for x in self.exchanges), default=0 if self.box is None else m.CLOCK_MAX)
 
     @property
     def staleness(self) -> int:
@@ -74,35 +87,41 @@ class Shards:
     def begin(self, event: e.Started, follow: bool = True) -> None:
         """A place in the run, or another one: what was in flight is given up, the residuals are not. `follow`: what the server
         publishes is wanted."""
-        if not event.again or len(event.ranges) != len(self.replicas):
+        if not event.again or len(event.ranges) != self.count:
             self._cut(event)
-        self.worker, self.epoch, self.samples_pending = event.worker, event.epoch, 0
-        for shard, exchange in enumerate(self.exchanges):
-            begun = exchange.begin(event.worker, event.epoch, event.clock)
+        self.worker, self.epoch, self.samples_pending, self.clock = event.worker, event.epoch, 0, event.clock
+        for shard, exchange in self._each:
+            begun = exchange.begin(*_place(event))
             self.say(shard, begun if follow else [])
 
     def _cut(self, event: e.Started | e.Moved) -> None:
         """An exchange with each of these shards. The residuals go along with their keys."""
-        before = self.replicas
+        before, first = self.replicas, not self.count
+        kept = None if self.box is None or first else self.arrays.residual(before)
+        self.ours, self.count = self.arrays.fit(event.ranges), len(event.ranges)
         self.replicas = [
             self.arrays.replica(begin, end, self._feedbacks(begin, end, event.worker << 16 | shard))
-            for shard, (begin, end) in enumerate(event.ranges)
+            for shard, (begin, end) in list(enumerate(event.ranges))[slice(self.ours.start, self.ours.stop)]
         ]
-        for replica in self.replicas:
-            replica.inherit(before)
+        if kept is not None:  # other processes may have had our keys; what was pulled of them comes again
+            self.arrays.load_residual(self.replicas, kept)
+        else:
+            for replica in self.replicas:
+                replica.inherit(before)
         self.exchanges = [Exchange(self.mode, each, self.whole) for each in self.replicas]
 
     def _moved(self, event: e.Moved) -> None:
         """The keys are cut anew. All that was pushed is in, so nothing is given up, and this life goes on."""
-        before = self.exchanges
+        before, self.clock = self.exchanges, event.clock
         self._cut(event)
-        for shard, exchange in enumerate(self.exchanges):
-            self.say(shard, exchange.go_on(event, before))
+        for shard, exchange in self._each:
+            going = exchange.go_on(event, before) if self.box is None else exchange.begin(*_place(event))
+            self.say(shard, going)
         if self.pulls is not None:
             self._pull(self.pulls)
 
     def _pull(self, flushed: bool) -> None:
-        for shard, exchange in enumerate(self.exchanges):
+        for shard, exchange in self._each:
             self.say(shard, exchange.ask_shared(flushed))
 
     def _feedbacks(self, begin: int, end: int, seed: int) -> list[tuple[tuple[int, int], Feedback[Array]]]:
@@ -115,10 +134,11 @@ class Shards:
     def handle(self, event: MemberEffect) -> None:
         match event:
             case e.GiveWeights(shard):
-                replica = self.replicas[shard]
-                self.say(shard, self.exchanges[shard].give(self.arrays.first(replica.begin, replica.end)))
+                exchange = self._with(shard)
+                keys = exchange.replica.begin, exchange.replica.end
+                self.say(shard, exchange.give(self.arrays.first(*keys)))
             case e.StatePart(shard) | e.StateArrived(shard) | e.MasterArrived(shard) | e.PushSettled(shard):
-                self.say(shard, self.exchanges[shard].take(event))
+                self.say(shard, self._with(shard).take(event))
             case e.Held(at):
                 for exchange in self.exchanges:
                     exchange.held_at = at
@@ -127,16 +147,19 @@ class Shards:
             case e.LinkSeen():
                 self.tuning.seen.append(event)
 
+    def _with(self, shard: int) -> Exchange[Array]:
+        return self.exchanges[shard - self.ours.start]
+
     def say(self, shard: int, messages: Sequence[m.Message]) -> None:
         if messages:
-            self.link.call(lambda member, now: member.say(shard, messages, now))
+            self.link.say(shard, messages)
 
     # Waiting.
 
     def wait_ready(self, limit_s: float = WAIT_LIMIT_S) -> None:
         """Until every shard's state may be computed on with the present clock."""
         before = time.monotonic()
-        ready = lambda: bool(self.exchanges) and all(x.may_compute for x in self.exchanges)  # noqa: E731
+        ready = lambda: self.count > 0 and all(x.may_compute for x in self.exchanges)  # noqa: E731
         self.wait(ready, limit_s, f"a state for clock {self.clock}")
         self.wait_s = time.monotonic() - before
 
@@ -146,7 +169,7 @@ class Shards:
 
     def need(self, settled: int) -> None:
         """Ask every shard whose state lacks updates before this clock for its next one, as soon as there is one."""
-        for shard, exchange in enumerate(self.exchanges):
+        for shard, exchange in self._each:
             self.say(shard, exchange.need(settled))
 
     def wait_settled(self, settled: int) -> None:
@@ -164,36 +187,42 @@ class Shards:
 
     def push(self, updates: Sequence[Array], dense: bool = False, hyper: bytes = b"") -> None:
         """Send the update of the present clock: of each shard, the keys whose turn it is. Raises NonFiniteError, with nothing
-        sent and nothing changed, for values that cannot be coded."""
+        sent and nothing changed, for values that cannot be coded, of any rank of a box."""
         began = time.monotonic()
         encoded: list[Sequence[Piece]] = []
+        error = NonFiniteError("another process of this group has values that are not finite")
         try:
             for exchange, update in zip(self.exchanges, updates, strict=True):
                 encoded.append(exchange.replica.encode(update, self.clock, dense))  # all before the first leaves
-        except NonFiniteError:
+            finite = True
+        except NonFiniteError as own:
+            error, finite = own, False
+        if self.box is not None:
+            finite = bool(self.box.least(finite)[0])
+        if not finite:
             for exchange, pieces in zip(self.exchanges, encoded, strict=False):
                 exchange.replica.give_back(pieces, self.clock)
-            raise
+            raise error
         self.tuning.encode_s = time.monotonic() - began
         samples, coding = self.samples_pending or self.samples, self._next_coding()
-        for shard, (exchange, pieces) in enumerate(zip(self.exchanges, encoded, strict=True)):
+        for (shard, exchange), pieces in zip(self._each, encoded, strict=True):
             self.say(shard, exchange.push(pieces, samples, coding, hyper))
         self._said()
 
     def send_part(self, shard: int, index: int, count: int, piece: Piece, hyper: bytes = b"") -> None:
         """One part of the update of the present clock; under overlap from autograd's threads."""
         samples = self.samples_pending or self.samples
-        self.say(shard, [self.exchanges[shard].part(index, count, piece, samples, hyper)])
+        self.say(shard, [self._with(shard).part(index, count, piece, samples, hyper)])
 
     def pushed(self) -> None:
         coding = self._next_coding()
-        for shard, exchange in enumerate(self.exchanges):
+        for shard, exchange in self._each:
             self.say(shard, exchange.pushed(coding))
         self._said()
 
     def _next_coding(self) -> str:
         """What published states are to be coded with after this clock; updates may be coded with another compressor too."""
-        if self.tuning.pushed(self.clock + 1):
+        if self.tuning.pushed(self.clock + 1, self.box):
             for replica in self.replicas:
                 for _, feedback in replica.feedbacks:
                     feedback.change(self.tuning.compressor)
@@ -201,8 +230,9 @@ class Shards:
 
     def _said(self) -> None:
         self.samples_pending = 0
+        self.clock += 1
         if self.tuning.chooses:
-            self.link.call(lambda member, now: [member.meter.read()])
+            self.link.ask_link()
 
     # The shared model.
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 def clipped_step(
     optimizer: torch.optim.Optimizer,
-    parameters: list[torch.nn.Parameter],
+    parameters: Sequence[torch.Tensor],
     norm: float,
     closure: Callable[[], Any] | None,
 ) -> Any:
@@ -52,7 +52,7 @@ class Updates:
 
     def __init__(self, engine: Engine, arrays: Arrays) -> None:
         self.engine, self.mode, self.arrays = engine, engine.mode, arrays
-        self.shards = Shards(engine.link, engine.mode, arrays, engine.tuning, engine.wait)
+        self.shards = Shards(engine.link, engine.mode, arrays, engine.tuning, engine.wait, engine.box)
         self.local_step = 0
         self.moved = False  # a step was taken since all of the replica was composed
         self.composed = 0  # the epoch of the life that the replica is of
@@ -92,7 +92,7 @@ class Updates:
 
     def seen_missed(self) -> None:
         """Count what closed without us up to the states that are here."""
-        missed = self.shards.missed
+        missed = self.engine.waiting.least(self.shards.missed)
         if self.composed == self.shards.epoch:
             self.late += missed - self.missed
         self.missed = missed
@@ -127,8 +127,7 @@ class Updates:
     def inner_step(self, closure: Callable[[], Any] | None) -> Any:
         self.local_step += 1
         self.moved = True
-        engine = self.engine
-        return clipped_step(engine.inner, engine.flat.parameters, engine.max_grad_norm, closure)
+        return self.engine.optimize(closure)
 
     def push(self, dense: bool = False) -> None:
         """What the keys whose turn it is have moved by."""

@@ -27,6 +27,7 @@ from narrows.ps.reports import COORDINATOR
 from narrows.ps.server import Server
 from narrows.ps.shard import Shard
 from narrows.ps.store import Store
+from narrows.worker.runner import Commands
 
 warm_up()  # as ps-serve and ps-worker do: a kernel that is compiled in the middle of a run stops everybody
 
@@ -160,7 +161,7 @@ class Cluster:
         self.arrive(shard, peer, decode(frames))
 
 
-class Link:
+class Link(Commands):
     """What worker.engine needs of worker.runner.Link."""
 
     def __init__(self, cluster: Cluster, token: str) -> None:

@@ -18,7 +18,7 @@ from narrows.protocols.runtime.connections import REFUSED_MAX, STRANGERS_MAX, Co
 from narrows.protocols.runtime.sockets import Peer, Sockets
 
 MOST = 8
-LIMIT_S = 10.0
+LIMIT_S = 30.0
 TURN_S = 0.5  # of thousands of frames, on a machine that is busy
 
 

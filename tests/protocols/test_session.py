@@ -184,7 +184,7 @@ def test_a_server_sends_each_difference_as_it_is_made() -> None:
             for message in reversed(late):
                 link.deliver(real(0, message, 0))
         engine: Any = optimizer._engine
-        engine.poll()
+        engine.waiting.poll()
         (exchange,) = engine.sync.shards.exchanges
         assert exchange.publication == store.publication
         np.testing.assert_array_equal(exchange.replica.pulled, store.p)

@@ -369,7 +369,7 @@ def test_with_no_bound_an_own_update_stands_in_until_it_is_published() -> None:
             optimizer.step()
         update, engine = flat(net) - before, optimizer._engine
         assert engine is not None and started.cluster.servers[0].shard.min_clock == 1
-        engine.poll()
+        engine.waiting.poll()
         sync: Any = engine.sync
         sync.compose()
         (exchange,) = sync.shards.exchanges

@@ -16,6 +16,10 @@ from narrows.worker.command.options import checked
     "--server", default="", help="tcp://HOST:PORT as ps-serve printed it, and after commas its standbys [embedded]"
 )
 @click.option("-n", "--nproc", type=int, default=1, help="copies of the script on this machine [1]")
+@click.option("--group", is_flag=True, help="the copies are one worker: each has a slice of the model, and a gradient is the "
+              "mean of theirs")  # fmt: skip
+@click.option("--restarts", type=int, default=0, help="how often a worker that failed is started again, with --group all "
+              "copies [0]")  # fmt: skip
 @click.option("--device", default="auto", help="auto, cpu or cuda[:i], set for the script as NARROWS_DEVICE [auto]")
 @click.option("--record", default="", help="write one JSON object a line to this file")
 @click.option("--key", default="", help="the file that ps-serve keys add made for this machine [none]")

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 import uuid
+from dataclasses import dataclass
 from typing import Any
 
 from narrows.protocols.errors import AuthenticationError, IncompatibleError, ServerLostError, UnreachableError
@@ -33,8 +35,19 @@ NEEDS = [
     ("", "narrows.worker.optimizer"),
 ]
 SERVER = -1  # in place of a worker's index
+WORLD = ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
 SWITCHED = "worker {} codes with {to}, not {from}, from clock {clock} on: {reason}"
 FATAL = (AuthenticationError.exit_code, IncompatibleError.exit_code)
+
+
+@dataclass
+class Group:
+    """Processes that are one worker of the run: they start and end together."""
+
+    members: range
+    lives: int  # how often it may be started again, -1: it has ended for good
+    token: str = ""
+    port: int = 0  # where the processes meet
 
 
 class Launcher:
@@ -45,9 +58,13 @@ class Launcher:
         self.server = options.server  # its address, once it is known
         self.children = Children()
         self.embedded: Child | None = None
-        self.workers: list[Child] = []
-        self.tokens: list[str] = []
+        self.workers: dict[int, Child] = {}
+        count, lives = options.nproc, options.restarts
+        self.groups = (
+            [Group(range(count), lives)] if options.group else [Group(range(i, i + 1), lives) for i in range(count)]
+        )
         self.codes: dict[int, int] = {}  # of children that have ended
+        self.felled: set[int] = set()  # that we ended, because another of their group had
         self.errors: dict[int, tuple[int, str]] = {}  # of ours, that ended a worker: exit code, sentence
         self.joined: set[int] = set()  # workers
         self.ready = options.fresh  # workers can be started
@@ -65,8 +82,9 @@ class Launcher:
             code = self._prepare()
             if not code and not self.signals:
                 self.console.doing(f"starting {self._workers} ...")
-                for index in range(self.options.nproc):
-                    self._spawn(index, parent_fd)
+                self.parent_fd = parent_fd
+                for group in self.groups:
+                    self._spawn(group)
                 code = self._watch()
             return 128 + self.signals[0] if self.signals else code
         finally:
@@ -104,6 +122,8 @@ class Launcher:
 
     @property
     def _workers(self) -> str:
+        if self.options.group:
+            return f"one worker of {self.options.nproc} processes"
         return f"{self.options.nproc} worker{'s' if self.options.nproc > 1 else ''}"
 
     def _environment(self) -> dict[str, str]:
@@ -113,31 +133,56 @@ class Launcher:
 
     def _own_environment(self, index: int) -> dict[str, str]:
         options = self.options
-        # A launcher above us (torchrun, Slurm, Ray) numbers its tasks, of which each is one ps-worker. Without one the
-        # session sets what only the server knows.
-        rank, local_rank, world_size = (above(name, default) for name, default in RANKS.items())
-        return self._environment() | {
-            "RANK": str(rank * options.nproc + index),
-            "LOCAL_RANK": str(local_rank * options.nproc + index),
-            "WORLD_SIZE": str(world_size * options.nproc),
+        own = {
             "NARROWS_SERVER": self.server,
             "NARROWS_KEY": os.path.abspath(options.key) if options.key else "",
-            "NARROWS_TOKEN": self.tokens[index],
+            "NARROWS_TOKEN": self._group(index).token,
             "NARROWS_EXPECT": pack(options.run).hex() if options.run else "",
             "NARROWS_CONNECT_TIMEOUT": str(options.connect_timeout),
             "NARROWS_SERVER_TIMEOUT": str(options.server_timeout),
-            "NARROWS_DEVICE": options.device,
+            "NARROWS_DEVICE": f"cuda:{index}" if options.group and options.device == "cuda" else options.device,
+        }
+        return self._environment() | own | (self._in_group(index) if options.group else self._in_run(index))
+
+    def _in_run(self, index: int) -> dict[str, str]:
+        """A launcher above us (torchrun, Slurm, Ray) numbers its tasks, of which each is one ps-worker. Without one the session
+        sets what only the server knows."""
+        rank, local_rank, world_size = (above(name, default) for name, default in RANKS.items())
+        count = self.options.nproc
+        return {
+            "RANK": str(rank * count + index),
+            "LOCAL_RANK": str(local_rank * count + index),
+            "WORLD_SIZE": str(world_size * count),
             "NARROWS_SETS": " ".join(name for name in ("RANK", "WORLD_SIZE") if name not in os.environ),
         }
 
-    def _spawn(self, index: int, parent_fd: int) -> None:
-        self.tokens.append(uuid.uuid4().hex)
-        listens: dict[int | str, str] = {1: "out", 2: "err", "NARROWS_RECORD_FD": "event"}
-        passed, name = {"NARROWS_PARENT_FD": parent_fd}, f"ps-worker-{index}"
-        child = self.children.start(
-            *(index, self.options.words, self._own_environment(index)), listens=listens, passed=passed, name=name
-        )
-        self.workers.append(child)
+    def _in_group(self, index: int) -> dict[str, str]:
+        """As torchrun numbers the process group that the copies make."""
+        count, port = str(self.options.nproc), str(self._group(index).port)
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NARROWS_GROUP": "1"}
+        return meeting | dict.fromkeys(("RANK", "LOCAL_RANK"), str(index)) | dict.fromkeys(WORLD, count)
+
+    def _group(self, index: int) -> Group:
+        """Of this process."""
+        return self.groups[0 if self.options.group else index]
+
+    def _spawn(self, group: Group) -> None:
+        """Start a worker, or start it again."""
+        group.token = uuid.uuid4().hex
+        if self.options.group:
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                group.port = free.getsockname()[1]
+        for index in group.members:
+            listens: dict[int | str, str] = {1: "out", 2: "err", "NARROWS_RECORD_FD": "event"}
+            passed, name = {"NARROWS_PARENT_FD": self.parent_fd}, f"ps-worker-{index}"
+            words, environment = self.options.words, self._own_environment(index)
+            self.codes.pop(index, None)
+            self.errors.pop(index, None)
+            self.felled.discard(index)
+            self.workers[index] = self.children.start(
+                *(index, words, environment), listens=listens, passed=passed, name=name
+            )
 
     # The run.
 
@@ -146,7 +191,7 @@ class Launcher:
         while self._running and len(self.signals) < 2 and time.monotonic() < stop_by:
             if self.signals and stop_by == float("inf"):
                 stop_by = time.monotonic() + CHILD_END_S
-                for worker in self.workers:
+                for worker in self.workers.values():
                     worker.signal(signal.SIGINT)
             self._take(0.2)
             if self.broken:
@@ -189,7 +234,7 @@ class Launcher:
         if kind == "hello":
             self.joined.add(index)
             if len(self.joined) in (1, self.options.nproc):
-                self.console.doing(f"{len(self.joined)} of {self._workers} joined ...")
+                self.console.doing(f"{len(self.joined)} of {self._workers.removeprefix('one worker of ')} joined ...")
         elif kind == "compress":
             self.console.say(SWITCHED.format(index, **event))
         self.recording.take(index, event)
@@ -213,13 +258,35 @@ class Launcher:
         self.recording.ended(index, code)
         if not code:
             return
-        if not self.signals and index not in self.errors:
-            how = f"was ended by {signal_name(-code)}" if code < 0 else f"failed with exit code {code}"
-            others = "; the others go on" if self._running else ""
-            self.console.say(f"worker {index} {how}{others}")
-        thread = threading.Thread(target=self._tell_left, args=(self.tokens[index],), daemon=True)
-        thread.start()
-        self.telling.append(thread)
+        group = self._group(index)
+        if index not in self.felled:  # else it was ended because another one of its group had
+            thread = threading.Thread(target=self._tell_left, args=(group.token,), daemon=True)
+            thread.start()
+            self.telling.append(thread)
+            fatal = self.errors.get(index, (1, ""))[0] != 1  # it would end so again
+            group.lives -= 1 if group.lives and not fatal and not self.signals else group.lives + 1
+            self._say_ended(index, code, group)
+            for other in set(group.members) - self.codes.keys():
+                self.felled.add(other)
+                self.workers[other].kill()
+        if self.codes.keys() >= set(group.members) and group.lives >= 0 and not self.signals:
+            self._spawn(group)
+
+    def _say_ended(self, index: int, code: int, group: Group) -> None:
+        if self.signals:
+            return
+        how = f"was ended by {signal_name(-code)}" if code < 0 else f"failed with exit code {code}"
+        sentence = f"{'process' if self.options.group else 'worker'} {index} {how}"
+        if group.lives >= 0:
+            what = "its group is" if self.options.group else "it is"
+            sentence += f"; {what} started again ({self.options.restarts - group.lives} of {self.options.restarts})"
+        elif index in self.errors:
+            return  # it has said why
+        elif self.options.group:
+            sentence += "; its group ends"
+        elif self._running:
+            sentence += "; the others go on"
+        self.console.say(sentence)
 
     def _tell_left(self, token: str) -> None:
         """Tell the coordinator that a child died, so that nobody waits for its lease."""
@@ -231,12 +298,12 @@ class Launcher:
     # The end.
 
     def _summary(self) -> int:
-        for index, worker in enumerate(self.workers):
+        for index, worker in self.workers.items():
             if index not in self.codes:
                 worker.kill()
                 self.codes[index] = worker.wait() or 0
                 self.recording.ended(index, self.codes[index])
-        codes = [self.codes[index] for index in range(self.options.nproc)]
+        codes = [next((self.codes[i] for i in group.members if self.codes[i]), 0) for group in self.groups]
         done = self.recording.done(codes)
         self.console.close()
         self.console.err(done)
@@ -244,7 +311,7 @@ class Launcher:
         return ours[0] if ours else int(any(codes))
 
     def _end(self) -> None:
-        for worker in self.workers:
+        for worker in self.workers.values():
             if worker.code != 0:
                 worker.kill()
             worker.wait()

@@ -22,6 +22,8 @@ class Options:
 
     server: str
     nproc: int
+    group: bool
+    restarts: int
     device: str
     record: str
     connect_timeout: float
@@ -32,6 +34,11 @@ class Options:
     key: str
     words: list[str]
     run: dict[str, Any]
+
+    @property
+    def workers(self) -> int:
+        """How many the copies of the script are."""
+        return 1 if self.group else self.nproc
 
 
 def checked(command: tuple[str, ...], module: bool, **flags: Any) -> Options:
@@ -44,6 +51,8 @@ def checked(command: tuple[str, ...], module: bool, **flags: Any) -> Options:
     )
     if options.nproc < 1:
         raise UsageError(f"-n {options.nproc}: give at least 1")
+    if options.restarts < 0:
+        raise UsageError(f"--restarts {options.restarts}: give 0 or more")
     for name in ("connect_timeout", "server_timeout"):
         if not 0 < getattr(options, name) < 1e6:
             flag = name.replace("_", "-")
@@ -70,13 +79,15 @@ def checked(command: tuple[str, ...], module: bool, **flags: Any) -> Options:
             name = "--resume" if options.resume else "--checkpoint-dir"
             raise UsageError(f"{name} is for the embedded server: give it to the ps-serve at {options.server}")
         return options
-    settings = Settings(**{"workers": options.nproc} | run).validated()
-    if settings.workers > options.nproc:
+    defaults = {"workers": options.workers} | ({"shards": options.nproc} if options.group else {})  # a stream each
+    settings = Settings(**defaults | run).validated()
+    if settings.workers > options.workers:
+        ours = "one worker" if options.group else f"-n {options.nproc}"
         raise UsageError(
-            f"--workers {settings.workers}: the embedded server has the -n {options.nproc} of this command alone; for more "
-            "start ps-serve and name it with --server"
+            f"--workers {settings.workers}: the embedded server has the {ours} of this command alone; for more start ps-serve "
+            "and name it with --server"
         )
-    run["workers"] = settings.workers
+    run |= {"workers": settings.workers, "shards": settings.shards}
     return options
 
 

@@ -34,6 +34,7 @@ class Recording:
         self.last: dict[int, dict[str, float]] = {}
         self.up: dict[int, int] = {}
         self.down: dict[int, int] = {}
+        self.before: dict[int, tuple[int, int]] = {}  # bytes of the lives before this one
         self.privacy = (0.0, 0.0)  # epsilon of the worker that sent most, and its delta
         self.dropped: Counter[str] = Counter()  # messages for which there was no room, by name
 
@@ -58,7 +59,8 @@ class Recording:
         elif kind == "model":
             self._joined(worker, event["parameters"], event["clock"])
         elif kind == "bytes":
-            self.up[worker], self.down[worker] = event["up"], event["down"]
+            before = self.before.get(worker, (0, 0))
+            self.up[worker], self.down[worker] = before[0] + event["up"], before[1] + event["down"]
             self.dropped.update(event["dropped"])
         elif kind == "privacy":
             self.privacy = max(self.privacy, (event["epsilon"], event["delta"]))
@@ -83,7 +85,9 @@ class Recording:
             versions = {"python": sys.version.split()[0]}
             versions |= {name: version(name) for name in ("narrows", "torch", "pyzmq", "numpy")}
             self.note("start", mode=self.settings["sync"], **told, parameters=parameters, versions=versions)
-        self.clocks[worker], self.up[worker], self.down[worker] = clock, 0, 0
+        self.clocks[worker] = clock
+        self.before[worker] = self.up.get(worker, 0), self.down.get(worker, 0)
+        self.up[worker], self.down[worker] = self.before[worker]
         self.note("member", worker=worker, how="joined")
 
     def ended(self, worker: int, code: int) -> None:

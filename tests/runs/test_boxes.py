@@ -1,0 +1,530 @@
+"""A box is one worker, to its servers byte for byte. Its ranks are threads here (kit/boxes.py), and processes in
+tests/system/test_groups.py."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from kit.boxes import Boxes, boxes
+from kit.in_process import Cluster
+from kit.on_disk import OnDisk
+from kit.scripts import BATCH, batch, build, distance, flat, loss_of, seeded
+from torch import nn
+
+from narrows.compression.auto import Auto, Switch
+from narrows.compression.home import HOST
+from narrows.protocols import messages as m
+from narrows.protocols.effects import NS
+from narrows.protocols.errors import NarrowsError, UsageError
+from narrows.protocols.settings import Settings
+from narrows.worker import DistributedOptimizer, clock, engine, rank, world_size
+from narrows.worker.device import device_home
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+STEPS = 16
+SPECS = ("dense", "topk:0.05+int8", "cycle:0.15+sign", "topk:64/4096+2bit", "mstopk:0.01")
+MODES: dict[str, dict[str, Any]] = {
+    "bsp": {"sync": "bsp"},
+    "bsp, updates": {"sync": "bsp", "push": "update"},
+    "ssp": {"sync": "ssp", "staleness": 2},
+    "async": {"sync": "async"},
+    "local": {"sync": "local", "local_steps": 4},
+    "fragments": {"sync": "local", "local_steps": 4, "fragments": 2, "merge_delay": 1, "merge_alpha": 0.5},
+}
+
+
+def _two_groups(net: nn.Module) -> list[dict[str, Any]]:
+    first, *others = net.parameters()
+    return [{"params": [first], "lr": 0.003}, {"params": others}]
+
+
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, Make] = {
+    "adamw": lambda net: torch.optim.AdamW(net.parameters(), lr=0.01),
+    "sgd": lambda net: torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9),
+    "adagrad": lambda net: torch.optim.Adagrad(net.parameters(), lr=0.02, initial_accumulator_value=0.1),
+    "rprop": lambda net: torch.optim.Rprop(net.parameters(), lr=0.001),
+    "two groups": lambda net: torch.optim.RMSprop(_two_groups(net), lr=0.001),
+}  # fmt: skip
+
+
+class Trained(NamedTuple):
+    weights: dict[tuple[int, int], Any]  # of each rank, at its end
+    pushes: list[tuple[Any, ...]]  # what the shards were sent, in the order of shards and clocks
+    told: dict[tuple[int, int], Any]  # what `at` has returned after the last step
+
+
+def trained(
+    settings: Settings,
+    sizes: Sequence[int],
+    parts: int = 2,
+    make: Make = OPTIMIZERS["adamw"],
+    at: Callable[[int, tuple[int, int], Any, nn.Module], Any] = lambda *_: None,
+    net: Callable[[], nn.Module] = build,
+    cluster: Cluster | None = None,
+    steps: int = STEPS,
+    **more: Any,
+) -> Trained:
+    """Members of `sizes`. Each step of one has `parts` parts of a batch: a box gives each rank one, any other member does one
+    after the other. `at`: called after each step."""
+    settings, pushes = settings.validated(), list[tuple[Any, ...]]()
+
+    def script(member: int, own: int) -> Any:
+        model = net()
+        optimizer = DistributedOptimizer(make(model), model, **more)
+        alone = sizes[member] == 1
+        for step in range(steps):
+            optimizer.zero_grad()
+            for part in range(parts) if alone else [own]:
+                loss = loss_of(model, step, member * parts + part, len(sizes) * parts)
+                (loss / parts if alone else loss).backward()
+            optimizer.step()
+            told[member, own] = at(step, (member, own), optimizer, model)
+        optimizer.finish()
+        with optimizer.shared():
+            return flat(model)
+
+    told: dict[tuple[int, int], Any] = {}
+    with boxes(settings, sizes, cluster) as started, pytest.MonkeyPatch.context() as patch:
+        _listen(started, patch, pushes)
+        return Trained(started.together(script), sorted(pushes), told)
+
+
+def _listen(started: Boxes, patch: pytest.MonkeyPatch, pushes: list[tuple[Any, ...]]) -> None:
+    arrive = started.cluster.arrive
+
+    def heard(shard: int, peer: bytes, message: Any) -> Any:
+        if isinstance(message, m.Push):
+            where = (message.worker, message.clock, message.part, message.parts, message.begin, message.end)
+            pushes.append((shard, *where, message.hyper, message.codec, bytes(message.payload)))
+        return arrive(shard, peer, message)
+
+    patch.setattr(started.cluster, "arrive", heard)
+
+
+def check_same(box: Trained, single: Trained) -> None:
+    """What they sent and have, bit for bit."""
+    assert box.pushes == single.pushes and len(box.pushes) >= STEPS // 4
+    assert len({weights.tobytes() for weights in box.weights.values()}) == 1, "all ranks end with one model"
+    assert box.weights[0, 0].tobytes() == single.weights[0, 0].tobytes()
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_box_of_two_is_one_worker_that_has_both_halves_of_each_batch(mode: str, spec: str) -> None:
+    settings = Settings(workers=1, shards=3, compress=spec, **MODES[mode])
+    check_same(trained(settings, [2]), trained(settings, [1]))
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_ranks_may_have_no_shard_and_shards_may_be_one_each(shards: int) -> None:
+    settings = Settings(workers=1, shards=shards, sync="ssp", compress="topk:0.05+int8")
+    check_same(trained(settings, [2]), trained(settings, [1]))
+    assert set(trained(settings, [4], parts=4).weights) == {(0, own) for own in range(4)}
+
+
+def test_on_a_device_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings(workers=1, shards=2, sync="ssp", compress="topk:0.05+int8")
+    single = trained(settings, [1])
+    monkeypatch.setenv("NARROWS_ARRAYS", "device")
+    check_same(trained(settings, [2]), single)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_optimizer_steps_slices_as_it_steps_all(name: str) -> None:
+    settings = Settings(workers=1, shards=2, sync="bsp", push="update")
+    check_same(trained(settings, [2], make=OPTIMIZERS[name]), trained(settings, [1], make=OPTIMIZERS[name]))
+
+
+def test_a_recurrent_net_in_half_precision_is_stepped_in_float32() -> None:
+    """Its parameters cannot lie in one tensor, and are rounded copies of the slices."""
+    settings = Settings(workers=1, shards=2, sync="ssp", compress="topk:0.2+int8")
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gru, self.out = nn.GRU(3, 8, batch_first=True), nn.Linear(8, 5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.out(self.gru(x.view(-1, 3, 3).to(torch.bfloat16))[0][:, -1]).float()
+            return out
+
+    make: Make = lambda net: torch.optim.SGD(net.parameters(), lr=1e-3)  # noqa: E731
+    found = trained(settings, [2], make=make, net=lambda: seeded(Net).to(torch.bfloat16))
+    assert len({weights.tobytes() for weights in found.weights.values()}) == 1
+    begin = flat(seeded(Net).to(torch.bfloat16))
+    assert distance(found.weights[0, 0], begin) > 0, "steps of less than a rounding add up"
+
+
+def whole_batches(steps: int = STEPS, make: Make = OPTIMIZERS["adamw"], norm: float = 0.0) -> Any:
+    """One process, without Narrows."""
+    model = build()
+    optimizer = make(model)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        if norm:
+            nn.utils.clip_grad_norm_(model.parameters(), norm)
+        optimizer.step()
+    return flat(model)
+
+
+@pytest.mark.parametrize("push", ["gradient", "update"])
+def test_under_bsp_a_box_of_four_is_one_process(push: str) -> None:
+    found = trained(Settings(workers=1, shards=4, sync="bsp", push=push), [4], parts=4)
+    assert distance(found.weights[0, 0], whole_batches()) < 1e-5
+
+
+def test_gradients_are_clipped_to_the_norm_of_all_slices() -> None:
+    make: Make = lambda net: torch.optim.SGD(net.parameters(), lr=0.5)  # noqa: E731
+    settings = Settings(workers=1, shards=2, sync="bsp", push="update")
+    found = trained(settings, [2], make=make, max_grad_norm=0.05)
+    assert distance(found.weights[0, 0], whole_batches(make=make, norm=0.05)) < 1e-5
+    assert distance(found.weights[0, 0], whole_batches(make=make)) > 1e-2
+
+
+def test_two_boxes_are_two_workers() -> None:
+    settings = Settings(workers=2, shards=2, sync="bsp", push="update", compress="topk:0.05+int8")
+    box, single = trained(settings, [2, 2]), trained(settings, [1, 1])
+    assert box.pushes == single.pushes
+    assert distance(box.weights[1, 1], single.weights[0, 0]) < 1e-6, (
+        "a mean at the barrier adds in the order of arrival"
+    )
+
+
+def test_boxes_single_workers_and_devices_end_with_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A box of two, a worker on a device, one on the host: ranks() cut the batch into shares of which none has a row twice."""
+    settings = Settings(workers=3, shards=2, sync="ssp", staleness=2, compress="topk:0.05+int8").validated()
+    rows: dict[tuple[int, int], list[int]] = {}
+
+    def script(member: int, own: int) -> Any:
+        rows[member, own] = list(range(BATCH))[rank() :: world_size()]
+        model = build()
+        optimizer = DistributedOptimizer(OPTIMIZERS["sgd"](model), model)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            x, y = batch(step)
+            nn.functional.cross_entropy(model(x[rows[member, own]]), y[rows[member, own]]).backward()
+            optimizer.step()
+        optimizer.finish()
+        with optimizer.shared():
+            return flat(model)
+
+    with boxes(settings, [2, 1, 1]) as started:
+
+        def home_of_rank(flat: Any, why_host: str = "") -> Any:
+            return device_home(torch.device("cpu")) if started.here == (1, 0) else HOST, ""
+
+        monkeypatch.setattr(engine, "home_of", home_of_rank)
+        found = started.together(script)
+    assert sorted(row for each in rows.values() for row in each) == list(range(BATCH))
+    assert len({weights.tobytes() for weights in found.values()}) == 1
+
+
+# What scripts do with their optimizer.
+
+
+@pytest.mark.parametrize("first", [[2], [1]])
+def test_a_state_is_of_whole_tensors_and_fits_any_box(first: list[int]) -> None:
+    """What a box has saved, a single worker or another box goes on with, and the other way round."""
+    settings = Settings(workers=1, shards=3, sync="ssp", compress="topk:0.05+int8")
+    saved = trained(
+        settings, first, at=lambda step, who, optimizer, net: _copy(optimizer, net) if step == 7 else None, steps=8
+    )
+    state, weights = saved.told[0, 0]
+    if first == [2]:
+        assert _same(state, saved.told[0, 1][0]), "each rank has all of it"
+
+    def load(step: int, who: Any, optimizer: Any, net: nn.Module) -> None:
+        if step == 0:
+            optimizer.load_state_dict(copy.deepcopy(state))  # torch keeps the tensors that it is given
+
+    def start() -> nn.Module:
+        net = build()
+        nn.utils.vector_to_parameters(torch.from_numpy(weights), net.parameters())
+        return net
+
+    box, single = (trained(settings, sizes, net=start, at=load) for sizes in ([2], [1]))
+    check_same(box, single)
+    assert box.weights[0, 0].tobytes() != trained(settings, [2], net=start).weights[0, 0].tobytes(), "the state counts"
+
+
+def _copy(optimizer: Any, net: nn.Module) -> Any:
+    return copy.deepcopy(optimizer.state_dict()), flat(net)
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    return bool(torch.equal(a, b)) if isinstance(a, torch.Tensor) else bool(a == b)
+
+
+def test_a_gradient_weighs_as_its_samples_where_they_are_told() -> None:
+    """Ranks with 10 and 6 of 16 rows make the gradient of all 16, and the push says 16."""
+    settings = Settings(workers=1, shards=2, sync="bsp", push="update").validated()
+    samples: list[int] = []
+
+    def script(member: int, own: int) -> Any:
+        model = build()
+        optimizer = DistributedOptimizer(OPTIMIZERS["adamw"](model), model)
+        mine = slice(0, 10) if own == 0 else slice(10, 16)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            x, y = batch(step)
+            nn.functional.cross_entropy(model(x[mine]), y[mine]).backward()
+            optimizer.step_samples(mine.stop - mine.start)
+            optimizer.step()
+        with optimizer.shared():
+            return flat(model)
+
+    with boxes(settings, [2]) as started, pytest.MonkeyPatch.context() as patch:
+        arrive = started.cluster.arrive
+
+        def heard(shard: int, peer: bytes, message: Any) -> Any:
+            samples.append(message.samples) if isinstance(message, m.Push) else None
+            return arrive(shard, peer, message)
+
+        patch.setattr(started.cluster, "arrive", heard)
+        found = started.together(script)
+    assert distance(found[0, 0], whole_batches()) < 1e-5
+    assert set(samples) == {16}
+
+
+def test_a_tensor_without_a_gradient_on_one_rank_has_that_of_the_others_and_without_any_it_stays() -> None:
+    settings = Settings(workers=1, shards=2, sync="bsp", push="update").validated()
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.both, self.one, self.none = nn.Linear(4, 1), nn.Linear(4, 1), nn.Linear(4, 1)
+
+    def script(member: int, own: int) -> Any:
+        model = seeded(Net)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5, weight_decay=0.1), model)
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        used: list[Any] = [model.both] if own else [model.both, model.one]
+        sum(each(torch.ones(1, 4)).sum() for each in used).backward()
+        optimizer.step()
+        return {name: (before[name] - p.detach()) / 0.5 for name, p in model.named_parameters()}, before
+
+    with boxes(settings, [2]) as started:
+        found = started.together(script)
+    moved, before = found[0, 1]
+    assert torch.allclose(moved["both.weight"], 1 + 0.1 * before["both.weight"])
+    assert torch.allclose(moved["one.weight"], 0.5 + 0.1 * before["one.weight"]), "the mean, for the other has none"
+    assert not moved["none.weight"].any(), "not even decayed"
+    assert _same(moved, found[0, 0][0])
+
+
+def spoil(model: nn.Module, value: float) -> None:
+    """One value of the gradients, of the first rank's slice."""
+    gradient = next(model.parameters()).grad
+    assert gradient is not None
+    gradient[0, 0] = value
+
+
+def test_a_gradient_that_overflows_on_one_rank_is_a_step_for_none() -> None:
+    """torch.amp.GradScaler: each rank has a scale of its own."""
+    settings = Settings(workers=1, shards=2, sync="bsp", push="update").validated()
+
+    def script(member: int, own: int) -> Any:
+        model = build()
+        optimizer = DistributedOptimizer(OPTIMIZERS["adamw"](model), model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (4 + own), growth_interval=1000)
+        seen = []
+        for step in range(6):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, step, own, 2)).backward()
+            if step == 3 and own == 1:
+                spoil(model, float("inf"))
+            if step == 4:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            seen.append(flat(model))
+        return seen, scaler.get_scale()
+
+    with boxes(settings, [2]) as started:
+        found = started.together(script)
+    (first, first_scale), (second, second_scale) = found[0, 0], found[0, 1]
+    assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
+    assert np.array_equal(first[2], first[3]) and not np.array_equal(first[3], first[4])
+    assert (first_scale, second_scale) == (16.0, 16.0), "that of the rank that overflowed is halved"
+    model, steps = build(), [0, 1, 2, 4, 5]
+    optimizer = OPTIMIZERS["adamw"](model)
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+    assert distance(first[-1], flat(model)) < 1e-5
+
+
+def test_a_closure_is_called_once_on_each_rank() -> None:
+    settings = Settings(workers=1, shards=2, sync="bsp", push="update").validated()
+
+    def script(member: int, own: int) -> Any:
+        model, calls = build(), list[int]()
+        optimizer = DistributedOptimizer(OPTIMIZERS["adamw"](model), model)
+        for step in range(STEPS):
+
+            def closure(step: int = step) -> Any:
+                calls.append(step)
+                optimizer.zero_grad()
+                loss = loss_of(model, step, own, 2)
+                loss.backward()
+                return loss.detach()
+
+            assert float(optimizer.step(closure)) > 0
+        assert calls == list(range(STEPS))
+        return flat(model)
+
+    with boxes(settings, [2]) as started:
+        found = started.together(script)
+    assert distance(found[0, 0], whole_batches()) < 1e-5
+
+
+def test_all_ranks_begin_with_the_parameters_and_buffers_of_the_first() -> None:
+    settings = Settings(workers=1, shards=2, sync="ssp").validated()
+
+    def script(member: int, own: int) -> Any:
+        model = seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), seed=own)
+        next(model.buffers()).add_(own)  # the running mean
+        DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+    with boxes(settings, [2]) as started:
+        found = started.together(script)
+    assert _same(found[0, 0], found[0, 1]) and not found[0, 1]["1.running_mean"].any()
+
+
+# What happens to the run.
+
+
+def test_a_box_whose_lease_ran_out_joins_again_on_all_ranks_at_once() -> None:
+    settings = Settings(workers=2, shards=2, sync="ssp", staleness=1, compress="topk:0.2+int8").validated()
+    met: list[int] = []
+
+    def script(member: int, own: int) -> Any:
+        model = build()
+        optimizer = DistributedOptimizer(OPTIMIZERS["sgd"](model), model)
+        engine: Any = optimizer._engine
+        epoch, at = engine.sync.shards.epoch, []
+        for step in range(30):
+            optimizer.zero_grad()
+            loss_of(model, step, rank(), world_size()).backward()
+            optimizer.step()
+            if (member, own, step) == (1, 0, 9):
+                expire(started, 0)
+            if engine.sync.shards.epoch != epoch:
+                epoch = engine.sync.shards.epoch
+                at.append((step, clock()))
+        met.append(member)
+        optimizer.finish()
+        with optimizer.shared():
+            return flat(model), at
+
+    with boxes(settings, [2, 1]) as started:
+        found = started.together(script)
+    (first, first_at), (second, second_at) = found[0, 0], found[0, 1]
+    assert np.array_equal(first, second)
+    assert first_at == second_at and len(first_at) == 1, "at one step, with one clock"
+
+
+def expire(started: Boxes, member: int) -> None:
+    """As kit/scripts.py does."""
+    cluster, link = started.cluster, started.sessions[member, 0].link
+    coordinator = cluster.servers[0].coordinator
+    assert coordinator is not None
+    with cluster.changed:
+        later = cluster.now() + int(3 * cluster.settings.lease * NS)
+        for other in coordinator.seats:
+            if other != link.member.worker:
+                coordinator.roster.heard(other, later)
+        cluster._apply(0, cluster.servers[0].tick(later))
+
+
+@pytest.mark.parametrize(
+    "flags", [{"sync": "bsp", "push": "update", "compress": "topk:0.2+int8"}, {"sync": "bsp"}, {"sync": "ssp"}]
+)
+def test_keys_that_move_to_other_shards_take_residual_and_optimizer_along(
+    flags: dict[str, Any], tmp_path: Path
+) -> None:
+    """From two shards to three and back: a rank has other keys then. With a barrier the run is the undisturbed one."""
+    settings = Settings(workers=1, shards=2, checkpoint_every=0, **flags)
+
+    def moving(cluster: OnDisk) -> Callable[..., None]:
+        def at(step: int, who: Any, optimizer: Any, net: nn.Module) -> None:
+            if who == (0, 0) and step in (4, 9):
+                cluster.move(3 if step == 4 else 2)
+
+        return at
+
+    cluster = OnDisk(settings.validated(), tmp_path / "moved")
+    moved = trained(settings, [2], at=moving(cluster), cluster=cluster, steps=20)
+    assert {shard for shard, *_ in moved.pushes} == {0, 1, 2}
+    still = trained(settings, [2], cluster=OnDisk(settings.validated(), tmp_path / "still"), steps=20)
+    assert len({weights.tobytes() for weights in moved.weights.values()}) == 1
+    assert distance(moved.weights[0, 0], still.weights[0, 0]) < 1e-5
+
+
+def test_the_first_rank_chooses_what_all_of_them_code_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings(workers=1, shards=2, sync="ssp", compress="auto")
+    wanted = {0: 3, 5: 6, 9: 1}
+
+    def decided(self: Any, cost: Any) -> Any:
+        self.clocks += 1
+        if self.clocks not in wanted:
+            return None
+        before, self.at = self.up, wanted[self.clocks]
+        return Switch(before, self.up, "the test says so")
+
+    monkeypatch.setattr(Auto, "clock", decided)
+    at = lambda step, who, optimizer, net: optimizer._engine.tuning.compressor.spec  # noqa: E731
+    found = trained(settings, [2], at=at)
+    assert found.told[0, 0] == found.told[0, 1] != "dense"
+    assert len({weights.tobytes() for weights in found.weights.values()}) == 1
+
+
+def test_values_that_are_not_finite_on_one_rank_are_sent_by_none() -> None:
+    settings = Settings(workers=1, shards=2, sync="ssp", compress="topk:0.2+int8").validated()
+    pushes: list[tuple[Any, ...]] = []
+
+    def script(member: int, own: int) -> Any:
+        model = build()
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        loss_of(model, 0, own, 2).backward()
+        spoil(model, float("nan"))
+        with pytest.raises(NarrowsError, match="is not finite") as told:
+            optimizer.step()
+        return str(told.value)
+
+    with boxes(settings, [2]) as started, pytest.MonkeyPatch.context() as patch:
+        _listen(started, patch, pushes)
+        found = started.together(script)
+    assert "'0.weight'" in found[0, 0] and "another process" in found[0, 1] and not pushes
+
+
+@pytest.mark.parametrize(
+    ("flags", "more", "make", "why"),
+    [
+        ({"sync": "gossip"}, {}, OPTIMIZERS["sgd"], "under --sync gossip whole models are mixed"),
+        ({"sync": "ssp", "dp_clip": 1.0}, {}, OPTIMIZERS["sgd"], "--dp-clip needs the length of whole updates"),
+        ({"sync": "bsp"}, {"overlap": True}, OPTIMIZERS["sgd"], "with overlap=True gradients leave"),
+        ({"sync": "ssp"}, {}, lambda net: torch.optim.Adafactor(net.parameters()), "Adafactor is not elementwise"),
+    ],
+)
+def test_what_a_box_cannot_do_is_refused(flags: dict[str, Any], more: dict[str, Any], make: Make, why: str) -> None:
+    def script(member: int, own: int) -> None:
+        model = build()
+        with pytest.raises(UsageError, match=why):
+            DistributedOptimizer(make(model), model, **more)
+
+    with boxes(Settings(workers=1, **flags).validated(), [2]) as started:
+        started.together(script)

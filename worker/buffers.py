@@ -1,0 +1,57 @@
+"""Module buffers (BatchNorm): those that a checkpoint of the model itself would have, and what a worker sends of them."""
+
+from __future__ import annotations
+
+import torch
+
+from narrows.protocols.plan import BUFFERS_BYTES_MAX, DTYPES, NamedArray, pack_arrays, unpack_arrays
+from narrows.worker.runner import say
+
+LONG_BUFFERS = (
+    "the module buffers take {:.0f} MB, more than {:.0f} MB: each worker keeps its own, and no checkpoint has them"
+)
+
+
+class Buffers:
+    """Of `model`. hidden: they are sent as they were before any data."""
+
+    def __init__(self, model: torch.nn.Module, hidden: bool) -> None:
+        self.model, self.hidden = model, hidden
+        self._before = pack_buffers(model) if hidden else b""
+        self._told = False  # that they are too long to be sent
+
+    def packed(self) -> bytes:
+        """To be sent, or b""."""
+        packed = self._before if self.hidden else pack_buffers(self.model)
+        if len(packed) <= BUFFERS_BYTES_MAX:
+            return packed
+        if not self._told:
+            say(LONG_BUFFERS.format(len(packed) / 1e6, BUFFERS_BYTES_MAX / 1e6))
+        self._told = True
+        return b""
+
+    def load(self, packed: bytes) -> None:
+        if packed:
+            load_buffers(self.model, packed)
+
+
+def pack_buffers(model: torch.nn.Module) -> bytes:
+    """The persistent buffers of `model` by name, or b"" where it has none."""
+    kept = model.state_dict(keep_vars=True)
+    arrays: dict[str, NamedArray] = {}
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        dtype = str(buffer.dtype).removeprefix("torch.")
+        if name in kept and dtype in DTYPES and buffer.layout == torch.strided:
+            flat = buffer.detach().cpu().contiguous().reshape(-1)
+            arrays[name] = (dtype, tuple(buffer.shape), flat.view(torch.uint8).numpy().tobytes())
+    return pack_arrays(arrays) if arrays else b""
+
+
+def load_buffers(model: torch.nn.Module, packed: bytes) -> None:
+    """Set the buffers of `model` that `packed` has under the same name and shape. Raises RemoteProtocolError."""
+    mine = dict(model.named_buffers(remove_duplicate=False))
+    with torch.no_grad():
+        for name, (dtype, shape, raw) in unpack_arrays(packed).items():
+            if name in mine and tuple(mine[name].shape) == shape and raw:
+                flat = torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(getattr(torch, dtype))
+                mine[name].copy_(flat.reshape(shape))

@@ -1,0 +1,269 @@
+"""What one rank of a box has: some of the model's keys in float32, and its part of the optimizer's state.
+
+Rules
+- The slices are those of the shards: a rank has the keys of consecutive shards, and exchanges no others.
+- The script's model, gradients and parameter groups stay whole. The optimizer sees the slices while it steps; nobody else does.
+- All methods but those of `Flat` are the box's: every rank calls them, in the same order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from narrows.protocols.errors import UsageError
+from narrows.protocols.keys import Keys, split
+from narrows.protocols.wire import HEADER_BYTES_MAX, pack, unpack
+from narrows.worker.box import Box
+from narrows.worker.buffers import load_buffers, pack_buffers
+from narrows.worker.flat import Array, Flat, FlatModel, FloatArray, as_tensor
+from narrows.worker.optimizers import each_of, why_whole
+
+State = dict[str, Any]
+SCALARS = ("step",)  # of an optimizer's state, also where the parameter has no dimension either
+
+
+class Slice(Flat):
+    """Raises UsageError for an optimizer that cannot step pieces of tensors.
+
+    Memory of the parameters' device: 4 bytes for each key of the model, where gradients are summed, and 4 for each key of the
+    slice, beside what the optimizer keeps of the slice.
+    """
+
+    def __init__(self, flat: FlatModel, inner: torch.optim.Optimizer, box: Box) -> None:
+        super().__init__([], [], [0])
+        for reason in filter(None, (why_whole(type(each)) for each in each_of(inner))):
+            raise UsageError(f"each process of a group steps a slice of the model, but {reason}: leave out --group")
+        self.flat, self.inner, self.box = flat, inner, box
+        self.slices: list[Keys] = []  # of each rank
+        self.tensors: list[int] = []  # that the slice has keys of
+        self.lacking: list[int] = []  # tensors that had no gradient on any rank
+        self.samples = 0  # of this rank's gradient, 0: as many as the others'
+        self.counted = 0  # of all ranks' newest gradients, 0: nobody has counted
+        self.scale, self.overflow = 1.0, False  # of this rank's gradient (torch.amp.GradScaler)
+        flat.hold()
+        self.gradient = torch.zeros(flat.size, device=flat.parameters[0].device)
+        self._alike()
+
+    @property
+    def total(self) -> int:
+        return self.flat.size
+
+    def _alike(self) -> None:
+        """All ranks begin with the first one's parameters and buffers."""
+        self.gradient.copy_(as_tensor(self.flat.copy()))
+        self.box.spread(self.gradient, [(0, self.total)] + [(0, 0)] * (self.box.size - 1))
+        self.flat.write(self.gradient)
+        buffers = self.box.share(pack_buffers(self.flat.model) if self.box.leads else b"")
+        if buffers and not self.box.leads:
+            load_buffers(self.flat.model, buffers)
+
+    # Which keys.
+
+    def _of(self, ranges: Sequence[Keys]) -> list[Keys]:
+        """The keys of each rank."""
+        ends = [begin for begin, _ in ranges] + [self.total]
+        return [(ends[first], ends[last]) for first, last in split(len(ranges), self.box.size)]
+
+    def moves(self, ranges: Sequence[Keys]) -> bool:
+        return bool(self.slices) and self._of(ranges) != self.slices
+
+    def own(self, ranges: Sequence[Keys]) -> range:
+        """As Flat.own; the optimizer's state goes along with its keys."""
+        slices = self._of(ranges)
+        if slices != self.slices:
+            states = self._whole_states() if self.slices else None
+            self.slices = slices
+            self._cut()
+            if states is not None:
+                for tensor, state in states.items():
+                    self.inner.state[self.flat.parameters[tensor]] = state
+            self.take_state()
+        return range(*split(len(ranges), self.box.size)[self.box.rank])
+
+    @torch.no_grad()
+    def _cut(self) -> None:
+        begin, end = self.slices[self.box.rank]
+        cuts = list(self.flat.within(begin, end))
+        self.tensors = [tensor for tensor, _, _ in cuts]
+        self.held = torch.empty(end - begin, device=self.gradient.device)
+        self.flat.read_keys(begin, self.held)
+        self.parameters = [torch.nn.Parameter(self.held[low - begin : high - begin]) for _, low, high in cuts]
+        self.names = [self.flat.names[tensor] for tensor in self.tensors]
+        self.offsets = [*(low for _, low, _ in cuts), end] if cuts else [begin]
+        self._places = [parameter.data_ptr() for parameter in self.parameters]
+
+    # Steps.
+
+    def step(self, closure: Callable[[], Any] | None, norm: float) -> Any:
+        """One step of the optimizer along the mean of the ranks' gradients, clipped to the L2 norm `norm` (0: not at all)."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self.reduce():
+            if norm > 0:
+                self._clip(norm)
+            with self._inside():
+                self.inner.step()
+        return loss
+
+    def scaled(self, scale: torch.Tensor | None, overflow: torch.Tensor | None) -> None:
+        """What a GradScaler has multiplied this rank's gradients by, and whether they have overflowed."""
+        self.scale = 1.0 if scale is None else float(scale)
+        self.overflow = overflow is not None and bool(overflow)
+
+    def reduce(self) -> bool:
+        """The gradients of these keys become the mean over the ranks, by samples where they were counted. False: a rank's
+        gradient has overflowed, and there is none."""
+        missing = set(self.flat.absent())
+        present = [int(tensor not in missing) for tensor in range(len(self.flat.parameters))]
+        total, overflows, *ranks = self.box.sums([self.samples, int(self.overflow), *present])
+        self.counted = total
+        self.lacking = [tensor for tensor, count in enumerate(ranks) if not count]
+        weight = (self.samples / total if total else 1.0) / self.scale
+        self.samples = 0
+        if overflows:
+            return False
+        self.flat.read_gradients(0, self.gradient)
+        if weight != 1.0:
+            self.gradient *= weight
+        self.box.reduce(self.gradient, self.slices)
+        own = self.gradient[self.begin : self.offsets[-1]]
+        if not total:
+            own *= 1 / self.box.size
+        for i, (tensor, parameter) in enumerate(zip(self.tensors, self.parameters, strict=True)):
+            at = self.offsets[i] - self.begin
+            parameter.grad = None if tensor in self.lacking else own[at : at + parameter.numel()]
+        return True
+
+    def _clip(self, norm: float) -> None:
+        """As torch.nn.utils.clip_grad_norm_, of all ranks' slices."""
+        own = self.gradient[self.begin : self.offsets[-1]]
+        length = math.sqrt(self.box.sum(float(torch.linalg.vector_norm(own, dtype=torch.float64)) ** 2))
+        if length > norm or not math.isfinite(length):
+            own *= norm / (length + 1e-6)
+
+    def absent(self) -> list[int]:
+        return self.lacking
+
+    @torch.no_grad()
+    def spread(self, values: Array | None = None) -> None:
+        """The slices, or these values of them, into the parameters of all ranks."""
+        held = self.flat.memory(0, self.total)
+        whole = self.gradient if held is None else held
+        assert self.held is not None
+        whole[self.begin : self.offsets[-1]].copy_(self.held if values is None else as_tensor(values))
+        self.box.spread(whole, self.slices)
+        if held is None:
+            self.flat.write(whole)
+
+    def anywhere(self, here: bool) -> bool:
+        return bool(self.box.sums([here])[0])
+
+    def whole(self, values: FloatArray) -> FloatArray:
+        """Of all ranks, float32[total]: each gives the values of its keys, on the host."""
+        found = torch.zeros(self.total)
+        found[self.begin : self.offsets[-1]] = torch.from_numpy(values)
+        self.box.assemble(found)
+        whole: FloatArray = found.numpy()
+        return whole
+
+    # The optimizer's state.
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        """The optimizer steps the slices."""
+        groups = self.inner.param_groups
+        kept = [group["params"] for group in groups]
+        slices: list[list[torch.Tensor]] = [[] for _ in groups]
+        for tensor, parameter in zip(self.tensors, self.parameters, strict=True):
+            slices[self.flat.group_of[tensor]].append(parameter)
+        try:
+            for group, ours in zip(groups, slices, strict=True):
+                group["params"] = ours
+            yield
+        finally:
+            for group, before in zip(groups, kept, strict=True):
+                group["params"] = before
+
+    def take_state(self) -> None:
+        """Of a state of whole tensors, as a script has loaded it, the slice of this rank."""
+        state, taken = self.inner.state, dict[int, State]()
+        for tensor, parameter in enumerate(self.flat.parameters):
+            if parameter in state:
+                taken[tensor] = dict(state[parameter])
+                del state[parameter]
+        with self._inside():
+            for i, (tensor, ours) in enumerate(zip(self.tensors, self.parameters, strict=True)):
+                if tensor in taken:
+                    begin = self.offsets[i] - self.flat.offsets[tensor]
+                    keys = slice(begin, begin + ours.numel())
+                    shape = self.flat.parameters[tensor].shape
+                    state[ours] = {name: _cut(name, value, shape, keys, ours) for name, value in taken[tensor].items()}
+
+    @contextmanager
+    def whole_state(self) -> Iterator[None]:
+        """Inside, the optimizer's state is of whole tensors, on the host."""
+        state = self.inner.state
+        with self._inside():
+            kept = {ours: state[ours] for ours in self.parameters if ours in state}
+        whole = self._whole_states()
+        try:
+            for tensor, values in whole.items():
+                state[self.flat.parameters[tensor]] = values
+            yield
+        finally:
+            for tensor in whole:
+                del state[self.flat.parameters[tensor]]
+            with self._inside():
+                for ours, own in kept.items():
+                    state[ours] = own
+
+    def _whole_states(self) -> dict[int, State]:
+        """By tensor; this rank's parts are no longer in the optimizer."""
+        state, parts, plain = self.inner.state, dict[tuple[int, str], torch.Tensor](), list[list[Any]]()
+        with self._inside():
+            for tensor, ours in zip(self.tensors, self.parameters, strict=True):
+                for name, value in state[ours].items() if ours in state else ():
+                    if _is_part(name, value, ours.shape):
+                        parts[tensor, name] = value
+                        plain.append([tensor, name, str(value.dtype).removeprefix("torch."), None])
+                    elif isinstance(value, torch.Tensor):
+                        plain.append([tensor, name, str(value.dtype).removeprefix("torch."), value.tolist()])
+                    else:
+                        plain.append([tensor, name, "", value])
+                state.pop(ours, None)
+        told: list[Any] = [unpack(each, HEADER_BYTES_MAX) for each in self.box.told(pack(plain))]
+        whole: dict[int, State] = {}
+        known = {(tensor, name): (dtype, value) for rows in told for tensor, name, dtype, value in rows}
+        for (tensor, name), (dtype, value) in sorted(known.items()):
+            if not dtype:
+                found: Any = value
+            elif value is not None:
+                found = torch.tensor(value, dtype=getattr(torch, dtype))
+            else:
+                flat = torch.zeros(self.flat.parameters[tensor].numel(), dtype=getattr(torch, dtype))
+                if (tensor, name) in parts:
+                    at = self.offsets[self.tensors.index(tensor)] - self.flat.offsets[tensor]
+                    flat[at : at + parts[tensor, name].numel()] = parts[tensor, name].cpu()
+                self.box.assemble(flat)
+                found = flat.view(self.flat.parameters[tensor].shape)
+            whole.setdefault(tensor, {})[name] = found
+        return whole
+
+
+def _is_part(name: str, value: Any, shape: torch.Size) -> bool:
+    """A value of an optimizer's state has one entry for each of the parameter."""
+    return isinstance(value, torch.Tensor) and value.shape == shape and name not in SCALARS
+
+
+def _cut(name: str, value: Any, shape: torch.Size, keys: slice, ours: torch.Tensor) -> Any:
+    if not _is_part(name, value, shape):
+        return value
+    part = value.detach().reshape(-1)[keys].to(ours.device, copy=True)
+    return part.float() if part.is_floating_point() else part

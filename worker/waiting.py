@@ -1,0 +1,98 @@
+"""What the link of an engine delivers, handled while it waits. The main thread owns it.
+
+Rules
+- All ranks of a box wait for the same things in the same order, and none goes on before all can.
+- What is of the whole run, such as a new place in it or a move of keys, they handle at the same point, between two agreements.
+  What is of a shard each handles as it comes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from narrows.protocols.effects import MemberEffect
+from narrows.protocols.errors import NarrowsError
+from narrows.worker.box import Box
+from narrows.worker.hub import OF_SHARD
+from narrows.worker.runner import Link
+
+HEARD_LIMIT_S = 60.0  # what one rank has heard all have heard within this
+ENDED_S = 2.0  # another rank has ended: why that was is told within this
+
+
+class Waiting:
+    """`handle`: takes each event."""
+
+    def __init__(self, link: Link, box: Box | None, handle: Callable[[MemberEffect], None]) -> None:
+        self.link, self.box, self.handle = link, box, handle
+        self._of_run: deque[MemberEffect] = deque()  # not handled yet
+        self._heard = 0  # of these, so far
+
+    def until(self, done: Callable[[], bool], limit_s: float, what: str) -> None:
+        """Handle events until `done`, on all ranks of a box. Raises NarrowsError after `limit_s`, and the error that ended the
+        session."""
+        began = time.monotonic()
+        while True:
+            while not done() and not self._of_run:
+                left = began + limit_s - time.monotonic()
+                if left <= 0:
+                    raise NarrowsError(f"waited {limit_s:.0f} s for {what}")
+                self._take(min(left, 1.0))
+            if self._agreed(done()):
+                break
+
+    def poll(self) -> None:
+        """Handle what has arrived, without waiting."""
+        while self._take(0.0):
+            pass
+        self._agreed(True)
+
+    def alone(self) -> None:
+        """The box is over: nobody waits for another rank any more."""
+        self.box = None
+        while self._of_run:
+            self.handle(self._of_run.popleft())
+
+    def least(self, value: int) -> int:
+        """Of all ranks of a box."""
+        return value if self.box is None else int(self._together(lambda box: box.least(value))[0])
+
+    def _take(self, timeout_s: float) -> bool:
+        """Whether there was an event."""
+        event = self.link.take(timeout_s)
+        if event is None:
+            return False
+        if self.box is None or isinstance(event, OF_SHARD):
+            self.handle(event)
+        else:
+            self._heard += 1
+            self._of_run.append(event)
+        return True
+
+    def _agreed(self, done: bool) -> bool:
+        """Whether all ranks of a box are done, and none of them has heard anything of the run. Else all have handled it now."""
+        if self.box is None:
+            return done
+        all_done, least = self._together(lambda box: box.least(done, -self._heard))
+        newest, deadline = -least, time.monotonic() + HEARD_LIMIT_S
+        while self._heard < newest:  # it is on its way to us
+            if not self._take(1.0) and time.monotonic() > deadline:
+                raise NarrowsError(f"the first process of this group has said nothing for {HEARD_LIMIT_S:.0f} s")
+        coming = len(self._of_run) - (self._heard - newest)
+        for _ in range(coming):
+            self.handle(self._of_run.popleft())
+        return bool(all_done) and not coming
+
+    def _together(self, work: Callable[[Box], Any]) -> Any:
+        """What the ranks of a box do together. Raises what ended the session rather than that another rank has ended of it."""
+        assert self.box is not None
+        try:
+            return work(self.box)
+        except NarrowsError:
+            deadline = time.monotonic() + ENDED_S
+            while time.monotonic() < deadline:
+                self.link.take(ENDED_S)
+            raise
