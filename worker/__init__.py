@@ -8,11 +8,11 @@ Run as plain `python SCRIPT.py` the same script trains alone.
 
 from typing import TYPE_CHECKING
 
-__all__ = ["DistributedOptimizer", "clock", "rank", "record", "step_count", "world_size"]
+__all__ = ["DistributedOptimizer", "clock", "local_rank", "rank", "record", "step_count", "world_size"]
 
 if TYPE_CHECKING:
     from narrows.worker.optimizer import DistributedOptimizer
-    from narrows.worker.session import clock, rank, record, step_count, world_size
+    from narrows.worker.session import clock, local_rank, rank, record, step_count, world_size
 else:
 
     def __getattr__(name):

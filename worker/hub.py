@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import fields
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any, cast
 
@@ -63,6 +65,13 @@ def _as_tuples(value: Any) -> Any:
     return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
 
 
+def _hang_up(connection: Connection) -> None:
+    """Also where a thread of ours is reading from it."""
+    with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as there:
+        there.shutdown(socket.SHUT_RDWR)
+    connection.close()
+
+
 def send_event(to: Connection, event: Any) -> None:
     values = {each.name: getattr(event, each.name) for each in fields(event)}
     found = [values.pop(name) for name in MESSAGES if name in values]
@@ -97,21 +106,23 @@ class Hub(Link):
     def admit(self, box: Box) -> None:
         """All of them have dialled, or raise NarrowsError."""
         found: dict[int, Connection] = {}
+        over = threading.Event()
 
         def accept() -> None:
-            while len(found) < box.size - 1:
-                one = self.listener.accept()
-                found[int.from_bytes(one.recv_bytes(8), "big")] = one
+            while len(found) < box.size - 1 and not over.is_set():
+                with suppress(AuthenticationError, EOFError, OSError):  # who is none of ours
+                    one = self.listener.accept()
+                    found[int.from_bytes(one.recv_bytes(8), "big")] = one
 
         thread = threading.Thread(target=accept, name="narrows-box", daemon=True)
         thread.start()
         thread.join(LIMIT_S)
-        if thread.is_alive():
-            raise NarrowsError(
-                f"{box.size - 1 - len(found)} processes of this group did not dial within {LIMIT_S:.0f} s"
-            )
+        over.set()
         self.listener.close()
         shutil.rmtree(self.folder, ignore_errors=True)
+        missing = box.size - 1 - len(found)
+        if missing:
+            raise NarrowsError(f"processes of this group that did not dial within {LIMIT_S:.0f} s: {missing}")
         self.ranks = [found[rank] for rank in sorted(found)]
         for rank, one in enumerate(self.ranks, 1):
             threading.Thread(target=self._hear_rank, args=(rank, one), name=f"narrows-rank-{rank}", daemon=True).start()
@@ -139,6 +150,11 @@ class Hub(Link):
         for rank in range(1, len(self.ranks) + 1):
             self._tell(rank, event)
         super()._deliver(event)
+
+    def close(self) -> None:
+        super().close()
+        for one in self.ranks:
+            _hang_up(one)
 
     def _tell(self, rank: int, event: MemberEffect) -> None:
         with suppress(OSError):  # it has ended, which the thread that hears it says
@@ -186,7 +202,7 @@ class Spoke(Events, Commands):
             self._tell(BYE, [])
 
     def close(self) -> None:
-        self._hub.close()
+        _hang_up(self._hub)
 
 
 def joined(box: Box, let_in: Callable[[], tuple[Link, Joined]]) -> tuple[Link, Joined]:

@@ -312,13 +312,19 @@ def _at_exit() -> None:
 
 
 def rank() -> int:
-    """Rank of this worker among the live ones, from 0. Opens the session."""
+    """Rank of this worker among the live ones, from 0; of a group each process has one. Opens the session."""
     return current().rank
 
 
 def world_size() -> int:
-    """Number of workers that the run was started for. Opens the session."""
+    """Number of workers that the run was started for, times the processes of this group. So rank() and world_size() cut data
+    into shares that have nothing in common, also where workers are of different sizes. Opens the session."""
     return current().world_size
+
+
+def local_rank() -> int:
+    """Number of this process on its machine, from 0: which GPU is its own."""
+    return int(os.environ.get("LOCAL_RANK") or 0)
 
 
 def clock() -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from kit import reference_payload
@@ -9,6 +11,17 @@ from kit.reference import Array
 from narrows.compression import (
     indices,
 )
+
+# What arrays on a device and boxes are tried with: each mode once, and the SPECs of README.
+MODES: dict[str, dict[str, Any]] = {
+    "bsp": {"sync": "bsp"},
+    "bsp, updates": {"sync": "bsp", "push": "update"},
+    "ssp": {"sync": "ssp", "staleness": 2},
+    "async": {"sync": "async"},
+    "local": {"sync": "local", "local_steps": 4},
+    "fragments": {"sync": "local", "local_steps": 4, "fragments": 2, "merge_delay": 1, "merge_alpha": 0.5},
+}
+OF_README = ("dense", "topk:0.05+int8", "cycle:0.15+sign", "topk:64/4096+2bit", "mstopk:0.01")
 
 VALUE_STAGES = ("fp16", "bf16", "int8", "int8:stochastic", "int4", "int4:stochastic", "2bit", "sign", "uint8minmax")
 

@@ -15,6 +15,7 @@ from kit.boxes import Boxes, boxes
 from kit.in_process import Cluster
 from kit.on_disk import OnDisk
 from kit.scripts import BATCH, batch, build, distance, flat, loss_of, seeded
+from kit.specs import MODES, OF_README
 from torch import nn
 
 from narrows.compression.auto import Auto, Switch
@@ -29,15 +30,6 @@ from narrows.worker.device import device_home
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 STEPS = 16
-SPECS = ("dense", "topk:0.05+int8", "cycle:0.15+sign", "topk:64/4096+2bit", "mstopk:0.01")
-MODES: dict[str, dict[str, Any]] = {
-    "bsp": {"sync": "bsp"},
-    "bsp, updates": {"sync": "bsp", "push": "update"},
-    "ssp": {"sync": "ssp", "staleness": 2},
-    "async": {"sync": "async"},
-    "local": {"sync": "local", "local_steps": 4},
-    "fragments": {"sync": "local", "local_steps": 4, "fragments": 2, "merge_delay": 1, "merge_alpha": 0.5},
-}
 
 
 def _two_groups(net: nn.Module) -> list[dict[str, Any]]:
@@ -116,7 +108,7 @@ def check_same(box: Trained, single: Trained) -> None:
     assert box.weights[0, 0].tobytes() == single.weights[0, 0].tobytes()
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", OF_README)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_box_of_two_is_one_worker_that_has_both_halves_of_each_batch(mode: str, spec: str) -> None:
     settings = Settings(workers=1, shards=3, compress=spec, **MODES[mode])

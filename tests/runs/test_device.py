@@ -11,6 +11,7 @@ import pytest
 import torch
 from kit.in_process import Cluster, store_of
 from kit.scripts import Run, build, flat, loss_of, run, seeded, tree
+from kit.specs import MODES, OF_README
 from torch import nn
 
 from narrows.compression import parse
@@ -24,16 +25,7 @@ from narrows.worker.engine import Engine
 from narrows.worker.flat import FlatModel
 from narrows.worker.updates import Updates
 
-SPECS = ("dense", "topk:0.05+int8", "cycle:0.15+sign", "topk:64/4096+2bit", "mstopk:0.01")
 STEPS = 50
-MODES: dict[str, dict[str, Any]] = {
-    "bsp": {"sync": "bsp"},
-    "bsp, updates": {"sync": "bsp", "push": "update"},
-    "ssp": {"sync": "ssp", "staleness": 2},
-    "async": {"sync": "async"},
-    "local": {"sync": "local", "local_steps": 4},
-    "fragments": {"sync": "local", "local_steps": 4, "fragments": 2, "merge_delay": 1, "merge_alpha": 0.5},
-}
 At = Callable[[int, "Script"], None]
 
 
@@ -115,7 +107,7 @@ def same_on_a_device(
     assert [i for i, (mine, yours) in enumerate(zip(device, host, strict=True)) if mine != yours] == []
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", OF_README)
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_is_the_same_on_a_device(mode: str, spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     same_on_a_device(monkeypatch, Settings(**MODES[mode], compress=spec, workers=2, shards=2))

@@ -1,0 +1,239 @@
+"""Boxes as processes: one worker of a run, which torch.distributed joins on its machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import threading
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kit.processes import GONE_S, Command, serving, started, until
+
+from narrows.protocols import effects as e
+from narrows.protocols import messages as m
+from narrows.protocols.errors import IncompatibleError, NarrowsError
+from narrows.worker import hub
+from narrows.worker.box import GroupEndedError
+from narrows.worker.hub import EVENTS, Spoke, owner, receive_event, send_event
+
+GROUPED = """
+import hashlib, os, sys, time, torch
+import torch.distributed as dist
+from narrows.worker import DistributedOptimizer, clock, local_rank, rank, record, world_size
+
+%s
+torch.manual_seed(os.getpid())
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2))
+optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01), model)
+print("begins", rank(), world_size(), local_rank(), os.getpid(), clock(), flush=True)
+generator = torch.Generator().manual_seed(0)
+while not os.path.exists(sys.argv[1]) or clock() %% 5 or clock() < 20:
+    x = torch.randn(12, 8, generator=generator)[rank() :: world_size()]
+    optimizer.zero_grad()
+    loss = (model(x) - x[:, :2]).square().mean()
+    loss.backward()
+    optimizer.step()
+    record(loss=loss.item())
+    time.sleep(0.01)
+optimizer.finish()
+with optimizer.shared():
+    weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+print("ends", rank(), hashlib.sha256(weights).hexdigest(), flush=True)
+"""
+
+
+def lines(command: Command, word: str) -> list[list[str]]:
+    return [line.split()[1:] for line in command.out.splitlines() if line.startswith(word)]
+
+
+def test_a_group_of_which_one_dies_leaves_and_comes_back_and_the_other_worker_goes_on(tmp_path: Path) -> None:
+    path, stop, record = (tmp_path / name for name in ("script.py", "stop", "run.jsonl"))
+    path.write_text(GROUPED % "")
+    flags = "--sync ssp --staleness 2 --compress topk:0.2+int8 --workers 2 --shards 2 --lease 20"
+    with (
+        serving(*flags.split()) as server,
+        started("ps-worker", "--server", server.address, str(path), str(stop)) as other,
+        started(
+            *("ps-worker", "--server", server.address, "-n", "2", "--group", "--restarts", "1"),
+            *("--record", str(record), str(path), str(stop)),
+        ) as group,
+    ):
+        until(lambda: len(lines(group, "begins")) == 2 or group.process.poll(), str(group))
+        ranks = {int(own): (int(rank), int(world)) for rank, world, own, *_ in lines(group, "begins")}
+        ((single, world, _, _, _),) = until(lambda: lines(other, "begins") or other.process.poll(), str(other))
+        # Each worker has every second row, and each process of the group half of those.
+        assert int(world) == 2 and ranks == {own: (1 - int(single) + 2 * own, 4) for own in (0, 1)}
+        until(lambda: "clock 2" in group.err or group.process.poll(), "it to train")
+        victim = next(int(pid) for _, _, own, pid, _ in lines(group, "begins") if own == "1")
+        os.kill(victim, signal.SIGKILL)
+        until(lambda: len(lines(group, "begins")) == 4 or group.process.poll(), str(group), GONE_S)
+        stop.touch()
+        assert group.wait() == 0 and other.wait() == 0, f"{group}\n{other}\n{server.command}"
+        assert server.command.wait() == 0, server.command
+        assert "process 1 was ended by signal 9 (SIGKILL); its group is started again (1 of 1)\n" in group.err
+        assert "\n1 of 1 workers done in " in group.err and "Traceback" not in group.err, group
+        joined = re.findall(r"worker (\d+) \(.*\) joined at clock (\d+); (\d) live", server.command.out)
+        assert [int(live) for *_, live in joined] == [1, 2, 2] and int(joined[2][1]) > 0, (
+            "it has left before it came back"
+        )
+        begun = [int(at) for *_, at in lines(group, "begins")[2:]]
+        assert begun[0] == begun[1] > 0, "both at the run's clock"
+        assert len({digest for _, digest in lines(group, "ends")}) == 1 and len(lines(group, "ends")) == 2
+        events = [json.loads(line) for line in record.read_text().splitlines()]
+        assert {event["worker"] for event in events if event["event"] == "step"} == {0}, "one worker is recorded"
+        done = events[-1]
+        assert done["exit_codes"] == [0] and 0 < done["bytes_up"] < done["raw_bytes_up"]
+
+
+def test_torchrun_with_a_process_group_of_the_script_is_one_worker(tmp_path: Path) -> None:
+    path, stop = tmp_path / "script.py", tmp_path / "stop"
+    path.write_text(GROUPED % "dist.init_process_group('gloo')")
+    stop.touch()
+    with serving("--sync", "bsp", "--workers", "1", "--shards", "2") as server:
+        words = ("torchrun", "--standalone", "--nproc-per-node", "2", str(path), str(stop))
+        with started(*words, env={"NARROWS_SERVER": server.address}) as command:
+            assert command.wait() == 0, f"{command}\n{server.command}"
+            assert server.command.wait() == 0, server.command
+            assert sorted(each[:3] for each in lines(command, "begins")) == [["0", "2", "0"], ["1", "2", "1"]]
+            assert len({digest for _, digest in lines(command, "ends")}) == 1
+            assert server.command.out.count(" joined at clock 0; 1 live") == 1
+
+
+# The session of the first rank, for all.
+
+STATE = m.State(3, 7, 0, 0, 2, 8, 12, True, False, 5, 5, 5, ((4, 0.5),), 0, 1, b"abcdefghijklmnop")
+MOVE = {"worker": 3, "epoch": 9, "clock": 4, "ranges": ((0, 5), (5, 9)), "ports": (1, 2), "hosts": ("", "there")}
+SAID = [
+    e.Started(3, 7, 4, ((0, 5), (5, 9)), b"buffers", True),
+    e.Moved(**MOVE),
+    e.Held(6),
+    e.BuffersWanted(),
+    e.Left(),
+    e.LinkSeen(1, 2, 3, 4, 5),
+    e.Failed(5, "why"),
+    e.GiveWeights(1),
+    e.StatePart(1, STATE),
+    e.StateArrived(1, (STATE, STATE)),
+    e.MasterArrived(0, 4, (STATE,)),
+    e.PushSettled(1, 4),
+]
+
+
+@pytest.mark.parametrize("event", SAID, ids=lambda event: type(event).__name__)
+def test_a_rank_hears_each_event_as_it_was(event: Any) -> None:
+    ours, theirs = Pipe()
+    send_event(ours, event)
+    assert receive_event(theirs) == event
+
+
+def test_every_event_that_a_rank_can_hear_is_tried_above() -> None:
+    assert {type(event) for event in SAID} == set(EVENTS)
+
+
+def test_shards_are_shared_out_evenly_and_in_order() -> None:
+    for shards in range(1, 9):
+        for ranks in range(1, 9):
+            owners = [owner(shard, shards, ranks) for shard in range(shards)]
+            counts = [owners.count(rank) for rank in range(ranks)]
+            assert owners == sorted(owners) and max(counts) - min(counts) <= 1
+
+
+class Ranks:
+    """A hub without a server, and its two other ranks."""
+
+    def __init__(self) -> None:
+        self.said: list[tuple[int, list[m.Message]]] = []
+        self.hub = object.__new__(hub.Hub)
+        hub.Events.__init__(self.hub)
+        self.hub.say = lambda shard, messages: self.said.append((shard, list(messages)))  # type: ignore[method-assign]
+        place: Any = hub.unpack(self.hub.open(self))  # type: ignore[arg-type]
+        dialling = [threading.Thread(target=self._dial, args=(place, rank)) for rank in (2, 1)]
+        self.ranks: dict[int, Spoke] = {}
+        for thread in dialling:
+            thread.start()
+        self.hub.admit(self)  # type: ignore[arg-type]
+        for thread in dialling:
+            thread.join()
+
+    size = 3
+
+    def _dial(self, place: Any, rank: int) -> None:
+        self.ranks[rank] = Spoke(place[0], place[1], rank)
+
+
+@pytest.fixture
+def ranks() -> Ranks:
+    return Ranks()
+
+
+def test_events_of_a_shard_go_to_its_rank_and_those_of_the_run_to_all_in_one_order(ranks: Ranks) -> None:
+    ranks.hub._deliver(e.Moved(**MOVE | {"ranges": ((0, 1), (1, 2), (2, 3)), "ports": (1, 2, 3), "hosts": ()}))
+    for shard in range(3):
+        ranks.hub._deliver(e.PushSettled(shard, 1))
+    ranks.hub._deliver(e.Held(4))
+    for rank, link in ((0, ranks.hub), (1, ranks.ranks[1]), (2, ranks.ranks[2])):
+        heard = [link.take(GONE_S) for _ in range(3)]
+        assert isinstance(heard[0], e.Moved) and heard[1:] == [e.PushSettled(rank, 1), e.Held(4)]
+
+
+def test_a_rank_speaks_through_the_first(ranks: Ranks) -> None:
+    follow = m.Follow(3, 7, 4, 5, 1)
+    push = m.Push(3, 7, 4, 0, 1, 8, 12, 2, b"", 1, memoryview(b"abcdefghijklmnop"))
+    ranks.ranks[2].say(2, [push, follow])
+    until(lambda: ranks.said, "it to be said")
+    ((shard, messages),) = ranks.said
+    assert shard == 2 and messages == [push, follow]
+
+
+def test_what_ends_the_session_ends_it_for_all(ranks: Ranks) -> None:
+    ranks.hub._fail(IncompatibleError("another model"))
+    for rank in (1, 2):
+        with pytest.raises(IncompatibleError, match="another model"):
+            ranks.ranks[rank].take(GONE_S)
+
+
+@pytest.mark.parametrize("politely", [True, False])
+def test_a_rank_that_is_gone_without_a_word_ends_its_group(politely: bool, ranks: Ranks) -> None:
+    if politely:
+        ranks.ranks[1].leave(7)
+    ranks.ranks[1].close()
+    if politely:
+        assert ranks.hub.take(0.2) is None
+        return
+    with pytest.raises(GroupEndedError, match="process 1 of this group has ended"):
+        ranks.hub.take(GONE_S)
+
+
+def test_a_first_rank_that_is_gone_ends_its_group(ranks: Ranks) -> None:
+    for connection in ranks.hub.ranks:
+        hub._hang_up(connection)
+    with pytest.raises(GroupEndedError, match="the first process of this group has ended"):
+        ranks.ranks[2].take(GONE_S)
+
+
+def test_who_does_not_know_the_key_is_not_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "LIMIT_S", 0.5)
+    leads = object.__new__(hub.Hub)
+    hub.Events.__init__(leads)
+    two: Any = type("Two", (), {"size": 2})()
+    place: Any = hub.unpack(leads.open(two))
+    assert os.stat(leads.folder).st_mode & 0o077 == 0
+    refused: list[BaseException] = []
+
+    def dial() -> None:
+        try:
+            Spoke(place[0], b"guessed", 1)
+        except Exception as error:
+            refused.append(error)
+
+    thread = threading.Thread(target=dial)
+    thread.start()
+    with pytest.raises(NarrowsError, match="did not dial within 0 s: 1"):
+        leads.admit(two)
+    thread.join(GONE_S)
+    assert refused and not os.path.exists(leads.folder)
