@@ -266,6 +266,7 @@ class Engine:
         if self.finished:
             return
         self.waiting.poll()
+        self.waiting.agree()
         self.final = self.sync.flush()  # what the others flush included
         self._send_buffers()
         self.leave(self.sync.final_clock)

@@ -33,8 +33,7 @@ class Merging(Updates):
         if self.unmerged:
             self.shards.need(self.unmerged[-1] + 1)  # so that it comes under this step too
         pushes = self.local_step + 1 >= self.mode.local_steps
-        if pushes:
-            self.shards.wait_window()
+        self.shards.wait_window() if pushes else self.engine.waiting.agree()
         if self.resume() and closure is None:
             return None
         loss = self.inner_step(closure)

@@ -197,7 +197,7 @@ class Shards:
             finite = True
         except NonFiniteError as own:
             error, finite = own, False
-        if self.box is not None:
+        if self.box is not None and not self.tuning.up_lossless:
             finite = bool(self.box.least(finite)[0])
         if not finite:
             for exchange, pieces in zip(self.exchanges, encoded, strict=False):

@@ -53,6 +53,7 @@ class Updates:
     def __init__(self, engine: Engine, arrays: Arrays) -> None:
         self.engine, self.mode, self.arrays = engine, engine.mode, arrays
         self.shards = Shards(engine.link, engine.mode, arrays, engine.tuning, engine.wait, engine.box)
+        engine.waiting.missing = lambda: self.shards.missed
         self.local_step = 0
         self.moved = False  # a step was taken since all of the replica was composed
         self.composed = 0  # the epoch of the life that the replica is of
@@ -92,7 +93,7 @@ class Updates:
 
     def seen_missed(self) -> None:
         """Count what closed without us up to the states that are here."""
-        missed = self.engine.waiting.least(self.shards.missed)
+        missed = self.shards.missed if self.engine.box is None else self.engine.waiting.missed
         if self.composed == self.shards.epoch:
             self.late += missed - self.missed
         self.missed = missed
@@ -114,8 +115,7 @@ class Updates:
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
         pushes = self.local_step + 1 >= self.mode.local_steps
-        if pushes:
-            self.shards.wait_window()
+        self.shards.wait_window() if pushes else self.engine.waiting.agree()
         if self.resume() and closure is None:
             return None  # what p.grad holds was computed on a replica of the life before: it would break the bound
         loss = self.inner_step(closure)

@@ -24,10 +24,12 @@ ENDED_S = 2.0  # another rank has ended: why that was is told within this
 
 
 class Waiting:
-    """`handle`: takes each event."""
+    """`handle`: takes each event. missing: asked at each agreement; `missed` is the least that a rank has answered."""
 
     def __init__(self, link: Link, box: Box | None, handle: Callable[[MemberEffect], None]) -> None:
         self.link, self.box, self.handle = link, box, handle
+        self.missing: Callable[[], int] = lambda: 0
+        self.missed = 0
         self._of_run: deque[MemberEffect] = deque()  # not handled yet
         self._heard = 0  # of these, so far
 
@@ -45,9 +47,12 @@ class Waiting:
                 break
 
     def poll(self) -> None:
-        """Handle what has arrived, without waiting."""
+        """Handle what has arrived, without waiting; what is of the run once the ranks agree."""
         while self._take(0.0):
             pass
+
+    def agree(self) -> None:
+        """Handle what any rank of a box has heard of the run."""
         self._agreed(True)
 
     def alone(self) -> None:
@@ -55,10 +60,6 @@ class Waiting:
         self.box = None
         while self._of_run:
             self.handle(self._of_run.popleft())
-
-    def least(self, value: int) -> int:
-        """Of all ranks of a box."""
-        return value if self.box is None else int(self._together(lambda box: box.least(value))[0])
 
     def _take(self, timeout_s: float) -> bool:
         """Whether there was an event."""
@@ -76,7 +77,7 @@ class Waiting:
         """Whether all ranks of a box are done, and none of them has heard anything of the run. Else all have handled it now."""
         if self.box is None:
             return done
-        all_done, least = self._together(lambda box: box.least(done, -self._heard))
+        all_done, least, self.missed = self._together(lambda box: box.least(done, -self._heard, self.missing()))
         newest, deadline = -least, time.monotonic() + HEARD_LIMIT_S
         while self._heard < newest:  # it is on its way to us
             if not self._take(1.0) and time.monotonic() > deadline:

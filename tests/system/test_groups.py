@@ -17,9 +17,11 @@ from kit.processes import GONE_S, Command, serving, started, until
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
 from narrows.protocols.errors import IncompatibleError, NarrowsError
+from narrows.protocols.wire import unpack
 from narrows.worker import hub
 from narrows.worker.box import GroupEndedError
 from narrows.worker.hub import EVENTS, Spoke, owner, receive_event, send_event
+from narrows.worker.runner import Events
 
 GROUPED = """
 import hashlib, os, sys, time, torch
@@ -107,7 +109,14 @@ def test_torchrun_with_a_process_group_of_the_script_is_one_worker(tmp_path: Pat
 # The session of the first rank, for all.
 
 STATE = m.State(3, 7, 0, 0, 2, 8, 12, True, False, 5, 5, 5, ((4, 0.5),), 0, 1, b"abcdefghijklmnop")
-MOVE = {"worker": 3, "epoch": 9, "clock": 4, "ranges": ((0, 5), (5, 9)), "ports": (1, 2), "hosts": ("", "there")}
+MOVE: dict[str, Any] = {
+    "worker": 3,
+    "epoch": 9,
+    "clock": 4,
+    "ranges": ((0, 5), (5, 9)),
+    "ports": (1, 2),
+    "hosts": ("", "there"),
+}
 SAID = [
     e.Started(3, 7, 4, ((0, 5), (5, 9)), b"buffers", True),
     e.Moved(**MOVE),
@@ -149,9 +158,9 @@ class Ranks:
     def __init__(self) -> None:
         self.said: list[tuple[int, list[m.Message]]] = []
         self.hub = object.__new__(hub.Hub)
-        hub.Events.__init__(self.hub)
+        Events.__init__(self.hub)
         self.hub.say = lambda shard, messages: self.said.append((shard, list(messages)))  # type: ignore[method-assign]
-        place: Any = hub.unpack(self.hub.open(self))  # type: ignore[arg-type]
+        place: Any = unpack(self.hub.open(self))  # type: ignore[arg-type]
         dialling = [threading.Thread(target=self._dial, args=(place, rank)) for rank in (2, 1)]
         self.ranks: dict[int, Spoke] = {}
         for thread in dialling:
@@ -219,9 +228,9 @@ def test_a_first_rank_that_is_gone_ends_its_group(ranks: Ranks) -> None:
 def test_who_does_not_know_the_key_is_not_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "LIMIT_S", 0.5)
     leads = object.__new__(hub.Hub)
-    hub.Events.__init__(leads)
+    Events.__init__(leads)
     two: Any = type("Two", (), {"size": 2})()
-    place: Any = hub.unpack(leads.open(two))
+    place: Any = unpack(leads.open(two))
     assert os.stat(leads.folder).st_mode & 0o077 == 0
     refused: list[BaseException] = []
 
