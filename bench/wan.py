@@ -70,8 +70,8 @@ LINKS: dict[str, Way | None] = {
 @dataclass(frozen=True)
 class Row:
     """`above`: flags of the root. `below`: of a server in each city; none where workers dial the root themselves.
-    `each`: workers in each city. `script`: a contender that is not Narrows, a file here and its first word; each rank is told
-    of itself by variables, and brings what other processes it needs. `venv`: where its packages are, in the repository's
+    `each`: workers in each city; `group`: they are one. `script`: a contender that is not Narrows, a file here and its first
+    word; each rank is told of itself by variables, and brings what other processes it needs. `venv`: where its packages are, in the repository's
     folder; by default with ours."""
 
     name: str
@@ -80,6 +80,7 @@ class Row:
     script: tuple[str, ...] = ()
     venv: str = ""
     each: int = 1
+    group: bool = False
     period: int = 1  # steps from one round to the next
 
     @property
@@ -130,6 +131,11 @@ ROWS = (
     Row("tree: ssp topk:0.05+int8 over bsp", ("--sync", "ssp", "--compress", "topk:0.05+int8"), ("--sync", "bsp")),
     Row("two cities (README), 2 workers each", ("--shards", "2", "--sync", "ssp", "--compress", "topk:0.11+sign"),
         ("--shards", "2", "--workers", "2", "--sync", "bsp"), each=2),
+    # A box of two processes in each city is to the root what a single worker is.
+    *(Row(f"ssp topk:0.05+int8 --shards 2{name}", ("--shards", "2", "--sync", "ssp", "--compress", "topk:0.05+int8"), **more)
+      for name, more in {"": {}, ", a group of 2 each": {"each": 2, "group": True}}.items()),
+    Row("ssp topk:0.05+int8 --shards 2 over bsp, 2 workers each", ("--shards", "2", "--sync", "ssp", "--compress",
+        "topk:0.05+int8"), ("--shards", "2", "--workers", "2", "--sync", "bsp"), each=2),
     Row("diloco H=50", ("--sync", "local", "--local-steps", "50"), period=50),
     Row("streaming H=50 F=5", ("--sync", "local", "--local-steps", "50", "--fragments", "5", "--merge-delay", "8"), period=50),
     Row("streaming H=50 F=5 int8",
@@ -188,7 +194,7 @@ def workers(row: Row, hosts: Sequence[lab.Host], args: Sequence[str], folder: Pa
                 f"tcp://{host.address}:{PORT + 10 * (1 + rank)}" if row.below else f"tcp://{hosts[0].address}:{PORT}"
             )
             command = [sys.executable, "-m", "narrows.worker.command.cli", "--server", server, "--record", str(record)]
-            command += ["-n", str(row.each), TASK, *args]
+            command += ["-n", str(row.each), *["--group"] * row.group, TASK, *args]
         with (folder / f"worker{rank}.log").open("w") as log:
             started.append(host.popen(command, stdout=log, stderr=log, cwd=launch.ROOT, env=env))
     return started

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from narrows.worker import DistributedOptimizer, rank, record, step_count, world_size  # Narrows
+from narrows.worker import DistributedOptimizer, local_rank, rank, record, step_count, world_size  # Narrows
 
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 VALIDATION_WINDOWS = 1024
@@ -136,7 +136,7 @@ def main(args: argparse.Namespace) -> None:
     training, held_out, sha256 = library()
     wanted = os.environ.get("NARROWS_DEVICE", "auto")  # the --device of ps-worker
     device = torch.device(
-        "cpu" if wanted == "auto" and not torch.cuda.is_available() else wanted.replace("auto", "cuda")
+        "cpu" if wanted == "auto" and not torch.cuda.is_available() else wanted.replace("auto", f"cuda:{local_rank()}")
     )
     model = ByteGPT(args.layers, args.width, args.heads, args.context).to(device)
     clip = args.clip if args.overlap else None
