@@ -71,8 +71,8 @@ LINKS: dict[str, Way | None] = {
 class Row:
     """`above`: flags of the root. `below`: of a server in each city; none where workers dial the root themselves.
     `each`: workers in each city; `group`: they are one. `script`: a contender that is not Narrows, a file here and its first
-    word; each rank is told of itself by variables, and brings what other processes it needs. `venv`: where its packages are, in the repository's
-    folder; by default with ours."""
+    word; each rank is told of itself by variables, and brings what other processes it needs. `venv`: where its packages are, in
+    the repository's folder; by default with ours."""
 
     name: str
     above: tuple[str, ...] = ()
