@@ -19,13 +19,13 @@ from narrows.protocols.errors import NarrowsError, UsageError
 from narrows.protocols.modes import Rule
 from narrows.protocols.settings import Settings
 from narrows.worker.arrays import Arrays
-from narrows.worker.box import Box
 from narrows.worker.buffers import Buffers
 from narrows.worker.degree import degree_of
 from narrows.worker.device import home_of
 from narrows.worker.flat import Array, FlatModel, FloatArray
 from narrows.worker.gossip import Gossiping
 from narrows.worker.gradients import Gradients, rebuilt_by
+from narrows.worker.group import Group
 from narrows.worker.merging import Merging
 from narrows.worker.privacy import Privacy
 from narrows.worker.runner import Link
@@ -102,12 +102,12 @@ class Engine:
         inner: torch.optim.Optimizer,
         max_grad_norm: float,
         overlap: int = 0,
-        box: Box | None = None,
+        group: Group | None = None,
     ) -> None:
-        """`overlap`: backward passes of a step whose gradients leave during the last one; 0: they leave at step(). `box`: of
+        """`overlap`: backward passes of a step whose gradients leave during the last one; 0: they leave at step(). `group`: of
         which this process is one rank."""
         self.link, self.settings, self.mode = link, settings, settings.mode()
-        self.waiting = Waiting(link, box, self._handle)
+        self.waiting = Waiting(link, group, self._handle)
         self.model, self.inner, self.max_grad_norm = model, inner, max_grad_norm
         self.flat = FlatModel(model, inner)
         self.privacy = Privacy.of(settings)
@@ -141,14 +141,14 @@ class Engine:
 
     def _slice(self, inner: torch.optim.Optimizer, overlap: int) -> Slice | None:
         """What this process has of the model, where it is one of several. Raises UsageError for what these cannot do."""
-        if self.box is None:
+        if self.group is None:
             return None
         why = "under --sync gossip whole models are mixed" if self.mode.rule is Rule.MIX else ""
         why = "--dp-clip needs the length of whole updates" if self.privacy is not None else why
         why = "with overlap=True gradients leave before the group has summed them" if overlap else why
         if why:
             raise UsageError(f"{why}, and each process of a group has a slice: leave out one of the two")
-        return Slice(self.flat, inner, self.box)
+        return Slice(self.flat, inner, self.group)
 
     def _sync(self, overlap: int) -> Sync:
         """What a step is in this mode."""
@@ -169,9 +169,9 @@ class Engine:
         return (Merging if mode.merges else Updates)(self, arrays)
 
     @property
-    def box(self) -> Box | None:
+    def group(self) -> Group | None:
         """Of which this process is one rank."""
-        return self.waiting.box
+        return self.waiting.group
 
     @property
     def hides(self) -> bool:
@@ -218,7 +218,7 @@ class Engine:
         return loss
 
     def optimize(self, closure: Callable[[], Any] | None) -> Any:
-        """One step of the script's optimizer, along the gradients of all ranks of a box."""
+        """One step of the script's optimizer, along the gradients of all ranks of a group."""
         if self.slice is not None:
             loss = self.slice.step(closure, self.max_grad_norm)
             self._count()
@@ -226,7 +226,7 @@ class Engine:
         return clipped_step(self.inner, self.flat.parameters, self.max_grad_norm, closure)
 
     def reduce(self) -> None:
-        """The gradients are those of all ranks of a box."""
+        """The gradients are those of all ranks of a group."""
         if self.slice is not None:
             self.slice.reduce()
             self._count()
@@ -274,7 +274,7 @@ class Engine:
     def leave(self, clock: int) -> None:
         """Tell the coordinator, and wait a little for its answer."""
         self.finished, self.left = True, False
-        leads = self.box is None or self.box.leads
+        leads = self.group is None or self.group.leads
         self.waiting.alone()
         self.link.leave(clock)
         if not leads:

@@ -1,5 +1,5 @@
-"""How all ranks of a box speak through the session of the first one: to the servers they are one member, with a stream to each
-shard.
+"""How all ranks of a group speak through the session of the first one: to the servers they are one member, with a stream to
+each shard.
 
 Rules
 - Events of a shard go to the rank that has its keys, what is of the whole run goes to all, in one order.
@@ -28,7 +28,7 @@ from narrows.protocols.errors import BY_EXIT_CODE, NarrowsError
 from narrows.protocols.keys import split
 from narrows.protocols.runtime.sockets import Drops
 from narrows.protocols.wire import HEADER_BYTES_MAX, PAYLOAD_BYTES_MAX, decode, encode, pack, unpack
-from narrows.worker.box import Box, GroupEndedError
+from narrows.worker.group import Group, GroupEndedError
 from narrows.worker.runner import Command, Commands, Events, Link, say
 
 # A rank learns of these, each with what it says but for messages, which follow as frames of their own.
@@ -96,31 +96,31 @@ class Hub(Link):
     ranks: Sequence[Connection] = ()  # the other ones, from 1 on
     shards = 1
 
-    def open(self, box: Box) -> bytes:
+    def open(self, group: Group) -> bytes:
         """Where the others dial, and with what they prove who they are."""
         self.folder = tempfile.mkdtemp(prefix="narrows-")
         key = os.urandom(32)
-        self.listener = Listener(os.path.join(self.folder, "box"), "AF_UNIX", backlog=box.size, authkey=key)
+        self.listener = Listener(os.path.join(self.folder, "group"), "AF_UNIX", backlog=group.size, authkey=key)
         return pack([self.listener.address, key])
 
-    def admit(self, box: Box) -> None:
+    def admit(self, group: Group) -> None:
         """All of them have dialled, or raise NarrowsError."""
         found: dict[int, Connection] = {}
         over = threading.Event()
 
         def accept() -> None:
-            while len(found) < box.size - 1 and not over.is_set():
+            while len(found) < group.size - 1 and not over.is_set():
                 with suppress(AuthenticationError, EOFError, OSError):  # who is none of ours
                     one = self.listener.accept()
                     found[int.from_bytes(one.recv_bytes(8), "big")] = one
 
-        thread = threading.Thread(target=accept, name="narrows-box", daemon=True)
+        thread = threading.Thread(target=accept, name="narrows-group", daemon=True)
         thread.start()
         thread.join(LIMIT_S)
         over.set()
         self.listener.close()
         shutil.rmtree(self.folder, ignore_errors=True)
-        missing = box.size - 1 - len(found)
+        missing = group.size - 1 - len(found)
         if missing:
             raise NarrowsError(f"processes of this group that did not dial within {LIMIT_S:.0f} s: {missing}")
         self.ranks = [found[rank] for rank in sorted(found)]
@@ -177,7 +177,7 @@ class Spoke(Events, Commands):
         self.address, self.drops = address, Drops(say)
         self._hub = Client(address, "AF_UNIX", authkey=key)
         self._hub.send_bytes(rank.to_bytes(8, "big"))
-        threading.Thread(target=self._hear, name="narrows-box", daemon=True).start()
+        threading.Thread(target=self._hear, name="narrows-group", daemon=True).start()
 
     def _hear(self) -> None:
         error: NarrowsError = GroupEndedError("the first process of this group has ended")
@@ -205,24 +205,24 @@ class Spoke(Events, Commands):
         _hang_up(self._hub)
 
 
-def joined(box: Box, let_in: Callable[[], tuple[Link, Joined]]) -> tuple[Link, Joined]:
+def joined(group: Group, let_in: Callable[[], tuple[Link, Joined]]) -> tuple[Link, Joined]:
     """The link of this rank, once the first one has joined. Raises on all ranks what the first one was told."""
-    if not box.leads:
-        told: Any = unpack(box.share(b""), HEADER_BYTES_MAX)
+    if not group.leads:
+        told: Any = unpack(group.share(b""), HEADER_BYTES_MAX)
         code, text, place, values = told
         if text:
             raise BY_EXIT_CODE.get(code, NarrowsError)(text)
         where: Any = unpack(place)
         # It has all that an engine asks of a link.
-        return cast(Link, Spoke(where[0], where[1], box.rank)), Joined(
+        return cast(Link, Spoke(where[0], where[1], group.rank)), Joined(
             **{name: _as_tuples(v) for name, v in values.items()}
         )
     try:
         hub, found = let_in()
         assert isinstance(hub, Hub)
     except NarrowsError as error:
-        box.share(pack([error.exit_code, str(error), b"", {}]))
+        group.share(pack([error.exit_code, str(error), b"", {}]))
         raise
-    box.share(pack([0, "", hub.open(box), {each.name: getattr(found, each.name) for each in fields(found)}]))
-    hub.admit(box)
+    group.share(pack([0, "", hub.open(group), {each.name: getattr(found, each.name) for each in fields(found)}]))
+    hub.admit(group)
     return hub, found

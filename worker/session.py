@@ -32,8 +32,8 @@ from narrows.protocols.runtime.keys import Secret, member_key
 from narrows.protocols.settings import Settings
 from narrows.protocols.timing import Timing
 from narrows.worker.admission import let_in
-from narrows.worker.box import Box, GroupEndedError
 from narrows.worker.engine import Engine
+from narrows.worker.group import Group, GroupEndedError
 from narrows.worker.hub import Hub
 from narrows.worker.hub import joined as through_first
 from narrows.worker.runner import Link, tell_left
@@ -74,8 +74,8 @@ class Connected:
     """The session of a worker of a run."""
 
     def __init__(self, address: str) -> None:
-        self.box = Box.of_environment()
-        self.tells = self.box is None or self.box.leads  # what is recorded of the worker
+        self.group = Group.of_environment()
+        self.tells = self.group is None or self.group.leads  # what is recorded of the worker
         warm_up(lambda text: _tell("say", text=text))
         connect_s = float(os.environ.get("NARROWS_CONNECT_TIMEOUT", "30"))
         lost_s = float(os.environ.get("NARROWS_SERVER_TIMEOUT", "30"))
@@ -88,18 +88,18 @@ class Connected:
 
         def dial(one: str, limit_s: float) -> Link:
             timing = Timing(connect_ns=int(limit_s * NS), lost_ns=int(lost_s * NS))
-            return (Link if self.box is None else Hub)(one, token, socket.gethostname(), expect, timing, key)
+            return (Link if self.group is None else Hub)(one, token, socket.gethostname(), expect, timing, key)
 
         addresses = parse_addresses("--server", address)
         self.link: Link
-        if self.box is None:
+        if self.group is None:
             self.link, joined = let_in(addresses, dial, connect_s)
             self.rank, self.world_size = joined.rank, joined.world_size
         else:
-            self.link, joined = through_first(self.box, lambda: let_in(addresses, dial, connect_s))
+            self.link, joined = through_first(self.group, lambda: let_in(addresses, dial, connect_s))
             # Each worker has its share of the samples, and each process of a group has its share of that.
-            self.rank = joined.rank + joined.world_size * self.box.rank
-            self.world_size = joined.world_size * self.box.size
+            self.rank = joined.rank + joined.world_size * self.group.rank
+            self.world_size = joined.world_size * self.group.size
         for name in os.environ.get("NARROWS_SETS", "").split():
             os.environ[name] = str(self.rank if name == "RANK" else self.world_size)
         self.settings = Settings.unpacked(joined.settings)
@@ -127,9 +127,9 @@ class Connected:
     ) -> Engine:
         if self.engine is not None:
             raise NarrowsError("a run has one DistributedOptimizer: give it all optimizers of the script, as a list")
-        if self.settings.mode().rule is Rule.MIX and self.box is None:
+        if self.settings.mode().rule is Rule.MIX and self.group is None:
             self.link.listen()
-        self.engine = Engine(self.link, self.settings, model, inner, max_grad_norm, overlap, self.box)
+        self.engine = Engine(self.link, self.settings, model, inner, max_grad_norm, overlap, self.group)
         if not self.tells:
             return self.engine
         if self.engine.told:
@@ -207,8 +207,8 @@ class Connected:
                 _tell("bytes", up=self.link.bytes_up, down=self.link.bytes_down, dropped=self.link.drops.counts)
         finally:
             self.link.close()
-            if self.box is not None and not failed:
-                self.box.close()
+            if self.group is not None and not failed:
+                self.group.close()
 
 
 _session: Alone | Connected | None = None

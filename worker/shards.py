@@ -21,8 +21,8 @@ from narrows.protocols.member.exchange import Exchange
 from narrows.protocols.member.replica import Piece
 from narrows.protocols.modes import Mode
 from narrows.worker.arrays import Arrays
-from narrows.worker.box import Box
 from narrows.worker.flat import Array
+from narrows.worker.group import Group
 from narrows.worker.runner import Link
 from narrows.worker.tuning import Tuning
 
@@ -36,21 +36,21 @@ def _place(event: e.Started | e.Moved) -> tuple[int, int, int]:
 
 
 class Shards:
-    """`wait`: handles events until something is done; raises NarrowsError where that takes too long. `box`: of which this
+    """`wait`: handles events until something is done; raises NarrowsError where that takes too long. `group`: of which this
     process is one rank, and exchanges the shards of its slice alone."""
 
     def __init__(
-        self, link: Link, mode: Mode, arrays: Arrays, tuning: Tuning, wait: Wait, box: Box | None = None
+        self, link: Link, mode: Mode, arrays: Arrays, tuning: Tuning, wait: Wait, group: Group | None = None
     ) -> None:
-        self.link, self.mode, self.arrays, self.tuning, self.wait, self.box = link, mode, arrays, tuning, wait, box
+        self.link, self.mode, self.arrays, self.tuning, self.wait, self.group = link, mode, arrays, tuning, wait, group
         self.whole = tuning.down_lossless and mode.fragments == 1
         self.exchanges: list[Exchange[Array]] = []
         self.replicas: list[ArrayReplica[Array]] = []
-        self.ours = range(0)  # the shards that these exchanges are with: all of them, but for a rank of a box
+        self.ours = range(0)  # the shards that these exchanges are with: all of them, but for a rank of a group
         self.count = 0  # of all shards
         self.clock = 0
         self.worker, self.epoch = -1, 0
-        self.samples = 1 if box is None else box.size  # of a push
+        self.samples = 1 if group is None else group.size  # of a push
         self.samples_pending = 0  # and of the next one alone
         self.wait_s = 0.0  # in the newest step
         self.pulls: bool | None = None  # the master copy is awaited, and whether all is to be in it
@@ -63,7 +63,7 @@ class Shards:
     @property
     def missed(self) -> int:
         """Rounds that closed without an update of ours, at this place (--quorum)."""
-        return min((x.min_clock - x.settled for x in self.exchanges), default=0 if self.box is None else m.CLOCK_MAX)
+        return min((x.min_clock - x.settled for x in self.exchanges), default=0 if self.group is None else m.CLOCK_MAX)
 
     @property
     def staleness(self) -> int:
@@ -97,7 +97,7 @@ class Shards:
     def _cut(self, event: e.Started | e.Moved) -> None:
         """An exchange with each of these shards. The residuals go along with their keys."""
         before, first = self.replicas, not self.count
-        kept = None if self.box is None or first else self.arrays.residual(before)
+        kept = None if self.group is None or first else self.arrays.residual(before)
         self.ours, self.count = self.arrays.fit(event.ranges), len(event.ranges)
         self.replicas = [
             self.arrays.replica(begin, end, self._feedbacks(begin, end, event.worker << 16 | shard))
@@ -115,7 +115,7 @@ class Shards:
         before, self.clock = self.exchanges, event.clock
         self._cut(event)
         for shard, exchange in self._each:
-            going = exchange.go_on(event, before) if self.box is None else exchange.begin(*_place(event))
+            going = exchange.go_on(event, before) if self.group is None else exchange.begin(*_place(event))
             self.say(shard, going)
         if self.pulls is not None:
             self._pull(self.pulls)
@@ -187,7 +187,7 @@ class Shards:
 
     def push(self, updates: Sequence[Array], dense: bool = False, hyper: bytes = b"") -> None:
         """Send the update of the present clock: of each shard, the keys whose turn it is. Raises NonFiniteError, with nothing
-        sent and nothing changed, for values that cannot be coded, of any rank of a box."""
+        sent and nothing changed, for values that cannot be coded, of any rank of a group."""
         began = time.monotonic()
         encoded: list[Sequence[Piece]] = []
         error = NonFiniteError("another process of this group has values that are not finite")
@@ -197,8 +197,8 @@ class Shards:
             finite = True
         except NonFiniteError as own:
             error, finite = own, False
-        if self.box is not None and not self.tuning.up_lossless:
-            finite = bool(self.box.least(finite)[0])
+        if self.group is not None and not self.tuning.up_lossless:
+            finite = bool(self.group.least(finite)[0])
         if not finite:
             for exchange, pieces in zip(self.exchanges, encoded, strict=False):
                 exchange.replica.give_back(pieces, self.clock)
@@ -222,7 +222,7 @@ class Shards:
 
     def _next_coding(self) -> str:
         """What published states are to be coded with after this clock; updates may be coded with another compressor too."""
-        if self.tuning.pushed(self.clock + 1, self.box):
+        if self.tuning.pushed(self.clock + 1, self.group):
             for replica in self.replicas:
                 for _, feedback in replica.feedbacks:
                     feedback.change(self.tuning.compressor)

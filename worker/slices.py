@@ -1,9 +1,9 @@
-"""What one rank of a box has: some of the model's keys in float32, and its part of the optimizer's state.
+"""What one rank of a group has: some of the model's keys in float32, and its part of the optimizer's state.
 
 Rules
 - The slices are those of the shards: a rank has the keys of consecutive shards, and exchanges no others.
 - The script's model, gradients and parameter groups stay whole. The optimizer sees the slices while it steps; nobody else does.
-- All methods but those of `Flat` are the box's: every rank calls them, in the same order.
+- All methods but those of `Flat` are the group's: every rank calls them, in the same order.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch
 from narrows.protocols.errors import UsageError
 from narrows.protocols.keys import Keys, split
 from narrows.protocols.wire import HEADER_BYTES_MAX, pack, unpack
-from narrows.worker.box import Box
 from narrows.worker.buffers import load_buffers, pack_buffers
 from narrows.worker.flat import Array, Flat, FlatModel, FloatArray, as_tensor
+from narrows.worker.group import Group
 from narrows.worker.optimizers import each_of, why_whole
 
 State = dict[str, Any]
@@ -34,11 +34,11 @@ class Slice(Flat):
     slice, beside what the optimizer keeps of the slice.
     """
 
-    def __init__(self, flat: FlatModel, inner: torch.optim.Optimizer, box: Box) -> None:
+    def __init__(self, flat: FlatModel, inner: torch.optim.Optimizer, group: Group) -> None:
         super().__init__([], [], [0])
         for reason in filter(None, (why_whole(type(each)) for each in each_of(inner))):
             raise UsageError(f"each process of a group steps a slice of the model, but {reason}: leave out --group")
-        self.flat, self.inner, self.box = flat, inner, box
+        self.flat, self.inner, self.group = flat, inner, group
         self.slices: list[Keys] = []  # of each rank
         self.tensors: list[int] = []  # that the slice has keys of
         self.lacking: list[int] = []  # tensors that had no gradient on any rank
@@ -56,10 +56,10 @@ class Slice(Flat):
     def _alike(self) -> None:
         """All ranks begin with the first one's parameters and buffers."""
         self.gradient.copy_(as_tensor(self.flat.copy()))
-        self.box.spread(self.gradient, [(0, self.total)] + [(0, 0)] * (self.box.size - 1))
+        self.group.spread(self.gradient, [(0, self.total)] + [(0, 0)] * (self.group.size - 1))
         self.flat.write(self.gradient)
-        buffers = self.box.share(pack_buffers(self.flat.model) if self.box.leads else b"")
-        if buffers and not self.box.leads:
+        buffers = self.group.share(pack_buffers(self.flat.model) if self.group.leads else b"")
+        if buffers and not self.group.leads:
             load_buffers(self.flat.model, buffers)
 
     # Which keys.
@@ -67,7 +67,7 @@ class Slice(Flat):
     def _of(self, ranges: Sequence[Keys]) -> list[Keys]:
         """The keys of each rank."""
         ends = [begin for begin, _ in ranges] + [self.total]
-        return [(ends[first], ends[last]) for first, last in split(len(ranges), self.box.size)]
+        return [(ends[first], ends[last]) for first, last in split(len(ranges), self.group.size)]
 
     def moves(self, ranges: Sequence[Keys]) -> bool:
         return bool(self.slices) and self._of(ranges) != self.slices
@@ -83,11 +83,11 @@ class Slice(Flat):
                 for tensor, state in states.items():
                     self.inner.state[self.flat.parameters[tensor]] = state
             self.take_state()
-        return range(*split(len(ranges), self.box.size)[self.box.rank])
+        return range(*split(len(ranges), self.group.size)[self.group.rank])
 
     @torch.no_grad()
     def _cut(self) -> None:
-        begin, end = self.slices[self.box.rank]
+        begin, end = self.slices[self.group.rank]
         cuts = list(self.flat.within(begin, end))
         self.tensors = [tensor for tensor, _, _ in cuts]
         self.held = torch.empty(end - begin, device=self.gradient.device)
@@ -122,7 +122,7 @@ class Slice(Flat):
         gradient has overflowed, and there is none."""
         missing = set(self.flat.absent())
         present = [int(tensor not in missing) for tensor in range(len(self.flat.parameters))]
-        total, overflows, *ranks = self.box.sums([self.samples, int(self.overflow), *present])
+        total, overflows, *ranks = self.group.sums([self.samples, int(self.overflow), *present])
         self.counted = total
         self.lacking = [tensor for tensor, count in enumerate(ranks) if not count]
         weight = (self.samples / total if total else 1.0) / self.scale
@@ -132,10 +132,10 @@ class Slice(Flat):
         self.flat.read_gradients(0, self.gradient)
         if weight != 1.0:
             self.gradient *= weight
-        self.box.reduce(self.gradient, self.slices)
+        self.group.reduce(self.gradient, self.slices)
         own = self.gradient[self.begin : self.offsets[-1]]
         if not total:
-            own *= 1 / self.box.size
+            own *= 1 / self.group.size
         for i, (tensor, parameter) in enumerate(zip(self.tensors, self.parameters, strict=True)):
             at = self.offsets[i] - self.begin
             parameter.grad = None if tensor in self.lacking else own[at : at + parameter.numel()]
@@ -144,7 +144,7 @@ class Slice(Flat):
     def _clip(self, norm: float) -> None:
         """As torch.nn.utils.clip_grad_norm_, of all ranks' slices."""
         own = self.gradient[self.begin : self.offsets[-1]]
-        length = math.sqrt(self.box.sum(float(torch.linalg.vector_norm(own, dtype=torch.float64)) ** 2))
+        length = math.sqrt(self.group.sum(float(torch.linalg.vector_norm(own, dtype=torch.float64)) ** 2))
         if length > norm or not math.isfinite(length):
             own *= norm / (length + 1e-6)
 
@@ -158,18 +158,18 @@ class Slice(Flat):
         whole = self.gradient if held is None else held
         assert self.held is not None
         whole[self.begin : self.offsets[-1]].copy_(self.held if values is None else as_tensor(values))
-        self.box.spread(whole, self.slices)
+        self.group.spread(whole, self.slices)
         if held is None:
             self.flat.write(whole)
 
     def anywhere(self, here: bool) -> bool:
-        return bool(self.box.sums([here])[0])
+        return bool(self.group.sums([here])[0])
 
     def whole(self, values: FloatArray) -> FloatArray:
         """Of all ranks, float32[total]: each gives the values of its keys, on the host."""
         found = torch.zeros(self.total)
         found[self.begin : self.offsets[-1]] = torch.from_numpy(values)
-        self.box.assemble(found)
+        self.group.assemble(found)
         whole: FloatArray = found.numpy()
         return whole
 
@@ -238,7 +238,7 @@ class Slice(Flat):
                     else:
                         plain.append([tensor, name, "", value])
                 state.pop(ours, None)
-        told: list[Any] = [unpack(each, HEADER_BYTES_MAX) for each in self.box.told(pack(plain))]
+        told: list[Any] = [unpack(each, HEADER_BYTES_MAX) for each in self.group.told(pack(plain))]
         whole: dict[int, State] = {}
         known = {(tensor, name): (dtype, value) for rows in told for tensor, name, dtype, value in rows}
         for (tensor, name), (dtype, value) in sorted(known.items()):
@@ -251,7 +251,7 @@ class Slice(Flat):
                 if (tensor, name) in parts:
                     at = self.offsets[self.tensors.index(tensor)] - self.flat.offsets[tensor]
                     flat[at : at + parts[tensor, name].numel()] = parts[tensor, name].cpu()
-                self.box.assemble(flat)
+                self.group.assemble(flat)
                 found = flat.view(self.flat.parameters[tensor].shape)
             whole.setdefault(tensor, {})[name] = found
         return whole

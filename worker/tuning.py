@@ -15,7 +15,7 @@ from narrows.compression.auto import Auto, Clock, Switch
 from narrows.protocols.effects import NS, LinkSeen
 from narrows.protocols.modes import Rule
 from narrows.protocols.settings import Settings
-from narrows.worker.box import Box
+from narrows.worker.group import Group
 
 
 class Tuning:
@@ -41,9 +41,9 @@ class Tuning:
         """What published states are to be coded with, or "" where that is not ours to say, or not known yet."""
         return self.auto.down if self.chooses_down and self.auto.chosen else ""
 
-    def pushed(self, clock: int, box: Box | None = None) -> bool:
+    def pushed(self, clock: int, group: Group | None = None) -> bool:
         """The update before `clock` is pushed. Whether `compressor` or `coding` is another one from now on; the first rank of a
-        box chooses for all."""
+        group chooses for all."""
         now_s, before_s, seen = self.now_s(), self.ended_s, self.seen
         cost = Clock(
             compute_s=0.0 if before_s is None else max(0.0, now_s - before_s - self.waited_s - self.encode_s),
@@ -58,10 +58,10 @@ class Tuning:
         if before_s is None or not self.chooses:
             return False  # what came before the first push is no clock: imports, data, the first weights
         self.seen = []
-        switch = self.auto.clock(cost) if box is None or box.leads else None
-        if box is not None:
+        switch = self.auto.clock(cost) if group is None or group.leads else None
+        if group is not None:
             before = self.auto.at, self.auto.chosen
-            at, chosen = box.of_first(self.auto.at, self.auto.chosen)
+            at, chosen = group.of_first(self.auto.at, self.auto.chosen)
             self.auto.at, self.auto.chosen = at, bool(chosen)
             if switch is None and before == (self.auto.at, self.auto.chosen):
                 return False

@@ -52,7 +52,7 @@ class Updates:
 
     def __init__(self, engine: Engine, arrays: Arrays) -> None:
         self.engine, self.mode, self.arrays = engine, engine.mode, arrays
-        self.shards = Shards(engine.link, engine.mode, arrays, engine.tuning, engine.wait, engine.box)
+        self.shards = Shards(engine.link, engine.mode, arrays, engine.tuning, engine.wait, engine.group)
         engine.waiting.missing = lambda: self.shards.missed
         self.local_step = 0
         self.moved = False  # a step was taken since all of the replica was composed
@@ -93,7 +93,7 @@ class Updates:
 
     def seen_missed(self) -> None:
         """Count what closed without us up to the states that are here."""
-        missed = self.shards.missed if self.engine.box is None else self.engine.waiting.missed
+        missed = self.shards.missed if self.engine.group is None else self.engine.waiting.missed
         if self.composed == self.shards.epoch:
             self.late += missed - self.missed
         self.missed = missed

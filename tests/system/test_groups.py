@@ -1,4 +1,4 @@
-"""Boxes as processes: one worker of a run, which torch.distributed joins on its machine."""
+"""Groups as processes: one worker of a run, which torch.distributed joins on its machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from narrows.protocols import messages as m
 from narrows.protocols.errors import IncompatibleError, NarrowsError
 from narrows.protocols.wire import unpack
 from narrows.worker import hub
-from narrows.worker.box import GroupEndedError
+from narrows.worker.group import GroupEndedError
 from narrows.worker.hub import EVENTS, Spoke, owner, receive_event, send_event
 from narrows.worker.runner import Events
 

@@ -1,4 +1,4 @@
-"""A box is one worker, to its servers byte for byte. Its ranks are threads here (kit/boxes.py), and processes in
+"""A group is one worker, to its servers byte for byte. Its ranks are threads here (kit/groups.py), and processes in
 tests/system/test_groups.py."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from kit.boxes import Boxes, boxes
+from kit.groups import Groups, groups
 from kit.in_process import Cluster
 from kit.on_disk import OnDisk
 from kit.scripts import BATCH, batch, build, distance, flat, loss_of, seeded
@@ -64,7 +64,7 @@ def trained(
     steps: int = STEPS,
     **more: Any,
 ) -> Trained:
-    """Members of `sizes`. Each step of one has `parts` parts of a batch: a box gives each rank one, any other member does one
+    """Members of `sizes`. Each step of one has `parts` parts of a batch: a group gives each rank one, any other member does one
     after the other. `at`: called after each step."""
     settings, pushes = settings.validated(), list[tuple[Any, ...]]()
 
@@ -84,12 +84,12 @@ def trained(
             return flat(model)
 
     told: dict[tuple[int, int], Any] = {}
-    with boxes(settings, sizes, cluster) as started, pytest.MonkeyPatch.context() as patch:
+    with groups(settings, sizes, cluster) as started, pytest.MonkeyPatch.context() as patch:
         _listen(started, patch, pushes)
         return Trained(started.together(script), sorted(pushes), told)
 
 
-def _listen(started: Boxes, patch: pytest.MonkeyPatch, pushes: list[tuple[Any, ...]]) -> None:
+def _listen(started: Groups, patch: pytest.MonkeyPatch, pushes: list[tuple[Any, ...]]) -> None:
     arrive = started.cluster.arrive
 
     def heard(shard: int, peer: bytes, message: Any) -> Any:
@@ -101,16 +101,16 @@ def _listen(started: Boxes, patch: pytest.MonkeyPatch, pushes: list[tuple[Any, .
     patch.setattr(started.cluster, "arrive", heard)
 
 
-def check_same(box: Trained, single: Trained) -> None:
+def check_same(group: Trained, single: Trained) -> None:
     """What they sent and have, bit for bit."""
-    assert box.pushes == single.pushes and len(box.pushes) >= STEPS // 4
-    assert len({weights.tobytes() for weights in box.weights.values()}) == 1, "all ranks end with one model"
-    assert box.weights[0, 0].tobytes() == single.weights[0, 0].tobytes()
+    assert group.pushes == single.pushes and len(group.pushes) >= STEPS // 4
+    assert len({weights.tobytes() for weights in group.weights.values()}) == 1, "all ranks end with one model"
+    assert group.weights[0, 0].tobytes() == single.weights[0, 0].tobytes()
 
 
 @pytest.mark.parametrize("spec", OF_README)
 @pytest.mark.parametrize("mode", MODES)
-def test_a_box_of_two_is_one_worker_that_has_both_halves_of_each_batch(mode: str, spec: str) -> None:
+def test_a_group_of_two_is_one_worker_that_has_both_halves_of_each_batch(mode: str, spec: str) -> None:
     settings = Settings(workers=1, shards=3, compress=spec, **MODES[mode])
     check_same(trained(settings, [2]), trained(settings, [1]))
 
@@ -169,7 +169,7 @@ def whole_batches(steps: int = STEPS, make: Make = OPTIMIZERS["adamw"], norm: fl
 
 
 @pytest.mark.parametrize("push", ["gradient", "update"])
-def test_under_bsp_a_box_of_four_is_one_process(push: str) -> None:
+def test_under_bsp_a_group_of_four_is_one_process(push: str) -> None:
     found = trained(Settings(workers=1, shards=4, sync="bsp", push=push), [4], parts=4)
     assert distance(found.weights[0, 0], whole_batches()) < 1e-5
 
@@ -182,17 +182,17 @@ def test_gradients_are_clipped_to_the_norm_of_all_slices() -> None:
     assert distance(found.weights[0, 0], whole_batches(make=make)) > 1e-2
 
 
-def test_two_boxes_are_two_workers() -> None:
+def test_two_groups_are_two_workers() -> None:
     settings = Settings(workers=2, shards=2, sync="bsp", push="update", compress="topk:0.05+int8")
-    box, single = trained(settings, [2, 2]), trained(settings, [1, 1])
-    assert box.pushes == single.pushes
-    assert distance(box.weights[1, 1], single.weights[0, 0]) < 1e-6, (
+    group, single = trained(settings, [2, 2]), trained(settings, [1, 1])
+    assert group.pushes == single.pushes
+    assert distance(group.weights[1, 1], single.weights[0, 0]) < 1e-6, (
         "a mean at the barrier adds in the order of arrival"
     )
 
 
-def test_boxes_single_workers_and_devices_end_with_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A box of two, a worker on a device, one on the host: ranks() cut the batch into shares of which none has a row twice."""
+def test_groups_single_workers_and_devices_end_with_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group of two, a worker on a device, one on the host: rank() cuts the batch into shares, and no row is in two."""
     settings = Settings(workers=3, shards=2, sync="ssp", staleness=2, compress="topk:0.05+int8").validated()
     rows: dict[tuple[int, int], list[int]] = {}
 
@@ -209,7 +209,7 @@ def test_boxes_single_workers_and_devices_end_with_one_model(monkeypatch: pytest
         with optimizer.shared():
             return flat(model)
 
-    with boxes(settings, [2, 1, 1]) as started:
+    with groups(settings, [2, 1, 1]) as started:
 
         def home_of_rank(flat: Any, why_host: str = "") -> Any:
             return device_home(torch.device("cpu")) if started.here == (1, 0) else HOST, ""
@@ -224,8 +224,8 @@ def test_boxes_single_workers_and_devices_end_with_one_model(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("first", [[2], [1]])
-def test_a_state_is_of_whole_tensors_and_fits_any_box(first: list[int]) -> None:
-    """What a box has saved, a single worker or another box goes on with, and the other way round."""
+def test_a_state_is_of_whole_tensors_and_fits_any_group(first: list[int]) -> None:
+    """What a group has saved, a single worker or another group goes on with, and the other way round."""
     settings = Settings(workers=1, shards=3, sync="ssp", compress="topk:0.05+int8")
     saved = trained(
         settings, first, at=lambda step, who, optimizer, net: _copy(optimizer, net) if step == 7 else None, steps=8
@@ -243,9 +243,11 @@ def test_a_state_is_of_whole_tensors_and_fits_any_box(first: list[int]) -> None:
         nn.utils.vector_to_parameters(torch.from_numpy(weights), net.parameters())
         return net
 
-    box, single = (trained(settings, sizes, net=start, at=load) for sizes in ([2], [1]))
-    check_same(box, single)
-    assert box.weights[0, 0].tobytes() != trained(settings, [2], net=start).weights[0, 0].tobytes(), "the state counts"
+    group, single = (trained(settings, sizes, net=start, at=load) for sizes in ([2], [1]))
+    check_same(group, single)
+    assert group.weights[0, 0].tobytes() != trained(settings, [2], net=start).weights[0, 0].tobytes(), (
+        "the state counts"
+    )
 
 
 def _copy(optimizer: Any, net: nn.Module) -> Any:
@@ -276,7 +278,7 @@ def test_a_gradient_weighs_as_its_samples_where_they_are_told() -> None:
         with optimizer.shared():
             return flat(model)
 
-    with boxes(settings, [2]) as started, pytest.MonkeyPatch.context() as patch:
+    with groups(settings, [2]) as started, pytest.MonkeyPatch.context() as patch:
         arrive = started.cluster.arrive
 
         def heard(shard: int, peer: bytes, message: Any) -> Any:
@@ -306,7 +308,7 @@ def test_a_tensor_without_a_gradient_on_one_rank_has_that_of_the_others_and_with
         optimizer.step()
         return {name: (before[name] - p.detach()) / 0.5 for name, p in model.named_parameters()}, before
 
-    with boxes(settings, [2]) as started:
+    with groups(settings, [2]) as started:
         found = started.together(script)
     moved, before = found[0, 1]
     assert torch.allclose(moved["both.weight"], 1 + 0.1 * before["both.weight"])
@@ -343,7 +345,7 @@ def test_a_gradient_that_overflows_on_one_rank_is_a_step_for_none() -> None:
             seen.append(flat(model))
         return seen, scaler.get_scale()
 
-    with boxes(settings, [2]) as started:
+    with groups(settings, [2]) as started:
         found = started.together(script)
     (first, first_scale), (second, second_scale) = found[0, 0], found[0, 1]
     assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
@@ -377,7 +379,7 @@ def test_a_closure_is_called_once_on_each_rank() -> None:
         assert calls == list(range(STEPS))
         return flat(model)
 
-    with boxes(settings, [2]) as started:
+    with groups(settings, [2]) as started:
         found = started.together(script)
     assert distance(found[0, 0], whole_batches()) < 1e-5
 
@@ -391,7 +393,7 @@ def test_all_ranks_begin_with_the_parameters_and_buffers_of_the_first() -> None:
         DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
         return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
-    with boxes(settings, [2]) as started:
+    with groups(settings, [2]) as started:
         found = started.together(script)
     assert _same(found[0, 0], found[0, 1]) and not found[0, 1]["1.running_mean"].any()
 
@@ -399,7 +401,7 @@ def test_all_ranks_begin_with_the_parameters_and_buffers_of_the_first() -> None:
 # What happens to the run.
 
 
-def test_a_box_whose_lease_ran_out_joins_again_on_all_ranks_at_once() -> None:
+def test_a_group_whose_lease_ran_out_joins_again_on_all_ranks_at_once() -> None:
     settings = Settings(workers=2, shards=2, sync="ssp", staleness=1, compress="topk:0.2+int8").validated()
     met: list[int] = []
 
@@ -422,14 +424,14 @@ def test_a_box_whose_lease_ran_out_joins_again_on_all_ranks_at_once() -> None:
         with optimizer.shared():
             return flat(model), at
 
-    with boxes(settings, [2, 1]) as started:
+    with groups(settings, [2, 1]) as started:
         found = started.together(script)
     (first, first_at), (second, second_at) = found[0, 0], found[0, 1]
     assert np.array_equal(first, second)
     assert first_at == second_at and len(first_at) == 1, "at one step, with one clock"
 
 
-def expire(started: Boxes, member: int) -> None:
+def expire(started: Groups, member: int) -> None:
     """As kit/scripts.py does."""
     cluster, link = started.cluster, started.sessions[member, 0].link
     coordinator = cluster.servers[0].coordinator
@@ -497,7 +499,7 @@ def test_values_that_are_not_finite_on_one_rank_are_sent_by_none() -> None:
             optimizer.step()
         return str(told.value)
 
-    with boxes(settings, [2]) as started, pytest.MonkeyPatch.context() as patch:
+    with groups(settings, [2]) as started, pytest.MonkeyPatch.context() as patch:
         _listen(started, patch, pushes)
         found = started.together(script)
     assert "'0.weight'" in found[0, 0] and "another process" in found[0, 1] and not pushes
@@ -512,11 +514,11 @@ def test_values_that_are_not_finite_on_one_rank_are_sent_by_none() -> None:
         ({"sync": "ssp"}, {}, lambda net: torch.optim.Adafactor(net.parameters()), "Adafactor is not elementwise"),
     ],
 )
-def test_what_a_box_cannot_do_is_refused(flags: dict[str, Any], more: dict[str, Any], make: Make, why: str) -> None:
+def test_what_a_group_cannot_do_is_refused(flags: dict[str, Any], more: dict[str, Any], make: Make, why: str) -> None:
     def script(member: int, own: int) -> None:
         model = build()
         with pytest.raises(UsageError, match=why):
             DistributedOptimizer(make(model), model, **more)
 
-    with boxes(Settings(workers=1, **flags).validated(), [2]) as started:
+    with groups(Settings(workers=1, **flags).validated(), [2]) as started:
         started.together(script)

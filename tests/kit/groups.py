@@ -1,4 +1,4 @@
-"""Boxes whose ranks are threads of this process: each has a session of its own, and the first one's link is that of all."""
+"""Groups whose ranks are threads of this process: each has a session of its own, and the first one's link is that of all."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from narrows.protocols.effects import Joined, MemberEffect, Moved, Started
 from narrows.protocols.keys import Keys
 from narrows.protocols.settings import Settings
 from narrows.worker import session
-from narrows.worker.box import Box
+from narrows.worker.group import Group
 from narrows.worker.hub import OF_SHARD, owner
 from narrows.worker.runner import Command, Commands
 
@@ -27,7 +27,7 @@ _here = scripts._here
 
 
 class Table:
-    """Where the ranks of one box meet."""
+    """Where the ranks of one group meet."""
 
     def __init__(self, ranks: int) -> None:
         self.barrier = threading.Barrier(ranks, timeout=LIMIT_S)
@@ -44,7 +44,7 @@ class Table:
         return found
 
 
-class ThreadBox(Box):
+class ThreadGroup(Group):
     """What torch.distributed carries, over a table."""
 
     def __init__(self, table: Table, rank: int) -> None:
@@ -125,20 +125,20 @@ class RankLink(Commands):
         """There is no thread to end."""
 
 
-def _joined(box: ThreadBox, let_in: Callable[[], tuple[Any, Joined]]) -> tuple[Any, Joined]:
-    table = box.table
-    if box.leads:
+def _joined(group: ThreadGroup, let_in: Callable[[], tuple[Any, Joined]]) -> tuple[Any, Joined]:
+    table = group.table
+    if group.leads:
         link, _ = let_in()
-        queues = [deque[MemberEffect]() for _ in range(box.size - 1)]
+        queues = [deque[MemberEffect]() for _ in range(group.size - 1)]
         link.events = Routed(queues, len(link.joined.ports))
         table.link = link, queues
-    box.share(b"")
+    group.share(b"")
     first, queues = table.link
-    return first if box.leads else RankLink(first, queues[box.rank - 1]), first.joined
+    return first if group.leads else RankLink(first, queues[group.rank - 1]), first.joined
 
 
-class Boxes:
-    """One cluster whose members are boxes of these sizes."""
+class Groups:
+    """One cluster whose members are groups of these sizes."""
 
     def __init__(self, cluster: Cluster, sizes: Sequence[int]) -> None:
         self.cluster, self.sizes = cluster, sizes
@@ -149,12 +149,12 @@ class Boxes:
             self.join(member)
 
     def join(self, member: int) -> None:
-        """This member, one after the other, joins. Its box meets at a table of its own."""
+        """This member, one after the other, joins. Its group meets at a table of its own."""
         size = self.sizes[member]
         self.tables.append(Table(size))
 
         def open_session(rank: int) -> None:
-            _here.box = ThreadBox(self.tables[-1], rank) if size > 1 else None
+            _here.group = ThreadGroup(self.tables[-1], rank) if size > 1 else None
             self.sessions[member, rank] = session.Connected("tcp://in-process:1")
 
         together(open_session, size)
@@ -176,12 +176,12 @@ class Boxes:
 
 
 @contextmanager
-def boxes(settings: Settings, sizes: Sequence[int], cluster: Cluster | None = None) -> Iterator[Boxes]:
+def groups(settings: Settings, sizes: Sequence[int], cluster: Cluster | None = None) -> Iterator[Groups]:
     cluster = cluster or Cluster(settings)
     with pytest.MonkeyPatch.context() as patch:
         for name in ("Link", "Hub"):
             patch.setattr(session, name, lambda address, token, *rest: scripts.Link(cluster, token))
         patch.setattr(session, "current", lambda: _here.session)
         patch.setattr(session, "through_first", _joined)
-        patch.setattr(Box, "of_environment", staticmethod(lambda: getattr(_here, "box", None)))
-        yield Boxes(cluster, sizes)
+        patch.setattr(Group, "of_environment", staticmethod(lambda: getattr(_here, "group", None)))
+        yield Groups(cluster, sizes)

@@ -3,7 +3,7 @@ gloo between CPUs.
 
 Rules
 - All ranks call the same methods in the same order. What one of them hears alone, such as an event, it brings to `agree` first.
-- A rank that ends ends its box: whatever the others call next raises.
+- A rank that ends ends its group: whatever the others call next raises.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class GroupEndedError(NarrowsError):
     """Another process of this group has ended, which says why where it can."""
 
 
-class Box:
+class Group:
     """All ranks of the default process group. rank: of this process in it; the first one speaks with the server."""
 
     def __init__(self) -> None:
@@ -47,8 +47,8 @@ class Box:
             )
 
     @staticmethod
-    def of_environment() -> Box | None:
-        """The box that this process is one rank of: of ps-worker --group, or of the process group that the script has made
+    def of_environment() -> Group | None:
+        """The group that this process is one rank of: of ps-worker --group, or of the process group that the script has made
         before. None: it is a worker of its own."""
         wanted = os.environ.get(GROUP, "0") not in ("", "0")
         made = dist.is_available() and dist.is_initialized()
@@ -59,9 +59,9 @@ class Box:
         if not made:
             gpus = torch.cuda.is_available() and dist.is_nccl_available()
             dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else GLOO, timeout=timedelta(seconds=START_LIMIT_S))
-        box = Box()
-        box._made = not made
-        return box
+        group = Group()
+        group._made = not made
+        return group
 
     @property
     def leads(self) -> bool:
