@@ -7,7 +7,7 @@ same for all: joining, waiting for events, the module's buffers, the shared mode
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -30,7 +30,7 @@ from narrows.worker.merging import Merging
 from narrows.worker.privacy import Privacy
 from narrows.worker.runner import Link
 from narrows.worker.shards import START_LIMIT_S
-from narrows.worker.slices import Slice
+from narrows.worker.slices import Cut, Slice
 from narrows.worker.tuning import Tuning
 from narrows.worker.updates import Updates, clipped_step
 from narrows.worker.waiting import Waiting
@@ -125,7 +125,8 @@ class Engine:
         gradients = self.mode.rule is Rule.OPTIMIZER
         declared = (rebuilt_by(inner), max_grad_norm) if gradients else ("", 0.0)
         self.degree = degree_of(inner)
-        plan = self.flat.plan(*declared, self.degree)  # of a cluster's steps too, which are updates to a server above
+        # The degree is of a cluster's steps too, which are updates to a server above.
+        plan = (self.slice or self.flat).plan(*declared, self.degree)
         self.sync = self._sync(overlap)
         packed = plan.packed()
         link.declare(packed)
@@ -148,7 +149,11 @@ class Engine:
         why = "with overlap=True gradients leave before the group has summed them" if overlap else why
         if why:
             raise UsageError(f"{why}, and each process of a group has a slice: leave out one of the two")
-        return Slice(self.flat, inner, self.group)
+        if not any(hasattr(parameter, "placements") for parameter in self.flat.parameters):
+            return Cut(self.flat, inner, self.group)
+        from narrows.worker.sharded import Sharded  # and FSDP, which most scripts do without
+
+        return Sharded(self.flat, inner, self.group)
 
     def _sync(self, overlap: int) -> Sync:
         """What a step is in this mode."""
@@ -252,6 +257,12 @@ class Engine:
             self.slice.spread(values)
 
     # The shared model and the end.
+
+    def put_back(self, kept: Sequence[torch.Tensor]) -> None:
+        """The parameters are what they were."""
+        self.flat.put_back(kept)
+        if self.slice is not None:
+            self.slice.refresh()
 
     def show_shared(self) -> None:
         """Put the shared model into the parameters."""

@@ -160,4 +160,4 @@ class DistributedOptimizer(torch.optim.Optimizer):
         try:
             yield
         finally:
-            engine.flat.put_back(kept)
+            engine.put_back(kept)

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from narrows.protocols.errors import UsageError
 from narrows.protocols.keys import Keys, split
+from narrows.protocols.plan import Plan
 from narrows.protocols.wire import HEADER_BYTES_MAX, pack, unpack
 from narrows.worker.buffers import load_buffers, pack_buffers
 from narrows.worker.flat import Array, Flat, FlatModel, FloatArray, as_tensor
@@ -28,11 +29,7 @@ SCALARS = ("step",)  # of an optimizer's state, also where the parameter has no 
 
 
 class Slice(Flat):
-    """Raises UsageError for an optimizer that cannot step pieces of tensors.
-
-    Memory of the parameters' device: 4 bytes for each key of the model, where gradients are summed, and 4 for each key of the
-    slice, beside what the optimizer keeps of the slice.
-    """
+    """What is the same however the model is cut. Raises UsageError for an optimizer that cannot step pieces of tensors."""
 
     def __init__(self, flat: FlatModel, inner: torch.optim.Optimizer, group: Group) -> None:
         super().__init__([], [], [0])
@@ -40,27 +37,121 @@ class Slice(Flat):
             raise UsageError(f"each process of a group steps a slice of the model, but {reason}: leave out --group")
         self.flat, self.inner, self.group = flat, inner, group
         self.slices: list[Keys] = []  # of each rank
-        self.tensors: list[int] = []  # that the slice has keys of
         self.lacking: list[int] = []  # tensors that had no gradient on any rank
         self.samples = 0  # of this rank's gradient, 0: as many as the others'
         self.counted = 0  # of all ranks' newest gradients, 0: nobody has counted
         self.scale, self.overflow = 1.0, False  # of this rank's gradient (torch.amp.GradScaler)
-        flat.hold()
-        self.gradient = torch.zeros(flat.size, device=flat.parameters[0].device)
-        self._alike()
 
     @property
     def total(self) -> int:
         return self.flat.size
+
+    def plan(self, optimizer: str, max_grad_norm: float, degree: float) -> Plan:
+        """As FlatModel.plan."""
+        return self.flat.plan(optimizer, max_grad_norm, degree)
+
+    def take_buffers(self) -> None:
+        """All ranks begin with the first one's."""
+        buffers = self.group.share(pack_buffers(self.flat.model) if self.group.leads else b"")
+        if buffers and not self.group.leads:
+            load_buffers(self.flat.model, buffers)
+
+    # Steps.
+
+    def step(self, closure: Callable[[], Any] | None, norm: float) -> Any:
+        """One step of the optimizer along the mean of the ranks' gradients, clipped to the L2 norm `norm` (0: not at all)."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self.reduce():
+            if norm > 0:
+                self._clip(norm)
+            with self.stepped():
+                self.inner.step()
+        return loss
+
+    def stepped(self) -> AbstractContextManager[None]:
+        """Inside, the optimizer steps the slice."""
+        return nullcontext()
+
+    def scaled(self, scale: torch.Tensor | None, overflow: torch.Tensor | None) -> None:
+        """What a GradScaler has multiplied this rank's gradients by, and whether they have overflowed."""
+        self.scale = 1.0 if scale is None else float(scale)
+        self.overflow = overflow is not None and bool(overflow)
+
+    def reduce(self) -> bool:
+        """The gradients of these keys become the mean over the ranks. False: a rank's gradient has overflowed, and there is
+        none."""
+        raise NotImplementedError
+
+    def tallied(self) -> bool:
+        """Have all ranks know which tensors have a gradient, and of how many samples. Whether none has overflowed."""
+        missing = set(self.flat.absent())
+        present = [int(tensor not in missing) for tensor in range(len(self.flat.parameters))]
+        self.counted, overflows, *ranks = self.group.sums([self.samples, int(self.overflow), *present])
+        self.lacking = [tensor for tensor, count in enumerate(ranks) if not count]
+        return not overflows
+
+    def _clip(self, norm: float) -> None:
+        """As torch.nn.utils.clip_grad_norm_, of all ranks' slices."""
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        squares = (float(torch.linalg.vector_norm(each, dtype=torch.float64)) ** 2 for each in gradients)
+        length = math.sqrt(self.group.sum(math.fsum(squares)))
+        if length > norm or not math.isfinite(length):
+            torch._foreach_mul_(gradients, norm / (length + 1e-6)) if gradients else None
+
+    def absent(self) -> list[int]:
+        return self.lacking
+
+    def spread(self, values: Array | None = None) -> None:
+        """The slices, or these values of them, are the parameters of all ranks."""
+        raise NotImplementedError
+
+    def refresh(self) -> None:
+        """The parameters of this rank were changed where they lie."""
+
+    def anywhere(self, here: bool) -> bool:
+        return bool(self.group.sums([here])[0])
+
+    def whole(self, values: FloatArray) -> FloatArray:
+        """Of all ranks, float32[total]: each gives the values of its keys, on the host."""
+        found = torch.zeros(self.total)
+        found[self.begin : self.offsets[-1]] = torch.from_numpy(values)
+        self.group.assemble(found)
+        whole: FloatArray = found.numpy()
+        return whole
+
+    # The optimizer's state.
+
+    def take_state(self) -> None:
+        """Of a state of whole tensors, as a script has loaded it, the slice of this rank."""
+
+    def whole_state(self) -> AbstractContextManager[None]:
+        """Inside, the optimizer's state is of whole tensors, on the host."""
+        return nullcontext()
+
+
+class Cut(Slice):
+    """Of a model that each rank has whole: gradients are summed here, and parameters gathered.
+
+    Memory of the parameters' device: 4 bytes for each key of the model, where gradients are summed, and 4 for each key of the
+    slice, beside what the optimizer keeps of the slice.
+    """
+
+    def __init__(self, flat: FlatModel, inner: torch.optim.Optimizer, group: Group) -> None:
+        super().__init__(flat, inner, group)
+        self.tensors: list[int] = []  # that the slice has keys of
+        flat.hold()
+        self.gradient = torch.zeros(flat.size, device=flat.parameters[0].device)
+        self._alike()
 
     def _alike(self) -> None:
         """All ranks begin with the first one's parameters and buffers."""
         self.gradient.copy_(as_tensor(self.flat.copy()))
         self.group.spread(self.gradient, [(0, self.total)] + [(0, 0)] * (self.group.size - 1))
         self.flat.write(self.gradient)
-        buffers = self.group.share(pack_buffers(self.flat.model) if self.group.leads else b"")
-        if buffers and not self.group.leads:
-            load_buffers(self.flat.model, buffers)
+        self.take_buffers()
 
     # Which keys.
 
@@ -99,35 +190,13 @@ class Slice(Flat):
 
     # Steps.
 
-    def step(self, closure: Callable[[], Any] | None, norm: float) -> Any:
-        """One step of the optimizer along the mean of the ranks' gradients, clipped to the L2 norm `norm` (0: not at all)."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        if self.reduce():
-            if norm > 0:
-                self._clip(norm)
-            with self._inside():
-                self.inner.step()
-        return loss
-
-    def scaled(self, scale: torch.Tensor | None, overflow: torch.Tensor | None) -> None:
-        """What a GradScaler has multiplied this rank's gradients by, and whether they have overflowed."""
-        self.scale = 1.0 if scale is None else float(scale)
-        self.overflow = overflow is not None and bool(overflow)
-
     def reduce(self) -> bool:
         """The gradients of these keys become the mean over the ranks, by samples where they were counted. False: a rank's
         gradient has overflowed, and there is none."""
-        missing = set(self.flat.absent())
-        present = [int(tensor not in missing) for tensor in range(len(self.flat.parameters))]
-        total, overflows, *ranks = self.group.sums([self.samples, int(self.overflow), *present])
-        self.counted = total
-        self.lacking = [tensor for tensor, count in enumerate(ranks) if not count]
+        usable, total = self.tallied(), self.counted
         weight = (self.samples / total if total else 1.0) / self.scale
         self.samples = 0
-        if overflows:
+        if not usable:
             return False
         self.flat.read_gradients(0, self.gradient)
         if weight != 1.0:
@@ -141,16 +210,6 @@ class Slice(Flat):
             parameter.grad = None if tensor in self.lacking else own[at : at + parameter.numel()]
         return True
 
-    def _clip(self, norm: float) -> None:
-        """As torch.nn.utils.clip_grad_norm_, of all ranks' slices."""
-        own = self.gradient[self.begin : self.offsets[-1]]
-        length = math.sqrt(self.group.sum(float(torch.linalg.vector_norm(own, dtype=torch.float64)) ** 2))
-        if length > norm or not math.isfinite(length):
-            own *= norm / (length + 1e-6)
-
-    def absent(self) -> list[int]:
-        return self.lacking
-
     @torch.no_grad()
     def spread(self, values: Array | None = None) -> None:
         """The slices, or these values of them, into the parameters of all ranks."""
@@ -162,21 +221,10 @@ class Slice(Flat):
         if held is None:
             self.flat.write(whole)
 
-    def anywhere(self, here: bool) -> bool:
-        return bool(self.group.sums([here])[0])
-
-    def whole(self, values: FloatArray) -> FloatArray:
-        """Of all ranks, float32[total]: each gives the values of its keys, on the host."""
-        found = torch.zeros(self.total)
-        found[self.begin : self.offsets[-1]] = torch.from_numpy(values)
-        self.group.assemble(found)
-        whole: FloatArray = found.numpy()
-        return whole
-
     # The optimizer's state.
 
     @contextmanager
-    def _inside(self) -> Iterator[None]:
+    def stepped(self) -> Iterator[None]:
         """The optimizer steps the slices."""
         groups = self.inner.param_groups
         kept = [group["params"] for group in groups]
@@ -198,7 +246,7 @@ class Slice(Flat):
             if parameter in state:
                 taken[tensor] = dict(state[parameter])
                 del state[parameter]
-        with self._inside():
+        with self.stepped():
             for i, (tensor, ours) in enumerate(zip(self.tensors, self.parameters, strict=True)):
                 if tensor in taken:
                     begin = self.offsets[i] - self.flat.offsets[tensor]
@@ -210,7 +258,7 @@ class Slice(Flat):
     def whole_state(self) -> Iterator[None]:
         """Inside, the optimizer's state is of whole tensors, on the host."""
         state = self.inner.state
-        with self._inside():
+        with self.stepped():
             kept = {ours: state[ours] for ours in self.parameters if ours in state}
         whole = self._whole_states()
         try:
@@ -220,14 +268,14 @@ class Slice(Flat):
         finally:
             for tensor in whole:
                 del state[self.flat.parameters[tensor]]
-            with self._inside():
+            with self.stepped():
                 for ours, own in kept.items():
                     state[ours] = own
 
     def _whole_states(self) -> dict[int, State]:
         """By tensor; this rank's parts are no longer in the optimizer."""
         state, parts, plain = self.inner.state, dict[tuple[int, str], torch.Tensor](), list[list[Any]]()
-        with self._inside():
+        with self.stepped():
             for tensor, ours in zip(self.tensors, self.parameters, strict=True):
                 for name, value in state[ours].items() if ours in state else ():
                     if _is_part(name, value, ours.shape):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kit.processes import GONE_S, Command, serving, started, until
+from kit.processes import GONE_S, Command, finished, serving, started, until
 
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
@@ -246,3 +246,53 @@ def test_who_does_not_know_the_key_is_not_let_in(monkeypatch: pytest.MonkeyPatch
         leads.admit(two)
     thread.join(GONE_S)
     assert refused and not os.path.exists(leads.folder)
+
+
+SHARDED = """
+import sys, torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from narrows.worker import DistributedOptimizer, rank, world_size
+
+torch.manual_seed(3)
+layer = nn.TransformerEncoderLayer(16, 2, 33, 0.0, batch_first=True)  # 33: the parts of the two processes differ in size
+net = nn.Sequential(nn.Embedding(31, 16), nn.TransformerEncoder(layer, 2), nn.Linear(16, 31))
+if sys.argv[1] == "sharded":
+    for each in (*net[1].layers, net):
+        fully_shard(each)
+optimizer = DistributedOptimizer(torch.optim.AdamW(net.parameters(), lr=0.003), net, max_grad_norm=0.5)
+generator = torch.Generator().manual_seed(0)
+
+
+def loss_of(x):
+    return nn.functional.cross_entropy(net(x[:, :-1]).flatten(0, 1).clone(), x[:, 1:].flatten())
+
+
+for step in range(20):
+    x = torch.randint(0, 31, (8, 12), generator=generator)[rank() :: world_size()]
+    optimizer.zero_grad()
+    loss_of(x).backward()
+    optimizer.step()
+    if step == 9:
+        with optimizer.shared(), torch.no_grad():  # a forward without a backward: what it has gathered is not trained on
+            loss_of(x)
+optimizer.finish()
+x = torch.randint(0, 31, (8, 12), generator=generator)
+with optimizer.shared(), torch.no_grad():
+    print("ends", rank(), loss_of(x).item(), flush=True)
+"""
+
+
+def test_a_model_that_fsdp_has_sharded_trains_as_one_process_would(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(SHARDED)
+    code, out, err = finished("python", str(path), "whole")
+    assert code == 0, err
+    alone = float(out.split()[2])
+    flags = ("-n", "2", "--group", "--sync", "bsp", "--push", "update")
+    code, out, err = finished("ps-worker", *flags, str(path), "sharded")
+    assert code == 0, err
+    found = {line.split()[1]: float(line.split()[2]) for line in out.splitlines()}
+    assert found["0"] == found["1"] and abs(found["0"] - alone) < 1e-5 * alone
+    code, _, err = finished("ps-worker", *flags, "--shards", "3", str(path), "sharded")
+    assert code == 2 and "this run has 3 shards, and FSDP shards the model over 2 processes" in err

@@ -1,0 +1,120 @@
+"""Slices of a model that FSDP2 (torch.distributed.fsdp.fully_shard) has sharded over a group: each rank exchanges what it has,
+and nothing is gathered for it.
+
+Rules
+- To the servers each rank's part of a tensor is a tensor of its own, `weight[0]`, `weight[1]`: rank after rank. All ranks have
+  as many keys as the one that has most: padding fills them up, so that a shard's keys are all of one rank.
+- FSDP sums gradients and gathers parameters. What it has gathered is dropped when parameters change here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+
+from narrows.protocols.errors import UsageError
+from narrows.protocols.keys import Keys, split
+from narrows.protocols.plan import Plan, TensorSpec
+from narrows.protocols.wire import HEADER_BYTES_MAX, pack, unpack
+from narrows.worker.flat import Array, FlatModel
+from narrows.worker.group import Group
+from narrows.worker.slices import Slice
+
+PADDING = "padding"
+
+
+class Sharded(Slice):
+    """Raises UsageError for a model that is not sharded over this group alone, each tensor of it."""
+
+    def __init__(self, flat: FlatModel, inner: torch.optim.Optimizer, group: Group) -> None:
+        super().__init__(flat, inner, group)
+        for name, parameter in zip(flat.names, flat.parameters, strict=True):
+            _check(name, parameter, group.size)
+        locals_ = [parameter.to_local().detach() for parameter in flat.parameters]  # type: ignore[attr-defined]
+        shapes: list[Any] = [
+            unpack(each, HEADER_BYTES_MAX) for each in group.told(pack([list(each.shape) for each in locals_]))
+        ]
+        self.shapes = [[tuple(shape) for shape in rows] for rows in shapes]  # of each rank
+        sizes = [sum(TensorSpec("", shape, "").size for shape in rows) for rows in self.shapes]
+        self.length = max(sizes)  # of each rank's part
+        begin = group.rank * self.length
+        filled = torch.zeros(self.length - sizes[group.rank], device=locals_[0].device)
+        self.parameters = [torch.nn.Parameter(each) for each in locals_] + [torch.nn.Parameter(filled)]
+        self.names = [f"{name}[{group.rank}]" for name in (*flat.names, PADDING)]
+        self.offsets = [begin]
+        for parameter in self.parameters:
+            self.offsets.append(self.offsets[-1] + parameter.numel())
+        self.slices = [(rank * self.length, (rank + 1) * self.length) for rank in range(group.size)]
+        self.take_buffers()
+
+    @property
+    def total(self) -> int:
+        return self.length * self.group.size
+
+    def plan(self, optimizer: str, max_grad_norm: float, degree: float) -> Plan:
+        specs, groups = list[TensorSpec](), [list[int]() for _ in range(self.flat.groups)]
+        self.numbers: list[list[int]] = [[] for _ in self.flat.names]  # of each tensor, those of its parts
+        for rank, shapes in enumerate(self.shapes):
+            for tensor, (name, shape) in enumerate(zip(self.flat.names, shapes, strict=True)):
+                spec = TensorSpec(f"{name}[{rank}]", shape, self.flat.specs[tensor].dtype)
+                if spec.size:
+                    groups[self.flat.group_of[tensor]].append(len(specs))
+                    self.numbers[tensor].append(len(specs))
+                    specs.append(spec)
+            filled = self.length - sum(TensorSpec("", shape, "").size for shape in shapes)
+            if filled:
+                groups[0].append(len(specs))
+                specs.append(TensorSpec(f"{PADDING}[{rank}]", (filled,), "float32"))
+        return Plan(tuple(specs), optimizer, tuple(map(tuple, groups)), max_grad_norm, (), degree)
+
+    def moves(self, ranges: Sequence[Keys]) -> bool:
+        return False
+
+    def own(self, ranges: Sequence[Keys]) -> range:
+        if len(ranges) % self.group.size:
+            raise UsageError(
+                f"this run has {len(ranges)} shards, and FSDP shards the model over {self.group.size} processes: their parts "
+                f"need as many shards, or a multiple; ps-serve --shards {self.group.size}"
+            )
+        return range(*split(len(ranges), self.group.size)[self.group.rank])
+
+    def reduce(self) -> bool:
+        """FSDP has made the mean already, whatever number of samples each rank had."""
+        usable, self.samples = self.tallied(), 0
+        for parameter, ours in zip(self.flat.parameters, self.parameters, strict=False):
+            gradient: Any = parameter.grad
+            ours.grad = None if gradient is None else gradient.to_local().detach()
+            if ours.grad is not None and self.scale != 1.0:
+                ours.grad /= self.scale
+        return usable
+
+    def absent(self) -> list[int]:
+        return [number for tensor in self.lacking for number in self.numbers[tensor]]
+
+    @torch.no_grad()
+    def spread(self, values: Array | None = None) -> None:
+        if values is not None:
+            self.write(values)
+        self.refresh()
+
+    def refresh(self) -> None:
+        for module in self.flat.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+def _check(name: str, parameter: torch.Tensor, ranks: int) -> None:
+    if not isinstance(parameter, DTensor):
+        raise UsageError(f"parameter {name!r} is not sharded, and others are: call fully_shard on the whole model too")
+    mesh, placements = parameter.device_mesh, parameter.placements
+    if mesh.ndim != 1 or mesh.size() != ranks or not isinstance(placements[0], Shard):
+        raise UsageError(
+            f"parameter {name!r} is placed as {placements} on a mesh of {list(mesh.shape)}: a group needs fully_shard over "
+            f"its {ranks} processes, and no other kind of parallelism"
+        )
+    if not parameter.to_local().is_contiguous():
+        raise UsageError(f"the part of parameter {name!r} that this process has is not contiguous in memory")
