@@ -43,7 +43,7 @@ class Sharded(Slice):
         self.length = max(sizes)  # of each rank's part
         begin = group.rank * self.length
         filled = torch.zeros(self.length - sizes[group.rank], device=locals_[0].device)
-        self.parameters = [torch.nn.Parameter(each) for each in locals_] + [torch.nn.Parameter(filled)]
+        self.parameters = [torch.nn.Parameter(each) for each in (*locals_, filled)]
         self.names = [f"{name}[{group.rank}]" for name in (*flat.names, PADDING)]
         self.offsets = [begin]
         for parameter in self.parameters:

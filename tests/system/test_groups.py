@@ -16,12 +16,13 @@ from kit.processes import GONE_S, Command, finished, serving, started, until
 
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
-from narrows.protocols.errors import IncompatibleError, NarrowsError
+from narrows.protocols.errors import IncompatibleError, NarrowsError, UsageError
 from narrows.protocols.wire import unpack
 from narrows.worker import hub
 from narrows.worker.group import GroupEndedError
 from narrows.worker.hub import EVENTS, Spoke, owner, receive_event, send_event
 from narrows.worker.runner import Events
+from narrows.worker.sharded import Sharded
 
 GROUPED = """
 import hashlib, os, sys, time, torch
@@ -294,5 +295,12 @@ def test_a_model_that_fsdp_has_sharded_trains_as_one_process_would(tmp_path: Pat
     assert code == 0, err
     found = {line.split()[1]: float(line.split()[2]) for line in out.splitlines()}
     assert found["0"] == found["1"] and abs(found["0"] - alone) < 1e-5 * alone
-    code, _, err = finished("ps-worker", *flags, "--shards", "3", str(path), "sharded")
-    assert code == 2 and "this run has 3 shards, and FSDP shards the model over 2 processes" in err
+
+
+def test_the_shards_of_a_sharded_model_are_each_of_one_process() -> None:
+    part = object.__new__(Sharded)
+    two: Any = type("Two", (), {"size": 2, "rank": 1})()
+    part.group = two
+    assert part.own([(0, 2), (2, 4), (4, 6), (6, 8)]) == range(2, 4)
+    with pytest.raises(UsageError, match=r"this run has 3 shards, and FSDP shards .* ps-serve --shards 2"):
+        part.own([(0, 3), (3, 6), (6, 8)])
