@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from narrows.compression.buffers import FloatArray, Payload, read_only
-from narrows.compression.codecs import Piece, PieceLike, add, put, raw_pieces
+from narrows.compression.codecs import Piece, PieceLike, add, check, coded_piece, put, raw_pieces
 from narrows.compression.compressor import Compressor
 from narrows.compression.feedback import ErrorFeedback, State
 from narrows.compression.kernels import cpu
@@ -73,6 +73,12 @@ class Home(Protocol[A]):
     def load(self, values: FloatArray, out: A) -> None:
         """out = values of the host, which may be changed at once."""
 
+    def finite(self, values: A) -> bool:
+        """Whether none is NaN or infinite; waits likewise."""
+
+    def code(self, compressor: Compressor, values: A, memory: Memory) -> memoryview:
+        """Their payload, by itself: what it does not carry is nobody's. Raises NonFiniteError."""
+
 
 class HostHome:
     """NumPy's arrays."""
@@ -98,6 +104,8 @@ class HostHome:
         cpu.add_fp32(read_only(values), np.float32(weight), out)
 
     add: Callable[..., None] = staticmethod(add)
+    check: Callable[..., Any] = staticmethod(check)
+    coded_piece: Callable[..., Piece] = staticmethod(coded_piece)
     raw_pieces: Callable[..., list[Piece]] = staticmethod(raw_pieces)
 
     def put(self, piece: PieceLike, out: FloatArray, origin: int) -> None:
@@ -111,6 +119,12 @@ class HostHome:
 
     def any(self, values: FloatArray) -> bool:
         return bool(values.any())
+
+    def finite(self, values: FloatArray) -> bool:
+        return bool(np.isfinite(values).all())
+
+    def code(self, compressor: Compressor, values: FloatArray, memory: Memory) -> memoryview:
+        return compressor.encode(values, memory)
 
     def host(self, values: FloatArray) -> FloatArray:
         return values.copy()

@@ -16,7 +16,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 
-from narrows.compression import Memory, codecs, parse
+from narrows.compression import Memory, parse
+from narrows.compression.home import HOST
 from narrows.compression.replica import HostReplica
 from narrows.compression.sampling import gossip_sample
 from narrows.protocols import effects as e
@@ -51,7 +52,7 @@ class Mixing(Seated):
         seed, lease_ns = worker << 16 | index, int(settings.lease * NS)
         gain, step = self._gain(settings, keys[1] - keys[0]), self._kept.outer or outer(settings)
         self._kept = replace(self._kept, gain=gain, outer=step)
-        model = mixing.Mixing(*keys, compressor, codecs, partial(Memory, seed=seed), gain, step)
+        model = mixing.Mixing(*keys, compressor, HOST, partial(Memory, seed=seed), gain, step)
         self.driver = Driver(settings.topology, worker, self.mode.bound or 0, lease_ns, model, place.round)
         ours = member.peers if member is not None else None
         self.peers = ours if ours is not None else Peers(worker, lease_ns, index)

@@ -136,8 +136,6 @@ class Engine:
 
     def _why_host(self) -> str:
         """Why the arrays of this worker stay on the host in this mode, "": they need not."""
-        if self.mode.rule is Rule.MIX:
-            return "under --sync gossip models are mixed there"
         return "--dp-clip looks at updates there" if self.privacy is not None else ""
 
     def _slice(self, inner: torch.optim.Optimizer, overlap: int) -> Slice | None:

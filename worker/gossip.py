@@ -14,9 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from narrows.compression import Memory, codecs, parse
+from narrows.compression import Memory, parse
 from narrows.compression.sampling import gossip_sample
 from narrows.protocols import effects as e
 from narrows.protocols.effects import NS, Log, MemberEffect, PeerSay
@@ -28,7 +26,7 @@ from narrows.protocols.gossip.outer import outer
 from narrows.protocols.keys import parts
 from narrows.protocols.member.member import Member
 from narrows.worker.arrays import Arrays
-from narrows.worker.flat import FloatArray
+from narrows.worker.flat import Array, FloatArray
 from narrows.worker.shards import START_LIMIT_S, WAIT_LIMIT_S, Shards
 from narrows.worker.updates import clipped_step
 
@@ -45,14 +43,14 @@ class Gossiping:
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.mode = engine, engine.mode
-        self.arrays = Arrays(engine.flat, shared=False, direct=False, rounds=0)
+        self.arrays = Arrays(engine.flat, shared=False, direct=False, rounds=0, home=engine.home)
         self.shards = Shards(engine.link, engine.mode, self.arrays, engine.tuning, engine.wait)
         self.gain, self.outer = self._gain(), outer(engine.settings)
         self.driver = self._driver(-1, 0)
         self.local_step = 0
         self.wait_s = 0.0
         self.staleness = 0
-        self.kept: FloatArray | None = None  # our model, while the first weights are on their way to us again
+        self.kept: Array | None = None  # our model, while the first weights are on their way to us again
         self.finishing = self.server_gone = self.handed_over = False
 
     def _gain(self) -> Gain | None:
@@ -67,7 +65,7 @@ class Gossiping:
         settings = self.engine.settings
         compressor = None if settings.compress == "dense" else parse(settings.compress).contraction()
         size = self.engine.flat.size
-        mixing = Mixing(0, size, compressor, codecs, lambda: Memory(seed=worker), self.gain, self.outer)
+        mixing = Mixing(0, size, compressor, self.engine.home, lambda: Memory(seed=worker), self.gain, self.outer)
         lease_ns = int(settings.lease * NS)
         return Driver(settings.topology, worker, self.mode.bound or 0, lease_ns, mixing, round)
 
@@ -135,7 +133,7 @@ class Gossiping:
         def now() -> bool:
             self._say(self.driver.go_on(self._now()))
             if self.finishing and self.driver.may_step:  # at a new place
-                self._say(self.driver.finish(self.engine.flat.zeros(), self._now()))
+                self._say(self.driver.finish(self.engine.home.zeros(self.engine.flat.size), self._now()))
             if self.driver.trouble:
                 raise NarrowsError(self.driver.trouble)
             return done()
@@ -152,12 +150,13 @@ class Gossiping:
 
     def _compose(self) -> None:
         """The model, into the parameters."""
-        np.copyto(self.arrays.base, self.driver.mixing.model)
+        self.engine.home.copy(self.driver.mixing.model, self.arrays.base)
         self.arrays.show(())
 
-    def _moved(self) -> FloatArray:
+    def _moved(self) -> Array:
         """What the parameters have moved by since they were composed."""
-        moved: FloatArray = self.engine.flat.copy()
+        moved = self.engine.home.empty(self.engine.flat.size)
+        self.engine.flat.read_keys(0, moved)
         moved -= self.arrays.start
         return moved
 
@@ -184,11 +183,11 @@ class Gossiping:
 
     # The shared model and the end.
 
-    def shared(self) -> FloatArray:
+    def shared(self) -> Array:
         """Under gossip each worker has a model of its own: that, as last mixed."""
         return self.driver.mixing.model
 
-    def flush(self) -> FloatArray:
+    def flush(self) -> Array:
         """Mix with whoever asks until all are done, then take the mean of all models."""
         self._wait(self._going, START_LIMIT_S, "the other workers")
         self._say(self.driver.finish(self._moved(), self._now()))
@@ -201,11 +200,11 @@ class Gossiping:
 
     def _hand_over(self) -> None:
         """The last model, to the server: by the one with the lowest id, for all."""
-        worker, epoch, model = self.shards.worker, self.shards.epoch, self.driver.mixing.model.copy()
+        worker, epoch, model = self.shards.worker, self.shards.epoch, self.driver.mixing.model
         if self.server_gone or any(peer < worker for peer in self.driver.exchanges.pairs):
             return
         for shard, replica in enumerate(self.shards.replicas):
-            pieces = codecs.raw_pieces(
+            pieces = self.engine.home.raw_pieces(
                 model[replica.begin : replica.end], replica.begin, parts(replica.begin, replica.end)
             )
             for part, piece in enumerate(pieces):

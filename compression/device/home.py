@@ -19,7 +19,9 @@ from narrows.compression.compressor import Compressor
 from narrows.compression.device.feedback import DeviceErrorFeedback, accumulate, add_raw, decode
 from narrows.compression.device.staging import Staging
 from narrows.compression.home import Cuts, Feedback
+from narrows.compression.kernels.values import INFINITY_KEY
 from narrows.compression.payload import raw_values
+from narrows.compression.reducers import Memory
 
 A = TypeVar("A")
 
@@ -30,6 +32,7 @@ class DeviceHome(Generic[A]):
     def __init__(self, kernels: Any, zeros: Callable[[int], A], name: str) -> None:
         self.kernels, self.zeros, self.name = kernels, zeros, name
         self.staging = Staging(kernels)
+        self._coding: DeviceErrorFeedback | None = None  # of values that leave nothing behind
 
     def empty(self, count: int) -> A:
         return self.zeros(count)
@@ -95,6 +98,22 @@ class DeviceHome(Generic[A]):
         with self.kernels.active():
             view = self._view(values)
             return bool(view.size and int(self.kernels.largest_key(view)))
+
+    def finite(self, values: A) -> bool:
+        with self.kernels.active():
+            view = self._view(values)
+            return not view.size or int(self.kernels.largest_key(view)) < INFINITY_KEY
+
+    def code(self, compressor: Compressor, values: A, memory: Memory) -> memoryview:
+        count = self._view(values).size
+        kept = self._coding
+        if kept is None or (kept.compressor.spec, kept.count) != (compressor.contraction().spec, count):
+            kept = self._coding = DeviceErrorFeedback(self.kernels, compressor, count, decay=0.0, staging=self.staging)
+        kept.memory = memory
+        return kept.encode(values)
+
+    check: Callable[..., Any] = staticmethod(codecs.check)
+    coded_piece: Callable[..., Piece] = staticmethod(coded_piece)
 
     def host(self, values: A) -> FloatArray:
         with self.kernels.active():

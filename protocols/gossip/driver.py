@@ -15,13 +15,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import Enum
 
-import numpy as np
-
 from narrows.protocols import effects as e
 from narrows.protocols.effects import Log, MemberEffect, PeerSay
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.gossip.exchanges import LAST, Exchanges
-from narrows.protocols.gossip.mixing import FloatArray, Mixing
+from narrows.protocols.gossip.mixing import Array, Mixing
 
 MODEL_LEASES = 3  # nobody who has a model for so long: whoever has it may be about to join again, a death and a return
 Says = list[PeerSay | Log]
@@ -85,14 +83,14 @@ class Driver:
 
     # Beginning.
 
-    def found(self, weights: FloatArray, model: FloatArray | None = None) -> None:
+    def found(self, weights: Array, model: Array | None = None) -> None:
         """Begin with the first weights of the run. `model`: this node's own, where it had come on since."""
         self.mixing.start(weights)
         if model is not None:
-            self.mixing.model = model.copy()
+            self.mixing.model = self.mixing.copied(model)
         self._go("has a model")
 
-    def keep(self, model: FloatArray) -> None:
+    def keep(self, model: Array) -> None:
         """Begin with the model that this node had at the place before."""
         self.mixing.start(model)
         self._go("has a model")
@@ -188,18 +186,18 @@ class Driver:
     def _waits(self, number: int) -> bool:
         return self.exchanges.waits and self.exchanges.waiting(number)
 
-    def _absorb(self, moved: FloatArray, whole: bool) -> None:
+    def _absorb(self, moved: Array, whole: bool) -> None:
         self.mixing.absorb(moved, len(self.exchanges.pairs) + 1, whole)
-        if not np.isfinite(self.mixing.model).all():
+        if not self.mixing.finite:
             self._not_finite()
 
-    def step(self, moved: FloatArray, now_ns: int) -> Says:
+    def step(self, moved: Array, now_ns: int) -> Says:
         """The steps of a round are done, and have moved the model by so much; it `may_step` now."""
         self._absorb(moved, whole=True)
         self._go("stepped")
         return self.go_on(now_ns)
 
-    def finish(self, moved: FloatArray, now_ns: int) -> Says:
+    def finish(self, moved: Array, now_ns: int) -> Says:
         """The last step is done; what was computed since the last round has moved the model by so much."""
         if self.phase not in (Phase.COMPUTING, Phase.OVER):
             return []

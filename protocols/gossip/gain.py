@@ -18,6 +18,8 @@ Rules
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -58,12 +60,13 @@ class Gain:
             return self.fixed
         return self.agreement ** -(1 - self.degree) if self.common is not None else 1.0
 
-    def scaled(self, moved: FloatArray, members: int) -> FloatArray:
-        """An own update, float32[size], as it is to be added to the model of one of so many workers."""
+    def scaled(self, moved: Any, members: int, sample: npt.NDArray[np.float64]) -> Any:
+        """An own update, float32[size], as it is to be added to the model of one of so many workers; `sample`: its values at
+        `at`."""
         self.members = members
-        factor = np.float32(self.factor)
+        factor = float(np.float32(self.factor))
         with np.errstate(over="ignore", invalid="ignore"):  # a model that is not finite ends the run, in its own words
-            self.total += moved[self.at]
+            self.total += sample.astype(np.float32)
             self.rounds += 1
             if self.rounds == WINDOW:
                 self.whole, self.rounds = self.total, 0

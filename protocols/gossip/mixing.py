@@ -7,13 +7,13 @@ Rules
   out is still in x - c, so it comes later: error feedback. As c moves with what both were told, a value is never mixed twice,
   and no consensus step size is needed (as CHOCO-SGD has one, 1902.00340).
 - What both compute of the same bytes is the same bit for bit: sums go in the order of ids.
-- Pieces are made and read by `codecs`, which is narrows.compression.codecs: protocols/ does not import it.
+- Arrays are those of `home` (narrows.compression.home, which protocols/ does not import): NumPy's, or a device's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,7 @@ from narrows.protocols.gossip.outer import Outer
 from narrows.protocols.keys import Keys, covers, parts
 from narrows.protocols.member.replica import Piece
 
-FloatArray = npt.NDArray[np.float32]
+Array: TypeAlias = Any  # float32[count]; slices are views
 
 
 class Compressor(Protocol):
@@ -34,15 +34,20 @@ class Compressor(Protocol):
     @property
     def spec(self) -> str: ...
 
-    def encode(self, values: FloatArray, memory: Any = None) -> memoryview: ...
 
+class Home(Protocol):
+    """See narrows.compression.home."""
 
-class Codecs(Protocol):
-    """See narrows.compression.codecs."""
-
+    def zeros(self, count: int) -> Array: ...
+    def empty(self, count: int) -> Array: ...
+    def copy(self, source: Array, out: Array) -> None: ...
+    def add(self, piece: Piece, weight: float, out: Array, origin: int) -> None: ...
+    def raw_pieces(self, values: Array, origin: int, cuts: Iterable[Keys]) -> Sequence[Piece]: ...
+    def places(self, positions: npt.NDArray[np.int64]) -> Any: ...
+    def sampled(self, values: Array, places: Any) -> npt.NDArray[np.float64]: ...
+    def finite(self, values: Array) -> bool: ...
     def check(self, piece: Piece, *, finite: bool = False) -> None: ...
-    def add(self, piece: Piece, weight: float, out: FloatArray, origin: int) -> None: ...
-    def raw_pieces(self, values: FloatArray, origin: int, cuts: Iterable[Keys]) -> Sequence[Piece]: ...
+    def code(self, compressor: Any, values: Array, memory: Any) -> memoryview: ...
     def coded_piece(self, payload: m.Buffer, begin: int, end: int) -> Piece: ...
 
 
@@ -58,34 +63,44 @@ class Mixing:
         begin: int,
         end: int,
         compressor: Compressor | None,
-        codecs: Any,
+        home: Any,
         remember: Any,
         gain: Gain | None = None,
         outer: Outer | None = None,
     ) -> None:
         self.begin, self.end, self.gain, self.outer = begin, end, gain, outer
         self.compressor, self.remember = compressor, remember
-        self.codecs: Codecs = codecs
-        self.model: FloatArray = np.zeros(end - begin, np.float32)
-        self.first: FloatArray = self.model  # the weights that the run began with: what founders share
-        self.references: dict[int, FloatArray] = {}
+        self.home: Home = home
+        self.places = home.places(gain.at) if gain is not None else None
+        self.model: Array = home.zeros(end - begin)
+        self.first: Array = self.model  # the weights that the run began with: what founders share
+        self.references: dict[int, Array] = {}
         self.memories: dict[int, Any] = {}
         self.sent: dict[int, tuple[bool, Sequence[Piece]]] = {}  # whether it was the model itself, and its parts
 
-    def start(self, weights: FloatArray) -> None:
+    def copied(self, values: Array) -> Array:
+        copy = self.home.empty(len(values))
+        self.home.copy(values, copy)
+        return copy
+
+    @property
+    def finite(self) -> bool:
+        return self.home.finite(self.model)
+
+    def start(self, weights: Array) -> None:
         """The run begins here, or this worker's part of it."""
-        self.model = weights.copy()
-        self.first = weights.copy() if self.compressor is not None else self.model
+        self.model = self.copied(weights)
+        self.first = self.copied(weights) if self.compressor is not None else self.model
 
     def forget(self, peer: int) -> None:
         """An exchange with it never becomes complete."""
         for table in (self.references, self.memories, self.sent):
             table.pop(peer, None)
 
-    def absorb(self, moved: FloatArray, members: int, whole: bool = True) -> None:
+    def absorb(self, moved: Array, members: int, whole: bool = True) -> None:
         """Add an own update, one of those of so many workers. `whole`: of a whole round; else there is no outer step."""
         if self.gain is not None:
-            moved = self.gain.scaled(moved, members)
+            moved = self.gain.scaled(moved, members, self.home.sampled(moved, self.places))
         self.model = self.model + (self.outer.step(moved) if whole and self.outer is not None else moved)
 
     # One exchange.
@@ -98,11 +113,13 @@ class Mixing:
         if self.compressor is None or last or (fresh and peer not in self.references):
             self.sent[peer] = (True, self.whole())
             return self.sent[peer]
-        reference = self.references.setdefault(peer, self.first.copy())
+        reference = self.references.get(peer)
+        if reference is None:
+            reference = self.references[peer] = self.copied(self.first)
         memory = self.memories.setdefault(peer, self.remember())
         memory.step = number  # alike on both sides
-        payload = self.compressor.encode(self.model - reference, memory)
-        self.sent[peer] = (False, [self.codecs.coded_piece(payload, self.begin, self.end)])
+        payload = self.home.code(self.compressor, self.model - reference, memory)
+        self.sent[peer] = (False, [self.home.coded_piece(payload, self.begin, self.end)])
         return self.sent[peer]
 
     def sample(self, peer: int) -> bytes:
@@ -111,7 +128,7 @@ class Mixing:
 
     def whole(self) -> Sequence[Piece]:
         """The model in parts, raw; a copy, which may be sent at leisure."""
-        return self.codecs.raw_pieces(self.model.copy(), self.begin, parts(self.begin, self.end))
+        return self.home.raw_pieces(self.copied(self.model), self.begin, parts(self.begin, self.end))
 
     def check(self, offers: tuple[m.Offer, ...]) -> None:
         """Raise RemoteProtocolError unless `offers` hold finite values of these keys, each exactly once."""
@@ -125,7 +142,7 @@ class Mixing:
             self.gain.check(offers[0].sample)
         for offer in offers:
             try:
-                self.codecs.check(offer, finite=True)
+                self.home.check(offer, finite=True)
             except ValueError as error:
                 raise RemoteProtocolError(f"{who} offers what is no part of a finite model: {error}") from None
 
@@ -135,7 +152,7 @@ class Mixing:
         whole, mine = self.sent.pop(peer)
         if offers[0].whole != whole:
             raise RemoteProtocolError(f"worker {peer} offers a whole model for a difference, or the other way round")
-        moved = np.zeros_like(self.model)
+        moved = self.home.zeros(self.end - self.begin)
         self._add(offers, weight, moved)
         self._add(mine, -weight, moved)
         self.model += moved
@@ -143,7 +160,7 @@ class Mixing:
             self.gain.heard(offers[0].sample)
         if self.compressor is None:
             return
-        reference = np.zeros_like(self.model) if whole else self.references[peer]
+        reference = self.home.zeros(self.end - self.begin) if whole else self.references[peer]
         for pieces in (mine, offers) if worker < peer else (offers, mine):
             self._add(pieces, 0.5, reference)
         self.references[peer] = reference
@@ -155,7 +172,7 @@ class Mixing:
         mine = next((self.sent[peer][1] for peer in last), None)
         if mine is None:
             return
-        mean = np.zeros_like(self.model)
+        mean = self.home.zeros(self.end - self.begin)
         for _, pieces in sorted([(worker, mine), *last.items()], key=lambda each: each[0]):
             self._add(pieces, 1 / (len(last) + 1), mean)
         self.model = mean
@@ -164,10 +181,10 @@ class Mixing:
     def take(self, offers: tuple[m.Offer, ...]) -> None:
         """Begin with a peer's whole model. Raises RemoteProtocolError; then nothing has changed."""
         self.check(offers)
-        weights = np.zeros_like(self.model)
+        weights = self.home.zeros(self.end - self.begin)
         self._add(offers, 1.0, weights)
         self.start(weights)
 
-    def _add(self, pieces: Sequence[Piece], weight: float, out: FloatArray) -> None:
+    def _add(self, pieces: Sequence[Piece], weight: float, out: Array) -> None:
         for piece in pieces:
-            self.codecs.add(piece, weight, out, self.begin)
+            self.home.add(piece, weight, out, self.begin)

@@ -8,25 +8,24 @@ mix in is not in v: it is no progress of this node.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
-import numpy.typing as npt
 
 from narrows.protocols.settings import Settings
-
-FloatArray = npt.NDArray[np.float32]
 
 
 class Outer:
     """v, float32[size], as of the first round."""
 
     def __init__(self, rate: float, momentum: float) -> None:
-        self.rate, self.momentum = np.float32(rate), np.float32(momentum)
-        self.velocity: FloatArray | None = None
+        self.rate, self.momentum = (float(np.float32(value)) for value in (rate, momentum))
+        self.velocity: Any = None
 
-    def step(self, moved: FloatArray) -> FloatArray:
-        """What is added to the model for a round that moved it by so much."""
+    def step(self, moved: Any) -> Any:
+        """What is added to the model for a round that moved it by so much, float32[size] as `moved`."""
         with np.errstate(over="ignore", invalid="ignore"):  # a model that is not finite ends the run, in its own words
-            self.velocity = moved.copy() if self.velocity is None else self.momentum * self.velocity + moved
+            self.velocity = moved * 1.0 if self.velocity is None else self.momentum * self.velocity + moved
             return self.rate * (moved + self.momentum * self.velocity)
 
 

@@ -18,6 +18,7 @@ from narrows.compression import parse
 from narrows.compression.device.home import DeviceHome
 from narrows.compression.home import HOST
 from narrows.protocols.errors import NarrowsError
+from narrows.protocols.modes import Rule
 from narrows.protocols.settings import Settings
 from narrows.worker import DistributedOptimizer, engine
 from narrows.worker.device import home_of
@@ -92,7 +93,8 @@ def same_on_a_device(
     traces = []
     for where in ("host", "device"):
         monkeypatch.setenv("NARROWS_ARRAYS", where)
-        barrier = settings.validated().mode().barrier
+        mode = settings.validated().mode()
+        barrier = mode.barrier or mode.rule is Rule.MIX
         if levels == 1:
             with run(settings) as started:
                 traces.append(trace(started, barrier, at, make))
@@ -111,6 +113,12 @@ def same_on_a_device(
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_is_the_same_on_a_device(mode: str, spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     same_on_a_device(monkeypatch, Settings(**MODES[mode], compress=spec, workers=2, shards=2))
+
+
+@pytest.mark.parametrize("spec", OF_README)
+@pytest.mark.parametrize("steps", [{}, {"local_steps": 4, "outer_momentum": 0.6, "outer_lr": 0.7}])
+def test_gossip_is_the_same_on_a_device(steps: dict[str, Any], spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    same_on_a_device(monkeypatch, Settings(sync="gossip", staleness=0, compress=spec, workers=3, **steps))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -217,15 +225,11 @@ def test_parameters_become_views_of_one_tensor() -> None:
 
 def test_what_stays_on_the_host_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("NARROWS_ARRAYS", "device")
-    reasons = {
-        "under --sync gossip models are mixed there": Settings(sync="gossip"),
-        "--dp-clip looks at updates there": Settings(sync="ssp", dp_clip=1.0),
-    }
-    for reason, settings in reasons.items():
-        with run(settings) as started:
-            script = Script(started, 0)
-            assert not isinstance(script.engine.home, DeviceHome)
-            assert f"parameters on cpu are copied through the CPU: {reason}" in capsys.readouterr().err
+    with run(Settings(sync="ssp", dp_clip=1.0)) as started:
+        script = Script(started, 0)
+        assert not isinstance(script.engine.home, DeviceHome)
+        told = "parameters on cpu are copied through the CPU: --dp-clip looks at updates there"
+        assert told in capsys.readouterr().err
     with run(Settings(sync="ssp", compress="topk:0.1")) as started:
         Script(started, 0)
         assert "device cpu as a device: --compress topk:0.1 is computed there" in capsys.readouterr().err

@@ -225,8 +225,8 @@ def test_whatever_comes_it_ends_with_one_model_and_the_right_mean() -> None:
 def test_a_gain_that_is_applied_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     once = Gain.scaled
 
-    def twice(gain: Gain, moved: Array, members: int) -> Array:
-        return once(gain, moved, members) * np.float32(gain.factor)
+    def twice(gain: Gain, moved: Array, members: int, sample: Any) -> Any:
+        return once(gain, moved, members, sample) * np.float32(gain.factor)
 
     def some_runs() -> None:
         for seed in range(20):
@@ -475,7 +475,10 @@ def test_the_gain_of_a_pair_is_that_of_all_their_updates(degree: float) -> None:
         ]
         gains = [Gain(at, degree) for _ in updates]
         for _ in range(WINDOW):
-            scaled = [gain.scaled(update, workers) for gain, update in zip(gains, updates, strict=True)]
+            scaled = [
+                gain.scaled(update, workers, update[gain.at].astype(np.float64))
+                for gain, update in zip(gains, updates, strict=True)
+            ]
             assert all(np.array_equal(a, b) for a, b in zip(scaled, updates, strict=True)), "not measured yet"
         told = [gain.tell(0) for gain in gains]
         assert all(gain.tell(0) == b"" for gain in gains), "once"
@@ -487,19 +490,21 @@ def test_the_gain_of_a_pair_is_that_of_all_their_updates(degree: float) -> None:
             assert gain.agreement == pytest.approx(agreement, abs=0.03)
             assert gain.factor == gain.agreement ** -(1 - degree)
         if degree == 1:
-            assert np.array_equal(gains[0].scaled(updates[0], workers), updates[0])
+            assert np.array_equal(
+                gains[0].scaled(updates[0], workers, updates[0][gains[0].at].astype(np.float64)), updates[0]
+            )
 
 
 def test_updates_that_oppose_each_other_count_as_having_nothing_in_common() -> None:
     one, other = Gain(np.arange(8), 0.0), Gain(np.arange(8), 0.0)
     for _ in range(WINDOW):
-        one.scaled(np.ones(8, np.float32), 4)
-        other.scaled(-np.ones(8, np.float32), 4)
+        one.scaled(np.ones(8, np.float32), 4, np.ones(8, np.float64))
+        other.scaled(-np.ones(8, np.float32), 4, -np.ones(8, np.float64))
     one.heard(other.tell(0))
     assert one.common == -1 and one.agreement == 0.5 and one.factor == 2
     still = Gain(np.arange(8), 0.0)
     for _ in range(WINDOW):
-        still.scaled(np.zeros(8, np.float32), 4)
+        still.scaled(np.zeros(8, np.float32), 4, np.zeros(8, np.float64))
     still.heard(still.tell(0))
     assert still.common is None and still.factor == 1, "nobody moved"
 

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from narrows.compression import Memory, codecs, parse
+from narrows.compression import Memory, parse
+from narrows.compression.home import HOST
 from narrows.compression.sampling import gossip_sample
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
@@ -162,7 +163,7 @@ class Node:
         compressor = None if spec == "dense" else parse(spec).contraction()
         gain = None if net.degree is None else Gain(gossip_sample(COUNT), net.degree)
         self.mixing = Watched(
-            net.books, 0, COUNT, compressor, codecs, lambda: Memory(seed=worker), gain, net.outer and Outer(*net.outer)
+            net.books, 0, COUNT, compressor, HOST, lambda: Memory(seed=worker), gain, net.outer and Outer(*net.outer)
         )
         self.velocity: Array = np.zeros(COUNT, np.float32)  # of the outer step, as it should be
         self.driver = net.driver(net.topology, worker, bound, LEASE_NS, self.mixing)
