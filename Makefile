@@ -26,7 +26,7 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(MAIN_JOB) --steps 100
-	.venv/bin/pytest -n 3 --dist worksteal
+	.venv/bin/pytest -n 4 --dist worksteal
 
 # mypy does not see the package-dir map of an editable install: it gets a folder with one symlink, `narrows`, instead.
 check: $(INSTALLED) build/mypy/narrows

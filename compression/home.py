@@ -1,7 +1,7 @@
 """Where the arrays of a child of a server live, and what is done with them there: on the host. On a GPU: device/home.py."""
 
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,13 @@ class Feedback(Protocol[A]):
     def change(self, compressor: Compressor) -> None: ...
     def restore(self, payload: Payload, weight: float = 1.0) -> None: ...
     def load_state_dict(self, state: State) -> None: ...
+
+
+class Sample(NamedTuple):
+    """Values that are on their way to the host."""
+
+    here: Callable[[], bool]
+    read: Callable[[], npt.NDArray[np.float64]]  # waits for them
 
 
 class Home(Protocol[A]):
@@ -59,10 +66,14 @@ class Home(Protocol[A]):
         """As codecs.raw_pieces: bytes of the host, which stay as they are as long as `values` does, or longer."""
 
     def places(self, positions: npt.NDArray[np.int64]) -> Any:
-        """For `sampled`."""
+        """For `sampled` and `sampling`."""
 
     def sampled(self, values: A, places: Any) -> npt.NDArray[np.float64]:
         """The values at these positions; where they are on a device, this waits for it."""
+
+    def sampling(self, values: A, places: Any, turn: int) -> Sample:
+        """The same of the values as they are now, on its way. Of each of two turns one may be under way; it is read before the
+        next is begun."""
 
     def any(self, values: A) -> bool:
         """Whether any is not zero; waits likewise."""
@@ -116,6 +127,10 @@ class HostHome:
 
     def sampled(self, values: FloatArray, places: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         return values[places].astype(np.float64)
+
+    def sampling(self, values: FloatArray, places: npt.NDArray[np.int64], turn: int) -> Sample:
+        found = self.sampled(values, places)
+        return Sample(lambda: True, lambda: found)
 
     def any(self, values: FloatArray) -> bool:
         return bool(values.any())

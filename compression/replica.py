@@ -7,7 +7,7 @@ import numpy as np
 
 from narrows.compression.buffers import FloatArray
 from narrows.compression.codecs import Piece, PieceLike, check, coded_piece
-from narrows.compression.home import HOST, A, Feedback, Home
+from narrows.compression.home import HOST, A, Feedback, Home, Sample
 from narrows.compression.sampling import sample_of
 
 Keys = tuple[int, int]  # [begin, end)
@@ -32,7 +32,8 @@ class ArrayReplica(Generic[A]):
         self.begin, self.end, self.feedbacks, self.cut, self.home = begin, end, list(feedbacks), cut, home
         self.pulled: Any = home.zeros(end - begin) if pulled is None else pulled
         self.samples = [home.places(sample_of(high - low)) for (low, high), _ in self.feedbacks]
-        self.held_back = 0.0  # how long the residual was beside an update, at the sample of the newest fragment
+        self._sampled: tuple[Sample, Sample] | None = None  # of the newest update, and of what was left
+        self._held_back = 0.0
 
     def inherit(self, before: "Iterable[ArrayReplica[A]]") -> None:
         """Take over what these have of our keys: pulled values and residuals."""
@@ -87,12 +88,26 @@ class ArrayReplica(Generic[A]):
             return self.home.raw_pieces(update, begin, self.cut(begin, end))
         feedback.memory.step = clock  # alike on all workers, whenever they joined
         at = self.samples[clock % len(self.feedbacks)]
-        moved = self.home.sampled(update, at)  # whose square is finite
+        self._look()
+        moved = self.home.sampling(update, at, 0)
         piece = coded_piece(feedback.encode(update), begin, end)
-        if feedback.residual is not None and moved.any():
-            left = self.home.sampled(feedback.residual, at)
-            self.held_back = float(np.linalg.norm(left) / np.linalg.norm(moved))
+        if feedback.residual is not None:
+            self._sampled = moved, self.home.sampling(feedback.residual, at, 1)
         return [piece]
+
+    @property
+    def held_back(self) -> float:
+        """How long the residual was beside an update, at a sample of the newest fragment: the newest of which that is known."""
+        if self._sampled is not None and all(sample.here() for sample in self._sampled):
+            self._look()
+        return self._held_back
+
+    def _look(self) -> None:
+        if self._sampled is not None:
+            moved, left = (sample.read() for sample in self._sampled)
+            if moved.any():  # and its square is finite
+                self._held_back = float(np.linalg.norm(left) / np.linalg.norm(moved))
+            self._sampled = None
 
     def give_back(self, pieces: Iterable[PieceLike], clock: int) -> None:
         """These, encoded for `clock`, were not sent."""

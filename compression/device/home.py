@@ -18,7 +18,7 @@ from narrows.compression.codecs import CODED, RAW, Piece, PieceLike, coded_piece
 from narrows.compression.compressor import Compressor
 from narrows.compression.device.feedback import DeviceErrorFeedback, accumulate, add_raw, decode
 from narrows.compression.device.staging import Staging
-from narrows.compression.home import Cuts, Feedback
+from narrows.compression.home import Cuts, Feedback, Sample
 from narrows.compression.kernels.values import INFINITY_KEY
 from narrows.compression.payload import raw_values
 from narrows.compression.reducers import Memory
@@ -84,15 +84,30 @@ class DeviceHome(Generic[A]):
         with self.kernels.active():
             there = self.kernels.empty(positions.size, np.uint32)
             self.kernels.load(positions.astype(np.uint32), there)
-        return there
+            return there, [self.kernels.pinned(max(there.nbytes, 1))[: there.nbytes] for _ in range(2)]
+
+    def _sample(self, values: A, there: Any, turn: int) -> Any:
+        taken = self.kernels.scratch(f"sampled {turn}", there.size, np.uint32)
+        if there.size:
+            self.kernels.take(self._view(values).view(np.uint32), there, taken)
+        return taken
 
     def sampled(self, values: A, places: Any) -> npt.NDArray[np.float64]:
         with self.kernels.active():
-            taken = self.kernels.scratch("sampled", places.size, np.uint32)
-            if places.size:
-                self.kernels.take(self._view(values).view(np.uint32), places, taken)
-            found: FloatArray = self.kernels.read(taken).view(np.float32)
+            found: FloatArray = self.kernels.read(self._sample(values, places[0], 0)).view(np.float32)
         return found.astype(np.float64)
+
+    def sampling(self, values: A, places: Any, turn: int) -> Sample:
+        there, landings = places
+        with self.kernels.active():
+            landing = self.kernels.fetch([self._sample(values, there, turn).view(np.uint8)], [landings[turn]])
+
+        def found() -> npt.NDArray[np.float64]:
+            landing.wait()
+            values_there: FloatArray = landings[turn].view(np.float32)
+            return values_there.astype(np.float64)
+
+        return Sample(landing.done, found)
 
     def any(self, values: A) -> bool:
         with self.kernels.active():

@@ -9,6 +9,7 @@ import operator
 import re
 import types as std
 import warnings
+from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple
 from unittest import mock
@@ -108,13 +109,22 @@ class Linked(NamedTuple):
         return min(8, 65536 // (THREADS * -(-self.registers // 8) * 8))
 
 
-def ptx_of(module: Any, name: str, arch: tuple[int, int]) -> str:
-    """numba-cuda takes a kernel's target as an argument, but asks the driver for that of the functions it calls."""
-    device, function = std.SimpleNamespace(compute_capability=arch), operator.attrgetter(name)(module).py_func
+@cache
+def _library(module: Any, name: str) -> Any:
+    """The kernel as LLVM's, from which each GPU's PTX is made. numba-cuda asks the driver for the target of functions that a
+    kernel calls."""
+    device, function = std.SimpleNamespace(compute_capability=ARCHS[0]), operator.attrgetter(name)(module).py_func
     with warnings.catch_warnings(), mock.patch("numba.cuda.dispatcher.get_current_device", return_value=device):
         warnings.simplefilter("ignore")
-        ptx, _ = import_module("numba.cuda").compile_ptx(function, SIGNATURES[module][name], cc=arch)
-    return str(ptx)
+        compiler: Any = import_module("numba.cuda.compiler")
+        made = compiler._compile_pyfunc_with_fixup(
+            function, SIGNATURES[module][name], device=False, cc=ARCHS[0], abi="numba"
+        )
+    return made[0]
+
+
+def ptx_of(module: Any, name: str, arch: tuple[int, int]) -> str:
+    return str(_library(module, name).get_asm_str(cc=arch))
 
 
 def linked(ptx: str, arch: tuple[int, int]) -> Linked:

@@ -6,13 +6,15 @@ import json
 import os
 import re
 import signal
+import sys
 import threading
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
 import pytest
-from kit.processes import GONE_S, Command, finished, serving, started, until
+from kit.processes import GONE_S, Command, serving, started, until
+from kit.scripts import alone
 
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
@@ -26,16 +28,14 @@ from narrows.worker.sharded import Sharded
 
 GROUPED = """
 import hashlib, os, sys, time, torch
-import torch.distributed as dist
 from narrows.worker import DistributedOptimizer, clock, local_rank, rank, record, world_size
 
-%s
 torch.manual_seed(os.getpid())
 model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2))
 optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01), model)
 print("begins", rank(), world_size(), local_rank(), os.getpid(), clock(), flush=True)
 generator = torch.Generator().manual_seed(0)
-while not os.path.exists(sys.argv[1]) or clock() %% 5 or clock() < 20:
+while not os.path.exists(sys.argv[1]) or clock() % 5 or clock() < 20:
     x = torch.randn(12, 8, generator=generator)[rank() :: world_size()]
     optimizer.zero_grad()
     loss = (model(x) - x[:, :2]).square().mean()
@@ -56,7 +56,7 @@ def lines(command: Command, word: str) -> list[list[str]]:
 
 def test_a_group_of_which_one_dies_leaves_and_comes_back_and_the_other_worker_goes_on(tmp_path: Path) -> None:
     path, stop, record = (tmp_path / name for name in ("script.py", "stop", "run.jsonl"))
-    path.write_text(GROUPED % "")
+    path.write_text(GROUPED)
     flags = "--sync ssp --staleness 2 --compress topk:0.2+int8 --workers 2 --shards 2 --lease 20"
     with (
         serving(*flags.split()) as server,
@@ -91,20 +91,6 @@ def test_a_group_of_which_one_dies_leaves_and_comes_back_and_the_other_worker_go
         assert {event["worker"] for event in events if event["event"] == "step"} == {0}, "one worker is recorded"
         done = events[-1]
         assert done["exit_codes"] == [0] and 0 < done["bytes_up"] < done["raw_bytes_up"]
-
-
-def test_torchrun_with_a_process_group_of_the_script_is_one_worker(tmp_path: Path) -> None:
-    path, stop = tmp_path / "script.py", tmp_path / "stop"
-    path.write_text(GROUPED % "dist.init_process_group('gloo')")
-    stop.touch()
-    with serving("--sync", "bsp", "--workers", "1", "--shards", "2") as server:
-        words = ("torchrun", "--standalone", "--nproc-per-node", "2", str(path), str(stop))
-        with started(*words, env={"NARROWS_SERVER": server.address}) as command:
-            assert command.wait() == 0, f"{command}\n{server.command}"
-            assert server.command.wait() == 0, server.command
-            assert sorted(each[:3] for each in lines(command, "begins")) == [["0", "2", "0"], ["1", "2", "1"]]
-            assert len({digest for _, digest in lines(command, "ends")}) == 1
-            assert server.command.out.count(" joined at clock 0; 1 live") == 1
 
 
 # The session of the first rank, for all.
@@ -252,13 +238,14 @@ def test_who_does_not_know_the_key_is_not_let_in(monkeypatch: pytest.MonkeyPatch
 SHARDED = """
 import sys, torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from narrows.worker import DistributedOptimizer, rank, world_size
 
 torch.manual_seed(3)
 layer = nn.TransformerEncoderLayer(16, 2, 33, 0.0, batch_first=True)  # 33: the parts of the two processes differ in size
 net = nn.Sequential(nn.Embedding(31, 16), nn.TransformerEncoder(layer, 2), nn.Linear(16, 31))
 if sys.argv[1] == "sharded":
+    from torch.distributed.fsdp import fully_shard
+    torch.distributed.init_process_group("gloo")
     for each in (*net[1].layers, net):
         fully_shard(each)
 optimizer = DistributedOptimizer(torch.optim.AdamW(net.parameters(), lr=0.003), net, max_grad_norm=0.5)
@@ -284,17 +271,24 @@ with optimizer.shared(), torch.no_grad():
 """
 
 
-def test_a_model_that_fsdp_has_sharded_trains_as_one_process_would(tmp_path: Path) -> None:
+def test_torchrun_with_a_model_that_fsdp_has_sharded_trains_as_one_process_would(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The script has made its process group, so it is one worker."""
     path = tmp_path / "script.py"
     path.write_text(SHARDED)
-    code, out, err = finished("python", str(path), "whole")
-    assert code == 0, err
-    alone = float(out.split()[2])
-    flags = ("-n", "2", "--group", "--sync", "bsp", "--push", "update")
-    code, out, err = finished("ps-worker", *flags, str(path), "sharded")
-    assert code == 0, err
-    found = {line.split()[1]: float(line.split()[2]) for line in out.splitlines()}
-    assert found["0"] == found["1"] and abs(found["0"] - alone) < 1e-5 * alone
+    monkeypatch.setattr(sys, "argv", [str(path), "whole"])
+    with alone():
+        exec(compile(SHARDED, str(path), "exec"), {"__name__": "__main__"})
+    by_itself = float(capfd.readouterr().out.split()[2])
+    with serving("--sync", "bsp", "--push", "update", "--workers", "1", "--shards", "2") as server:
+        words = ("torchrun", "--standalone", "--nproc-per-node", "2", str(path), "sharded")
+        with started(*words, env={"NARROWS_SERVER": server.address}) as command:
+            assert command.wait() == 0, f"{command}\n{server.command}"
+            found = {rank: float(loss) for rank, loss in lines(command, "ends")}
+        assert server.command.wait() == 0, server.command
+        assert server.command.out.count(" joined at clock 0; 1 live") == 1
+    assert found["0"] == found["1"] and abs(found["0"] - by_itself) < 1e-5 * by_itself
 
 
 def test_the_shards_of_a_sharded_model_are_each_of_one_process() -> None:
