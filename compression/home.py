@@ -30,11 +30,25 @@ class Feedback(Protocol[A]):
     def load_state_dict(self, state: State) -> None: ...
 
 
-class Sample(NamedTuple):
+class Sample(Protocol):
     """Values that are on their way to the host."""
 
-    here: Callable[[], bool]
-    read: Callable[[], npt.NDArray[np.float64]]  # waits for them
+    def here(self) -> bool: ...
+
+    def read(self) -> npt.NDArray[np.float64]:
+        """Waits for them."""
+
+
+class HostSample(NamedTuple):
+    """A Sample whose values are there. A cluster keeps it in the machine that its journal and its standby have."""
+
+    values: npt.NDArray[np.float64]
+
+    def here(self) -> bool:
+        return True
+
+    def read(self) -> npt.NDArray[np.float64]:
+        return self.values
 
 
 class Home(Protocol[A]):
@@ -129,8 +143,7 @@ class HostHome:
         return values[places].astype(np.float64)
 
     def sampling(self, values: FloatArray, places: npt.NDArray[np.int64], turn: int) -> Sample:
-        found = self.sampled(values, places)
-        return Sample(lambda: True, lambda: found)
+        return HostSample(self.sampled(values, places))
 
     def any(self, values: FloatArray) -> bool:
         return bool(values.any())

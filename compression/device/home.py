@@ -7,7 +7,7 @@ Rules
 """
 
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,21 @@ from narrows.compression.payload import raw_values
 from narrows.compression.reducers import Memory
 
 A = TypeVar("A")
+
+
+class LandingSample(NamedTuple):
+    """A Sample that a copy brings to `bits`, pinned memory of the host."""
+
+    landing: Any
+    bits: npt.NDArray[np.uint8]
+
+    def here(self) -> bool:
+        return bool(self.landing.done())
+
+    def read(self) -> npt.NDArray[np.float64]:
+        self.landing.wait()
+        values: FloatArray = self.bits.view(np.float32)
+        return values.astype(np.float64)
 
 
 class DeviceHome(Generic[A]):
@@ -101,13 +116,7 @@ class DeviceHome(Generic[A]):
         there, landings = places
         with self.kernels.active():
             landing = self.kernels.fetch([self._sample(values, there, turn).view(np.uint8)], [landings[turn]])
-
-        def found() -> npt.NDArray[np.float64]:
-            landing.wait()
-            values_there: FloatArray = landings[turn].view(np.float32)
-            return values_there.astype(np.float64)
-
-        return Sample(landing.done, found)
+        return LandingSample(landing, landings[turn])
 
     def any(self, values: A) -> bool:
         with self.kernels.active():
