@@ -38,7 +38,7 @@ from narrows.compression.kernels.sums import Sum
 from narrows.compression.replica import ArrayReplica
 from narrows.compression.sparsifiers import TopK
 from narrows.protocols.keys import parts
-from narrows.worker.device import device_home
+from narrows.worker.home import device_home
 
 TASK = str(launch.ROOT / "bench" / "tasks" / "bytelm.py")
 SIZES = {

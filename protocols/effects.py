@@ -165,6 +165,13 @@ class BuffersWanted:
 
 
 @dataclass(frozen=True, slots=True)
+class BuffersTold:
+    """Member: the module's buffers of the run, packed, or b"" where this worker's own are those."""
+
+    packed: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """Member: the session is over. `code` is a `RefuseCode`."""
 
@@ -265,7 +272,7 @@ class Drop:
 
 ServerEffect = Send | Tell | Log | Checkpoint | Load | Stop
 CopyEffect = Send | Tell | Log | Serve | Stop
-OfRun = Joined | Started | Turned | Held | Moved | BuffersWanted | LinkSeen | ServerGone | Failed | Left
+OfRun = Joined | Started | Turned | Held | Moved | BuffersWanted | BuffersTold | LinkSeen | ServerGone | Failed | Left
 OfShard = GiveWeights | StatePart | StateArrived | MasterArrived | PushSettled
 OfPeers = RosterNews | OfferArrived | AdoptAsked | PeerEnded | PeerLost | PeersSettled
 MemberEffect = Send | Tell | OfRun | OfShard | OfPeers

@@ -378,11 +378,22 @@ class LeaveAck(Message):
 
 @dataclass(frozen=True, slots=True)
 class Buffers(Message):
-    """Lowest live rank to coordinator: the module's buffers, packed, to go along with checkpoints."""
+    """Lowest live rank to coordinator: the module's buffers, packed, as they are after `clock` updates of it. Coordinator to a
+    worker that asked: those of the run. `clock` -1 there: its own are those of the run, and it sends them."""
 
     worker: int
     epoch: int
+    clock: int
     payload: Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class BuffersAsk(Message):
+    """Worker to coordinator: it shows the shared model after `clock` updates of its own, and needs its buffers."""
+
+    worker: int
+    epoch: int
+    clock: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -679,6 +690,7 @@ KINDS: dict[int, type[Message]] = {
     14: LeaveAck,
     15: Refuse,
     16: Buffers,
+    18: BuffersAsk,
     24: Ledger,
     25: Report,
     26: Roster,

@@ -95,7 +95,7 @@ class Membership:
         if isinstance(event, e.Turned):
             return self._turned(event, now_ns)
         if isinstance(event, e.Started):
-            coordinator.buffers = coordinator.buffers or event.buffers
+            coordinator.buffers.packed = coordinator.buffers.packed or event.buffers
             return self._started(event, now_ns)
         if isinstance(event, e.OfPeers):
             return self._of_peers(event, now_ns)
@@ -106,7 +106,8 @@ class Membership:
         if isinstance(event, e.Failed):
             return self.end(event.code, event.text, now_ns)
         if isinstance(event, e.BuffersWanted):
-            return asks(self.member.buffers(coordinator.buffers)) if coordinator.buffers else []
+            # Its workers' clocks are not those of the run above: what it has is the newest that it can have.
+            return asks(self.member.buffers(packed, m.CLOCK_MAX)) if (packed := coordinator.buffers.packed) else []
         if isinstance(event, e.Left):
             # All was at rest when we said so. A peer that asks once more, as one does that was killed, finds nobody's repeats.
             return [self.final] if self.leaves else []

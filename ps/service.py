@@ -86,7 +86,7 @@ class Service:
         weight = self.planned.folding.weight(seat, clock)
         status = m.PushStatus.HELD if weight is None else m.PushStatus.FOLDED
         coordinator = self.means.coordinator
-        wants = coordinator is not None and coordinator.wants_buffers(seat.worker, now_ns)
+        wants = coordinator is not None and coordinator.buffers.wanted(seat.worker, now_ns)
         return Send(seat.peer, m.PushAck(seat.worker, seat.epoch, clock, status, weight or 0.0, wants, now_ns, now_ns))
 
     def serve(self, seat: Seat, ledger: m.Ledger, now_ns: int) -> list[ServerEffect]:

@@ -6,19 +6,20 @@
 Run as plain `python SCRIPT.py` the same script trains alone.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
-__all__ = ["DistributedOptimizer", "clock", "local_rank", "rank", "record", "step_count", "world_size"]
+__all__ = ["DistributedOptimizer", "clock", "device", "local_rank", "rank", "record", "step_count", "world_size"]
 
 if TYPE_CHECKING:
+    from narrows.worker.machine import device, local_rank
     from narrows.worker.optimizer import DistributedOptimizer
-    from narrows.worker.session import clock, local_rank, rank, record, step_count, world_size
+    from narrows.worker.session import clock, rank, record, step_count, world_size
 else:
+    HOMES = {"DistributedOptimizer": "optimizer", "device": "machine", "local_rank": "machine"}
 
     def __getattr__(name):
         """On first use: ps-worker is in this package too, and need not wait for torch."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from narrows.worker import optimizer, session
-
-        return getattr(optimizer if name == "DistributedOptimizer" else session, name)
+        return getattr(import_module(f"{__name__}.{HOMES.get(name, 'session')}"), name)

@@ -20,6 +20,20 @@ class Buffers:
         self._before = pack_buffers(model) if hidden else b""
         self._told = False  # that they are too long to be sent
 
+    @property
+    def any(self) -> bool:
+        """Whether the model has some that are sent."""
+        return bool(self.packed())
+
+    def kept(self) -> list[torch.Tensor]:
+        """Copies, for `put_back`."""
+        return [buffer.detach().clone() for buffer in self.model.buffers()]
+
+    @torch.no_grad()
+    def put_back(self, kept: list[torch.Tensor]) -> None:
+        for buffer, values in zip(self.model.buffers(), kept, strict=True):
+            buffer.copy_(values)
+
     def packed(self) -> bytes:
         """To be sent, or b""."""
         packed = self._before if self.hidden else pack_buffers(self.model)

@@ -7,7 +7,7 @@ same for all: joining, waiting for events, the module's buffers, the shared mode
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -21,15 +21,16 @@ from narrows.protocols.settings import Settings
 from narrows.worker.arrays import Arrays
 from narrows.worker.buffers import Buffers
 from narrows.worker.degree import degree_of
-from narrows.worker.device import home_of
 from narrows.worker.flat import Array, FlatModel, FloatArray
 from narrows.worker.gossip import Gossiping
 from narrows.worker.gradients import Gradients, rebuilt_by
 from narrows.worker.group import Group
+from narrows.worker.home import home_of
 from narrows.worker.merging import Merging
 from narrows.worker.privacy import Privacy
 from narrows.worker.runner import Link
 from narrows.worker.shards import START_LIMIT_S
+from narrows.worker.shared import Shared
 from narrows.worker.slices import Cut, Slice
 from narrows.worker.tuning import Tuning
 from narrows.worker.updates import Updates, clipped_step
@@ -121,7 +122,7 @@ class Engine:
         self.slice = self._slice(inner, overlap)
         self.tuning = Tuning(settings, -(-self.flat.size // self.mode.fragments))
         self.finished = self.left = self._started = False
-        self.final: Array | None = None
+        self.shared = Shared(self)
         gradients = self.mode.rule is Rule.OPTIMIZER
         declared = (rebuilt_by(inner), max_grad_norm) if gradients else ("", 0.0)
         self.degree = degree_of(inner)
@@ -201,6 +202,8 @@ class Engine:
             self.sync.begin(event)
         elif isinstance(event, e.BuffersWanted):
             self._send_buffers()
+        elif isinstance(event, e.BuffersTold):
+            self.shared.heard(event.packed)
         elif isinstance(event, e.Left):
             self.left = True
         else:
@@ -208,13 +211,15 @@ class Engine:
 
     def _send_buffers(self) -> None:
         if packed := self.buffers.packed():
-            self.link.buffers(packed)
+            self.link.buffers(packed, self.sync.final_clock)
 
     # Steps.
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         if self.finished:
             raise UsageError("step() after finish(): the run is over for this worker")
+        if self.shared.kept is not None:
+            raise UsageError("step() while the shared model is shown: call optimizer.train() first, or leave shared()")
         self.waiting.poll()
         loss = self.sync.step(closure)
         self._spread()
@@ -256,27 +261,13 @@ class Engine:
 
     # The shared model and the end.
 
-    def put_back(self, kept: Sequence[torch.Tensor]) -> None:
-        """The parameters are what they were."""
-        self.flat.put_back(kept)
-        if self.slice is not None:
-            self.slice.refresh()
-
-    def show_shared(self) -> None:
-        """Put the shared model into the parameters."""
-        model = self.final if self.final is not None else self.sync.shared()
-        if self.slice is not None:
-            self._spread(model)
-        else:
-            self.flat.write(model)
-
     def finish(self) -> None:
         """Send what is left, take the model that all end with, and leave."""
         if self.finished:
             return
         self.waiting.poll()
         self.waiting.agree()
-        self.final = self.sync.flush()  # what the others flush included
+        self.shared.end(self.sync.flush())  # what the others flush included
         self._send_buffers()
         self.leave(self.sync.final_clock)
 

@@ -110,10 +110,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not self._building:  # else the constructor of torch adds what `inner` has
             self.inner.add_param_group(param_group)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state, and under "narrows" the clock and the residual (float32[parameters], or None).
+    def state_dict(self, *, residual: bool = False) -> dict[str, Any]:
+        """The inner optimizer's state. Several optimizers have theirs in a list, under "optimizers".
 
-        Several optimizers have their states in a list, under "optimizers".
+        residual: add, under "narrows", the clock and what this worker has yet to send: float32[parameters], or None where
+        nothing ever is. It is as large as the model. A run that goes on without it has lost that much of its newest updates.
 
         In a group every process calls it, and each has the state of whole tensors.
         Save the model beside it inside `shared()`: outside, its parameters hold this worker's residual already. Where
@@ -122,17 +123,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
         cut = self._engine.slice if self._engine is not None else None
         with cut.whole_state() if cut is not None else nullcontext():
             state = self.inner.state_dict()
-        if self._engine is not None:
-            residual = self._engine.sync.residual()
+        if residual and self._engine is not None:
+            left = self._engine.sync.residual()
             state["narrows"] = {
                 "clock": self._engine.sync.clock,
-                "residual": None if residual is None else torch.from_numpy(residual),
+                "residual": None if left is None else torch.from_numpy(left),
             }
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over the inner state and the residual; the clock is the run's, not the file's. With --dp-noise no residual: the
-        run that left it may have had none."""
+        """Takes over the inner state, and the residual where there is one; the clock is the run's, not the file's.
+
+        With --dp-noise it takes no residual: the run that left it may have had no noise.
+        """
         state = dict(state_dict)
         ours = state.pop("narrows", None)
         self.inner.load_state_dict(state)
@@ -141,23 +144,33 @@ class DistributedOptimizer(torch.optim.Optimizer):
             engine.slice.take_state()
         self.state = self.inner.state
         if ours is not None and engine is not None and not engine.hides and ours["residual"] is not None:
-            engine.load_residual(ours["residual"].numpy())
+            engine.load_residual(ours["residual"].detach().cpu().numpy())
 
     def finish(self) -> None:
-        """End this worker's part: send what is left, wait until it is folded, leave. At exit it is called for you."""
+        """End this worker's part: send what is left, wait until it is folded, leave. The module then holds the model that all
+        workers end with. At exit it is called for you."""
         if self._engine is not None:
             self._engine.finish()
 
+    def eval(self) -> None:
+        """Show the shared model in the module until `train()`: the server's parameters, and the module buffers of the run.
+        Waits until own pushes are folded. Trainers that know schedule-free optimizers call both."""
+        if self._engine is not None:
+            self._engine.shared.show()
+
+    def train(self, mode: bool = True) -> None:
+        """Put this worker's own parameters and buffers back. step() needs that; where they are there, nothing happens."""
+        if not mode:
+            self.eval()
+        elif self._engine is not None:
+            self._engine.shared.put_back()
+
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Show the server's own state in the parameters: evaluate inside. Waits until own pushes are folded."""
-        engine = self._engine
-        if engine is None:
-            yield
-            return
-        kept = engine.flat.kept()
-        engine.show_shared()
+        """`eval()`, and afterwards `train()` where the shared model was not shown before: evaluate and save inside."""
+        shown = self._engine is not None and self._engine.shared.kept is not None
+        self.eval()
         try:
             yield
         finally:
-            engine.put_back(kept)
+            self.train(not shown)

@@ -80,8 +80,11 @@ class Commands:
     def declare(self, plan: bytes) -> None:
         self.call(lambda member, now: member.declare(plan, now))
 
-    def buffers(self, packed: bytes) -> None:
-        self.call(lambda member, now: member.buffers(packed))
+    def buffers(self, packed: bytes, clock: int) -> None:
+        self.call(lambda member, now: member.buffers(packed, clock))
+
+    def ask_buffers(self, clock: int) -> None:
+        self.call(lambda member, now: member.ask_buffers(clock))
 
     def leave(self, clock: int) -> None:
         self.call(lambda member, now: member.leave(clock, now))

@@ -322,11 +322,6 @@ def world_size() -> int:
     return current().world_size
 
 
-def local_rank() -> int:
-    """Number of this process on its machine, from 0: which GPU is its own."""
-    return int(os.environ.get("LOCAL_RANK") or 0)
-
-
 def clock() -> int:
     """The run's clock: updates that this worker has completed, and with a quorum the rounds that closed without it. A script
     sets epoch and schedule from it."""

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from narrows.worker import DistributedOptimizer, local_rank, rank, record, step_count, world_size  # Narrows
+from narrows.worker import DistributedOptimizer, device, rank, record, step_count, world_size  # Narrows
 
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 VALIDATION_WINDOWS = 1024
@@ -134,11 +134,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed)
     training, held_out, sha256 = library()
-    wanted = os.environ.get("NARROWS_DEVICE", "auto")  # the --device of ps-worker
-    device = torch.device(
-        "cpu" if wanted == "auto" and not torch.cuda.is_available() else wanted.replace("auto", f"cuda:{local_rank()}")
-    )
-    model = ByteGPT(args.layers, args.width, args.heads, args.context).to(device)
+    here = device()
+    model = ByteGPT(args.layers, args.width, args.heads, args.context).to(here)
     clip = args.clip if args.overlap else None
     inner = optimizers(model, args)
     optimizer = DistributedOptimizer(inner, model, overlap=args.overlap, max_grad_norm=clip)  # Narrows
@@ -150,7 +147,7 @@ def main(args: argparse.Namespace) -> None:
     while (step := step_count()) < args.steps:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, args.steps, args.lr, args.warm_up)
-        rows = batch_rows(training, args.seed, step, args.batch, args.context, rank(), world_size()).to(device)
+        rows = batch_rows(training, args.seed, step, args.batch, args.context, rank(), world_size()).to(here)
         optimizer.zero_grad()
         # Its mean over the workers is the mean over the global batch, even if the workers' shares differ by a row.
         loss = loss_sum(model, rows) * world_size() / (args.batch * args.context)

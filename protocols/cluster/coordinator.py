@@ -14,6 +14,7 @@ from typing import Any
 
 from narrows.protocols import messages as m
 from narrows.protocols.cluster.above import Above
+from narrows.protocols.cluster.buffers import RunBuffers
 from narrows.protocols.cluster.generations import Generations
 from narrows.protocols.cluster.guests import Guest, Guests
 from narrows.protocols.cluster.meeting import Meeting
@@ -23,7 +24,7 @@ from narrows.protocols.cluster.rounds import Rounds
 from narrows.protocols.cluster.run import NO_KEY, Decision, Key, Run, Seat
 from narrows.protocols.effects import NS, Log, Send, ServerEffect, Stop
 from narrows.protocols.errors import RemoteProtocolError
-from narrows.protocols.plan import KEYS_MAX, unpack_arrays
+from narrows.protocols.plan import KEYS_MAX
 from narrows.protocols.settings import Settings
 
 LEDGER_RETRY_NS = NS // 5  # unseen ledgers are sent again this often
@@ -57,11 +58,11 @@ class Coordinator:
     ) -> None:
         self.version = 1
         self.lines = {0: Line(b"")}  # shard 0 is in our process
-        self.buffers, self.buffers_ns = b"", 0
         self.tree_above: Callable[[], str] = str  # all levels, as the server above tells them
         self.run = run = Run(settings, first_epoch, restart_clock)
         self.seats, self.reports = run.seats, run.reports
         self.rounds = rounds = Rounds(run)
+        self.buffers = RunBuffers(run, rounds)
         self.above = above = Above(run, rounds, child)
         self.generations = Generations(run, rounds, above)
         self.meeting = meeting = Meeting(run)
@@ -104,14 +105,6 @@ class Coordinator:
         more = [f"    and {len(lines) - kept} lines more"] if kept < len(lines) else []
         return "\n".join(lines[:kept] + more)
 
-    def wants_buffers(self, worker: int, now_ns: int) -> bool:
-        """Whether this worker, the lowest live rank, should send its module's buffers now."""
-        seat = self.seats.get(worker)
-        if seat is None or not self.run.leads(seat):
-            return False
-        every = self.run.settings.checkpoint_every or self.run.settings.lease
-        return not self.buffers_ns or now_ns - self.buffers_ns >= every * NS / 2
-
     # Messages.
 
     def handle(self, peer: bytes, message: m.Message, now_ns: int, key: Key = NO_KEY) -> list[ServerEffect]:
@@ -126,7 +119,7 @@ class Coordinator:
             return [*self._settle(now_ns), Send(peer, self.guests.room(message.token, self.version))]
         if isinstance(message, m.Leave):
             return [Send(peer, m.LeaveAck(message.token)), *self._leave(message, key, now_ns)]
-        if not isinstance(message, (m.Declare, m.Heartbeat, m.Buffers)):
+        if not isinstance(message, (m.Declare, m.Heartbeat, m.Buffers, m.BuffersAsk)):
             raise RemoteProtocolError(f"a coordinator takes no {type(message).__name__}")
         seat = self.roster.seated(peer, message, now_ns)
         if seat is None:
@@ -135,15 +128,13 @@ class Coordinator:
             return self._declare(seat, message, now_ns)
         if isinstance(message, m.Heartbeat):
             return self._heartbeat(seat, message, now_ns)
-        if self.run.leads(seat):  # each sends them at its end
-            packed = bytes(message.payload)
-            unpack_arrays(packed)  # what is none would end each joiner
-            self.buffers, self.buffers_ns = packed, now_ns
-        return []
+        if isinstance(message, m.BuffersAsk):
+            return self.buffers.ask(seat, message.clock)
+        return self.buffers.hear(seat, message, now_ns)
 
     def _declare(self, seat: Seat, declare: m.Declare, now_ns: int) -> list[ServerEffect]:
         if seat.epoch:
-            return self.roster.readies(self.buffers, only=seat)
+            return self.roster.readies(self.buffers.packed, only=seat)
         refuse = self.roster.refusal(seat, declare)
         if refuse is not None:
             return [Send(seat.peer, refuse), *self._remove(seat, "refused", now_ns)]
@@ -210,7 +201,7 @@ class Coordinator:
             self.rounds.heard(report, now_ns)
         if self.run.complete:
             effects += self.roster.greet(now_ns)
-        return [*effects, *self._settle(now_ns), *self.roster.readies(self.buffers)]
+        return [*effects, *self._settle(now_ns), *self.roster.readies(self.buffers.packed)]
 
     def ended(self, shards: Iterable[int]) -> None:
         """The processes of these have done all that a run that is over asks of them, and say no more."""

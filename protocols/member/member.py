@@ -133,8 +133,12 @@ class Member:
             return []  # made before a rejoin that its maker has not seen yet
         return self.sessions[shard].say(messages, now_ns)
 
-    def buffers(self, packed: bytes) -> list[MemberEffect]:
-        return [Send(0, m.Buffers(self.worker, self.epoch, packed))]
+    def buffers(self, packed: bytes, clock: int) -> list[MemberEffect]:
+        return [Send(0, m.Buffers(self.worker, self.epoch, clock, packed))]
+
+    def ask_buffers(self, clock: int) -> list[MemberEffect]:
+        ask = Send(0, m.BuffersAsk(self.worker, self.epoch, clock))
+        return [ask if self.phase is Phase.RUNNING else e.BuffersTold(b"")]  # else its own are all that it can have
 
     def leave(self, clock: int, now_ns: int) -> list[MemberEffect]:
         """Go. `clock` >= 0: done, after that many updates; -1: the script failed."""
@@ -155,8 +159,7 @@ class Member:
 
     def rejoin(self, now_ns: int) -> list[MemberEffect]:
         """Join once more, under a token of its own; what was in flight is given up."""
-        self.attempt += 1
-        self.views = Views(-1, 0)
+        self.attempt, self.views = self.attempt + 1, Views(-1, 0)
         self.epoch, self.ended, self.sessions, self.move = 0, False, [], 0
         return self.join(now_ns)
 
@@ -226,7 +229,6 @@ class Member:
             self.repeat_soon(shard)
 
     def receive_peer(self, message: m.Message, now_ns: int) -> list[MemberEffect]:
-        """The effects of a message of another worker (gossip)."""
         return self.peers.receive(message, now_ns) if self.peers is not None else []
 
     def _welcomed(self, message: m.Welcome, now_ns: int) -> list[MemberEffect]:
@@ -234,9 +236,8 @@ class Member:
             return []
         settings, ports = Settings.unpacked(message.settings), message.ports
         if len(ports) != settings.shards or not are_addresses(message.hosts, ports):
-            raise RemoteProtocolError(
-                f"the server has {settings.shards} shards and sent {len(ports)} ports, or one that is none"
-            )
+            text = f"the server has {settings.shards} shards and sent {len(ports)} ports, or one that is none"
+            raise RemoteProtocolError(text)
         self.settings, self.welcome = settings, message
         self.views = Views(message.worker, 0)  # who has declared may be counted before the Ready is here
         self._go("Welcome")
@@ -248,9 +249,8 @@ class Member:
             return []
         ranges = split(Plan.unpacked(self.plan).size, len(self.ports))
         if list(message.ranges) != ranges or not 0 <= message.clock <= m.CLOCK_MAX:
-            raise RemoteProtocolError(
-                "the server sent a place that is none: it cuts the model elsewhere, or has no such clock"
-            )
+            text = "the server sent a place that is none: it cuts the model elsewhere, or has no such clock"
+            raise RemoteProtocolError(text)
         self._go("Ready")
         self._seat(message.epoch)
         if self.settings.mode().rule is Rule.MIX:

@@ -109,8 +109,10 @@ class Session:
 
     def receive(self, message: m.Message, now_ns: int) -> list[MemberEffect]:
         """The effects of an answer of the shard; none for one of an earlier epoch."""
-        if not isinstance(message, (m.NeedWeights, m.PushAck, m.State)) or message.epoch != self.epoch:
+        if not isinstance(message, (m.NeedWeights, m.PushAck, m.State, m.Buffers)) or message.epoch != self.epoch:
             return []
+        if isinstance(message, m.Buffers):
+            return [*([e.BuffersWanted()] if message.clock < 0 else []), e.BuffersTold(bytes(message.payload))]
         if isinstance(message, m.PushAck):
             return self._acked(message, now_ns)
         if isinstance(message, m.State):

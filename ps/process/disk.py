@@ -68,7 +68,7 @@ class Disk:
             "publication": planned.store.publication,
             "shards": server.shard.settings.shards,
             "plan": planned.plan.packed(),
-            "buffers": coordinator.buffers if coordinator is not None else b"",
+            "buffers": coordinator.buffers.packed if coordinator is not None else b"",
             "epoch": coordinator.run.epoch if coordinator is not None else 0,
         }
         self.nbytes, self.prepared = server.shard.nbytes, True

@@ -157,7 +157,7 @@ def machine(process: Process, port: int, lent: Callable[[], bool], own: Secret |
         coordinator = Coordinator(settings, first_epoch, restart, child, keys_that_fit(), dict(process.away))
         if facts:
             coordinator.roster.adopt(facts["plan"])
-            coordinator.buffers = facts["buffers"]
+            coordinator.buffers.packed = facts["buffers"]
         if child:
             lost_ns = int(process.parent_timeout * NS)
             timing = Timing(lost_ns=lost_ns, connect_ns=lost_ns)

@@ -361,7 +361,7 @@ def test_module_buffers_are_those_of_the_lowest_live_rank_and_nothing_else() -> 
         ours.rounds.enter(seat, 0)
 
     def send(seat: Seat, payload: bytes) -> None:
-        assert said(ours.handle(seat.peer, m.Buffers(seat.worker, seat.epoch or ours.run.epoch, payload), 0)) == []
+        assert said(ours.handle(seat.peer, m.Buffers(seat.worker, seat.epoch or ours.run.epoch, 0, payload), 0)) == []
 
     good, better = (pack_arrays({"mean": ("uint8", (1,), value)}) for value in (b"1", b"2"))
     send(lowest, good)
@@ -370,12 +370,45 @@ def test_module_buffers_are_those_of_the_lowest_live_rank_and_nothing_else() -> 
             send(lowest, junk)
     send(other, better)
     send(seated, better)
-    assert ours.buffers == good
+    assert ours.buffers.packed == good
     ours.handle(lowest.peer, m.Leave(lowest.token, -1), 0)
     send(other, better)
-    assert ours.buffers == better
+    assert ours.buffers.packed == better
     room = m.Ready(1, 1, 1, ((0, 1),) * SHARDS_MAX, bytes(BUFFERS_BYTES_MAX))
     assert len(encode(room)[0]) <= HEADER_BYTES_MAX, "nobody could join"
+
+
+def test_who_asks_for_module_buffers_gets_those_of_the_newest_updates() -> None:
+    ours = door()
+    lowest, other = (ours.run.sit(m.Hello(name, "here"), name.encode() * m.NAME_BYTES, 0) for name in "ab")
+    for seat in (lowest, other):
+        seat.declare(ours.run.changed(), 0, "")
+        ours.rounds.enter(seat, 0)
+    packed = [pack_arrays({"mean": ("uint8", (1,), value)}) for value in (b"1", b"2")]
+
+    def ask(seat: Seat, clock: int) -> list[tuple[Any, int, bytes]]:
+        return told(ours.handle(seat.peer, m.BuffersAsk(seat.worker, seat.epoch, clock), 0))
+
+    def send(seat: Seat, clock: int, payload: bytes) -> list[tuple[Any, int, bytes]]:
+        return told(ours.handle(seat.peer, m.Buffers(seat.worker, seat.epoch, clock, payload), 0))
+
+    def told(effects: list[ServerEffect]) -> list[tuple[Any, int, bytes]]:
+        said = [(each.peer, each.message) for each in effects if isinstance(each, Send)]
+        return [(to, word.clock, bytes(word.payload)) for to, word in said if isinstance(word, m.Buffers)]
+
+    assert ask(other, 3) == [] and ours.buffers.wanted(lowest.worker, 0) and not ours.buffers.wanted(other.worker, 0)
+    assert ask(lowest, 3) == [(lowest.peer, -1, b"")]  # its own are those of the run
+    assert send(lowest, 3, packed[0]) == [(other.peer, 3, packed[0])]  # who had waited
+    assert ask(other, 3) == [(other.peer, 3, packed[0])]
+    ours.rounds.progress[lowest.worker].arrived = [5] * ours.run.shards
+    assert ask(other, 3) == [(other.peer, 3, packed[0])]  # as new as its own updates
+    assert ask(other, 9) == []  # the lowest rank is at 5 by now
+    assert send(lowest, 5, packed[1]) == [(other.peer, 5, packed[1])]
+    assert ask(other, 9) == [(other.peer, 5, packed[1])]  # the newest that there are
+    ours.handle(lowest.peer, m.Leave(lowest.token, -1), 0)
+    assert ask(other, 5) == [(other.peer, 5, packed[1])]  # who has left has left them
+    ours.rounds.progress[other.worker].arrived = [9] * ours.run.shards
+    assert ask(other, 9) == [(other.peer, -1, b"")]
 
 
 # Those who are gone.

@@ -253,7 +253,7 @@ def test_another_version_is_incompatible_and_another_protocol_is_none(kind: type
         ["1"],
         [-1],
         [0],
-        [18],
+        [19],
         [40],
         [99],
         [1 << 63],

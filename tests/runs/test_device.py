@@ -21,9 +21,9 @@ from narrows.protocols.errors import NarrowsError
 from narrows.protocols.modes import Rule
 from narrows.protocols.settings import Settings
 from narrows.worker import DistributedOptimizer, engine
-from narrows.worker.device import home_of
 from narrows.worker.engine import Engine
 from narrows.worker.flat import FlatModel
+from narrows.worker.home import home_of
 from narrows.worker.updates import Updates
 
 STEPS = 50
@@ -135,7 +135,7 @@ def rejoins(number: int, script: Script) -> None:
 def resumes(number: int, script: Script) -> None:
     """From its own file."""
     if number == STEPS // 2:
-        script.optimizer.load_state_dict(script.optimizer.state_dict())
+        script.optimizer.load_state_dict(script.optimizer.state_dict(residual=True))
 
 
 def changes(number: int, script: Script) -> None:

@@ -25,7 +25,7 @@ from narrows.protocols.effects import NS
 from narrows.protocols.errors import NarrowsError, UsageError
 from narrows.protocols.settings import Settings
 from narrows.worker import DistributedOptimizer, clock, engine, rank, world_size
-from narrows.worker.device import device_home
+from narrows.worker.home import device_home
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -251,7 +251,7 @@ def test_a_state_is_of_whole_tensors_and_fits_any_group(first: list[int]) -> Non
 
 
 def _copy(optimizer: Any, net: nn.Module) -> Any:
-    return copy.deepcopy(optimizer.state_dict()), flat(net)
+    return copy.deepcopy(optimizer.state_dict(residual=True)), flat(net)
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -360,7 +360,7 @@ def test_a_run_goes_on_from_a_state_dict() -> None:
         optimizer = DistributedOptimizer(sgd_adamw(net), net)
         each_step(net, optimizer)
         with optimizer.shared():
-            saved = through_a_file({"model": net.state_dict(), "optimizer": optimizer.state_dict()})
+            saved = through_a_file({"model": net.state_dict(), "optimizer": optimizer.state_dict(residual=True)})
     assert saved["optimizer"]["narrows"]["clock"] == STEPS
     for own, state in zip(sgd_adamw(net), saved["optimizer"]["optimizers"], strict=True):
         own.load_state_dict(state)  # each part is the optimizer's own

@@ -213,7 +213,7 @@ def test_a_residual_that_came_without_noise_is_not_sent() -> None:
     for noise, kept in ((SIGMA, False), (-1.0, True)):
         settings = Settings(sync="ssp", compress="topk:0.25", dp_clip=CLIP, dp_noise=noise, **PLAIN)
         _, _, optimizer = trained(settings, 1)
-        state = optimizer.state_dict()
+        state = optimizer.state_dict(residual=True)
         state["narrows"]["residual"] = torch.full_like(state["narrows"]["residual"], 7.0)
         optimizer.load_state_dict(state)
         assert bool((residual_of(optimizer) == 7).all()) == kept
@@ -241,7 +241,7 @@ class Catching:
     def __init__(self) -> None:
         self.sent: list[bytes] = []
 
-    def buffers(self, packed: bytes) -> list[Any]:
+    def buffers(self, packed: bytes, clock: int) -> list[Any]:
         self.sent.append(packed)
         return []
 

@@ -270,7 +270,7 @@ def test_a_state_dict_has_the_residuals_of_all_fragments(shards: int) -> None:
         net = build()
         optimizer = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net)
         steps(net, optimizer, 7, 0, 1)
-        state = optimizer.state_dict()
+        state = optimizer.state_dict(residual=True)
         kept = state["narrows"]["residual"].numpy()
         assert np.count_nonzero(kept) > kept.size // 2
     with run(replace(settings, shards=shards, fragments=4)):

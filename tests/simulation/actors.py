@@ -662,7 +662,7 @@ class Worker:
             elif isinstance(event, e.MasterArrived) and exchange.shared is not None:
                 checker.model_arrived(self, event.shard, exchange.shared.tobytes())
         elif isinstance(event, e.BuffersWanted):
-            self._apply(self.member.buffers(BUFFERS))
+            self._apply(self.member.buffers(BUFFERS, self.clock))
         elif isinstance(event, e.Failed):
             self.ended = True
             self.run.worker_failed(self, event)

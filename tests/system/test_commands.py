@@ -30,6 +30,7 @@ from narrows.protocols.runtime.flags import RUN_FLAGS
 from narrows.protocols.wire import VERSION, encode
 from narrows.ps.command import cli as serve
 from narrows.worker.command import cli as worker
+from narrows.worker.command import surroundings
 from narrows.worker.runner import tell_left
 
 Refusal = tuple[int, str]
@@ -166,16 +167,44 @@ def test_every_flag_has_a_variable_and_wins_over_it(
         assert context.params["staleness"] == 5
 
 
-@pytest.mark.parametrize(("above", "told"), [
-    ({}, [("0", "0", "2"), ("1", "1", "2")]),
-    ({"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8"}, [("10", "2", "16"), ("11", "3", "16")]),
+ABOVE = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "127.0.0.1"}  # of torchrun
+
+
+@pytest.mark.parametrize(("flags", "above", "told"), [
+    (["--rank-variables"], {}, ["0 0 2 none 0", "1 1 2 none 1"]),
+    (["--rank-variables"], ABOVE, ["10 2 16 none 2", "11 3 16 none 3"]),
+    ([], {}, ["none none none none 0", "none none none none 1"]),
+    ([], ABOVE, ["none none none none 2", "none none none none 3"]),
 ])  # fmt: skip
-def test_ranks_are_those_of_the_launcher_above_or_set(
-    above: dict[str, str], told: list[tuple[str, str, str]], script: Callable[[str], str]
+def test_ranks_are_those_of_the_launcher_above_and_shown_where_they_are_asked_for(
+    flags: list[str], above: dict[str, str], told: list[str], script: Callable[[str], str]
 ) -> None:
-    path = script("import os; print(*(os.environ[n] for n in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE')))")
-    code, out, _ = finished("ps-worker", "--server", CLOSED, "-n", "2", path, env=above)
-    assert code == 0 and sorted(tuple(line.split()) for line in out.splitlines()) == sorted(told)
+    path = script(
+        "import os\nfrom narrows.worker import local_rank\n"
+        "names = 'RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_ADDR'\n"
+        "print(*(os.environ.get(name, 'none') for name in names), local_rank())"
+    )
+    code, out, _ = finished("ps-worker", "--server", CLOSED, "-n", "2", *flags, path, env=above)
+    assert code == 0 and sorted(out.splitlines()) == told
+
+
+@pytest.mark.parametrize(("flag", "group", "there", "seen"), [
+    ("auto", False, "", ["auto:all", "auto:all", "auto:all"]),
+    ("auto", False, "01", ["auto:0", "auto:1", "auto:0"]),
+    ("cuda", False, "01", ["cuda:0", "cuda:1", "cuda:0"]),
+    ("cuda:1", False, "01", ["cuda:1", "cuda:1", "cuda:1"]),
+    ("cuda:7", False, "01", ["cuda:7:all"] * 3),  # torch says that there is none
+    ("cpu", False, "01", ["cpu:"] * 3),
+    ("cuda", True, "01", ["cuda:0:all", "cuda:1:all", "cuda:2:all"]),
+])  # fmt: skip
+def test_each_copy_sees_its_own_gpu(flag: str, group: bool, there: str, seen: list[str], tmp_path: Path) -> None:
+    found = [surroundings.device(flag, index, 3, group, [*there]) for index in range(3)]
+    assert [f"{env['NARROWS_DEVICE']}:{env.get('CUDA_VISIBLE_DEVICES', 'all')}" for env in found] == seen
+    for bus in ("0000:01:00.0", "0000:02:00.0"):
+        (tmp_path / bus).mkdir()
+    assert surroundings.gpus({}, tmp_path) == ["0", "1"] and surroundings.gpus({}, tmp_path / "none") == []
+    assert surroundings.gpus({"CUDA_VISIBLE_DEVICES": "3,GPU-5"}, tmp_path) == ["3", "GPU-5"]
+    assert surroundings.gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == []
 
 
 # Servers that are none, or another's. Commands start at once, since most of their time goes into importing torch.
@@ -294,7 +323,9 @@ def test_an_address_that_is_no_servers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_failing_worker_is_named_and_the_others_finish(script: Callable[[str], str]) -> None:
-    path = script(SCRIPT % "if step_count() == 3: own_end(int(os.environ['LOCAL_RANK']))" + "print('finished')\n")
+    path = script(
+        SCRIPT % "if step_count() == 3: own_end(int(os.environ['NARROWS_LOCAL_RANK']))" + "print('finished')\n"
+    )
     path = script("def own_end(index):\n    if index == 1: raise ValueError('boom')\n    if index == 2: sys.exit(7)\n"
                   + Path(path).read_text())  # fmt: skip
     code, out, err = finished("ps-worker", "-n", "3", "--sync", "bsp", path, "30")
@@ -308,7 +339,8 @@ def test_a_failing_worker_is_named_and_the_others_finish(script: Callable[[str],
 def test_the_record_is_what_the_design_says(tmp_path: Path) -> None:
     module = SCRIPT % "assert os.environ['RANK'] == str(rank()) and os.environ['WORLD_SIZE'] == '2'"
     (tmp_path / "my_module.py").write_text(module + "record(accuracy=rank())\nprint(sys.argv[1:])\n")
-    flags = "-n 2 --shards 2 --sync ssp --staleness 1 --compress topk:0.5+int8 --record run.jsonl -m my_module 20 --workers 9"
+    flags = "-n 2 --shards 2 --sync ssp --staleness 1 --compress topk:0.5+int8 --record run.jsonl --rank-variables"
+    flags += " -m my_module 20 --workers 9"
     code, out, err = finished("ps-worker", *flags.split(), cwd=tmp_path)
     assert code == 0 and out == "['20', '--workers', '9']\n" * 2, err
     assert re.search(r"^\[ *\d+\.\d s\] clock \d+ .*loss \d", err, re.M) and "\x1b" not in err  # plain progress

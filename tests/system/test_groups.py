@@ -109,6 +109,7 @@ SAID = [
     e.Moved(**MOVE),
     e.Held(6),
     e.BuffersWanted(),
+    e.BuffersTold(b"buffers"),
     e.Left(),
     e.LinkSeen(1, 2, 3, 4, 5),
     e.Failed(5, "why"),

@@ -439,7 +439,7 @@ threads = len(os.listdir("/proc/self/task"))
 import numpy, torch
 from torch.utils.data import DataLoader, TensorDataset
 names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS", "MALLOC_ARENA_MAX", "RANK",
-         "LOCAL_RANK", "WORLD_SIZE", "NARROWS_SERVER", "NARROWS_DEVICE", "NARROWS_SETS", "PYTHONUNBUFFERED")
+         "NARROWS_LOCAL_RANK", "WORLD_SIZE", "NARROWS_SERVER", "NARROWS_DEVICE", "NARROWS_SETS", "PYTHONUNBUFFERED")
 maps = {line.split()[-1] for line in open("/proc/self/maps")}
 blas = [library for library in map(ctypes.CDLL, (path for path in maps if "openblas64" in path))]
 batches = [len(batch[0]) for batch in DataLoader(TensorDataset(torch.arange(10)), 4, num_workers=2)]
@@ -465,7 +465,9 @@ def test_a_worker_finds_what_one_in_its_own_interpreter_finds(env: dict[str, str
     for flags in ([], ["--fresh"]):
         code, out, err = finished(*words, *flags, str(path), env=env)
         assert code == 0 and ("ps-worker: importing torch ..." in err) == (not flags), err
-        told += sorted(map(json.loads, out.splitlines()), key=lambda worker: str(worker["environ"]["RANK"]))
+        told += sorted(
+            map(json.loads, out.splitlines()), key=lambda worker: str(worker["environ"]["NARROWS_LOCAL_RANK"])
+        )
     assert len({value for worker in told for value in worker.pop("random")}) == 16
     threads = [worker.pop("threads") for worker in told]
     assert threads[2:] == [1, 1] and (env or threads[:2] == [1, 1])  # OpenBLAS has made what it was asked for

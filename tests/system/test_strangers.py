@@ -67,7 +67,8 @@ def test_nobody_speaks_for_a_worker_but_itself(sync: str) -> None:
                 forged += [
                     m.Heartbeat(**who, sent_ns=1, ended=True),
                     m.Declare(member.worker, member.epoch, member.plan, "tcp://10.0.0.1:1"),
-                    m.Buffers(**who, payload=b"none"),
+                    m.Buffers(**who, clock=0, payload=b"none"),
+                    m.BuffersAsk(**who, clock=0),
                 ]
             for answer in said(ports[shard], forged):
                 assert isinstance(answer, m.Refuse) and "not from worker 0" in answer.text

@@ -20,7 +20,10 @@ from narrows.worker.command.options import checked
               "mean of theirs")  # fmt: skip
 @click.option("--restarts", type=int, default=0, help="how often a worker that failed is started again, with --group all "
               "copies [0]")  # fmt: skip
-@click.option("--device", default="auto", help="auto, cpu or cuda[:i], set for the script as NARROWS_DEVICE [auto]")
+@click.option("--device", default="auto", help="auto, cpu or cuda[:i]: what the script sees; by auto and cuda each copy has "
+              "one GPU [auto]")  # fmt: skip
+@click.option("--rank-variables", is_flag=True, help="set RANK, LOCAL_RANK and WORLD_SIZE for the script: libraries that find "
+              "them may start torch.distributed")  # fmt: skip
 @click.option("--record", default="", help="write one JSON object a line to this file")
 @click.option("--key", default="", help="the file that ps-serve keys add made for this machine [none]")
 @click.option("--connect-timeout", type=float, default=30.0, help="seconds until a server must have answered [30]")

@@ -20,6 +20,7 @@ from narrows.protocols.errors import AuthenticationError, IncompatibleError, Ser
 from narrows.protocols.runtime.children import Child, Children, signal_name
 from narrows.protocols.runtime.flags import ALLOCATOR
 from narrows.protocols.wire import pack
+from narrows.worker.command import surroundings
 from narrows.worker.command.console import Console
 from narrows.worker.command.options import RANKS, Options, above
 from narrows.worker.command.recording import Recording
@@ -140,18 +141,22 @@ class Launcher:
             "NARROWS_EXPECT": pack(options.run).hex() if options.run else "",
             "NARROWS_CONNECT_TIMEOUT": str(options.connect_timeout),
             "NARROWS_SERVER_TIMEOUT": str(options.server_timeout),
-            "NARROWS_DEVICE": f"cuda:{index}" if options.group and options.device == "cuda" else options.device,
+            **surroundings.device(options.device, index, options.nproc, options.group, surroundings.gpus(os.environ)),
         }
-        return self._environment() | own | (self._in_group(index) if options.group else self._in_run(index))
+        env = surroundings.without_ranks(self._environment())
+        return env | own | (self._in_group(index) if options.group else self._in_run(index))
 
     def _in_run(self, index: int) -> dict[str, str]:
         """A launcher above us (torchrun, Slurm, Ray) numbers its tasks, of which each is one ps-worker. Without one the session
         sets what only the server knows."""
         rank, local_rank, world_size = (above(name, default) for name, default in RANKS.items())
         count = self.options.nproc
+        local = str(local_rank * count + index)
+        if not self.options.rank_variables:
+            return {"NARROWS_LOCAL_RANK": local}
         return {
             "RANK": str(rank * count + index),
-            "LOCAL_RANK": str(local_rank * count + index),
+            "LOCAL_RANK": local,
             "WORLD_SIZE": str(world_size * count),
             "NARROWS_SETS": " ".join(name for name in ("RANK", "WORLD_SIZE") if name not in os.environ),
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ class Options:
     group: bool
     restarts: int
     device: str
+    rank_variables: bool
     record: str
     connect_timeout: float
     server_timeout: float
@@ -57,7 +59,7 @@ def checked(command: tuple[str, ...], module: bool, **flags: Any) -> Options:
         if not 0 < getattr(options, name) < 1e6:
             flag = name.replace("_", "-")
             raise UsageError(f"--{flag} {getattr(options, name):g}: give a positive number of seconds")
-    if options.device.split(":")[0] not in ("auto", "cpu", "cuda"):
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", options.device):
         raise UsageError(f"--device {options.device}: auto, cpu or cuda[:i]")
     if not command:
         raise UsageError("name the script to run: ps-worker [flags] SCRIPT.py ARGS...")

@@ -1,0 +1,55 @@
+"""The module's buffers (BatchNorm) of a run: those of the live worker with the lowest rank. No I/O.
+
+Rules
+- They go along with checkpoints, and to whoever joins.
+- A worker that shows the shared model asks for them. It has an answer at once where they are as new as that worker's own
+  updates, or as the updates of the one that they come from. Else they are asked for with the next ack.
+"""
+
+from __future__ import annotations
+
+from narrows.protocols import messages as m
+from narrows.protocols.cluster.rounds import Rounds
+from narrows.protocols.cluster.run import Run, Seat
+from narrows.protocols.effects import NS, Send, ServerEffect
+from narrows.protocols.plan import unpack_arrays
+
+
+class RunBuffers:
+    """packed: the newest, after `clock` updates of the worker that sent them. asking: the workers that wait for newer ones."""
+
+    def __init__(self, run: Run, rounds: Rounds) -> None:
+        self.run, self.rounds = run, rounds
+        self.packed, self.clock, self.heard_ns = b"", -1, 0
+        self.asking: dict[int, int] = {}  # by worker, its clock
+
+    def wanted(self, worker: int, now_ns: int) -> bool:
+        """Whether this worker should send its own now."""
+        seat = self.run.seats.get(worker)
+        if seat is None or not self.run.leads(seat):
+            return False
+        every = self.run.settings.checkpoint_every or self.run.settings.lease
+        return bool(self.asking) or not self.heard_ns or now_ns - self.heard_ns >= every * NS / 2
+
+    def hear(self, seat: Seat, message: m.Buffers, now_ns: int) -> list[ServerEffect]:
+        """Raises RemoteProtocolError for what is none: it would end each joiner."""
+        if not self.run.leads(seat):
+            return []
+        packed = bytes(message.payload)
+        unpack_arrays(packed)
+        self.packed, self.clock, self.heard_ns = packed, message.clock, now_ns
+        waiting, self.asking = self.asking, {}
+        return [self._told(self.run.seats[worker]) for worker in waiting if worker in self.run.seats]
+
+    def ask(self, seat: Seat, clock: int) -> list[ServerEffect]:
+        """What this worker is told now, or nothing, and then it is told once they are here."""
+        lead = min(self.run.declared, key=lambda each: each.rank, default=seat)
+        if self.clock >= min(clock, self.rounds.clock(lead) if lead.epoch else clock):
+            return [self._told(seat)]
+        if lead is seat:
+            return [Send(seat.peer, m.Buffers(seat.worker, seat.epoch, -1, b""))]
+        self.asking[seat.worker] = clock
+        return []
+
+    def _told(self, seat: Seat) -> Send:
+        return Send(seat.peer, m.Buffers(seat.worker, seat.epoch, self.clock, self.packed))

@@ -1,0 +1,133 @@
+"""The shared model as a script sees it: parameters and module buffers alike, shown and hidden again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from kit.in_process import Cluster
+from kit.scripts import Run, alone, batch, flat, loss_of, run, seeded, tree
+from torch import nn
+
+from narrows.protocols.errors import UsageError
+from narrows.protocols.settings import Settings
+from narrows.worker import DistributedOptimizer, rank, world_size
+
+MODES: dict[str, dict[str, Any]] = {
+    "bsp": {"sync": "bsp"},
+    "ssp": {"sync": "ssp", "staleness": 2, "compress": "topk:0.2+int8"},
+    "async": {"sync": "async"},
+    "local": {"sync": "local", "local_steps": 3},
+    "gossip": {"sync": "gossip"},
+}
+
+
+def build() -> nn.Module:
+    return seeded(lambda: nn.Sequential(nn.Linear(9, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, 5)))
+
+
+def buffers(model: nn.Module) -> list[bytes]:
+    return [buffer.numpy().tobytes() for buffer in model.buffers()]
+
+
+def evaluated(model: nn.Module) -> float:
+    model.eval()
+    with torch.no_grad():
+        loss = float(nn.functional.cross_entropy(model(batch(99)[0]), batch(99)[1]))
+    model.train()
+    return loss
+
+
+def script(started: Run, steps: int = 7) -> tuple[nn.Module, DistributedOptimizer]:
+    model = build()
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), model)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, step, rank(), world_size()).backward()
+        optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("mode", ["bsp", "local"])  # where all have one model after each clock
+def test_every_worker_evaluates_the_same_model(mode: str) -> None:
+    with run(Settings(**MODES[mode], workers=3)) as started:
+
+        def work(worker: int) -> tuple[float, list[bytes], list[bytes]]:
+            model, optimizer = script(started, 6)
+            own = buffers(model)
+            optimizer.eval()
+            shown = evaluated(model), buffers(model), own
+            optimizer.train()
+            assert buffers(model) == own
+            optimizer.finish()
+            return shown
+
+        (first, those, firsts), *others = started.together(work)
+        assert those == firsts  # of the lowest rank
+        for loss, same, own in others:
+            assert loss == first and same == those and own != those
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_all_end_with_one_model_and_its_buffers(mode: str) -> None:
+    with run(Settings(**MODES[mode], workers=3)) as started:
+
+        def work(worker: int) -> tuple[float, list[bytes]]:
+            model, optimizer = script(started)
+            optimizer.finish()  # parameters and buffers are the model that all end with: nothing is to be asked for
+            return evaluated(model), buffers(model)
+
+        first, *others = started.together(work)
+        assert all(other == first for other in others)
+
+
+def test_a_cluster_shows_the_buffers_of_its_lowest_rank() -> None:
+    root = Cluster(Settings(sync="ssp", workers=1))
+    with tree(root, Cluster(Settings(sync="bsp", workers=2), root, "cluster0")) as started:
+
+        def work(worker: int) -> list[bytes]:
+            model, optimizer = script(started)
+            with optimizer.shared():
+                shown = buffers(model)
+            optimizer.finish()
+            return shown
+
+        first, other = started.together(work)
+        assert first == other
+
+
+def test_it_is_shown_and_hidden_as_often_as_one_likes() -> None:
+    with run(Settings(**MODES["ssp"])) as started:
+        model, optimizer = script(started)
+        own = flat(model).tobytes()
+        optimizer.train()
+        assert flat(model).tobytes() == own
+        optimizer.eval()
+        shared = flat(model).tobytes()
+        optimizer.eval()
+        with optimizer.shared():
+            assert flat(model).tobytes() == shared != own
+        assert flat(model).tobytes() == shared  # it was shown before
+        with pytest.raises(UsageError, match=r"call optimizer\.train\(\) first"):
+            optimizer.step()
+        optimizer.train()
+        assert flat(model).tobytes() == own
+        optimizer.step()
+        optimizer.eval()
+        optimizer.finish()
+        end = flat(model).tobytes()
+        optimizer.train()
+        with optimizer.shared():
+            assert flat(model).tobytes() == end
+
+
+def test_alone_it_is_the_own_model() -> None:
+    with alone():
+        model = build()
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), model)
+        before = flat(model).tobytes()
+        optimizer.eval()
+        optimizer.step()
+        optimizer.train()
+        assert flat(model).tobytes() == before

@@ -1,0 +1,47 @@
+"""What a copy of the script finds of its machine: which GPU is its own, and no ranks that mislead libraries."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+GPUS = Path("/proc/driver/nvidia/gpus")  # a folder each: no CUDA context is made to count them
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+# Accelerate, Lightning, MosaicML streaming and others start torch.distributed where they find a world of several, or wait for
+# a MASTER_ADDR: workers of a run are no process group. --rank-variables lets the first three through.
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+MISLEADING = (
+    *RANK_VARIABLES,
+    "LOCAL_WORLD_SIZE",
+    "GLOBAL_RANK",
+    "NODE_RANK",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+
+
+def gpus(env: Mapping[str, str], folder: Path = GPUS) -> list[str]:
+    """The GPUs that are there for us, as CUDA_VISIBLE_DEVICES names them."""
+    if VISIBLE in env:
+        return [name for name in env[VISIBLE].split(",") if name.strip()]
+    return [str(i) for i in range(len(list(folder.iterdir())))] if folder.is_dir() else []
+
+
+def device(wanted: str, index: int, copies: int, group: bool, there: list[str]) -> dict[str, str]:
+    """`wanted`: --device. `there`: see `gpus`. Copies that are workers of their own see one GPU each, in turn, as cuda:0.
+    Copies of a group see all, as torchrun's do."""
+    kind, _, number = wanted.partition(":")
+    if group:
+        return {"NARROWS_DEVICE": f"cuda:{index}" if wanted == "cuda" else wanted}
+    if kind == "cpu":
+        return {"NARROWS_DEVICE": "cpu", VISIBLE: ""}
+    if number and int(number) < len(there):
+        return {"NARROWS_DEVICE": "cuda", VISIBLE: there[int(number)]}
+    if not number and copies > 1 and there:
+        return {"NARROWS_DEVICE": kind, VISIBLE: there[index % len(there)]}
+    return {"NARROWS_DEVICE": wanted}
+
+
+def without_ranks(env: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in env.items() if name not in MISLEADING}

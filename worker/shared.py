@@ -1,0 +1,76 @@
+"""What the module of a worker holds: what the worker computes on, or the shared model. The main thread owns it."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from narrows.worker.flat import Array
+from narrows.worker.runner import say
+
+if TYPE_CHECKING:
+    from narrows.worker.engine import Engine
+
+BUFFERS_LIMIT_S = 10  # a worker shows its own module buffers where the run's have not come within this
+ASK_S = 1.0  # they are asked for again after this: who asked may lead by now
+HEARD_LIMIT_S = 60.0  # and all processes of a group have asked as often within this
+
+
+class Shared:
+    """kept: own parameters and buffers, while the shared model is shown."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.kept: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
+        self.told = False  # the run's module buffers are here
+
+    def show(self) -> None:
+        """The shared model, until `put_back`. After the run it is there for good."""
+        engine = self.engine
+        if engine.finished or self.kept is not None:
+            return
+        kept = engine.flat.kept(), engine.buffers.kept()
+        self._set(engine.sync.shared())
+        self.kept = kept
+
+    def put_back(self) -> None:
+        """Parameters and buffers are what they were before `show`."""
+        if self.kept is None:
+            return
+        (parameters, buffers), self.kept = self.kept, None
+        self.engine.flat.put_back(parameters)
+        self.engine.buffers.put_back(buffers)
+        if self.engine.slice is not None:
+            self.engine.slice.refresh()
+
+    def end(self, model: Array) -> None:
+        """The model that all workers end with."""
+        self.put_back()
+        self._set(model)
+
+    def heard(self, packed: bytes) -> None:
+        """These are the run's module buffers; b"": this worker's own are."""
+        self.engine.buffers.load(packed)
+        self.told = True
+
+    def _set(self, model: Array) -> None:
+        if self.engine.slice is not None:
+            self.engine.slice.spread(model)
+        else:
+            self.engine.flat.write(model)
+        if self.engine.buffers.any and not self.engine.hides:
+            self._take_buffers()
+
+    def _take_buffers(self) -> None:
+        engine, group = self.engine, self.engine.group
+        self.told = False
+        for _ in range(BUFFERS_LIMIT_S):
+            if group is None or group.leads:
+                engine.link.ask_buffers(engine.sync.final_clock)
+            by = time.monotonic() + ASK_S
+            engine.wait(lambda by=by: self.told or time.monotonic() > by, HEARD_LIMIT_S, "the module's buffers")  # type: ignore[misc]
+            if self.told if group is None else group.least(self.told)[0]:
+                return
+        say(f"the run's module buffers did not come within {BUFFERS_LIMIT_S} s: this worker shows its own")
