@@ -9,12 +9,13 @@ unexport PYTHONDONTWRITEBYTECODE
 
 FUZZ_SECONDS ?= 60
 
-.PHONY: help install demo test check fuzz bench-peers clean
+.PHONY: help install demo test check examples fuzz bench-peers clean
 
 help:
 	@echo 'make demo         install, then train digits: 4 workers, 2 shards, bounded staleness, 1 % of each update sent'
 	@echo 'make test         install, run the same job quickly, then all tests'
 	@echo 'make check        ruff, ruff format and mypy --strict'
+	@echo 'make examples     install trainers (Hugging Face, Accelerate, Lightning, peft) apart, and run examples/ with them'
 	@echo 'make fuzz         every decoder under coverage-guided fuzzing, FUZZ_SECONDS=60 each; installs atheris'
 	@echo 'make bench-peers  install torchft and hivemind for bench/wan.py, each in a .venv-* of its own'
 	@echo 'make clean        remove builds, caches and run output; environments stay'
@@ -55,6 +56,9 @@ $(INSTALLED): pyproject.toml constraints.txt | .venv/bin/pip
 	.venv/bin/python -m pip install -c constraints.txt -e '.[bench,cuda,dev]'
 	.venv/bin/python -P -m narrows.compression
 	touch $@
+
+examples: .venv-examples/installed
+	.venv-examples/bin/pytest tests/examples
 
 bench-peers: .venv-torchft/installed .venv-hivemind/installed
 

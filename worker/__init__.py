@@ -9,14 +9,25 @@ Run as plain `python SCRIPT.py` the same script trains alone.
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-__all__ = ["DistributedOptimizer", "clock", "device", "local_rank", "rank", "record", "step_count", "world_size"]
+__all__ = [
+    "DistributedOptimizer",
+    "clock",
+    "device",
+    "local_rank",
+    "rank",
+    "record",
+    "sampler",
+    "step_count",
+    "world_size",
+]
 
 if TYPE_CHECKING:
+    from narrows.worker.datasets import sampler
     from narrows.worker.machine import device, local_rank
     from narrows.worker.optimizer import DistributedOptimizer
     from narrows.worker.session import clock, rank, record, step_count, world_size
 else:
-    HOMES = {"DistributedOptimizer": "optimizer", "device": "machine", "local_rank": "machine"}
+    HOMES = {"DistributedOptimizer": "optimizer", "device": "machine", "local_rank": "machine", "sampler": "datasets"}
 
     def __getattr__(name):
         """On first use: ps-worker is in this package too, and need not wait for torch."""

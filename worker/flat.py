@@ -27,6 +27,7 @@ class Flat:
 
     def __init__(self, names: list[str], parameters: Sequence[torch.Tensor], offsets: list[int]) -> None:
         self.names, self.parameters, self.offsets = names, list(parameters), offsets
+        self.versions: list[int] = []  # of the parameters, as torch counts what is written to them, when we last wrote
         self.held: torch.Tensor | None = None  # the parameters are views of it, one after the other
         self._places: list[int] = []
 
@@ -46,6 +47,15 @@ class Flat:
     def total(self) -> int:
         """Keys of the whole model."""
         return self.size
+
+    def written(self) -> None:
+        """The parameters are as we want them."""
+        self.versions = [parameter._version for parameter in self.parameters]
+
+    def overwritten(self) -> str:
+        """The first tensor that somebody else has written to since, or ""."""
+        pairs = zip(self.names, self.parameters, self.versions, strict=True)
+        return next((name for name, parameter, version in pairs if parameter._version != version), "")
 
     def anywhere(self, here: bool) -> bool:
         """Whether something is so in any process that has keys of this model; `here`: in this one."""

@@ -42,6 +42,7 @@ class Shared:
         (parameters, buffers), self.kept = self.kept, None
         self.engine.flat.put_back(parameters)
         self.engine.buffers.put_back(buffers)
+        self.engine.flat.written()
         if self.engine.slice is not None:
             self.engine.slice.refresh()
 

@@ -131,3 +131,32 @@ def test_alone_it_is_the_own_model() -> None:
         optimizer.step()
         optimizer.train()
         assert flat(model).tobytes() == before
+
+
+def test_weights_that_a_script_changes_where_gradients_are_pushed_are_told_of(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with run(Settings(sync="bsp")) as started:
+        model, optimizer = script(started)
+        with optimizer.shared():
+            pass
+        optimizer.step()
+        assert "was changed" not in capsys.readouterr().err
+        before = flat(model)
+        model.load_state_dict(build().state_dict())
+        optimizer.zero_grad()
+        optimizer.step()
+        optimizer.step()
+        assert (flat(model) == before).all()  # what the server has
+        assert capsys.readouterr().err.count("'0.weight' was changed between two steps") == 1
+
+
+def test_weights_that_a_script_changes_are_part_of_its_update() -> None:
+    with run(Settings(sync="ssp")) as started:
+        model, optimizer = script(started)
+        with torch.no_grad():
+            model[0].weight.fill_(0.25)  # type: ignore[index]
+        optimizer.zero_grad()
+        optimizer.step()
+        with optimizer.shared():
+            assert abs(flat(model)[: 9 * 12] - 0.25).max() < 1e-6
