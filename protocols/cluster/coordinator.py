@@ -288,6 +288,7 @@ class Coordinator:
     def stop(self, now_ns: int) -> list[ServerEffect]:
         """Ctrl-C: checkpoint at the clock reached, and end."""
         text = f"the server was stopped at clock {self.min_clock}"
+        self.above.take(b"", 0)
         refuse = self.roster.refuse_all(m.RefuseCode.SERVER_LOST, text)
         self.generations.end(self.version + 1)
         return [*refuse, *self._broadcast(now_ns)]

@@ -512,7 +512,7 @@ class Process:
         self._on_disk(self.writing)  # the one before is waited for
         self.run.checker.follow(self)
         self.run.checker.saved(self, clock)
-        arrays = {name: array.copy() for name, array in planned.store.arrays().items()}
+        arrays = {name: array.copy() for name, array in planned.arrays(self.shard.ledger).items()}
         self.writing = (clock, arrays, planned.store.publication, planned.plan.packed())
         takes_ns = 0 if self.server.over else self.run.disk.takes_ns(self.index, clock)
         if takes_ns:
