@@ -411,6 +411,9 @@ class Checker:
             allowed += anew * (case.restart.lasts_ns + 2 * lease_ns)
         if strikes["cut off"] and case.cut is not None and case.cut.way != BOTH:
             allowed += case.cut.lasts_ns  # who is heard and hears nothing keeps its lease
+        allowed += 2 * (
+            case.faults.delay_ns[1] + case.faults.late_ns
+        )  # the road of who died, by which its lease was longer
         allowed += strikes["shard killed"] * (COST_NS + max((kill.lasts_ns for kill in case.kills), default=0))
         if strikes["shard stopped"] and case.stop is not None:
             allowed += case.stop.lasts_ns + lease_ns
