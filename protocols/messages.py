@@ -333,6 +333,7 @@ class Heartbeat(Message):
     ended: bool = False  # this worker has done its last step, and answers its peers until all have (gossip)
     move: int = 0  # number of the newest Move that is here; a newer one is the answer
     copied: bool = False  # a standby has all that is here: where this connection ends, that one goes on (clusters)
+    road_ns: int = 0  # the longest round trip of a heartbeat of late
 
 
 @dataclass(frozen=True, slots=True)

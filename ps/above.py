@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from narrows.compression import ErrorFeedback
 from narrows.compression.codecs import raw_pieces
 from narrows.compression.replica import HostReplica
@@ -71,15 +73,27 @@ class Place:
 @dataclass(frozen=True, slots=True)
 class Kept:
     """What outlives a place. `start`: what the weights were at the last push, or the base that they were set to; `renewed`:
-    nobody here has a state of before; `degree`: of the optimizer here, see `Plan`."""
+    nobody here has a state of before; `degree`: of the optimizer here, see `Plan`; `owed`: to the run above by a life before
+    this one, float32[size], until a place there takes it over."""
 
     start: FloatArray | None = None
     feedback: ErrorFeedback | None = None
+    owed: FloatArray | None = None
     model: FloatArray | None = None  # of clusters that gossip
     gain: Gain | None = None  # the same
     outer: Outer | None = None  # the same
     degree: float = 1.0
     renewed: bool = False
+
+    @property
+    def residual(self) -> FloatArray | None:
+        """What compression has left out of all that was pushed, None: nothing."""
+        return self.feedback.residual if self.feedback is not None else self.owed
+
+    def owes(self, x: FloatArray) -> FloatArray:
+        """What weights x have that was never pushed: the residual, and what was folded since the last push. float32[size]."""
+        since = np.zeros_like(x) if self.start is None else x - self.start
+        return since if self.residual is None else since + self.residual
 
 
 class Above:
@@ -106,6 +120,10 @@ class Above:
         """The same place is at another server now, which has all that this one was told of."""
         self.place = place
         self.repeat_soon()
+
+    def owe(self, owed: FloatArray) -> None:
+        """To the run above, by a life before this one. float32[size]."""
+        self.kept = replace(self.kept, owed=owed)
 
     @property
     def clock(self) -> int:

@@ -13,6 +13,7 @@ from narrows.protocols.keys import Keys
 
 FloatArray = npt.NDArray[np.float32]
 
+OWED = "above.owed"  # in a cluster's last checkpoint: what the run above has not got of x
 Update = Sequence[PieceLike]  # of one worker: its parts in order
 Terms = tuple[tuple[float, Update], ...]  # weight and update, in the order in which they are added
 

@@ -32,7 +32,7 @@ from narrows.protocols.robust import Robust
 from narrows.protocols.settings import Settings
 from narrows.protocols.timing import Timing
 from narrows.ps.above import Above
-from narrows.ps.changes import Change, FirstWeights, Load, Terms
+from narrows.ps.changes import OWED, Change, FirstWeights, FloatArray, Load, Terms
 from narrows.ps.directions import Directions
 from narrows.ps.folding import AtOnce, Barrier, Folding
 from narrows.ps.gain import Gain
@@ -143,7 +143,16 @@ class Planned:
         if held != keys:
             raise NarrowsError(f"the checkpoint of clock {self.min_clock} has {held} keys here, not {keys}")
         self.apply([load])
+        self.upward.owe(load.arrays.get(OWED))
         self.written = self.min_clock if recut else -1
+
+    def arrays(self, ledger: m.Ledger) -> dict[str, FloatArray]:
+        """What a checkpoint holds; views. The last one of a cluster has what is owed above, for nothing is pushed any more. An
+        earlier one has not: what was pushed after it would count twice."""
+        arrays = self.store.arrays()
+        if self.upward.child and ledger.over and not ledger.above:
+            arrays[OWED] = self.above.kept.owes(self.store.x)
+        return arrays
 
     # The stages. Each returns its effects, and whether the next one may follow.
 

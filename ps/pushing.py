@@ -37,6 +37,12 @@ class Pushing(Seated):
         replica = HostReplica(*keys, [(keys, self.feedback)], parts)
         super().__init__(index, place, kept, member, timing, replica, whole)
         self.samples = 0  # that the clocks since the last push were computed on
+        if kept.owed is not None:
+            self.owe(kept.owed)
+
+    def owe(self, owed: FloatArray) -> None:
+        self.feedback.load_state_dict({"residual": owed})
+        self.kept = replace(self.kept, feedback=self.feedback, owed=None)
 
     def take(self, events: Iterable[MemberEffect], now_ns: int) -> Asks:
         effects: Asks = []
@@ -75,6 +81,12 @@ class Pushing(Seated):
         self.inner = self.samples = 0
         self.due = True
         return self._say(self.exchange.push(pieces, samples), now_ns)
+
+    def give_weights(self, x: FloatArray, now_ns: int) -> Asks:
+        self.feedback.load_state_dict({})  # all that is owed is in them
+        if self.kept.start is not None:
+            self.kept = replace(self.kept, start=x.copy())
+        return super().give_weights(x, now_ns)
 
     def may_publish(self) -> bool:
         return self.ready and self.exchange.may_compute

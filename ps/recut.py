@@ -1,7 +1,8 @@
 """The arrays of one shard out of those of others, which have cut the same keys elsewhere. Pure.
 
 Rules
-- `x`, `p` and `outer.momentum` have one value a key: the runs of keys that two shards have in common are copied.
+- `x`, `p`, `outer.momentum` and what a cluster owes above have one value a key: the runs of keys that two shards have in common
+  are copied.
 - `optimizer.GROUP.PIECE.NAME` is of one piece of a tensor, the PIECE-th of its group in that shard: a value for each key, or
   one for all pieces of the tensor, such as a count of steps.
 - `gain` is of a shard, and measured: the mean of it, by the keys that come from each.
@@ -15,7 +16,7 @@ import numpy as np
 
 from narrows.protocols.keys import Keys, overlaps
 from narrows.protocols.plan import Plan
-from narrows.ps.changes import FloatArray
+from narrows.ps.changes import OWED, FloatArray
 
 OPTIMIZER = "optimizer."
 Arrays = Mapping[str, FloatArray]  # as Store.arrays
@@ -34,7 +35,7 @@ def recut(plan: Plan, before: Sequence[tuple[Keys, Arrays]], keys: Keys) -> dict
     common = overlaps([each for each, _ in before], *keys)
     sources = [(*before[index], low, high) for index, low, high in common]
     made: dict[str, FloatArray] = {}
-    for name in ("x", "p", "outer.momentum"):
+    for name in ("x", "p", "outer.momentum", OWED):
         found = [
             arrays[name][low - begin : high - begin] for (begin, _), arrays, low, high in sources if name in arrays
         ]

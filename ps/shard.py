@@ -18,6 +18,7 @@ from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.plan import Plan
 from narrows.protocols.settings import Settings
 from narrows.ps.above import Above
+from narrows.ps.changes import FloatArray
 from narrows.ps.inbox import Inbox
 from narrows.ps.planned import Means, Planned, pairs
 from narrows.ps.reports import Reports
@@ -43,6 +44,7 @@ class Shard:
         self.trouble = ""
         self.reports = Reports(self._report_of)
         self.told: tuple[object, ...] = ()  # `_standing` as of the newest report
+        self.owed: FloatArray | None = None  # to the run above, by the generation before
 
     @property
     def above(self) -> Above:
@@ -90,6 +92,7 @@ class Shard:
             plan, clock = Plan.unpacked(ledger.plan), max(ledger.restart_clock, 0)
             self.planned = Planned(self.index, self.settings, plan, self.inbox, clock, self.means)
             self.service = Service(self.planned)
+            self.planned.upward.owe(self.owed)
         if self.planned is not None:
             effects += self.planned.seat(ledger, now_ns)
             effects += self.planned.upward.introduce(ledger, now_ns)
@@ -102,6 +105,7 @@ class Shard:
         """A new generation: forget every member and all of the store, and go back to its checkpoint."""
         effects: list[ServerEffect] = []
         reached, clock = self.min_clock, max(ledger.restart_clock, 0)
+        self.owed = self.above.kept.residual if self.planned is not None else self.owed
         self.inbox, self.planned, self.service = Inbox(self.index, self.mode), None, None
         self.settings, self.tried = replace(self.settings, shards=ledger.shards or self.settings.shards), -1
         if self.retired:

@@ -58,6 +58,11 @@ class Upward:
         self.taken = ledger.above
         return None
 
+    def owe(self, owed: FloatArray | None) -> None:
+        """To the run above, from a life before this one; what is known already is newer."""
+        if self.child and owed is not None and self.above.kept.residual is None:
+            self.above.owe(owed)
+
     def renew(self) -> None:
         """Nobody here has a state of before."""
         self.above.kept = replace(self.above.kept, renewed=True)

@@ -97,6 +97,8 @@ class Coordinator:
         for seat in sorted(run.declared, key=lambda seat: seat.rank):
             first, *rest = seat.below.splitlines() or [""]
             what = f"cluster: {first}" if first else f"worker, clock {self.rounds.clock(seat)}"
+            lease_s = self.roster.lease_ns(seat) / NS
+            what += f", lease {lease_s:.0f} s" if lease_s >= run.settings.lease + 1 else ""
             lines += [f"    rank {seat.rank} ({seat.host}) {what}", *(f"    {line}" for line in rest)]
         kept, size = 0, 0
         while kept < len(lines) and size + len(lines[kept]) < TREE_CHARACTERS_MAX:
@@ -279,6 +281,7 @@ class Coordinator:
     def stop(self, now_ns: int) -> list[ServerEffect]:
         """Ctrl-C: checkpoint at the clock reached, and end."""
         text = f"the server was stopped at clock {self.min_clock}"
+        self.above.take(b"", 0)
         refuse = self.roster.refuse_all(m.RefuseCode.SERVER_LOST, text)
         self.generations.end(self.version + 1)
         return [*refuse, *self._broadcast(now_ns)]

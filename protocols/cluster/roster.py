@@ -24,6 +24,8 @@ from narrows.protocols.settings import contradiction
 from narrows.protocols.wire import unpack
 
 LEASE_STEPS = 3  # a lease is never under three measured steps
+ROAD_MAX_NS = 30 * NS  # by so much a road lengthens a lease at most; a server is lost after it, too
+CUT_TRIPS = 5  # on the road of one who connects anew: TCP 1, ZMTP 1.5, CURVE 2, and its first word
 CUT_LEASES = 0.25  # of one whose connection has ended
 CUT_LEAST_NS = 2 * NS  # in which who lives has connected anew
 PROBE_NS = NS  # silence after which a member is sent something
@@ -165,6 +167,7 @@ class Roster(Decision):
         self._saw(seat, now_ns, peer)
         if isinstance(message, m.Heartbeat):
             seat.below, seat.copied = message.below, message.copied
+            seat.road_ns = min(max(0, message.road_ns), ROAD_MAX_NS)
         return seat
 
     def heard(self, worker: int, now_ns: int) -> None:
@@ -207,15 +210,20 @@ class Roster(Decision):
         return [Send(seat.peer, m.Refuse(code, seat.worker, seat.epoch, text)) for seat in there]
 
     def expired(self, now_ns: int) -> list[Seat]:
-        lease_ns, step_ns = int(self.run.settings.lease * NS), self.rounds.step_ns
-        cut_ns = min(lease_ns, max(CUT_LEAST_NS, int(lease_ns * CUT_LEASES)))
+        cut_ns = max(CUT_LEAST_NS, int(self.run.settings.lease * CUT_LEASES * NS))
 
         def gone(seat: Seat) -> bool:
-            if seat.cut_ns and now_ns - seat.cut_ns > cut_ns:
+            lease_ns = self.lease_ns(seat)
+            if seat.cut_ns and now_ns - seat.cut_ns > min(lease_ns, cut_ns + CUT_TRIPS * seat.road_ns):
                 return True
-            return now_ns - seat.seen_ns > max(lease_ns, LEASE_STEPS * step_ns(seat))
+            return now_ns - seat.seen_ns > lease_ns
 
         return [seat for seat in self.run.seats.values() if gone(seat)]
+
+    def lease_ns(self, seat: Seat) -> int:
+        """How long this one may be silent: as was told, or three steps of its own; and its road on top: a word may be as late
+        as that behind the one before."""
+        return max(int(self.run.settings.lease * NS), LEASE_STEPS * self.rounds.step_ns(seat)) + seat.road_ns
 
     def done(self) -> list[Seat]:
         """Those who leave and whose last update every shard has reported: a shard may know it earlier than we do."""

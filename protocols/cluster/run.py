@@ -73,6 +73,7 @@ class Seat:
     before: int = 0  # its epoch before the keys were cut anew, while it does not know, else 0
     key: Key = NO_KEY
     copied: bool = False  # it has a standby, which goes on with another connection
+    road_ns: int = 0  # the longest round trip to it of late, as it says
 
     @property
     def leaving(self) -> bool:

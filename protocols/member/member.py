@@ -155,7 +155,9 @@ class Member:
         self.beat_ns = now_ns
         roster = self.peers.epoch if self.peers is not None else 0
         who = (self.worker, self._known_by)
-        return Send(0, m.Heartbeat(*who, now_ns, roster, self.below(), self.ended, self.move, self.copied))
+        return Send(
+            0, m.Heartbeat(*who, now_ns, roster, self.below(), self.ended, self.move, self.copied, self.meter.road.most)
+        )
 
     def rejoin(self, now_ns: int) -> list[MemberEffect]:
         """Join once more, under a token of its own; what was in flight is given up."""
@@ -263,7 +265,7 @@ class Member:
         """A session with each shard."""
         self.epoch, mode = epoch, self.settings.mode()
         self.views.cut.clear()
-        self.meter = LinkMeter()  # the server may have been started anew, on a machine with another clock
+        self.meter = LinkMeter(road=self.meter.road)  # the server may have been started anew, with another clock
         hosts = (self.welcome.hosts if self.welcome is not None else ()) or ("",) * len(self.ports)
         meters = {host: LinkMeter() for host in hosts} | {"": self.meter}
         self.sessions = [Session(i, epoch, mode, self.timing, meters[host]) for i, host in enumerate(hosts)]
@@ -289,9 +291,7 @@ class Member:
 
     def _beaten(self, message: m.HeartbeatAck, now_ns: int) -> list[MemberEffect]:
         if message.worker == self.worker:
-            if message.echo_ns:  # else it was not asked for
-                self.meter.up.passed(message.echo_ns, message.received_ns)
-            self.meter.down.passed(message.sent_ns, now_ns)
+            self.meter.beat(message.echo_ns, message.received_ns, message.sent_ns, now_ns)
             self.tree = message.tree or self.tree
         return []
 

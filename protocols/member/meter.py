@@ -6,6 +6,7 @@ Rules
 - What a message took beyond the least delay its bytes took; what it spent behind earlier ones counts for those.
 - The least delays of both directions are the round trip: the difference of the clocks cancels.
 - All shards on one machine (Welcome.hosts) share its clock and the link to it: one `LinkMeter` for them all.
+- The longest round trip of a heartbeat of late is what the road may take, with all that it waits for. A lease is longer by it.
 """
 
 from __future__ import annotations
@@ -20,22 +21,41 @@ WINDOW_NS = 30 * NS
 
 
 @dataclass(slots=True)
+class Recent:
+    """The least and the greatest of the values in this window and the one before it."""
+
+    rows: list[list[int]] = field(default_factory=list)  # least and greatest, the newest window first
+    window_ns: int = 0  # when this window began
+
+    def saw(self, value: int, now_ns: int) -> None:
+        if not self.rows or now_ns - self.window_ns >= WINDOW_NS:
+            self.rows, self.window_ns = [[value, value], *self.rows[:1]], now_ns
+        row = self.rows[0]
+        row[:] = min(row[0], value), max(row[1], value)
+
+    @property
+    def least(self) -> int:
+        return min((row[0] for row in self.rows), default=0)
+
+    @property
+    def most(self) -> int:
+        return max((row[1] for row in self.rows), default=0)
+
+
+@dataclass(slots=True)
 class Direction:
     """One way of the link. `bytes` took `busy_ns`, since both were last read."""
 
     bytes: int = 0
     busy_ns: int = 0
     free_ns: int = 0  # when the last payload had left, by the sender's clock
-    least: list[int] = field(default_factory=list)  # delays: of this window and the one before it
-    window_ns: int = 0  # when this window began, by the receiver's clock
+    delays: Recent = field(default_factory=Recent)  # by the receiver's clock
 
     def passed(self, sent_ns: int, received_ns: int, size: int = 0) -> None:
         """A message was timed that carried a payload of `size` bytes."""
-        delay, known = received_ns - sent_ns, bool(self.least)
-        if not known or received_ns - self.window_ns >= WINDOW_NS:
-            self.least, self.window_ns = [delay, *self.least[:1]], received_ns
-        self.least[0] = min(self.least[0], delay)
-        left_ns = received_ns - min(self.least)
+        known = bool(self.delays.rows)
+        self.delays.saw(received_ns - sent_ns, received_ns)
+        left_ns = received_ns - self.delays.least
         if size and known:  # of the first message of all nobody can say how much of its delay was its bytes
             self.bytes += size
             self.busy_ns += max(0, left_ns - max(sent_ns, self.free_ns))
@@ -49,15 +69,24 @@ class LinkMeter:
 
     up: Direction = field(default_factory=Direction)
     down: Direction = field(default_factory=Direction)
+    road: Recent = field(default_factory=Recent)  # round trips of heartbeats, by our own clock
 
     def anew(self) -> None:
         """The server's process is another one, and its clock may have stood still meanwhile."""
         self.up, self.down = Direction(), Direction()
 
+    def beat(self, echo_ns: int, received_ns: int, sent_ns: int, now_ns: int) -> None:
+        """An answer to a heartbeat, as HeartbeatAck has it; `echo_ns` 0: it was not asked for."""
+        if echo_ns:
+            self.up.passed(echo_ns, received_ns)
+            self.road.saw(max(0, now_ns - echo_ns), now_ns)
+        self.down.passed(sent_ns, now_ns)
+
     def read(self) -> LinkSeen:
         """What was seen since it was last read."""
         up, down = self.up, self.down
-        round_trip_ns = max(0, min(up.least) + min(down.least)) if up.least and down.least else 0
+        known = up.delays.rows and down.delays.rows
+        round_trip_ns = max(0, up.delays.least + down.delays.least) if known else 0
         seen = LinkSeen(round_trip_ns, up.bytes, up.busy_ns, down.bytes, down.busy_ns)
         up.bytes = up.busy_ns = down.bytes = down.busy_ns = 0
         return seen

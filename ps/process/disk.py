@@ -72,7 +72,7 @@ class Disk:
             "epoch": coordinator.run.epoch if coordinator is not None else 0,
         }
         self.nbytes, self.prepared = server.shard.nbytes, True
-        self.writer.write(clock, planned.store.arrays(), facts, server.shard.ledger.shared)
+        self.writer.write(clock, planned.arrays(server.shard.ledger), facts, server.shard.ledger.shared)
         if last:
             self.writer.wait()
 

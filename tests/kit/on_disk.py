@@ -28,8 +28,7 @@ class Carried:
         self.cluster, self.index = cluster, index
 
     def send(self, to: Peer, frames: Sequence[Buffer], *, control: bool = False) -> Receipt:
-        peer = COORDINATOR if to == COORDINATORS else to
-        assert isinstance(peer, bytes)
+        peer = COORDINATOR if to == COORDINATORS else self.index if isinstance(to, str) else to
         self.cluster.carry(self.index, Send(peer, decode(frames)))
         return Receipt()
 
@@ -46,11 +45,13 @@ class OnDisk(in_process.Cluster):
 
     lives = 0
 
-    def __init__(self, settings: Settings, folder: Path, resume: bool = False) -> None:
+    def __init__(
+        self, settings: Settings, folder: Path, resume: bool = False, parent: in_process.Cluster | None = None
+    ) -> None:
         OnDisk.lives += 1
         self.folder, self.resume = folder, resume
         self.runners: list[Runner] = []
-        super().__init__(settings)
+        super().__init__(settings, parent, "cluster0")
         with self.changed:
             self.ahead_ns = 0
             self._apply(0, self.servers[0].tick(self.now()))
@@ -64,6 +65,7 @@ class OnDisk(in_process.Cluster):
             first_epoch=OnDisk.lives << 20,
             checkpoint_dir=str(self.folder),
             resume=self.resume,
+            parent="tcp://parent:1" if self.parent is not None else "",
         )
         self.runners.append(Runner(process, Carried(self, index), 1 + index))
         return self.runners[-1].server

@@ -10,6 +10,7 @@ import pytest
 from narrows.protocols.keys import overlaps, split
 from narrows.protocols.plan import Plan, TensorSpec
 from narrows.protocols.wire import pack
+from narrows.ps.changes import OWED
 from narrows.ps.optimizers import TorchOptimizer
 from narrows.ps.recut import recut
 
@@ -38,7 +39,7 @@ def stepped(name: str, shards: int) -> list[tuple[tuple[int, int], dict[str, Any
         for step in range(3):
             gradient = np.sin(np.arange(plan.size) * (step + 1.0)).astype(np.float32)[begin:end]
             optimizer.step(x, gradient, pack([OPTIMIZERS[name]] * 2), [0] if step == 1 else [], 1.0)
-        arrays = {"x": x, "p": x + 1, "outer.momentum": x * 2} | {
+        arrays = {"x": x, "p": x + 1, "outer.momentum": x * 2, OWED: x * 3} | {
             f"optimizer.{n}": v for n, v in optimizer.state().items()
         }
         made.append(((begin, end), arrays))

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import random
 import threading
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from kit.in_process import Cluster, member_of
+from kit.on_disk import OnDisk
 from kit.processes import until
 from kit.pumped import REAL_S, Faults, Held, Script, clock_of, expire, finished, like, pump, steps, waits
-from kit.scripts import Array, build, distance, flat, loss_of, tree
+from kit.scripts import Array, build, distance, flat, loss_of, train, tree
 from kit.seed import SEED
 from kit.trees import ABOVE, BELOW, family, root_model
 
@@ -24,6 +27,8 @@ from narrows.protocols.effects import ServerEffect
 from narrows.protocols.member.member import Phase
 from narrows.protocols.modes import WINDOW
 from narrows.protocols.settings import Settings
+from narrows.ps.changes import OWED, Load
+from narrows.ps.process.checkpoints import read
 from narrows.ps.pushing import Pushing
 from narrows.ps.shard import Shard
 from narrows.worker import DistributedOptimizer, clock
@@ -247,6 +252,71 @@ def test_a_cluster_whose_server_above_is_gone_leaves_a_checkpoint() -> None:
     assert cluster.stopped is not None and cluster.stopped.code == 6
     assert cluster.checkpoints == [clock_of(cluster)]
     assert "the server has not answered for 30 s" in str(script.error)
+
+
+SPARSE = Settings(sync="ssp", compress="topk:0.2+int8", compress_down="dense", shards=2)
+
+
+def stopped_with_a_debt(root: Cluster, folder: Path) -> tuple[OnDisk, Array]:
+    """A cluster below `root` that was stopped by Ctrl-C in the midst of its run; and the model that it had then."""
+    cluster, go = OnDisk(Settings(sync="bsp", push="update", shards=2), folder, parent=root), threading.Event()
+    with tree(root, cluster) as run:
+        script = Script(run, 0, lambda: steps(1000, at=lambda step: go.set() if step == 7 else None))
+        assert pump(run, [root, cluster], go.is_set)
+        cluster.interrupt()
+        assert pump(run, [root, cluster], lambda: script.ended and not cluster.runners[0].running)
+    return cluster, root_model(cluster)
+
+
+def ended(root: Cluster, cluster: Cluster) -> Array:
+    """The model of the run above, after a worker here that adds nothing to it."""
+    with tree(root, cluster) as run:
+        finished(
+            run,
+            [root, cluster],
+            Script(run, 0, lambda: train(2, lambda net: torch.optim.SGD(net.parameters(), lr=0.0))),
+        )
+    return root_model(root)
+
+
+def test_a_cluster_that_is_resumed_owes_what_it_owed(tmp_path: Path) -> None:
+    """The run above gets it once, as the residual of the next update: all that workers here had been acknowledged."""
+    root = Cluster(SPARSE)
+    cluster, had = stopped_with_a_debt(root, tmp_path)
+    owed = np.concatenate([read(tmp_path, shard, clock_of(cluster))[0][OWED] for shard in range(2)])
+    assert distance(root_model(root), had) > 1e-3 and distance(root_model(root) + owed, had) < 1e-5
+    assert distance(ended(root, OnDisk(cluster.settings, tmp_path, resume=True, parent=root)), had) < 1e-5
+
+
+def test_it_owes_nothing_where_the_run_above_begins_with_its_weights(tmp_path: Path) -> None:
+    """Over other shards too."""
+    _, had = stopped_with_a_debt(Cluster(SPARSE), tmp_path)
+    root, below = Cluster(like(SPARSE, shards=3)), Settings(sync="bsp", push="update", shards=3)
+    assert distance(ended(root, OnDisk(below, tmp_path, resume=True, parent=root)), had) < 1e-5
+
+
+def test_a_shard_that_goes_back_owes_what_it_owes(tmp_path: Path) -> None:
+    """Another one failed. What this one has pushed since is in the model above, so an older debt would count twice."""
+    root = Cluster(SPARSE)
+    cluster, go = OnDisk(like(Settings(sync="bsp", push="update"), shards=2), tmp_path, parent=root), threading.Event()
+    with tree(root, cluster) as run:
+        script = Script(run, 0, lambda: steps(1000, at=lambda step: go.set() if step == 7 else None))
+        assert pump(run, [root, cluster], go.is_set)
+        with root.changed:
+            server, coordinator = cluster.servers[0], cluster.servers[0].coordinator
+            assert coordinator is not None and server.shard.above.kept.residual is not None
+            owes = server.shard.above.kept.residual.copy()
+            assert owes.any()
+            ledger = replace(server.shard.ledger, members=(), plan=coordinator.roster.plan_packed)
+            server.shard.handle_ledger(replace(ledger, generation=ledger.generation + 1), root.now())
+            planned = server.shard.planned
+            assert planned is not None
+            arrays = planned.store.arrays()
+            planned.begin(Load(arrays | {OWED: np.ones_like(arrays["x"])}, 0))
+            assert planned.above.kept.residual is not None and np.array_equal(planned.above.kept.residual, owes)
+        run.sessions[0].close(failed=True)
+        cluster.interrupt()
+        pump(run, [root, cluster], lambda: script.ended)
 
 
 # Everything at once.

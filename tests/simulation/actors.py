@@ -32,6 +32,7 @@ from narrows.protocols.member.exchange import Exchange
 from narrows.protocols.member.member import Member, Phase
 from narrows.protocols.modes import Rule
 from narrows.protocols.plan import Plan, TensorSpec, pack_arrays
+from narrows.protocols.runtime.clock import Awake
 from narrows.protocols.settings import Settings
 from narrows.protocols.timing import Timing
 from narrows.protocols.wire import pack, unpack
@@ -336,7 +337,8 @@ class Process:
         self.kills = run.kills_of(self.index) if not self.life else []
         self.leave = -1  # how many effects are still carried out, -1: all
         self.era = 0  # grows where what was being written does not count any more
-        self.missed_ns = self.late_ns()
+        self.leapt_ns = -self.late_ns()
+        self.awake = Awake(self._wall)
         run.checker.server_started(self)
         run.sim.start(self, self.port, self.up)
         shadow_of = type(self).shadow_of
@@ -368,10 +370,19 @@ class Process:
 
     @property
     def now_ns(self) -> int:
-        """By the clock of this process: what it missed is left out, as protocols/runtime/clock.py leaves it out."""
-        return self.run.sim.now_ns - self.missed_ns
+        """What time it is for the machine: the runner's own clock leaves out what this process has missed."""
+        return self.awake.now()
+
+    def _wall(self) -> int:
+        """By the clock of its machine."""
+        return self.run.sim.now_ns + self.leapt_ns
+
+    def leap(self, by_ns: int) -> None:
+        """That clock jumps."""
+        self.leapt_ns += by_ns
 
     def handle(self, source: str, message: m.Message, now_ns: int) -> None:
+        self.awake.turn()
         if source.startswith(STRANGER):
             return self._strange(source, message)
         self.run.checker.heard(self, message)
@@ -391,6 +402,7 @@ class Process:
             self._carry_out(self.server.refused(peer_of(source), error))
 
     def tick(self, now_ns: int) -> None:
+        self.awake.turn()
         self._happen(Event(Kind.TICK, self.now_ns))
 
     def unreached(self, target: str, now_ns: int) -> None:
@@ -402,14 +414,15 @@ class Process:
             self._happen(Event(Kind.LINKED, self.now_ns, values=("",)))
 
     def stop(self, lasts_ns: int) -> None:
-        """It does nothing for so long, and its time stands still."""
+        """It does nothing for so long."""
         self.run.sim.stop(self.run.sim.now_ns + lasts_ns, self.port, self.up)
-        self.missed_ns += lasts_ns
 
     def _happen(self, event: Event, source: str = "") -> None:
         """One event of the machine, and what it asks for, and what follows from that inside it; then all is looked at."""
         run, checker = self.run, self.run.checker
         self.events += 1
+        if event.now_ns < self.server.now_ns:
+            raise Violation(f"time goes back for {self.port}, by {(self.server.now_ns - event.now_ns) / NS} s")
         kill = self.kills.pop() if self.kills and self.kills[-1].event <= self.events else None
         self.leave = kill.effects if kill is not None else -1
         if self.shadow is not None:
@@ -474,7 +487,7 @@ class Process:
             return
         assert isinstance(self.shadow, Kept)
         done = self.shadow.again(self._serve, self._read_again, self._again)
-        self.missed_ns = sim.now_ns - self.server.now_ns
+        self.awake = Awake(self._wall, self.server.now_ns)
         run.checker.replayed(self)
         sim.start(self, self.port, self.up)
         if self.kills or type(self).shadow_of is not None:
@@ -512,7 +525,7 @@ class Process:
         self._on_disk(self.writing)  # the one before is waited for
         self.run.checker.follow(self)
         self.run.checker.saved(self, clock)
-        arrays = {name: array.copy() for name, array in planned.store.arrays().items()}
+        arrays = {name: array.copy() for name, array in planned.arrays(self.shard.ledger).items()}
         self.writing = (clock, arrays, planned.store.publication, planned.plan.packed())
         takes_ns = 0 if self.server.over else self.run.disk.takes_ns(self.index, clock)
         if takes_ns:
@@ -575,9 +588,18 @@ class Worker:
         self.steps = 0
         self.finishing = self.ended = False
         self.asked: set[int] = set()  # shards that were asked for the last model
+        self.leapt_ns = 0
+        self.awake = Awake(self._wall)
         run.sim.start(self, self.name)
-        self._apply(self.member.join(run.sim.now_ns))
-        self._apply(self.member.declare(run.plan, run.sim.now_ns))
+        self._apply(self.member.join(self.awake.now()))
+        self._apply(self.member.declare(run.plan, self.awake.now()))
+
+    def _wall(self) -> int:
+        return self.run.sim.now_ns + self.leapt_ns
+
+    def leap(self, by_ns: int) -> None:
+        """The clock of its machine jumps."""
+        self.leapt_ns += by_ns
 
     @property
     def clock(self) -> int:
@@ -588,11 +610,11 @@ class Worker:
         return self.clock + min((x.min_clock - x.settled for x in self.exchanges), default=0)
 
     def handle(self, source: str, message: m.Message, now_ns: int) -> None:
-        self._apply(self.member.receive(int(source.rpartition("s")[2]), message, now_ns))
+        self._apply(self.member.receive(int(source.rpartition("s")[2]), message, self.awake.turn()))
         self._go()
 
     def tick(self, now_ns: int) -> None:
-        self._apply(self.member.tick(now_ns))
+        self._apply(self.member.tick(self.awake.turn()))
         self._go()
 
     def linked(self, shard: int) -> None:
@@ -614,7 +636,7 @@ class Worker:
                 self.events.append(effect)
 
     def _say(self, shard: int, messages: Sequence[m.Message]) -> None:
-        self._apply(self.member.say(shard, messages, self.run.sim.now_ns) if messages else [])
+        self._apply(self.member.say(shard, messages, self.awake.now()) if messages else [])
 
     # The script.
 
@@ -742,7 +764,7 @@ class Worker:
         if all(x.shared is not None for x in self.exchanges) and len(self.asked) == len(self.exchanges):
             self.run.checker.leaves(self)
             clock, self.exchanges = self.clock, []
-            self._apply(self.member.leave(clock, self.run.sim.now_ns))
+            self._apply(self.member.leave(clock, self.awake.now()))
             return
         for shard, exchange in enumerate(self.exchanges):
             if shard not in self.asked:

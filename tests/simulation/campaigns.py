@@ -32,6 +32,7 @@ LEASE_S = 2.0
 TICK_NS = 200 * MS
 END_NS = 240 * NS  # virtual time in which every run has ended
 LEANING = 4.0  # what the updates of all have in common, where the server looks where they lead
+LEAP_NS = (4 * NS, 60 * NS, 7200 * NS)  # how far a clock jumps at most
 WIRE_EVERY = 16  # one run in so many sends bytes, not objects
 
 # What `local` streams in every other run of it: one clock in flight, two, four.
@@ -68,6 +69,16 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
+class Leap:
+    """At this time the clock of shard or worker `who` jumps, back where `by_ns` is below 0."""
+
+    at_ns: int
+    who: int
+    worker: bool
+    by_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class Case:
     """All of one run."""
 
@@ -87,6 +98,7 @@ class Case:
     torn: int = 0  # one of so many checkpoints is, 0: none
     stranger: bool = False  # somebody says again what workers say, with other values, under their numbers
     liar: int = -1  # the worker whose updates lead against those of the others
+    leaps: tuple[Leap, ...] = ()
 
 
 def case_of(seed: int, restart: bool = False, kills: bool = False) -> Case:
@@ -112,7 +124,18 @@ def _more(case: Case, random: Random, kills: bool) -> Case:
     if kills:
         struck = tuple(killed(random, between(0, settings.shards - 1)) for _ in range(between(1, 5)))
         case = replace(case, kills=struck)
+    if chance(0.25):
+        leaps = tuple(_leap(random, settings) for _ in range(between(1, 3)))
+        case = replace(case, leaps=leaps)
     return case
+
+
+def _leap(random: Random, settings: Settings) -> Leap:
+    """A machine was suspended, or moved to another host; seconds or hours."""
+    between, chance = random.between, random.chance
+    worker, longest_ns = chance(0.5), LEAP_NS[between(0, len(LEAP_NS) - 1)]
+    who = between(0, (settings.workers if worker else settings.shards) - 1)
+    return Leap(between(NS // 4, 4 * NS), who, worker, between(NS // 2, longest_ns) * (-1 if chance(0.5) else 1))
 
 
 def _case_of(seed: int, restart: bool) -> Case:
@@ -218,6 +241,8 @@ class Run:
             self.sim.at(self.sim.random.between(0, 200 * MS), self._work, index, 0)
         if case.crash is not None and case.crash.clock == 0:
             self._crash_worker(300 * MS)
+        for leap in case.leaps:
+            self.sim.at(leap.at_ns, self._leaps, leap)
 
     def send(self, source: str, target: str, message: m.Message) -> None:
         if self.case.wire:
@@ -342,6 +367,12 @@ class Run:
         if process.coordinator.min_clock >= restart.clock and self.disk.shared(self.settings.shards) >= 0:
             self.planned["restart"] = False
             self.sim.at(self.sim.now_ns + restart.later_ns, self._shard_crashes)
+
+    def _leaps(self, leap: Leap) -> None:
+        actor = self.workers.get(leap.who) if leap.worker else self.servers.get(leap.who)
+        if actor is not None:
+            self.sim.struck["clock leapt"] += 1
+            actor.leap(leap.by_ns)
 
     def _shard_stops(self, stop: Fault) -> None:
         process = self.servers.get(stop.who)  # whose keys may have moved

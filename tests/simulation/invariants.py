@@ -32,6 +32,7 @@ from narrows.protocols import messages as m
 from narrows.protocols.cluster.coordinator import Coordinator
 from narrows.protocols.cluster.rounds import GRACE_MAX_NS, GRACE_MIN_NS
 from narrows.protocols.effects import NS, ServerEffect
+from narrows.protocols.runtime.clock import TURN_NS
 from narrows.ps.events import Event
 from simulation.mirrors import BOTH, FloatArray, Given, Held, Mirror, Violation
 
@@ -371,7 +372,7 @@ class Checker:
         if not right or grace_ns > GRACE_MAX_NS:
             raise Violation(f"the grace is {grace_ns / NS} s, asked for were {settings.grace}")
         due_ns = max(self.quorum_ns + grace_ns, self.closable_ns)
-        if self.closable_ns >= 0 and now_ns > due_ns + self.run.sim.tick_ns:
+        if self.closable_ns >= 0 and now_ns > due_ns + self.run.sim.tick_ns + TURN_NS:
             waited = (now_ns - self.quorum_ns) / NS
             raise Violation(
                 f"clock {coordinator.min_clock} is open {waited:.3f} s after its quorum, {grace_ns / NS} allowed"
@@ -411,6 +412,9 @@ class Checker:
             allowed += anew * (case.restart.lasts_ns + 2 * lease_ns)
         if strikes["cut off"] and case.cut is not None and case.cut.way != BOTH:
             allowed += case.cut.lasts_ns  # who is heard and hears nothing keeps its lease
+        allowed += 2 * (
+            case.faults.delay_ns[1] + case.faults.late_ns
+        )  # the road of who died, by which its lease was longer
         allowed += strikes["shard killed"] * (COST_NS + max((kill.lasts_ns for kill in case.kills), default=0))
         if strikes["shard stopped"] and case.stop is not None:
             allowed += case.stop.lasts_ns + lease_ns

@@ -25,6 +25,7 @@ from narrows.protocols.member.member import Member
 from narrows.protocols.member.session import Session
 from narrows.protocols.modes import Mode
 from narrows.protocols.plan import Plan, TensorSpec
+from narrows.protocols.runtime.clock import Awake
 from narrows.protocols.settings import Settings
 from narrows.ps.changes import Change, Fold, Terms
 from narrows.ps.folding import AtOnce
@@ -291,6 +292,12 @@ def with_restart(seed: int) -> Case:
     return case_of(seed, restart=True)
 
 
+def by_the_wall(awake: Awake) -> int:
+    """All that the machine's clock says has passed counts, though nobody was listening; it is not let back."""
+    awake.told = max(awake.told, awake.clock())
+    return awake.told
+
+
 def one_too_far(mode: Mode, clock: int, min_clock: int) -> bool:
     """The bound off by one, for shards and workers alike."""
     return mode.bound is None or clock <= min_clock + mode.bound + 1
@@ -325,6 +332,9 @@ PLANTED: dict[str, tuple[Bug, Callable[[int], Case], str]] = {
     "an update taken in part": ([(Inbox, "next", half_here)], in_parts, "the log gives|publishes|blames"),
     "samples that count for nothing": ([(AtOnce, "_change", alike)], case_of, "weight of|the log gives"),
     "a mean of others than the set": ([(Mean, "of", once_summed)], in_parts, "the log gives|publishes"),
+    "a jump of a clock taken for silence": (
+        [(Awake, "turn", by_the_wall), (Awake, "now", by_the_wall)], case_of, "has not answered for|progress|has not ended"
+    ),
     "a norm of other values": ([(Store, "norm", longer)], clipped_and_screened, "is shrunk by"),
 }  # fmt: skip
 

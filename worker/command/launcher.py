@@ -310,7 +310,9 @@ class Launcher:
                 self.recording.ended(index, self.codes[index])
         codes = [next((self.codes[i] for i in group.members if self.codes[i]), 0) for group in self.groups]
         if not any(codes) and not self.recording.parameters:
-            self.console.say("no copy of the script made a DistributedOptimizer: each ran alone, and nothing was shared")
+            self.console.say(
+                "no copy of the script made a DistributedOptimizer: each ran alone, and nothing was shared"
+            )
         done = self.recording.done(codes)
         self.console.close()
         self.console.err(done)
