@@ -233,11 +233,14 @@ class Engine:
             return loss
         return clipped_step(self.inner, self.flat.parameters, self.max_grad_norm, closure)
 
-    def reduce(self) -> None:
-        """The gradients are those of all ranks of a group."""
-        if self.slice is not None:
-            self.slice.reduce()
+    def reduce(self) -> bool:
+        """The gradients are those of all ranks of a group. False: one has overflowed, and there is none."""
+        if self.slice is None:
+            return True
+        usable = self.slice.reduce()
+        if usable:
             self._count()
+        return usable
 
     def _count(self) -> None:
         """The next push weighs as the samples of all ranks."""

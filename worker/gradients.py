@@ -132,8 +132,7 @@ class Gradients(Updates):
                 loss = closure()
         if self.overlap is not None:
             self._close(self.overlap)
-        else:
-            self.engine.reduce()
+        elif self.engine.reduce():
             self._push()
         self.ready()
         return loss

@@ -66,10 +66,9 @@ def _as_tuples(value: Any) -> Any:
 
 
 def _hang_up(connection: Connection) -> None:
-    """Also where a thread of ours is reading from it."""
+    """The thread of ours that reads from it ends, and lets go of it."""
     with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as there:
         there.shutdown(socket.SHUT_RDWR)
-    connection.close()
 
 
 def send_event(to: Connection, event: Any) -> None:

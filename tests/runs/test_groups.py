@@ -324,9 +324,10 @@ def spoil(model: nn.Module, value: float) -> None:
     gradient[0, 0] = value
 
 
-def test_a_gradient_that_overflows_on_one_rank_is_a_step_for_none() -> None:
+@pytest.mark.parametrize("push", ["gradient", "update"])
+def test_a_gradient_that_overflows_on_one_rank_is_a_step_for_none(push: str) -> None:
     """torch.amp.GradScaler: each rank has a scale of its own."""
-    settings = Settings(workers=1, shards=2, sync="bsp", push="update").validated()
+    settings = Settings(workers=1, shards=2, sync="bsp", push=push).validated()
 
     def script(member: int, own: int) -> Any:
         model = build()

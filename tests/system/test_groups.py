@@ -194,6 +194,26 @@ def test_what_ends_the_session_ends_it_for_all(ranks: Ranks) -> None:
             ranks.ranks[rank].take(GONE_S)
 
 
+def test_a_rank_may_hang_up_in_the_midst_of_what_it_hears(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    link, gone, found = ranks.ranks[1], threading.Event(), list[Any]()
+    connection: Any = link._hub
+    receive = connection._recv
+
+    def at_leisure(size: int) -> Any:
+        gone.wait(GONE_S)
+        return receive(size)
+
+    monkeypatch.setattr(threading, "excepthook", found.append)
+    connection._recv = at_leisure  # after the length of the event's first frame
+    ranks.hub._deliver(e.Held(4))
+    link.close()
+    gone.set()
+    with pytest.raises(GroupEndedError):
+        while True:
+            assert link.take(GONE_S), "the thread that hears has ended without a word"
+    assert not found
+
+
 @pytest.mark.parametrize("politely", [True, False])
 def test_a_rank_that_is_gone_without_a_word_ends_its_group(politely: bool, ranks: Ranks) -> None:
     if politely:
