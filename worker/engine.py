@@ -220,6 +220,7 @@ class Engine:
             raise UsageError("step() after finish(): the run is over for this worker")
         if self.shared.kept is not None:
             raise UsageError("step() while the shared model is shown: call optimizer.train() first, or leave shared()")
+        self.waiting.calls("step()")
         self.waiting.poll()
         loss = self.sync.step(closure)
         self._spread()
@@ -254,13 +255,18 @@ class Engine:
         else:
             self.sync.weigh(samples)
 
+    def meet(self, call: str) -> None:
+        """The script has called this, on all ranks of a group."""
+        self.waiting.calls(call)
+        self.waiting.agree()
+
     def load_residual(self, whole: FloatArray) -> None:
         self.sync.load_residual(whole)
         self._spread()
 
-    def _spread(self, values: Array | None = None) -> None:
+    def _spread(self) -> None:
         if self.slice is not None:
-            self.slice.spread(values)
+            self.slice.spread()
 
     # The shared model and the end.
 
@@ -269,7 +275,7 @@ class Engine:
         if self.finished:
             return
         self.waiting.poll()
-        self.waiting.agree()
+        self.meet("finish()")
         self.shared.end(self.sync.flush())  # what the others flush included
         self._send_buffers()
         self.leave(self.sync.final_clock)

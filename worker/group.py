@@ -3,7 +3,7 @@ gloo between CPUs.
 
 Rules
 - All ranks call the same methods in the same order. What one of them hears alone, such as an event, it brings to `agree` first.
-- A rank that ends ends its group: whatever the others call next raises.
+- A rank that ends ends its group: whatever the others call next raises. One that hangs is named (presence.py).
 """
 
 from __future__ import annotations
@@ -20,19 +20,24 @@ import torch.distributed as dist
 
 from narrows.protocols.errors import NarrowsError, UsageError
 from narrows.protocols.keys import Keys
+from narrows.worker import presence
+from narrows.worker.runner import say
 
 GROUP = "NARROWS_GROUP"  # "1": the processes of this machine are one worker
 START_LIMIT_S = 600.0  # all ranks have begun within this
 WAIT_LIMIT_S = 7200.0  # a rank waits for the others: longer than anything that one of them may wait for
 GLOO = "gloo"
+WHY_MAX = 500  # characters of what torch has to say
 
 
 class GroupEndedError(NarrowsError):
-    """Another process of this group has ended, which says why where it can."""
+    """Another process of this group has ended, which says why where it can; or torch cannot do what they do together."""
 
 
 class Group:
     """All ranks of the default process group. rank: of this process in it; the first one speaks with the server."""
+
+    _presence: presence.Presence | None = None  # once all have it
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -45,6 +50,12 @@ class Group:
                 f"the processes of a group are on {len(hosts)} machines, and a group is one worker of one machine: start "
                 "torchrun --standalone on each machine"
             )
+        memory = self.share(presence.Presence.make(self.size) if self.leads else b"")
+        ours = presence.Presence(memory, self.rank)
+        self.told(b"")
+        self._presence = ours
+        if self.leads:
+            os.unlink(memory)
 
     @staticmethod
     def of_environment() -> Group | None:
@@ -122,11 +133,29 @@ class Group:
 
     def _all_reduce(self, tensor: torch.Tensor, how: Any = dist.ReduceOp.SUM) -> None:
         with _others():
-            dist.all_reduce(tensor, how, self._control)
+            self._wait(dist.all_reduce(tensor, how, self._control, async_op=True))
 
     def _broadcast(self, tensor: torch.Tensor, rank: int) -> None:
         with _others():
-            dist.broadcast(tensor, rank, self._control)
+            self._wait(dist.broadcast(tensor, rank, self._control, async_op=True))
+
+    def _wait(self, work: Any) -> None:
+        """Until all ranks have done it; after TOLD_S say which have not come."""
+        if self._presence is not None:
+            self._presence.come()
+        try:
+            work.wait(timedelta(seconds=presence.TOLD_S))
+        except RuntimeError:
+            if work.is_completed():
+                raise
+            if self._presence is not None and (late := self._presence.missing()):
+                say(late)
+            work.wait()
+
+    def waits(self) -> None:
+        """This rank waits for a server, not for another rank."""
+        if self._presence is not None:
+            self._presence.wait()
 
     # Arrays, where they are. `slices`: the keys of each rank, as they lie in `whole`.
 
@@ -154,10 +183,14 @@ class Group:
 
 @contextmanager
 def _others() -> Iterator[None]:
-    """What torch raises where a rank has ended, as one sentence."""
+    """What torch raises where a rank has ended, as one sentence. It raises the same kind for all else that goes wrong between
+    them, such as two ranks on one GPU."""
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
+        text = " ".join(str(error).partition("Exception raised from")[0].split())[:WHY_MAX]
         raise GroupEndedError(
-            f"another process of this group has ended ({str(error).splitlines()[0][:120]})"
+            f"another process of this group has ended, or they cannot do together what they are to ({text})"
         ) from error

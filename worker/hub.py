@@ -216,6 +216,7 @@ def joined(group: Group, let_in: Callable[[], tuple[Link, Joined]]) -> tuple[Lin
         return cast(Link, Spoke(where[0], where[1], group.rank)), Joined(
             **{name: _as_tuples(v) for name, v in values.items()}
         )
+    group.waits()
     try:
         hub, found = let_in()
         assert isinstance(hub, Hub)

@@ -120,6 +120,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Save the model beside it inside `shared()`: outside, its parameters hold this worker's residual already. Where
         gradients are pushed, the optimizer's moments are the server's, and in its checkpoints.
         """
+        if self._engine is not None:
+            self._engine.meet("state_dict()")
         cut = self._engine.slice if self._engine is not None else None
         with cut.whole_state() if cut is not None else nullcontext():
             state = self.inner.state_dict()
@@ -136,6 +138,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         With --dp-noise it takes no residual: the run that left it may have had no noise.
         """
+        if self._engine is not None:
+            self._engine.meet("load_state_dict()")
         state = dict(state_dict)
         ours = state.pop("narrows", None)
         self.inner.load_state_dict(state)

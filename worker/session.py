@@ -14,6 +14,7 @@ import socket
 import statistics
 import sys
 import threading
+import time
 import traceback
 import uuid
 from collections import deque
@@ -49,6 +50,7 @@ EPSILON_EVERY = 50  # pushes, from one row of the record with epsilon to the nex
 HELD_BACK_MAX = (
     60.0  # updates: of what is known to train the digits of the README hold back 31, a GPT 17 (docs/results.md)
 )
+LAST_S = 5.0  # a process of a group that ends because another has is not the first
 HELD_BACK_OF = 64  # pushes that the median is taken of: a single update may be short
 
 
@@ -277,10 +279,11 @@ def _end(error: NarrowsError) -> NoReturn:
     """End this process with the exit code of `error`, which is one sentence and needs no traceback."""
     if os.environ.get("NARROWS_DEBUG"):
         traceback.print_exception(error)
+    if isinstance(error, GroupEndedError):
+        time.sleep(LAST_S)  # the other process ends first, ps-worker says how, and ends this one
     if _launcher is None:
         print(f"ps-worker: {error}", file=sys.stderr)
-    if not isinstance(error, GroupEndedError):  # else ps-worker has seen which process it was
-        _tell("error", code=error.exit_code, text=str(error))
+    _tell("error", code=error.exit_code, text=str(error))
     sys.stdout.flush()
     sys.stderr.flush()
     _end_group()

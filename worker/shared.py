@@ -31,6 +31,7 @@ class Shared:
         engine = self.engine
         if engine.finished or self.kept is not None:
             return
+        engine.waiting.calls("eval() or shared()")
         kept = engine.flat.kept(), engine.buffers.kept()
         self._set(engine.sync.shared())
         self.kept = kept

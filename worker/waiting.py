@@ -2,6 +2,7 @@
 
 Rules
 - All ranks of a group wait for the same things in the same order, and none goes on before all can.
+- A script calls the same on all ranks. Where it does not, the next agreement says so.
 - What is of the whole run, such as a new place in it or a move of keys, they handle at the same point, between two agreements.
   What is of a shard each handles as it comes.
 """
@@ -14,11 +15,13 @@ from collections.abc import Callable
 from typing import Any
 
 from narrows.protocols.effects import MemberEffect
-from narrows.protocols.errors import NarrowsError
+from narrows.protocols.errors import NarrowsError, UsageError
 from narrows.worker.group import Group
 from narrows.worker.hub import OF_SHARD
 from narrows.worker.runner import Link
 
+# What a script calls on all ranks at once; the last one also where it ends.
+CALLS = ("DistributedOptimizer()", "step()", "eval() or shared()", "state_dict()", "load_state_dict()", "finish()")
 HEARD_LIMIT_S = 60.0  # what one rank has heard all have heard within this
 ENDED_S = 2.0  # another rank has ended: why that was is told within this
 
@@ -30,8 +33,13 @@ class Waiting:
         self.link, self.group, self.handle = link, group, handle
         self.missing: Callable[[], int] = lambda: 0
         self.missed = 0
+        self._call = 0  # of CALLS, the one that this rank is in
         self._of_run: deque[MemberEffect] = deque()  # not handled yet
         self._heard = 0  # of these, so far
+
+    def calls(self, what: str) -> None:
+        """The script has called this; the next agreement of the ranks is about it."""
+        self._call = CALLS.index(what)
 
     def until(self, done: Callable[[], bool], limit_s: float, what: str) -> None:
         """Handle events until `done`, on all ranks of a group. Raises NarrowsError after `limit_s`, and the error that ended
@@ -42,6 +50,8 @@ class Waiting:
                 left = began + limit_s - time.monotonic()
                 if left <= 0:
                     raise NarrowsError(f"waited {limit_s:.0f} s for {what}")
+                if self.group is not None:
+                    self.group.waits()
                 self._take(min(left, 1.0))
             if self._agreed(done()):
                 break
@@ -56,10 +66,9 @@ class Waiting:
         self._agreed(True)
 
     def alone(self) -> None:
-        """The group is over: nobody waits for another rank any more."""
+        """The group is over: nobody waits for another rank any more, and what is of the run needs all of them."""
         self.group = None
-        while self._of_run:
-            self.handle(self._of_run.popleft())
+        self._of_run.clear()
 
     def _take(self, timeout_s: float) -> bool:
         """Whether there was an event."""
@@ -77,7 +86,11 @@ class Waiting:
         """Whether all ranks of a group are done, and none has heard anything of the run. Else all have handled it now."""
         if self.group is None:
             return done
-        all_done, least, self.missed = self._together(lambda group: group.least(done, -self._heard, self.missing()))
+        all_done, least, self.missed, first, last = self._together(
+            lambda group: group.least(done, -self._heard, self.missing(), self._call, -self._call)
+        )
+        if first != -last:
+            self._refuse(self.group)
         newest, deadline = -least, time.monotonic() + HEARD_LIMIT_S
         while self._heard < newest:  # it is on its way to us
             if not self._take(1.0) and time.monotonic() > deadline:
@@ -86,6 +99,17 @@ class Waiting:
         for _ in range(coming):
             self.handle(self._of_run.popleft())
         return bool(all_done) and not coming
+
+    def _refuse(self, group: Group) -> None:
+        """Raise UsageError for what the ranks have called."""
+        ranks: dict[bytes, int] = {}
+        for rank, call in enumerate(group.told(CALLS[self._call].encode())):
+            ranks.setdefault(call, rank)
+        called = " and ".join(f"process {rank} has called {call.decode()}" for call, rank in ranks.items())
+        raise UsageError(
+            f"{called}, but all of them call the same at once: give each as many steps, for a script that ends calls "
+            "finish(), and leave no such call to one process"
+        )
 
     def _together(self, work: Callable[[Group], Any]) -> Any:
         """What the ranks of a group do together. Raises what ended the session, rather than that another rank ended of it."""

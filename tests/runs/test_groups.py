@@ -507,6 +507,45 @@ def test_values_that_are_not_finite_on_one_rank_are_sent_by_none() -> None:
 
 
 @pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda optimizer: optimizer.finish(), "finish"),
+        (lambda optimizer: optimizer.eval(), "eval"),
+        (lambda optimizer: optimizer.state_dict(), "state_dict"),
+        (lambda optimizer: optimizer.load_state_dict({}), "load_state_dict"),
+    ],
+)
+def test_what_one_rank_calls_alone_is_refused_on_all(call: Callable[[Any], None], name: str) -> None:
+    def script(member: int, own: int) -> None:
+        model = build()
+        optimizer = DistributedOptimizer(OPTIMIZERS["sgd"](model), model)
+        with pytest.raises(
+            UsageError, match=rf"process 0 has called step\(\) and process 1 has called {name}\(\)( or shared\(\))?, but all of them"
+        ):
+            call(optimizer) if own else optimizer.step()
+
+    with groups(Settings(workers=1, shards=2, sync="bsp").validated(), [2]) as started:
+        started.together(script)
+
+
+def test_after_the_end_the_model_needs_no_other_rank() -> None:
+    def script(member: int, own: int) -> Any:
+        model = build()
+        optimizer = DistributedOptimizer(OPTIMIZERS["sgd"](model), model)
+        loss_of(model, 0, own, 2).backward()
+        optimizer.step()
+        optimizer.finish()
+        if own:
+            return None
+        with optimizer.shared():
+            return flat(model)
+
+    with groups(Settings(workers=1, shards=2, sync="ssp", compress="topk:0.2+int8").validated(), [2]) as started:
+        found = started.together(script)
+    assert distance(found[0, 0], whole_batches(1, OPTIMIZERS["sgd"])) < 1e-5
+
+
+@pytest.mark.parametrize(
     ("flags", "more", "make", "why"),
     [
         ({"sync": "gossip"}, {}, OPTIMIZERS["sgd"], "under --sync gossip whole models are mixed"),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from kit.processes import GONE_S, Command, serving, started, until
 from kit.scripts import alone
 
@@ -21,8 +22,9 @@ from narrows.protocols import messages as m
 from narrows.protocols.errors import IncompatibleError, NarrowsError, UsageError
 from narrows.protocols.wire import unpack
 from narrows.worker import hub
-from narrows.worker.group import GroupEndedError
+from narrows.worker.group import GroupEndedError, _others
 from narrows.worker.hub import EVENTS, Spoke, owner, receive_event, send_event
+from narrows.worker.presence import Presence
 from narrows.worker.runner import Events
 from narrows.worker.sharded import Sharded
 
@@ -91,6 +93,57 @@ def test_a_group_of_which_one_dies_leaves_and_comes_back_and_the_other_worker_go
         assert {event["worker"] for event in events if event["event"] == "step"} == {0}, "one worker is recorded"
         done = events[-1]
         assert done["exit_codes"] == [0] and 0 < done["bytes_up"] < done["raw_bytes_up"]
+
+
+FAULTY = """
+import os, time, torch
+from narrows.worker import DistributedOptimizer, presence
+
+model = torch.nn.Linear(4, 4)
+optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+presence.TOLD_S = 0.5
+for step in range(4):
+    if step == 3 and os.environ["LOCAL_RANK"] == "1":
+        time.sleep(2)
+        raise ValueError("of the script")
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_a_rank_that_hangs_is_named_and_one_that_raises_is_blamed(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(FAULTY)
+    with started("ps-worker", "-n", "2", "--group", str(path)) as command:
+        assert command.wait() == 1, command
+        told = command.err
+    assert "process 1 has not come to where this group meets for 0.5 s; the others wait\n" in told
+    assert "ValueError: of the script" in told and "process 1 failed with exit code 1; its group ends\n" in told
+    assert "process 0 failed" not in told, "it ended because process 1 did"
+
+
+def test_those_that_wait_name_those_that_do_not() -> None:
+    memory = Presence.make(4)
+    zero, one, two, three = (Presence(memory, rank) for rank in range(4))
+    os.unlink(memory)
+    for each in (one, two):
+        each.come()
+    assert one.missing().startswith("processes 0, 3 have not come")
+    assert not two.missing(), "one of them says it"
+    zero.wait()
+    assert one.missing().startswith("process 3 has not come"), "a server is what the first one waits for"
+    zero.come()
+    assert zero.missing() and not one.missing()
+    three.come()
+    assert not any(each.missing() for each in (zero, one, two, three))
+
+
+def test_what_torch_cannot_do_is_not_only_that_a_rank_has_ended() -> None:
+    error = "NCCL error, invalid usage\nDuplicate GPU detected: rank 0 and 1\nException raised from here\nframe 0"
+    with pytest.raises(GroupEndedError, match=r"or they cannot .* \(NCCL error, .* rank 0 and 1\)$"), _others():
+        raise RuntimeError(error)
+    with pytest.raises(torch.OutOfMemoryError), _others():
+        raise torch.OutOfMemoryError("of this GPU")
 
 
 # The session of the first rank, for all.
@@ -208,10 +261,8 @@ def test_a_rank_may_hang_up_in_the_midst_of_what_it_hears(ranks: Ranks, monkeypa
     ranks.hub._deliver(e.Held(4))
     link.close()
     gone.set()
-    with pytest.raises(GroupEndedError):
-        while True:
-            assert link.take(GONE_S), "the thread that hears has ended without a word"
-    assert not found
+    ended = until(lambda: link._error or found, "the thread to end")
+    assert isinstance(ended, GroupEndedError), found
 
 
 @pytest.mark.parametrize("politely", [True, False])
