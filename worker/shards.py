@@ -22,7 +22,7 @@ from narrows.protocols.member.replica import Piece
 from narrows.protocols.modes import Mode
 from narrows.worker.arrays import Arrays
 from narrows.worker.flat import Array
-from narrows.worker.group import Group
+from narrows.worker.group import Group, GroupEndedError
 from narrows.worker.runner import Link
 from narrows.worker.tuning import Tuning
 
@@ -187,10 +187,10 @@ class Shards:
 
     def push(self, updates: Sequence[Array], dense: bool = False, hyper: bytes = b"") -> None:
         """Send the update of the present clock: of each shard, the keys whose turn it is. Raises NonFiniteError, with nothing
-        sent and nothing changed, for values that cannot be coded, of any rank of a group."""
+        sent and nothing changed, for values that cannot be coded; GroupEndedError where they are another rank's."""
         began = time.monotonic()
         encoded: list[Sequence[Piece]] = []
-        error = NonFiniteError("another process of this group has values that are not finite")
+        error: Exception = GroupEndedError("another process of this group has values that are not finite")
         try:
             for exchange, update in zip(self.exchanges, updates, strict=True):
                 encoded.append(exchange.replica.encode(update, self.clock, dense))  # all before the first leaves

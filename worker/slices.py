@@ -8,6 +8,7 @@ Rules
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -36,11 +37,21 @@ class Slice(Flat):
         for reason in filter(None, (why_whole(type(each)) for each in each_of(inner))):
             raise UsageError(f"each process of a group steps a slice of the model, but {reason}: leave out --group")
         self.flat, self.inner, self.group = flat, inner, group
+        self._check_same()
         self.slices: list[Keys] = []  # of each rank
         self.lacking: list[int] = []  # tensors that had no gradient on any rank
-        self.samples = 0  # of this rank's gradient, 0: as many as the others'
+        self.samples = 0  # of this rank's gradient; 0 counts for nothing where another rank has some
         self.counted = 0  # of all ranks' newest gradients, 0: nobody has counted
         self.scale, self.overflow = 1.0, False  # of this rank's gradient (torch.amp.GradScaler)
+
+    def _check_same(self) -> None:
+        """Raise UsageError where the ranks have different models."""
+        plans = self.group.told(hashlib.sha256(self.flat.plan("", 0.0).packed()).digest())
+        for rank, plan in enumerate(plans):
+            if plan != plans[0]:
+                raise UsageError(
+                    f"the model of process {rank} of this group is not that of process 0: build the same in each"
+                )
 
     @property
     def total(self) -> int:
@@ -96,8 +107,9 @@ class Slice(Flat):
     def _clip(self, norm: float) -> None:
         """As torch.nn.utils.clip_grad_norm_, of all ranks' slices."""
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        squares = (float(torch.linalg.vector_norm(each, dtype=torch.float64)) ** 2 for each in gradients)
-        length = math.sqrt(self.group.sum(math.fsum(squares)))
+        norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in gradients]
+        squares = float(torch.stack(norms).square().sum()) if norms else 0.0  # the device is waited for once
+        length = math.sqrt(self.group.sum(squares))
         if length > norm or not math.isfinite(length):
             torch._foreach_mul_(gradients, norm / (length + 1e-6)) if gradients else None
 
@@ -241,7 +253,7 @@ class Cut(Slice):
 
     def take_state(self) -> None:
         """Of a state of whole tensors, as a script has loaded it, the slice of this rank."""
-        state, taken = self.inner.state, dict[int, State]()
+        state, groups, taken = self.inner.state, self.inner.param_groups, dict[int, State]()
         for tensor, parameter in enumerate(self.flat.parameters):
             if parameter in state:
                 taken[tensor] = dict(state[parameter])
@@ -251,8 +263,9 @@ class Cut(Slice):
                 if tensor in taken:
                     begin = self.offsets[i] - self.flat.offsets[tensor]
                     keys = slice(begin, begin + ours.numel())
-                    shape = self.flat.parameters[tensor].shape
-                    state[ours] = {name: _cut(name, value, shape, keys, ours) for name, value in taken[tensor].items()}
+                    shape, group = self.flat.parameters[tensor].shape, groups[self.flat.group_of[tensor]]
+                    values = taken[tensor].items()
+                    state[ours] = {name: _cut(name, value, shape, keys, ours, group) for name, value in values}
 
     @contextmanager
     def whole_state(self) -> Iterator[None]:
@@ -310,8 +323,10 @@ def _is_part(name: str, value: Any, shape: torch.Size) -> bool:
     return isinstance(value, torch.Tensor) and value.shape == shape and name not in SCALARS
 
 
-def _cut(name: str, value: Any, shape: torch.Size, keys: slice, ours: torch.Tensor) -> Any:
+def _cut(name: str, value: Any, shape: torch.Size, keys: slice, ours: torch.Tensor, group: dict[str, Any]) -> Any:
+    """Where torch has it after load_state_dict: counts are on the host, but for optimizers that read them elsewhere."""
     if not _is_part(name, value, shape):
-        return value
+        there = name not in SCALARS or group.get("capturable") or group.get("fused")
+        return value.to(ours.device) if there and isinstance(value, torch.Tensor) else value
     part = value.detach().reshape(-1)[keys].to(ours.device, copy=True)
     return part.float() if part.is_floating_point() else part
