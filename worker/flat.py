@@ -214,7 +214,8 @@ class FlatModel(Flat):
         """Make the parameters views of one tensor, float32[size], where all of them can be. Then no copy of keys is of many
         tensors. The layers of a recurrent net have one tensor of their own already, which cuDNN asks for."""
         of_recurrent = {id(p) for m in self.model.modules() if isinstance(m, torch.nn.RNNBase) for p in m.parameters()}
-        if any(not _dense(p) or id(p) in of_recurrent for p in self.parameters):
+        devices = {p.device for p in self.parameters}
+        if len(devices) > 1 or any(not _dense(p) or id(p) in of_recurrent for p in self.parameters):
             return
         held = torch.cat([parameter.detach().view(-1) for parameter in self.parameters])
         for i, parameter in enumerate(self.parameters):

@@ -223,6 +223,13 @@ def test_parameters_become_views_of_one_tensor() -> None:
     assert all(p.data_ptr() >= held.held.data_ptr() for p in model.parameters())
 
 
+def test_parameters_on_two_devices_stay_where_they_are() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    flat = FlatModel(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    flat.hold()
+    assert flat.held is None and [str(p.device) for p in net.parameters()] == ["cpu"] * 2 + ["meta"] * 2
+
+
 def test_what_stays_on_the_host_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("NARROWS_ARRAYS", "device")
     with run(Settings(sync="ssp", dp_clip=1.0)) as started:
