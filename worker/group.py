@@ -2,7 +2,7 @@
 gloo between CPUs.
 
 Rules
-- All ranks call the same methods in the same order. What one of them hears alone, such as an event, it brings to `agree` first.
+- All ranks call the same methods in the same order. An event that one of them hears alone it brings to `agree` first.
 - A rank that ends ends its group: whatever the others call next raises. One that hangs is named (presence.py).
 """
 
@@ -99,7 +99,7 @@ class Group:
         return found
 
     def of_first(self, *values: int) -> list[int]:
-        """What the first rank has given."""
+        """The values that the first rank has given."""
         return self.sums(values if self.leads else [0] * len(values))
 
     def sum(self, value: float) -> float:
@@ -113,11 +113,11 @@ class Group:
         self._all_reduce(parts)
 
     def share(self, data: bytes) -> bytes:
-        """What the first rank has given."""
+        """The bytes that the first rank has given."""
         return self._from(0, data)
 
     def told(self, data: bytes) -> list[bytes]:
-        """What each rank has given."""
+        """The bytes that each rank has given."""
         return [self._from(rank, data) for rank in range(self.size)]
 
     def _from(self, rank: int, data: bytes) -> bytes:
@@ -183,7 +183,7 @@ class Group:
 
 @contextmanager
 def _others() -> Iterator[None]:
-    """What torch raises where a rank has ended, as one sentence. It raises the same kind for all else that goes wrong between
+    """Make one sentence of what torch raises where a rank has ended. It raises the same for all else that goes wrong between
     them, such as two ranks on one GPU."""
     try:
         yield

@@ -12,7 +12,7 @@ TOLD_S = 30.0  # a wait of a group is silent for so long
 
 
 class Presence:
-    """Of process `rank`. memory: the path that `make` has returned in the first one; it is nobody's once all have opened it."""
+    """As process `rank` sees it. memory: the path that `make` has returned in the first one, until all have opened it."""
 
     def __init__(self, memory: bytes, rank: int) -> None:
         self.rank = rank
@@ -27,12 +27,12 @@ class Presence:
         return os.fsencode(path)
 
     def come(self) -> None:
-        """To where all of them meet next."""
+        """This process is where all of them meet next."""
         self.calls += 1
         self._all[self.rank] = self.calls
 
     def wait(self) -> None:
-        """For a server, which others may see is no fault of this process."""
+        """This process waits for a server, which is no fault of its own."""
         self._all[self.rank] = -1
 
     def missing(self) -> str:

@@ -1,4 +1,4 @@
-"""What one rank of a group has: some of the model's keys in float32, and its part of the optimizer's state.
+"""One rank of a group has: some of the model's keys in float32, and its part of the optimizer's state.
 
 Rules
 - The slices are those of the shards: a rank has the keys of consecutive shards, and exchanges no others.
@@ -30,7 +30,7 @@ SCALARS = ("step",)  # of an optimizer's state, also where the parameter has no 
 
 
 class Slice(Flat):
-    """What is the same however the model is cut. Raises UsageError for an optimizer that cannot step pieces of tensors."""
+    """The same however the model is cut. Raises UsageError for an optimizer that cannot step pieces of tensors."""
 
     def __init__(self, flat: FlatModel, inner: torch.optim.Optimizer, group: Group) -> None:
         super().__init__([], [], [0])
@@ -87,7 +87,7 @@ class Slice(Flat):
         return nullcontext()
 
     def scaled(self, scale: torch.Tensor | None, overflow: torch.Tensor | None) -> None:
-        """What a GradScaler has multiplied this rank's gradients by, and whether they have overflowed."""
+        """Take what a GradScaler has multiplied this rank's gradients by, and whether they have overflowed."""
         self.scale = 1.0 if scale is None else float(scale)
         self.overflow = overflow is not None and bool(overflow)
 
@@ -127,7 +127,7 @@ class Slice(Flat):
         return bool(self.group.sums([here])[0])
 
     def whole(self, values: FloatArray) -> FloatArray:
-        """Of all ranks, float32[total]: each gives the values of its keys, on the host."""
+        """The values of all ranks, float32[total]: each gives the values of its keys, on the host."""
         found = torch.zeros(self.total)
         found[self.begin : self.offsets[-1]] = torch.from_numpy(values)
         self.group.assemble(found)
@@ -137,7 +137,7 @@ class Slice(Flat):
     # The optimizer's state.
 
     def take_state(self) -> None:
-        """Of a state of whole tensors, as a script has loaded it, the slice of this rank."""
+        """Keep this rank's slice of a state of whole tensors, as a script has loaded it."""
 
     def whole_state(self) -> AbstractContextManager[None]:
         """Inside, the optimizer's state is of whole tensors, on the host."""
@@ -145,7 +145,7 @@ class Slice(Flat):
 
 
 class Cut(Slice):
-    """Of a model that each rank has whole: gradients are summed here, and parameters gathered.
+    """Slices of a model that each rank has whole: gradients are summed here, and parameters gathered.
 
     Memory of the parameters' device: 4 bytes for each key of the model, where gradients are summed, and 4 for each key of the
     slice, beside what the optimizer keeps of the slice.
@@ -252,7 +252,7 @@ class Cut(Slice):
                 group["params"] = before
 
     def take_state(self) -> None:
-        """Of a state of whole tensors, as a script has loaded it, the slice of this rank."""
+        """Keep this rank's slice of a state of whole tensors, as a script has loaded it."""
         state, groups, taken = self.inner.state, self.inner.param_groups, dict[int, State]()
         for tensor, parameter in enumerate(self.flat.parameters):
             if parameter in state:

@@ -1,4 +1,4 @@
-"""What the link of an engine delivers, handled while it waits. The main thread owns it.
+"""Events that the link of an engine delivers, handled while it waits. The main thread owns it.
 
 Rules
 - All ranks of a group wait for the same things in the same order, and none goes on before all can.
@@ -20,7 +20,7 @@ from narrows.worker.group import Group
 from narrows.worker.hub import OF_SHARD
 from narrows.worker.runner import Link
 
-# What a script calls on all ranks at once; the last one also where it ends.
+# A script calls these on all ranks at once; the last one also where it ends.
 CALLS = ("DistributedOptimizer()", "step()", "eval() or shared()", "state_dict()", "load_state_dict()", "finish()")
 HEARD_LIMIT_S = 60.0  # what one rank has heard all have heard within this
 ENDED_S = 2.0  # another rank has ended: why that was is told within this
@@ -112,7 +112,7 @@ class Waiting:
         )
 
     def _together(self, work: Callable[[Group], Any]) -> Any:
-        """What the ranks of a group do together. Raises what ended the session, rather than that another rank ended of it."""
+        """The ranks of a group do this together. Raises what ended the session, rather than that another rank ended of it."""
         assert self.group is not None
         try:
             return work(self.group)

@@ -120,7 +120,7 @@ def test_a_group_of_two_is_one_worker_that_has_both_halves_of_each_batch(mode: s
 def test_ranks_may_have_no_shard_and_shards_may_be_one_each(shards: int) -> None:
     settings = Settings(workers=1, shards=shards, sync="ssp", compress="topk:0.05+int8")
     check_same(trained(settings, [2]), trained(settings, [1]))
-    assert set(trained(settings, [4], parts=4).weights) == {(0, own) for own in range(4)}
+    check_same(trained(settings, [4], parts=4), trained(settings, [1], parts=4))
 
 
 def test_on_a_device_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -428,7 +428,6 @@ def test_counts_of_a_fused_optimizer_are_where_its_parameters_are() -> None:
 
 def test_a_group_whose_lease_ran_out_joins_again_on_all_ranks_at_once() -> None:
     settings = Settings(workers=2, shards=2, sync="ssp", staleness=1, compress="topk:0.2+int8").validated()
-    met: list[int] = []
 
     def script(member: int, own: int) -> Any:
         model = build()
@@ -444,7 +443,6 @@ def test_a_group_whose_lease_ran_out_joins_again_on_all_ranks_at_once() -> None:
             if engine.sync.shards.epoch != epoch:
                 epoch = engine.sync.shards.epoch
                 at.append((step, clock()))
-        met.append(member)
         optimizer.finish()
         with optimizer.shared():
             return flat(model), at
@@ -546,7 +544,8 @@ def test_what_one_rank_calls_alone_is_refused_on_all(call: Callable[[Any], None]
         model = build()
         optimizer = DistributedOptimizer(OPTIMIZERS["sgd"](model), model)
         with pytest.raises(
-            UsageError, match=rf"process 0 has called step\(\) and process 1 has called {name}\(\)( or shared\(\))?, but all of them"
+            UsageError,
+            match=rf"process 0 has called step\(\) and process 1 has called {name}\(\)( or shared\(\))?, but all of them",
         ):
             call(optimizer) if own else optimizer.step()
 
