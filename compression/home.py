@@ -51,6 +51,14 @@ class HostSample(NamedTuple):
         return self.values
 
 
+class Landing(Protocol):
+    """A copy to the host that is under way."""
+
+    def done(self) -> bool: ...
+
+    def wait(self) -> None: ...
+
+
 class Home(Protocol[A]):
     """A is an array, float32[count], of which slices are views. name: of the device."""
 
@@ -95,6 +103,13 @@ class Home(Protocol[A]):
     def host(self, values: A) -> FloatArray:
         """A copy on the host."""
 
+    def landing(self, count: int) -> FloatArray:
+        """Zeros on the host, for `land`."""
+
+    def land(self, values: A, out: FloatArray) -> Landing:
+        """Starts to copy values to a slice of what `landing` gave. They stay as they are until that is done. Copies are done in
+        the order in which they were begun."""
+
     def load(self, values: FloatArray, out: A) -> None:
         """out = values of the host, which may be changed at once."""
 
@@ -103,6 +118,16 @@ class Home(Protocol[A]):
 
     def code(self, compressor: Compressor, values: A, memory: Memory) -> memoryview:
         """Their payload, by itself: what it does not carry is nobody's. Raises NonFiniteError."""
+
+
+class Landed(NamedTuple):
+    """A Landing that is done."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        """Nothing is under way."""
 
 
 class HostHome:
@@ -156,6 +181,13 @@ class HostHome:
 
     def host(self, values: FloatArray) -> FloatArray:
         return values.copy()
+
+    def landing(self, count: int) -> FloatArray:
+        return self.zeros(count)
+
+    def land(self, values: FloatArray, out: FloatArray) -> Landing:
+        np.copyto(out, values)
+        return Landed()
 
     def load(self, values: FloatArray, out: FloatArray) -> None:
         np.copyto(out, values)

@@ -147,7 +147,7 @@ class Arrays:
     def landing(self, turn: int) -> FloatArray:
         """float32[size] of the host, for a push whose parts leave one by one."""
         if not self.landings:
-            self.landings = [self.flat.zeros() for _ in range(self.rounds)]
+            self.landings = [self.home.landing(self.flat.size) for _ in range(self.rounds)]
         return self.landings[turn % len(self.landings)]
 
     def moved(self, keys: Keys, turn: int) -> Array:

@@ -99,7 +99,7 @@ class Gradients(Updates):
         if self.overlap is not None and len(self.overlap.cuts) != len(event.ranges):
             self.overlap.cut(list(event.ranges))
         if self.passes and self.overlap is None:
-            self.overlap = Overlap(self.engine.flat, list(event.ranges), self.passes, self._landed)
+            self.overlap = Overlap(self.engine.flat, list(event.ranges), self.passes, self._landed, self.engine.home)
 
     def handle(self, event: MemberEffect) -> None:
         super().handle(event)

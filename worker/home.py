@@ -7,6 +7,7 @@ on the CPU are taken for a device's, and the CPU's kernels for its own.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -39,6 +40,16 @@ def home_of(flat: FlatModel, why_host: str = "") -> tuple[Home[Any], str]:
     return HOST, f"parameters on {device} are copied through the CPU: {why_host}"
 
 
+def warm_up() -> None:
+    """Compile the kernels of the GPU that the script has begun to use: later that would hold up a run for seconds."""
+    if torch.cuda.is_initialized() and os.environ.get("NARROWS_ARRAYS") != "host":
+        with suppress(RuntimeError):  # which is told where the model is known
+            device_home(torch.device(CUDA, torch.cuda.current_device()))
+
+
+_of_gpus: dict[int, DeviceHome[torch.Tensor]] = {}  # a process has one of each
+
+
 def device_home(device: torch.device) -> DeviceHome[torch.Tensor]:
     """On this device. Raises RuntimeError where there are no kernels for it."""
 
@@ -55,10 +66,13 @@ def device_home(device: torch.device) -> DeviceHome[torch.Tensor]:
         return int(torch.cuda.current_stream(device).cuda_stream)
 
     number = torch.cuda.current_device() if device.index is None else device.index
+    if number in _of_gpus:
+        return _of_gpus[number]
     kernels = kernels_for(f"{CUDA}:{number}", allocate, stream)
     home = DeviceHome(kernels, zeros, f"{CUDA}:{number}")
     try:
         home.warm_up()
     except Exception as error:  # whatever a compiler or a driver may raise: the host's kernels always work
         raise RuntimeError(f"its kernels do not work here ({type(error).__name__}: {error})") from error
+    _of_gpus[number] = home
     return home

@@ -4,19 +4,23 @@ Rules
 - A part leaves once every tensor in it has its gradient of the last backward of the step. The first part of each shard
   is empty and leaves at step(): it carries the hyper-parameters and names the tensors that got no gradient.
 - Between backward and step() nothing may touch p.grad, since it has left: that is found by the tensor's version counter.
+- Where the arrays live on a device, gradients are copied to pinned memory beside the backward pass. A part leaves once its last
+  copy has landed; that is looked at when the next gradient comes, so backward waits for none.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 
 import torch
 
+from narrows.compression.home import HOST, Home, Landed, Landing
 from narrows.protocols.errors import UsageError
 from narrows.protocols.keys import Keys, parts
 from narrows.protocols.wire import FRAME_VALUES
-from narrows.worker.flat import FlatModel, FloatArray
+from narrows.worker.flat import Array, FlatModel, FloatArray
 
 PARTS_AIM = 32  # parts of a shard: the more, the earlier each leaves
 PART_VALUES_MIN = 1 << 18  # 1 MiB: a message of less costs more than the bytes in it
@@ -27,10 +31,17 @@ SendPart = Callable[[int, int, int, Keys, FloatArray], None]  # shard, part, par
 
 
 class Overlap:
-    """Hooks on every parameter of `flat`; `accumulate` backward passes make one step."""
+    """Hooks on every parameter of `flat`; `accumulate` backward passes make one step. `home`: see Arrays."""
 
-    def __init__(self, flat: FlatModel, ranges: list[tuple[int, int]], accumulate: int, send: SendPart) -> None:
-        self.flat, self.accumulate, self.send = flat, accumulate, send
+    def __init__(
+        self,
+        flat: FlatModel,
+        ranges: list[tuple[int, int]],
+        accumulate: int,
+        send: SendPart,
+        home: Home[Array] = HOST,
+    ) -> None:
+        self.flat, self.accumulate, self.send, self.home = flat, accumulate, send, home
         self.lock = threading.Lock()
         self.target: FloatArray | None = None
         self.sent_early = 0  # parts that left during the last backward: for traces
@@ -59,6 +70,9 @@ class Overlap:
         self.calls = [0] * len(self.flat.parameters)
         self.versions: list[tuple[int, int]] = [(0, -1)] * len(self.flat.parameters)
         self.gone: set[tuple[int, int]] = set()
+        self.landing: deque[tuple[int, int, Landing]] = deque()  # parts on their way to the host
+        self.copied: list[torch.Tensor] = []  # what they are copied from
+        self.last: Landing = Landed()  # once it is done, all are
 
     def _hook(self, tensor: int) -> Callable[[torch.Tensor], None]:
         def ready(parameter: torch.Tensor) -> None:
@@ -73,14 +87,28 @@ class Overlap:
         assert self.target is not None and parameter.grad is not None
         if parameter.grad.is_sparse:
             raise UsageError(f"the gradient of {self.flat.names[tensor]!r} is sparse: use --push update")
-        begin, end = self.flat.offsets[tensor], self.flat.offsets[tensor + 1]
+        out = self.target[slice(*self.flat.offsets[tensor : tensor + 2])]
         with torch.no_grad():
-            torch.from_numpy(self.target[begin:end]).view(parameter.shape).copy_(parameter.grad)
+            landing = self.last = self._land(parameter.grad, out)
         self.versions[tensor] = (id(parameter.grad), parameter.grad._version)
         for shard, part in self.parts_of[tensor]:
             self.left[shard][part] -= 1
             if self.left[shard][part] == 0 and part != 0:
-                self._send(shard, part)
+                self.landing.append((shard, part, landing))
+        self._leave()
+
+    def _land(self, gradient: torch.Tensor, out: FloatArray) -> Landing:
+        if self.home is HOST:
+            torch.from_numpy(out).view(gradient.shape).copy_(gradient)
+            return Landed()
+        flat = gradient.detach().reshape(-1).float()  # a copy, where it is not float32 or not contiguous
+        self.copied.append(flat)
+        return self.home.land(flat, out)
+
+    def _leave(self) -> None:
+        """Send the parts that have landed."""
+        while self.landing and self.landing[0][2].done():
+            self._send(*self.landing.popleft()[:2])
 
     def _send(self, shard: int, part: int) -> None:
         assert self.target is not None
@@ -108,6 +136,7 @@ class Overlap:
     def drop(self) -> None:
         """Forget the step under way: its gradients count for nothing."""
         with self.lock:
+            self.last.wait()  # this memory is filled again
             self.target = None
             self._begin()
 
@@ -115,6 +144,9 @@ class Overlap:
         """At step(): send all parts but the first of each shard. Returns the gradients and the tensors without any."""
         with self.lock:
             assert self.target is not None
+            self.sent_early = len(self.gone)
+            self.last.wait()
+            self._leave()
             absent = []
             for tensor, parameter in enumerate(self.flat.parameters):
                 if self.calls[tensor] == 0:
@@ -130,7 +162,6 @@ class Overlap:
                         f"the gradient of {self.flat.names[tensor]!r} was changed between backward() and step(), but with "
                         "overlap=True it has left already: clip with max_grad_norm=, or leave out overlap=True"
                     )
-            self.sent_early = len(self.gone)
             for shard, cuts in enumerate(self.cuts):
                 for part in range(1, len(cuts)):
                     if (shard, part) not in self.gone:

@@ -32,6 +32,7 @@ from narrows.protocols.modes import Rule
 from narrows.protocols.runtime.keys import Secret, member_key
 from narrows.protocols.settings import Settings
 from narrows.protocols.timing import Timing
+from narrows.worker import home
 from narrows.worker.admission import let_in
 from narrows.worker.engine import Engine
 from narrows.worker.group import Group, GroupEndedError
@@ -44,6 +45,7 @@ def warm_up(say: Callable[[str], None]) -> None:
     """Do before joining what holds the interpreter for seconds: heartbeats would stop. `say` is told of the longest."""
     compression.warm_up(say)
     torch.optim.SGD([torch.zeros(1)], lr=0.1)  # the first optimizer imports seconds of torch
+    home.warm_up()
 
 
 EPSILON_EVERY = 50  # pushes, from one row of the record with epsilon to the next

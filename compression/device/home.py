@@ -18,7 +18,7 @@ from narrows.compression.codecs import CODED, RAW, Piece, PieceLike, coded_piece
 from narrows.compression.compressor import Compressor
 from narrows.compression.device.feedback import DeviceErrorFeedback, accumulate, add_raw, decode
 from narrows.compression.device.staging import Staging
-from narrows.compression.home import Cuts, Feedback, Sample
+from narrows.compression.home import Cuts, Feedback, Landing, Sample
 from narrows.compression.kernels.values import INFINITY_KEY
 from narrows.compression.payload import raw_values
 from narrows.compression.reducers import Memory
@@ -143,6 +143,19 @@ class DeviceHome(Generic[A]):
         with self.kernels.active():
             found: FloatArray = self.kernels.read(self._view(values))
         return found
+
+    def landing(self, count: int) -> FloatArray:
+        """Page-locked."""
+        with self.kernels.active():
+            memory: FloatArray = self.kernels.pinned(max(4 * count, 1))[: 4 * count].view(np.float32)
+        memory[:] = 0
+        return memory
+
+    def land(self, values: A, out: FloatArray) -> Landing:
+        """On a stream of its own, after what the caller's stream was given so far."""
+        with self.kernels.active():
+            landing: Landing = self.kernels.fetch([self._view(values).view(np.uint8)], [out.view(np.uint8)])
+        return landing
 
     def load(self, values: FloatArray, out: A) -> None:
         with self.kernels.active():

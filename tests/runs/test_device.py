@@ -20,7 +20,7 @@ from narrows.compression.home import HOST
 from narrows.protocols.errors import NarrowsError
 from narrows.protocols.modes import Rule
 from narrows.protocols.settings import Settings
-from narrows.worker import DistributedOptimizer, engine
+from narrows.worker import DistributedOptimizer, engine, home, overlap
 from narrows.worker.engine import Engine
 from narrows.worker.flat import FlatModel
 from narrows.worker.home import home_of
@@ -278,3 +278,67 @@ def test_parts_leave_during_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -
 
             models.append(started.together(work))
     assert models[0] == models[1]
+
+
+class Late:
+    """A copy that is done, with those `before`, once it was asked for five times, or waited for: until then its bytes are
+    others."""
+
+    def __init__(self, copy: Callable[[], None], before: Late | None) -> None:
+        self.copy, self.before, self.asked, self.over = copy, before, 0, False
+
+    def done(self) -> bool:
+        self.asked += 1
+        if self.asked == 5:
+            self.wait()
+        return self.over
+
+    def wait(self) -> None:
+        if not self.over:
+            if self.before is not None:
+                self.before.wait()
+            self.copy()
+        self.over = True
+
+
+def test_a_part_leaves_once_its_copy_has_landed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device's copies take a while; each is of values that stay as they are meanwhile."""
+    land, landed, early = DeviceHome.land, list[Late](), list[int]()
+
+    def late(self: Any, values: torch.Tensor, out: Any) -> Late:
+        out[:] = float("nan")
+        landed.append(Late(lambda: land(self, values, out).wait(), landed[-1] if landed else None))
+        return landed[-1]
+
+    models = []
+    for where in ("host", "device"):
+        monkeypatch.setenv("NARROWS_ARRAYS", where)
+        monkeypatch.setattr(DeviceHome, "land", late)
+        monkeypatch.setattr(overlap, "PART_VALUES_MIN", 16)
+        with run(Settings(sync="bsp")) as started:
+            model, script = build(), started
+            inner = torch.optim.SGD(model.parameters(), lr=0.05)
+            optimizer = DistributedOptimizer(inner, model, overlap=True, accumulate=2)
+            engine = cast(Any, script.sessions[0].engine)
+            for number in range(6):
+                optimizer.zero_grad()
+                for half in (0, 1):
+                    loss_of(model, number, half, 2).backward()
+                optimizer.step()
+                early.append(engine.sync.overlap.sent_early)
+            models.append(flat(model).tobytes())
+    assert models[0] == models[1]
+    assert len(landed) == 6 * len(list(build().parameters())) and all(each.over for each in landed)
+    assert all(0 < some < whole for whole, some in zip(early[:6], early[6:], strict=True))
+
+
+def test_kernels_of_a_gpu_are_compiled_before_a_worker_joins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiling holds the interpreter, and a lease would run out."""
+    cluster, order = Cluster(Settings(sync="ssp")), list[str]()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(home, "device_home", lambda device: order.append(str(device)))
+    hear = cluster.servers[0].handle
+    monkeypatch.setattr(cluster.servers[0], "handle", lambda *args: (order.append("heard"), hear(*args))[1])
+    with run(cluster.settings, cluster):
+        assert order[:2] == ["cuda:1", "heard"]
