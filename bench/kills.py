@@ -39,14 +39,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from kit.logs import folded, settled, telling, wrong
 from kit.processes import Command, Server, alive, parent, serving, started, until
 
-# digits at a pace that leaves a second server the time to start.
-PACE_S = 0.06
+# digits at a pace that leaves a second server the time to start: slow at the end, while somebody is still to be killed.
+PACE_S, LAST_S, LAST = 0.06, 0.5, 0.8
 TASK = f"""
-import sys, time
+import os, sys, time
 sys.path.insert(0, {str(launch.ROOT / "bench" / "tasks")!r})
 import digits
 plain = digits.record
-digits.record = lambda **values: (time.sleep({PACE_S}), plain(**values))
+def record(**values):
+    last = os.path.exists("HOLD") and digits.step_count() > {LAST} * digits.arguments().steps
+    time.sleep({LAST_S} if last else {PACE_S})
+    plain(**values)
+digits.record = record
 digits.main(digits.arguments())
 """
 WORKERS, SHARDS = 3, 2
@@ -173,7 +177,9 @@ class Run:
                    "--server-timeout", str(SILENT_S))  # fmt: skip
         env = launch.environment() | telling(self.folder / life)
         script = self.folder / "task.py"
-        script.write_text(TASK)
+        hold = self.folder / "hold"
+        hold.touch()
+        script.write_text(TASK.replace("HOLD", str(hold)))
         clocks = self.trial.steps // (LOCAL_STEPS if self.trial.mode == "local" and self.root is None else 1)
         with started(*command, str(script), "--steps", steps, "--seed", seed, "--batch", "48", env=env) as workers:
             seen, deadline = Worker(0, records=[record]), time.monotonic() + END_S
@@ -189,6 +195,8 @@ class Run:
                 if strikes and seen.clock >= strikes[0] * clocks and self._safe():
                     strikes.pop(0)
                     self._strike(workers)
+                if not strikes:
+                    hold.unlink(missing_ok=True)
                 time.sleep(LOOK_S)
             if strikes:
                 self.wrong.append(f"{len(strikes)} strikes were not made")
