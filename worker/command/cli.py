@@ -12,9 +12,8 @@ from narrows.worker.command.options import checked
 
 
 @click.command(context_settings=COMMAND | {"allow_interspersed_args": False})
-@click.option(
-    "--server", default="", help="tcp://HOST:PORT as ps-serve printed it, and after commas its standbys [embedded]"
-)
+@click.option("--server", default=None, help="tcp://HOST:PORT as ps-serve printed it, and after commas its standbys; '' is an "
+              "embedded server [what a manager of several machines says, else embedded]")  # fmt: skip
 @click.option("-n", "--nproc", type=int, default=1, help="copies of the script on this machine [1]")
 @click.option("--group", is_flag=True, help="the copies are one worker: each has a slice of the model, and a gradient is the "
               "mean of theirs")  # fmt: skip
