@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from narrows.protocols.errors import AuthenticationError, IncompatibleError, ServerLostError, UnreachableError
+from narrows.protocols.runtime import signals
 from narrows.protocols.runtime.children import Child, Children, signal_name
 from narrows.protocols.runtime.flags import ALLOCATOR
 from narrows.protocols.wire import pack
@@ -76,8 +77,10 @@ class Launcher:
         self.console = Console()
 
     def run(self) -> int:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda number, frame: self.signals.append(number))
+        signals.hear(self.signals)
+        signal.signal(
+            signal.SIGUSR1, signal.SIG_IGN
+        )  # Slurm sends it as a warning; scripts inherit that, and may handle it
         if self.options.place.manager:
             self.console.say(str(self.options.place))
         parent_fd, our_fd = os.pipe()  # its end tells the workers that we ended, however that was
