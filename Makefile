@@ -9,7 +9,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 FUZZ_SECONDS ?= 60
 
-.PHONY: help install demo test check examples fuzz bench-peers clean
+.PHONY: help install demo test check examples fuzz bench-peers test-ray clean
 
 help:
 	@echo 'make demo         install, then train digits: 4 workers, 2 shards, bounded staleness, 1 % of each update sent'
@@ -18,6 +18,7 @@ help:
 	@echo 'make examples     install trainers (Hugging Face, Accelerate, Lightning, peft) apart, and run examples/ with them'
 	@echo 'make fuzz         every decoder under coverage-guided fuzzing, FUZZ_SECONDS=60 each; installs atheris'
 	@echo 'make bench-peers  install torchft and hivemind for bench/wan.py, each in a .venv-* of its own'
+	@echo 'make test-ray     install Ray in .venv-ray, and test narrows.worker.ray there'
 	@echo 'make clean        remove builds, caches and run output; environments stay'
 
 install: $(INSTALLED)
@@ -65,8 +66,14 @@ bench-peers: .venv-torchft/installed .venv-hivemind/installed
 # By the interpreter of .venv: bench/tasks/bytelm.py trains on its library.
 .venv-%/installed: pyproject.toml constraints.txt | .venv/bin/pip
 	.venv/bin/python -m venv .venv-$*
-	.venv-$*/bin/python -m pip install -c constraints.txt -e '.[$*]'
+	.venv-$*/bin/python -m pip install -c constraints.txt -e '.[$*$(WITH_$*)]'
 	touch $@
+
+WITH_ray := ,dev
+
+test-ray: .venv-ray/installed
+	.venv-ray/bin/python -P -m narrows.compression
+	.venv-ray/bin/pytest tests/system/test_ray.py
 
 clean:
 	rm -rf build dist narrows.egg-info bench/out .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -34,6 +34,7 @@ from narrows.protocols.settings import Settings
 from narrows.protocols.timing import Timing
 from narrows.worker import home
 from narrows.worker.admission import let_in
+from narrows.worker.ending import leave_when_told
 from narrows.worker.engine import Engine
 from narrows.worker.group import Group, GroupEndedError
 from narrows.worker.hub import Hub
@@ -230,6 +231,7 @@ def current() -> Alone | Connected:
             record_fd = os.environ.pop("NARROWS_RECORD_FD", "")
             _launcher = os.fdopen(int(record_fd), "w") if record_fd else None
             _install_hook()
+            leave_when_told()
             _session = Connected(address)
             atexit.register(_at_exit)
         else:

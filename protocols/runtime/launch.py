@@ -15,13 +15,14 @@ import importlib
 import json
 import os
 import select
+import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from narrows.protocols.runtime import interpreter
+from narrows.protocols.runtime import interpreter, signals
 
 # It leaves no name in __main__, which becomes that of a script, and no folder that a script has not on its path.
 WORDS = [
@@ -59,6 +60,8 @@ class Nursery:
     def __init__(self, port: socket.socket) -> None:
         self.port = port
         self.poll = select.poll()
+        self.handlers = {number: signal.getsignal(number) for number in signals.TO_ALL}  # that a child is to have
+        signals.leave_to_parent()
         self.running: dict[int, int] = {}  # children that have not ended, by their pidfd
 
     def tell(self, kind: str, *values: Any) -> None:
@@ -135,6 +138,8 @@ class Nursery:
         for variable, fd in zip(handed, fds[3:], strict=True):
             os.set_inheritable(fd, True)
             env[variable] = str(fd)
+        for known, handler in self.handlers.items():
+            signal.signal(known, handler)
         interpreter.begin(name, env)
         return partial(interpreter.run, words)
 

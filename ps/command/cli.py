@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from narrows.protocols.runtime.flags import COMMAND, run, run_flags
 from narrows.protocols.settings import SHARDS_MAX
@@ -44,6 +45,9 @@ from narrows.ps.command.serve import serve
 @click.option(
     "--record", default="", help="write one JSON object a line to this file: what is said, and what workers send"
 )
+@click.option("--print", default="", metavar="FORMAT", help="write what a manager takes, filled in from the other flags: "
+              "slurm, jobset, dockerfile, sky, dstack, ray or compose")  # fmt: skip
+@click.version_option(package_name="narrows")
 @click.pass_context
 def command(context: click.Context, /, **flags: Any) -> int:
     """Serve one cluster's model: N shards in N processes, one sync mode.
@@ -51,7 +55,15 @@ def command(context: click.Context, /, **flags: Any) -> int:
     Each flag has a variable, NARROWS_<FLAG>, for example NARROWS_BIND; the flag wins. It ends with its last worker; Ctrl-C
     writes a checkpoint and ends it; SIGUSR1 prints all levels of the run.
     """
-    return serve(**flags) if context.invoked_subcommand is None else 0
+    if context.invoked_subcommand is not None:
+        return 0
+    if form := flags.pop("print"):
+        from narrows.ps.command.printing import printed
+
+        bound = context.get_parameter_source("bind") is not ParameterSource.DEFAULT
+        click.echo(printed(form, bound=bound, **flags), nl=False)
+        return 0
+    return serve(**flags)
 
 
 @command.command()

@@ -21,6 +21,7 @@ import click
 from narrows.protocols.addresses import ANY_HOSTS, parse_address
 from narrows.protocols.errors import LocalProtocolError, NarrowsError, UsageError
 from narrows.protocols.modes import Rule
+from narrows.protocols.runtime import signals
 from narrows.protocols.runtime.children import Child, Children, Event, signal_name
 from narrows.protocols.runtime.flags import ALLOCATOR
 from narrows.protocols.settings import Settings
@@ -80,8 +81,10 @@ class Cluster:
 
     def listen(self) -> None:
         """Hear what this process is told: signals, and the end of stdin where it is embedded."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda number, frame: self.signals.append(number))
+        if EMBEDDED:
+            signals.leave_to_parent()
+        else:
+            signals.hear(self.signals)
         signal.signal(signal.SIGUSR1, lambda number, frame: self.asked.append(number))
 
         def until_stdin_ends() -> None:

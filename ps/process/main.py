@@ -8,9 +8,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import sys
 from functools import partial
+
+from narrows.protocols.runtime import signals
 
 DESCRIPTORS_MAX = 1 << 16
 JOURNAL = ("NARROWS_JOURNAL_0", "NARROWS_JOURNAL_1")  # variables that name the descriptors of its files
@@ -28,7 +29,7 @@ def may_open_more() -> None:
 
 def main() -> int:
     may_open_more()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole foreground group; the parent decides
+    signals.leave_to_parent()
     told = json.loads(os.read(0, 1 << 20))  # the rest of stdin is watched by the runner, unbuffered
     from narrows.compression import warm_up
     from narrows.protocols.errors import NarrowsError

@@ -25,13 +25,14 @@ import torch
 from torch import nn
 
 from kit.scripts import flat
+from narrows.worker.command.managers import MANAGERS
 from narrows.worker.session import Connected
 
 BIN = Path(sys.executable).parent
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 60.0  # for what takes a few seconds on an idle machine
 GONE_S = 15.0  # a busy machine included: in which nothing may be left of a command
-FOREIGN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+FOREIGN = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} | {manager.there for manager in MANAGERS}
 
 # Trains until it has made argv[1] steps, or for ever; %s may do something in each.
 SCRIPT = """

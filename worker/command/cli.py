@@ -12,9 +12,8 @@ from narrows.worker.command.options import checked
 
 
 @click.command(context_settings=COMMAND | {"allow_interspersed_args": False})
-@click.option(
-    "--server", default="", help="tcp://HOST:PORT as ps-serve printed it, and after commas its standbys [embedded]"
-)
+@click.option("--server", default=None, help="tcp://HOST:PORT as ps-serve printed it, and after commas its standbys; '' is an "
+              "embedded server [what a manager of several machines says, else embedded]")  # fmt: skip
 @click.option("-n", "--nproc", type=int, default=1, help="copies of the script on this machine [1]")
 @click.option("--group", is_flag=True, help="the copies are one worker: each has a slice of the model, and a gradient is the "
               "mean of theirs")  # fmt: skip
@@ -34,6 +33,7 @@ from narrows.worker.command.options import checked
               "has imported torch")  # fmt: skip
 @click.option("-m", "module", is_flag=True, help="run a module instead of a script: -m MODULE ARGS...")
 @run_flags
+@click.version_option(package_name="narrows")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT.py|MODULE ARGS...")
 def command(**flags: Any) -> int:
     """Train SCRIPT.py ARGS... with N workers of a run.

@@ -17,12 +17,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from narrows.protocols.errors import AuthenticationError, IncompatibleError, ServerLostError, UnreachableError
+from narrows.protocols.runtime import signals
 from narrows.protocols.runtime.children import Child, Children, signal_name
 from narrows.protocols.runtime.flags import ALLOCATOR
 from narrows.protocols.wire import pack
 from narrows.worker.command import surroundings
 from narrows.worker.command.console import Console
-from narrows.worker.command.options import RANKS, Options, above
+from narrows.worker.command.options import Options
 from narrows.worker.command.recording import Recording
 
 SERVER_START_S = 150.0
@@ -76,8 +77,12 @@ class Launcher:
         self.console = Console()
 
     def run(self) -> int:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda number, frame: self.signals.append(number))
+        signals.hear(self.signals)
+        signal.signal(
+            signal.SIGUSR1, signal.SIG_IGN
+        )  # Slurm sends it as a warning; scripts inherit that, and may handle it
+        if self.options.place.manager:
+            self.console.say(str(self.options.place))
         parent_fd, our_fd = os.pipe()  # its end tells the workers that we ended, however that was
         try:
             code = self._prepare()
@@ -147,18 +152,18 @@ class Launcher:
         return env | own | (self._in_group(index) if options.group else self._in_run(index))
 
     def _in_run(self, index: int) -> dict[str, str]:
-        """A launcher above us (torchrun, Slurm, Ray) numbers its tasks, of which each is one ps-worker. Without one the session
-        sets what only the server knows."""
-        rank, local_rank, world_size = (above(name, default) for name, default in RANKS.items())
-        count = self.options.nproc
-        local = str(local_rank * count + index)
+        """A manager numbers its tasks, of which each is one ps-worker. What the server alone knows the session sets."""
+        place, count = self.options.place, self.options.nproc
+        local = str(place.local_rank * count + index)
         if not self.options.rank_variables:
             return {"NARROWS_LOCAL_RANK": local}
         return {
-            "RANK": str(rank * count + index),
+            "RANK": str((place.rank or 0) * count + index),
             "LOCAL_RANK": local,
-            "WORLD_SIZE": str(world_size * count),
-            "NARROWS_SETS": " ".join(name for name in ("RANK", "WORLD_SIZE") if name not in os.environ),
+            "WORLD_SIZE": str((place.world_size or 1) * count),
+            "NARROWS_SETS": " ".join(
+                name for name, told in (("RANK", place.rank), ("WORLD_SIZE", place.world_size)) if told is None
+            ),
         }
 
     def _in_group(self, index: int) -> dict[str, str]:

@@ -13,13 +13,13 @@ from narrows.protocols.errors import UsageError
 from narrows.protocols.modes import MODES
 from narrows.protocols.runtime.flags import given
 from narrows.protocols.settings import Settings
-
-RANKS = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1}  # variables of a launcher above, and what they are without one
+from narrows.worker.command.managers import Place, place
 
 
 @dataclass(frozen=True)
 class Options:
-    """The flags of one ps-worker, checked. `words`: what follows `python`. `run`: those of the run that were given."""
+    """The flags of one ps-worker, checked. `words`: what follows `python`. `run`: those of the run that were given. `place`:
+    which ps-worker of a manager's job this is."""
 
     server: str
     nproc: int
@@ -36,6 +36,7 @@ class Options:
     key: str
     words: list[str]
     run: dict[str, Any]
+    place: Place
 
     @property
     def workers(self) -> int:
@@ -43,12 +44,14 @@ class Options:
         return 1 if self.group else self.nproc
 
 
-def checked(command: tuple[str, ...], module: bool, **flags: Any) -> Options:
-    """Raises UsageError, one sentence that names the flag."""
-    run = given(flags)
+def checked(command: tuple[str, ...], module: bool, server: str | None, **flags: Any) -> Options:
+    """`server`: "" is an embedded one, None what the manager says. Raises UsageError, one sentence that names the flag."""
+    run, here = given(flags), place(os.environ)
     options = Options(
         words=["-m", *command] if module else [*command],
         run=run,
+        place=here,
+        server=here.server if server is None else server,
         **{name: value for name, value in flags.items() if name in Options.__annotations__},
     )
     if options.nproc < 1:
@@ -65,8 +68,6 @@ def checked(command: tuple[str, ...], module: bool, **flags: Any) -> Options:
         raise UsageError("name the script to run: ps-worker [flags] SCRIPT.py ARGS...")
     if not module and not Path(command[0]).is_file():
         raise UsageError(f"{command[0]}: there is no such script")
-    for name, default in RANKS.items():
-        above(name, default)
     if options.key:
         if not options.server:
             raise UsageError("--key: the embedded server is on this machine alone and has none; give --server too")
@@ -91,10 +92,3 @@ def checked(command: tuple[str, ...], module: bool, **flags: Any) -> Options:
         )
     run |= {"workers": settings.workers, "shards": settings.shards}
     return options
-
-
-def above(name: str, default: int) -> int:
-    value = os.environ.get(name) or str(default)
-    if not value.isdigit():
-        raise UsageError(f"the variable {name} is {value!r}, which is no number: unset it")
-    return int(value)

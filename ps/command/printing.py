@@ -1,0 +1,300 @@
+"""ps-serve --print FORMAT: the file that a manager takes, filled in from the other flags.
+
+FORMATS is the one table. Each function takes a Recipe and returns the file. tests/system/test_printing.py hands each printed
+command to the parsers of its flags.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Callable
+from textwrap import dedent, indent
+from typing import Any
+
+from narrows.protocols.addresses import ANY_HOST, ANY_HOSTS, parse_address
+from narrows.protocols.errors import UsageError
+from narrows.protocols.modes import Rule
+from narrows.protocols.runtime.flags import given
+from narrows.protocols.settings import Settings
+from narrows.ps.command.recipe import END_S, PORT, READY, SCRIPT, Recipe, listed, shell
+from narrows.ps.command.serve import checked
+
+
+def slurm(recipe: Recipe) -> str:
+    """A heterogeneous job: the server on the node of the batch script, the workers as one step of the second component."""
+    server = recipe.host or "$(hostname)"
+    serve = shell(recipe.serve("$folder", "--ready-file", "$folder.ready"))
+    work = shell(recipe.work("$server", script=['"$@"']))
+    return f"""#!/bin/bash
+# Narrows on Slurm: a server, and {recipe.workers} workers. Run it with: sbatch FILE {SCRIPT[0]} ARGS...
+# 120 s before its time is over the server writes a checkpoint, and the job is queued again: it goes on from there.
+{recipe.note()}
+#SBATCH --job-name=narrows
+#SBATCH --time=24:00:00
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --signal=B:TERM@{END_S}
+#SBATCH --ntasks=1
+#SBATCH --cpus-per-task={recipe.shards + 1}
+#SBATCH hetjob
+#SBATCH --ntasks={recipe.workers}
+# Add what a worker needs: #SBATCH --gpus-per-task=1
+
+server={server}
+folder=narrows-$SLURM_JOB_ID
+again=
+rm -f "$folder.ready"
+
+{serve} &
+serve=$!
+trap 'again=1; kill -TERM "$serve"' TERM
+until [ -e "$folder.ready" ] || [ -n "$again" ] || ! kill -0 "$serve" 2>/dev/null; do sleep 1; done
+
+srun --het-group=1 {work} &
+workers=$!
+wait -n "$serve" "$workers"  # until one of them ends, or the signal comes
+code=$?
+if [ -n "$again" ]; then
+    wait "$serve" "$workers"
+    scontrol requeue "$SLURM_JOB_ID"
+    exit 0
+fi
+# A server without workers ends by itself, and so do workers without a server.
+timeout 60 tail --pid="$serve" -f /dev/null || kill -TERM "$serve"
+timeout 60 tail --pid="$workers" -f /dev/null || kill -TERM "$workers"
+wait "$serve" || code=$?
+wait "$workers" || code=$?
+exit "$code"
+"""
+
+
+def _pod(name: str, command: list[str], more: str, keys: bool, disk: bool) -> str:
+    """The template of a pod with one container."""
+    key = "server" if disk else "worker"
+    secret = f"{{secretName: narrows-keys, defaultMode: 256, items: [{{key: {key}.key, path: {key}.key}}]}}"
+    mounts = [("keys", "/keys", f"secret: {secret}")] if keys else []
+    if disk:
+        mounts += [("members", "/keys/members", "secret: {secretName: narrows-members}")] if keys else []
+        mounts += [("run", "/run/narrows", "persistentVolumeClaim: {claimName: narrows}")]
+    volumes = "".join(f"\n  - name: {each}\n    {what}" for each, _, what in mounts)
+    mounted = "".join(f"\n    - {{name: {each}, mountPath: {path}}}" for each, path, _ in mounts)
+    return "\n".join(
+        (
+            "spec:",
+            "  restartPolicy: OnFailure",
+            f"  terminationGracePeriodSeconds: {END_S}",
+            *([f"  volumes:{volumes}"] if mounts else []),
+            "  containers:",
+            f"  - name: {name}",
+            "    image: narrows:latest  # ps-serve --print dockerfile",
+            f"    command: {listed(command)}",
+            *([f"    volumeMounts:{mounted}"] if mounts else []),
+            *([indent(more, "    ")] if more else []),
+        )
+    )
+
+
+def jobset(recipe: Recipe) -> str:
+    """Workers start once the server's pod is ready, and the set is done when they are."""
+    ports = "\n".join(f"- containerPort: {recipe.port + shard}" for shard in range(recipe.shards))
+    ready = f"ports:\n{ports}\nreadinessProbe:\n  exec: {{command: [test, -e, {READY}]}}\n  periodSeconds: 2"
+    serve = recipe.serve("/run/narrows", "--ready-file", READY, keys="/keys")
+    work = recipe.work("narrows-server-0-0.narrows", keys="/keys")
+    keys = bool(recipe.keys)
+    secret = "".join(
+        f"\n#   kubectl create secret generic {name} --from-file={shlex.quote(recipe.keys + folder)}"
+        for name, folder in (("narrows-keys", ""), ("narrows-members", "/members"))
+    )
+    server = indent(_pod("ps-serve", serve, ready, keys, disk=True), " " * 10)
+    workers = indent(_pod("ps-worker", work, "", keys, disk=False), " " * 10)
+    return f"""\
+# Narrows on Kubernetes: kubectl apply -f FILE. It needs JobSet (jobset.sigs.k8s.io), the image of --print dockerfile with
+# {SCRIPT[0]} in it, and a PersistentVolumeClaim named narrows for checkpoints. A server that is lost is started again and
+# goes on from there; a worker that is lost is started again, and joins.
+{recipe.note(secret)}
+apiVersion: jobset.x-k8s.io/v1alpha2
+kind: JobSet
+metadata:
+  name: narrows
+spec:
+  successPolicy: {{operator: All, targetReplicatedJobs: [workers]}}
+  failurePolicy: {{maxRestarts: 10}}
+  replicatedJobs:
+  - name: server
+    replicas: 1
+    template:
+      spec:
+        completionMode: Indexed
+        completions: 1
+        parallelism: 1
+        backoffLimit: 10
+        template:
+{server}
+  - name: workers
+    replicas: 1
+    dependsOn:
+    - {{name: server, status: Ready}}
+    template:
+      spec:
+        completionMode: Indexed
+        completions: {recipe.workers}
+        parallelism: {recipe.workers}
+        backoffLimit: 100
+        template:
+{workers}
+"""
+
+
+def dockerfile(recipe: Recipe) -> str:
+    return f"""# Build it in the folder of Narrows, with {SCRIPT[0]} in it: docker build -f FILE -t narrows:latest .
+FROM python:3.12-slim
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
+WORKDIR /job
+COPY . .
+RUN pip install --no-cache-dir . && python -P -m narrows.compression
+"""
+
+
+def _everywhere(recipe: Recipe, server: str, rank: str, folder: str) -> str:
+    """One script for all machines: that of rank 0 has the server, too."""
+    head = shell(recipe.serve(folder, keys="/keys"))
+    work = shell(recipe.work("$server", keys="/keys"))
+    return f"""server={server}
+if [ "{rank}" = 0 ]; then
+  {head} &
+fi
+{work} || exit
+wait  # for the server, which ends with its last worker
+"""
+
+
+def sky(recipe: Recipe) -> str:
+    keys = f"  /keys: {json.dumps(recipe.keys)}\n" if recipe.keys else ""
+    run = _everywhere(recipe, '$(echo "$SKYPILOT_NODE_IPS" | head -n 1)', "$SKYPILOT_NODE_RANK", "/checkpoints")
+    return f"""# Narrows on SkyPilot: sky jobs launch FILE. A job that is recovered goes on from /checkpoints.
+{recipe.note()}
+name: narrows
+num_nodes: {recipe.workers}
+workdir: .
+file_mounts:
+  /checkpoints: {{name: narrows-checkpoints, mode: MOUNT_CACHED}}  # a bucket of this name
+{keys}setup: |
+  pip install . && python -P -m narrows.compression
+run: |
+{indent(run, "  ")}"""
+
+
+def dstack(recipe: Recipe) -> str:
+    keys = f"files: [{json.dumps(recipe.keys + ':/keys')}]\n" if recipe.keys else ""
+    run = "chmod -R go= /keys\n" if recipe.keys else ""
+    run += _everywhere(recipe, "$DSTACK_MASTER_NODE_IP", "$DSTACK_NODE_RANK", "/checkpoints")
+    return f"""# Narrows on dstack: dstack apply -f FILE, on a fleet with placement: cluster.
+{recipe.note()}
+type: task
+name: narrows
+nodes: {recipe.workers}
+python: "3.12"
+repos: [.]
+{keys}volumes:
+- {{instance_path: /narrows, path: /checkpoints}}  # a network volume would outlive the instance
+commands:
+- pip install . && python -P -m narrows.compression
+- |
+{indent(run, "  ")}"""
+
+
+def ray(recipe: Recipe) -> str:
+    flags = {"workers": (1, recipe.workers), "shards": recipe.shards, "keys": recipe.keys or None}
+    flags |= {name: value for name, value in recipe.run.items() if name not in flags}
+    told = "".join(f"    {name}={value!r},\n" for name, value in flags.items() if value is not None)
+    return f'''"""Narrows on Ray: python FILE. It runs where `ray.init` finds the cluster."""
+
+import ray
+from narrows.worker.ray import train
+
+ray.init(address="auto")
+result = train(
+    {SCRIPT[0]!r},
+{told})
+print(result)
+'''
+
+
+def compose(recipe: Recipe) -> str:
+    """Two cities on one machine: a network each, and one between their servers and the one above."""
+    above = recipe.serve("/run/narrows", "--ready-file", READY, run=dict(recipe.run) | {"workers": 2, "shards": recipe.shards},
+                         keys="/keys")  # fmt: skip
+    city = {"workers": recipe.workers, "shards": recipe.shards, "sync": "bsp"}
+    key = ["--parent-key", "/keys/{}.key"] if recipe.keys else ["--insecure"]
+    parent = ["--parent", f"tcp://above:{recipe.port}", *key]
+    names = ("leipzig", "jena")
+    disk = ["./narrows:/run/narrows", *([f"{recipe.keys}:/keys:ro"] if recipe.keys else [])]
+    cities = ""
+    for name in names:
+        inside = Recipe(ANY_HOST, recipe.port, recipe.workers, recipe.shards, city, "")
+        serve = inside.serve("/run/narrows", "--ready-file", READY, *(word.format(name) for word in parent), run=city)
+        serve += [] if "--insecure" in serve else ["--insecure"]  # inside a city, where only its workers are
+        work = inside.work(name, "-n", str(recipe.workers))
+        own = [f"{recipe.keys}/{name}.key:/keys/{name}.key:ro"] if recipe.keys else []
+        cities += _service(name, serve, [name, "between"], own, "above")
+        cities += _service(f"{name}-workers", work, [name], [], name)
+    together = " && ".join(
+        f"ps-serve keys add {name} --role cluster --keys {shlex.quote(recipe.keys)}" for name in names
+    )
+    note = (
+        f"# Keys, once: ps-serve keys init {shlex.quote(recipe.keys)} && {together}" if recipe.keys else recipe.note()
+    )
+    return dedent(f"""\
+        # Two cities on one machine: docker compose -f FILE up. It needs the image of --print dockerfile.
+        {note}
+        services:
+        """) + _service("above", above, ["between"], disk, "") + cities + dedent("""\
+        networks:
+          between: {}
+          leipzig: {}
+          jena: {}
+        """)  # fmt: skip
+
+
+def _service(name: str, command: list[str], networks: list[str], volumes: list[str], after: str) -> str:
+    lines = [f"{name}:", "  image: narrows:latest", f"  command: {listed(command)}", f"  networks: {listed(networks)}"]
+    if volumes:
+        lines.append(f"  volumes: {listed(volumes)}")
+    if after:
+        lines.append(f"  depends_on: {{{after}: {{condition: service_healthy}}}}")
+    if READY in command:
+        lines += [
+            f"  stop_grace_period: {END_S}s",
+            f"  healthcheck: {{test: [CMD, test, -e, {READY}], interval: 2s, retries: 60}}",
+        ]
+    return indent("\n".join(lines), "  ") + "\n"
+
+
+FORMATS: dict[str, Callable[[Recipe], str]] = {
+    "slurm": slurm,
+    "jobset": jobset,
+    "dockerfile": dockerfile,
+    "sky": sky,
+    "dstack": dstack,
+    "ray": ray,
+    "compose": compose,
+}
+
+
+def printed(form: str, bind: str, bound: bool, keys: str, insecure: bool, resume: bool, **flags: Any) -> str:
+    """The file of this format. `bound`: --bind was given. Raises UsageError, one sentence that names the flag."""
+    if form not in FORMATS:
+        raise UsageError(f"--print {form}: the formats are {', '.join(FORMATS)}")
+    run = given(flags)
+    for name in ("parent", "parent_key", "standby", "join", "replicas", "ready_file", "record", "checkpoint_dir"):
+        if flags[name]:
+            raise UsageError(f"--print {form}: leave out --{name.replace('_', '-')}, and write it into what is printed")
+    settings = Settings(**run).validated()
+    host, port = parse_address("--bind", bind, any_port=True)
+    checked(settings, f"tcp://{ANY_HOST}:{port or PORT}", "", open_to_all=False, resume=False)
+    known = host if bound and host not in ANY_HOSTS else ""
+    folder = os.path.abspath(keys) if keys else ""
+    resume = settings.mode().rule is not Rule.MIX
+    return FORMATS[form](Recipe(known, port or PORT, settings.workers, settings.shards, run, folder, resume))

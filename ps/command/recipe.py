@@ -1,0 +1,68 @@
+"""The commands of a run that a manager starts, as lists of words. A server goes on from its checkpoints: a manager may end it
+and start it again."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from narrows.protocols.addresses import ANY_HOST
+
+PORT = 5555  # where --bind names none
+SCRIPT = ["train.py"]  # to be replaced by the user
+WAIT_S = 300  # that a worker waits for a server whose machine is still being started
+READY = "/tmp/narrows-ready"  # in a container of its own
+END_S = 120  # from a manager's warning to its kill: a checkpoint is written meanwhile
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What the flags say. `host`: "" is any. `run`: the flags of the run that were given. `keys`: the folder, "" without.
+    `resume`: the server has a model to go on from."""
+
+    host: str
+    port: int
+    workers: int
+    shards: int
+    run: Mapping[str, Any]
+    keys: str
+    resume: bool = True
+
+    def serve(
+        self, folder: str, *more: str, run: Mapping[str, Any] | None = None, keys: str | None = None
+    ) -> list[str]:
+        """A server that goes on from `folder`. `run`: instead of these flags. `keys`: where the folder is mounted."""
+        words = ["ps-serve", "--bind", f"tcp://{self.host or ANY_HOST}:{self.port}"]
+        words += _flags({"workers": self.workers, "shards": self.shards} | dict(self.run) if run is None else run)
+        words += ["--keys", self.keys if keys is None else keys] if self.keys else [] if self.host else ["--insecure"]
+        return [*words, "--checkpoint-dir", folder, *["--resume"] * self.resume, *more]
+
+    def work(self, server: str, *more: str, script: list[str] = SCRIPT, keys: str | None = None) -> list[str]:
+        """Workers of the server at this host."""
+        address = f"tcp://{server}:{self.port}"
+        key = ["--key", f"{self.keys if keys is None else keys}/worker.key"] if self.keys else []
+        return ["ps-worker", "--server", address, *key, "--connect-timeout", str(WAIT_S), *more, *script]
+
+    def note(self, add: str = "") -> str:
+        """What is to be done about keys, as a comment."""
+        if self.keys:
+            name = shlex.quote(self.keys)
+            return f"# Keys, once: ps-serve keys init {name} && ps-serve keys add worker --keys {name}{add}"
+        return "# Without keys anyone who reaches the port can join. --print with --keys DIR makes a file with keys."
+
+
+def _flags(values: Mapping[str, Any]) -> list[str]:
+    return [word for name, value in values.items() for word in ("--" + name.replace("_", "-"), str(value))]
+
+
+def shell(words: list[str]) -> str:
+    """One line of sh; $NAME and "$@" stay what they are."""
+    return " ".join(word if word == '"$@"' else f'"{word}"' if "$" in word else shlex.quote(word) for word in words)
+
+
+def listed(words: list[str]) -> str:
+    """A list of YAML."""
+    return json.dumps(words)

@@ -1,0 +1,60 @@
+"""What a manager says of its ps-workers: one table, and the one line that ps-worker prints of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from kit.processes import finished
+
+from narrows.protocols.errors import UsageError
+from narrows.worker.command.managers import Place, place
+
+CLOSED = "tcp://127.0.0.1:1"
+SLURM = {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "4"}
+TASK = SLURM | {"SLURM_STEP_ID": "0"}
+SKY = {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.8"}
+
+
+@pytest.mark.parametrize(("env", "expected"), [
+    ({}, Place()),
+    ({"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8"}, Place("torchrun", 5, 1, 8)),
+    ({"RANK": "5"}, Place("torchrun", 5)),
+    ({"LOCAL_RANK": "1", "WORLD_SIZE": "8"}, Place()),  # of nobody who counts
+    (TASK, Place("Slurm", 3, 1, 4)),
+    (SLURM, Place()),  # a batch script, which is no task
+    (TASK | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}, Place("torchrun", 0, 0, 2)),
+    (TASK | {"OMPI_COMM_WORLD_RANK": "6", "OMPI_COMM_WORLD_LOCAL_RANK": "2", "OMPI_COMM_WORLD_SIZE": "9"},
+     Place("Open MPI", 6, 2, 9)),
+    ({"JOB_COMPLETION_INDEX": "2"}, Place("Kubernetes", 2)),
+    (SKY, Place("SkyPilot", 1, 0, 2, "tcp://10.0.0.7:5555")),
+    ({"SKYPILOT_NODE_RANK": "0", "SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_IPS": "10.0.0.7"}, Place("SkyPilot", 0, 0, 1)),
+    ({"DSTACK_NODE_RANK": "1", "DSTACK_NODES_NUM": "3", "DSTACK_MASTER_NODE_IP": "10.0.0.7"},
+     Place("dstack", 1, 0, 3, "tcp://10.0.0.7:5555")),
+    ({"DSTACK_NODE_RANK": "0", "DSTACK_NODES_NUM": "1", "DSTACK_MASTER_NODE_IP": ""}, Place("dstack", 0, 0, 1)),
+])  # fmt: skip
+def test_the_first_manager_that_is_there_is_heard(env: dict[str, str], expected: Place) -> None:
+    assert place(env) == expected
+
+
+def test_a_number_that_is_none_is_named() -> None:
+    with pytest.raises(UsageError, match="the variable SLURM_LOCALID is 'x', which is no number: unset it"):
+        place(TASK | {"SLURM_LOCALID": "x"})
+
+
+SAYS = "import os\nprint(*(os.environ.get(name, 'none') for name in ('RANK', 'WORLD_SIZE', 'NARROWS_SERVER', 'NARROWS_SETS')))"
+
+
+@pytest.mark.parametrize(("env", "flags", "said", "told"), [
+    (SKY, [], "SkyPilot says: rank 1, local rank 0, world size 2, server tcp://10.0.0.7:5555", "1 2 tcp://10.0.0.7:5555 "),
+    (SKY, ["--server", CLOSED], "SkyPilot says: rank 1,", f"1 2 {CLOSED} "),
+    ({"JOB_COMPLETION_INDEX": "2"}, ["--server", CLOSED], "Kubernetes says: rank 2, local rank 0\n",
+     f"2 1 {CLOSED} WORLD_SIZE"),
+])  # fmt: skip
+def test_ps_worker_prints_what_a_manager_says_and_a_flag_wins(
+    env: dict[str, str], flags: list[str], said: str, told: str, tmp_path: Path
+) -> None:
+    (tmp_path / "script.py").write_text(SAYS)
+    code, out, err = finished("ps-worker", "--rank-variables", *flags, str(tmp_path / "script.py"), env=env)
+    assert code == 0 and out == told + "\n"
+    assert err.count(" says: ") == 1 and f"ps-worker: {said}" in err

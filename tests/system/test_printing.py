@@ -1,0 +1,167 @@
+"""What ps-serve --print writes: it parses, and each command in it is one that the parsers of its flags take."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from narrows.protocols.errors import UsageError
+from narrows.protocols.runtime.flags import given
+from narrows.protocols.settings import Settings
+from narrows.ps.command import cli as serve
+from narrows.ps.command.printing import FORMATS
+from narrows.ps.command.serve import checked
+from narrows.worker.command import cli as worker
+from narrows.worker.command.options import checked as worker_checked
+
+FLAGS = "--workers 4 --shards 2 --sync local --local-steps 8 --compress topk:0.11+sign --bind tcp://0.0.0.0:6001"
+VARIANTS = [FLAGS, f"{FLAGS} --keys /srv/run/KEYS", "--sync gossip --workers 3"]
+YAML = ("jobset", "sky", "dstack", "compose")
+
+
+def printed(form: str, flags: str) -> str:
+    result = CliRunner().invoke(serve.command, ["--print", form, *flags.split()], standalone_mode=False)
+    assert result.exception is None and result.return_value == 0, result
+    return result.output
+
+
+def scripts(form: str, text: str) -> Iterator[str]:
+    """The shell in it."""
+    if form == "slurm":
+        yield text
+    elif form in ("sky", "dstack"):
+        document = yaml.safe_load(text)
+        yield from (document["setup"], document["run"]) if form == "sky" else document["commands"]
+
+
+def commands(form: str, text: str) -> Iterator[list[str]]:
+    """Each ps-serve and ps-worker that it starts."""
+    for script in scripts(form, text):
+        for line in script.splitlines():
+            if found := re.match(r"\s*(?:srun --het-group=1 )?(ps-(?:serve|worker) .*?)(?: &| \|\| exit)?$", line):
+                yield shlex.split(found[1])
+    if form == "compose":
+        yield from (service["command"] for service in yaml.safe_load(text)["services"].values())
+    if form == "jobset":
+        for job in yaml.safe_load(text)["spec"]["replicatedJobs"]:
+            yield from (each["command"] for each in job["template"]["spec"]["template"]["spec"]["containers"])
+
+
+def parsed(words: list[str]) -> dict[str, Any]:
+    command: click.Command = serve.command if words[0] == "ps-serve" else worker.command
+    with command.make_context(words[0], words[1:], **command.context_settings) as context:
+        return dict(context.params)
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+
+
+@pytest.mark.parametrize("flags", VARIANTS)
+@pytest.mark.parametrize("form", [form for form in FORMATS if form not in ("dockerfile", "ray")])
+def test_each_command_is_one_that_our_parsers_take(form: str, flags: str) -> None:
+    text = printed(form, flags)
+    seen = [*commands(form, text)]
+    names = [words[0] for words in seen]
+    assert names == ["ps-serve", *["ps-serve", "ps-worker"] * 2] if form == "compose" else ["ps-serve", "ps-worker"]
+    for words in seen:
+        params = parsed([re.sub(r"\$\{?\w+\}?", "name", word) for word in words])
+        if words[0] == "ps-serve":
+            settings = Settings(**given(params)).validated()
+            checked(
+                settings, params["bind"], params["parent"], not (params["keys"] or params["insecure"]), params["resume"]
+            )
+            assert params["checkpoint_dir"]
+        else:
+            script = "train.py" if params["command"] == ("$@",) else params["command"][0]
+            key = params.pop("key")
+            assert key == ("" if "--keys" not in flags or form == "compose" else key) and key.endswith(
+                ("worker.key", "")
+            )
+            options = worker_checked(**params | {"command": (script,), "key": ""})
+            assert options.server.startswith("tcp://") and options.connect_timeout == 300
+    for script in scripts(form, text):
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+
+
+def test_the_flags_arrive() -> None:
+    (server, *_) = commands("slurm", printed("slurm", FLAGS))
+    params = parsed(server)
+    assert given(params) == {"workers": 4, "shards": 2, "sync": "local", "local_steps": 8, "compress": "topk:0.11+sign"}
+    assert params["bind"] == "tcp://0.0.0.0:6001" and params["insecure"] and params["resume"]
+    (server, own) = commands("slurm", printed("slurm", "--bind tcp://127.0.0.1:6001"))
+    assert parsed(server)["bind"] == "tcp://127.0.0.1:6001" and not parsed(server)["insecure"]  # for one machine
+    assert "server=127.0.0.1\n" in printed("slurm", "--bind tcp://127.0.0.1:6001") and own[2] == "tcp://$server:6001"
+
+
+def test_what_a_jobset_waits_for_and_when_it_is_done() -> None:
+    spec = yaml.safe_load(printed("jobset", f"{FLAGS} --keys KEYS"))["spec"]
+    server, workers = spec["replicatedJobs"]
+    assert workers["dependsOn"] == [{"name": "server", "status": "Ready"}]
+    assert spec["successPolicy"] == {"operator": "All", "targetReplicatedJobs": ["workers"]}
+    assert (
+        workers["template"]["spec"]["completions"] == 4 and workers["template"]["spec"]["completionMode"] == "Indexed"
+    )
+    pods = [job["template"]["spec"]["template"]["spec"] for job in (server, workers)]
+    (container,) = pods[0]["containers"]
+    assert [port["containerPort"] for port in container["ports"]] == [6001, 6002]
+    assert container["readinessProbe"]["exec"]["command"][-1] == parsed(container["command"])["ready_file"]
+    secrets = [[item["key"] for item in pod["volumes"][0]["secret"]["items"]] for pod in pods]
+    assert secrets == [["server.key"], ["worker.key"]]  # a worker does not see the server's
+    for pod in pods:
+        assert {each["name"] for each in pod["volumes"]} == {
+            each["name"] for each in pod["containers"][0]["volumeMounts"]
+        }
+
+
+def test_services_of_compose_reach_each_other() -> None:
+    services = yaml.safe_load(printed("compose", f"{FLAGS} --keys KEYS"))["services"]
+    for name, service in services.items():
+        params = parsed(service["command"])
+        for address in (params.get("server") or params.get("parent"),):
+            if address:
+                other = services[address.removeprefix("tcp://").partition(":")[0]]
+                assert set(service["networks"]) & set(other["networks"]), name
+        assert set(service.get("depends_on", {})) <= set(services)
+    assert parsed(services["above"]["command"])["workers"] == 2
+
+
+def test_the_script_for_ray_calls_a_function_with_its_own_parameters() -> None:
+    (call,) = [
+        node
+        for node in ast.walk(ast.parse(printed("ray", f"{FLAGS} --keys KEYS")))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "train"
+    ]
+    told = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+    assert told["workers"] == (1, 4) and told["shards"] == 2 and told["keys"] == os.path.abspath("KEYS")
+    assert told["sync"] == "local" and told["local_steps"] == 8
+
+
+@pytest.mark.parametrize(("flags", "why"), [
+    ("--print systemd", "--print systemd: the formats are slurm, jobset"),
+    ("--print slurm --sync sometimes", "--sync sometimes: unknown mode"),
+    ("--print slurm --compress int9", "--compress int9"),
+    ("--print slurm --parent tcp://a:1", "leave out --parent"),
+])  # fmt: skip
+def test_what_cannot_be_printed_is_named(flags: str, why: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(why)):
+        CliRunner().invoke(serve.command, flags.split(), standalone_mode=False, catch_exceptions=False)
+
+
+def test_help_names_each_format() -> None:
+    option = next(each for each in serve.command.params if each.name == "print")
+    assert isinstance(option, click.Option) and option.help is not None
+    assert all(re.search(rf"\b{form}\b", option.help) for form in FORMATS)

@@ -1,0 +1,105 @@
+"""Signals as managers send them: to every process of a job at once, twice, or by the end of a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from kit.processes import BIN, GONE_S, Worker, alive, descendants, environment, serving, started, until
+
+from narrows.protocols.errors import ServerLostError
+
+
+def to_all(pid: int, number: int) -> list[int]:
+    """As Slurm does with the processes of a step, and systemd with those of a service."""
+    pids = [pid, *descendants(pid)]
+    for each in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(each, number)
+    return pids
+
+
+def test_ps_serve_decides_alone_what_a_signal_to_all_its_processes_means(tmp_path: Path) -> None:
+    with serving("--shards", "2", "--checkpoint-dir", str(tmp_path)) as server:
+        worker = Worker(server.address)
+        worker.train(5)
+        to_all(server.command.pid, signal.SIGUSR1)  # which shows the run, and ends nothing
+        until(lambda: "the run:" in server.command.out, str(server.command))
+        worker.train(2)
+        pids = to_all(server.command.pid, signal.SIGTERM)
+        os.kill(server.command.pid, signal.SIGTERM)  # again, from the shell of a batch script: it is the same one
+        with pytest.raises(ServerLostError, match="the server was stopped at clock "):
+            worker.train(100_000)
+        worker.session.link.close()
+        assert server.command.wait(GONE_S) == 128 + signal.SIGTERM, server.command
+        until(lambda: not any(map(alive, pids)), "all processes to be gone", GONE_S)
+        assert "was killed" not in server.command.out
+    assert (tmp_path / "model.safetensors").exists(), server.command
+
+
+def test_a_terminal_that_is_closed_ends_ps_serve_with_a_checkpoint(tmp_path: Path) -> None:
+    ours, theirs = os.openpty()
+    ready, folder = tmp_path / "ready", tmp_path / "checkpoints"
+    words = ("--bind", "tcp://127.0.0.1:0", "--ready-file", str(ready), "--checkpoint-dir", str(folder))
+    command = subprocess.Popen(
+        ["setsid", "--ctty", str(BIN / "ps-serve"), *words], stdin=theirs, stdout=theirs, stderr=theirs, env=environment()
+    )  # fmt: skip
+    os.close(theirs)
+    try:
+        until(ready.exists, "ps-serve")
+        worker = Worker(json.loads(ready.read_text())["address"])
+        worker.train(5)
+        os.close(ours)
+        with pytest.raises(ServerLostError, match="the server was stopped at clock "):
+            worker.train(100_000)
+        worker.session.link.close()
+        assert command.wait(GONE_S) == 128 + signal.SIGHUP
+    finally:
+        for pid in descendants(command.pid) if command.poll() is None else []:
+            os.kill(pid, signal.SIGKILL)
+        command.kill()
+        command.wait()
+    assert (folder / "model.safetensors").exists()
+
+
+LEAVES = """
+import os, time, torch
+from narrows.worker import DistributedOptimizer
+
+model = torch.nn.Linear(4, 2)
+optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model)
+child = 0
+try:
+    for step in range(6000):
+        if step == 3 and not (child := os.fork()):
+            time.sleep(60)
+            os._exit(0)
+        optimizer.zero_grad()
+        model(torch.ones(3, 4)).square().sum().backward()
+        optimizer.step()
+        if step == 5:
+            print("trains", flush=True)
+        time.sleep(0.01)
+except KeyboardInterrupt:
+    print("told", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    raise
+"""
+
+
+def test_a_worker_that_is_told_to_end_with_all_others_leaves_the_run(tmp_path: Path) -> None:
+    """And what it has forked ends as it would without us."""
+    script, folder = tmp_path / "script.py", tmp_path / "checkpoints"
+    script.write_text(LEAVES)
+    with started("ps-worker", "--checkpoint-dir", str(folder), str(script)) as command:
+        until(lambda: command.out == "trains\n" or command.process.poll() is not None, str(command))
+        to_all(command.pid, signal.SIGUSR1)  # a warning of Slurm, that the script does not handle
+        pids = to_all(command.pid, signal.SIGTERM)
+        assert command.wait(GONE_S) == 128 + signal.SIGTERM, command
+        until(lambda: not any(map(alive, pids)), "all processes to be gone", GONE_S)
+        assert command.out == f"trains\ntold {-signal.SIGTERM}\n" and "Traceback" not in command.err, command
+    assert (folder / "model.safetensors").exists(), command
