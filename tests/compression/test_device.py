@@ -156,8 +156,8 @@ def test_a_warm_up_reaches_every_kernel_that_is_used() -> None:
 class Wrong(HostKernels):
     """In the last bit of what is added."""
 
-    def scatter_add_as(self, name: str, coded: Any, indices: Any, weight: Any, out: Any) -> None:
-        super().scatter_add_as(name, coded, indices, np.float32(weight) * np.float32(1 + 2**-23), out)
+    def scatter_add_as(self, name: str, coded: Any, indices: Any, weight: Any, out: Any, record: Any = None) -> None:
+        super().scatter_add_as(name, coded, indices, np.float32(weight) * np.float32(1 + 2**-23), out, record)
 
 
 def test_a_device_that_computes_something_else_is_not_used() -> None:
