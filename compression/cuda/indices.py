@@ -97,7 +97,7 @@ def choose(
     indices: DeviceArray, count: int, strided: bool,
     parameters: Written, low_words: Written, head: Written, record: Written, done: Written,
 ) -> None:  # fmt: skip
-    """What each way costs; of grouped Rice its parameters, and words of lows before each tile of groups. Then the way."""
+    """The costs of each way; the parameters of grouped Rice, its words of lows before each tile of groups; then the way."""
     t = cuda.threadIdx.x
     kept = indices.size - record[MISSING]
     first = first_parameter(kept, count)

@@ -205,8 +205,8 @@ def raise_to(record: DeviceArray, slot: int, own: Any) -> None:
 
 @device
 def last_block(done: DeviceArray) -> Any:
-    """Whether this block is the last of its grid to come here; every thread calls it, once. What all blocks wrote before is
-    then seen by this one (the fences of CUDA's threadFenceReduction). done: int64[1], zero between launches."""
+    """Whether this block is the last of its grid to come here; every thread calls it, once. This one then sees all
+    that any block wrote before (the fences of CUDA's threadFenceReduction). done: int64[1], zero between launches."""
     last = cuda.shared.array(1, np.int32)
     cuda.threadfence()
     cuda.syncthreads()

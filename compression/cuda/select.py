@@ -5,7 +5,7 @@ totals. A second kernel walks the set bits only and writes them where they belon
 totals count keys above in their low half and keys equal in their high half, so one scan does for ties too.
 
 Keys are bits & key_mask. A search for the key of rank k goes by its digits: the last block of each kernel that counts a
-digit picks it. What is found lies in the record (kernels/record.py), where the next kernel reads it: the host knows none of it.
+digit picks it. All that is found lies in the record (kernels/record.py), where the next kernel reads it; the host knows none.
 """
 
 from typing import Any
@@ -146,8 +146,7 @@ def _readers(read4: Any, read4_inside: Any, read: Any) -> tuple[Any, Any]:
             cuda.syncthreads()
             begin = np.int64(tile) * TILE
             if wide and begin + TILE <= size:
-                for j in range(0, 8, 2):
-                    place = 4 * (j * THREADS + t)
+                for place in range(4 * t, TILE, 8 * cuda.blockDim.x):
                     next_place = place + 4 * THREADS
                     four, next_four = read4_inside(arrays, begin + place), read4_inside(arrays, begin + next_place)
                     hits, next_hits = _hits(four, mask, least), _hits(next_four, mask, least)
@@ -208,7 +207,7 @@ def emit_candidates(
 def histogram(
     bits: DeviceArray, search: int, digit: int, key_mask: int, k: int, record: Written, done: Written, wide: bool
 ) -> None:
-    """Of `digit`, 0 to 2, among keys that have the digits found so far; of bits, record[SHORT] at the end are none."""
+    """Counts `digit`, 0 to 2, of keys that have the digits found so far. The last record[SHORT] of bits are none."""
     bins = cuda.shared.array(BINS, np.uint32)
     clear_bins(bins)
     shift = np.uint32(20 - 10 * digit)
@@ -322,27 +321,6 @@ def search_for(threshold: int, k: int, record: Written) -> None:
     record[LAST + 1] = k
 
 
-@device
-def _block_digit(bins: DeviceArray, state: DeviceArray, digit: int, wanted: int, above: int) -> None:
-    """state = the digit of rank `wanted`, the keys above it; by a block, of which all keys are counted."""
-    bin_mask = 2047 if digit == 0 else 1023
-    cuda.syncthreads()
-    each = (bin_mask + 1) // THREADS
-    first = bin_mask - cuda.threadIdx.x * each
-    own = np.uint64(0)
-    for j in range(each):
-        own += np.uint64(bins[first - j])
-    before, _ = block_scan(own)
-    over = np.int32(np.int64(before) + above)
-    for j in range(each):
-        here = np.int32(bins[first - j])
-        if over < wanted and wanted <= over + here:
-            state[0] = first - j
-            state[1] = over
-        over = np.int32(over + here)
-    cuda.syncthreads()
-
-
 @kernel
 def top_of_each(
     arrays: LastWritten, k: int, block: int, slots: Written, patterns: Written, totals: Written,
@@ -359,28 +337,39 @@ def top_of_each(
         begin = np.int64(number) * block
         end = min(begin + block, sums.size)
         wanted = np.int32((k * (end - begin) + block - 1) // block)
-        clear_bins(bins)
         if wide:  # blocks begin at multiples of four, and only the last one may end elsewhere
             for i in range(begin + 4 * t, end, 4 * THREADS):
-                four = four_bits(sum4_at(arrays, i, wide))
-                for b in range(4):
-                    if i + b < end:
-                        cuda.atomic.add(bins, (four[b] & np.uint32(0x7FFFFFFF)) >> np.uint32(20), np.uint32(1))
+                sum4_at(arrays, i, wide)
         else:
             for i in range(begin + t, end, THREADS):
-                pattern = bits_of(sum_at(arrays, i))
-                cuda.atomic.add(bins, (pattern & np.uint32(0x7FFFFFFF)) >> np.uint32(20), np.uint32(1))
-        _block_digit(bins, state, 0, wanted, 0)
-        prefix, above = np.uint32(state[0]), state[1]
-        for digit in range(1, 3):
+                sum_at(arrays, i)
+        prefix, above = np.uint32(0), np.int32(0)
+        for digit in range(3):
+            bin_mask = 2047 if digit == 0 else 1023
             shift = np.uint32(20 - 10 * digit)
+            parent = np.uint32(31 if digit == 0 else 30 - 10 * digit)
             clear_bins(bins)
             for i in range(begin + t, end, THREADS):
                 key = np.uint32(bits_of(sums[i]) & np.uint32(0x7FFFFFFF))
-                if np.uint32(key >> np.uint32(shift + np.uint32(10))) == prefix:
-                    cuda.atomic.add(bins, (key >> shift) & np.uint32(1023), np.uint32(1))
-            _block_digit(bins, state, digit, wanted, above)
-            prefix, above = np.uint32((prefix << np.uint32(10)) | np.uint32(state[0])), state[1]
+                if np.uint32(key >> parent) == prefix:
+                    cuda.atomic.add(bins, (key >> shift) & np.uint32(bin_mask), np.uint32(1))
+            cuda.syncthreads()
+            each = (bin_mask + 1) // THREADS
+            first = bin_mask - t * each
+            own = np.uint64(0)
+            for j in range(each):
+                own += np.uint64(bins[first - j])
+            before, _ = block_scan(own)
+            over = np.int32(np.int64(before) + above)
+            for j in range(each):
+                here = np.int32(bins[first - j])
+                if over < wanted and wanted <= over + here:
+                    state[0] = first - j
+                    state[1] = over
+                over = np.int32(over + here)
+            cuda.syncthreads()
+            prefix = np.uint32((prefix << np.uint32(11 if digit == 0 else 10)) | np.uint32(state[0]))
+            above = state[1]
         ties = np.int32(wanted - above) if prefix > 0 else np.int32(0)
         greater, equal = np.int32(0), np.int32(0)
         for start in range(begin, end, 8 * THREADS):
@@ -513,7 +502,7 @@ def count_above(queue: Queue, bits: DeviceArray, above: int) -> int:
 def compact_above(
     queue: Queue, bits: DeviceArray, above: int, indices: DeviceArray, kept: DeviceArray, record: DeviceArray
 ) -> None:
-    """Of all keys above: indices, kept: uint32 of as many as there are."""
+    """All keys above; indices, kept: uint32 for as many as there are."""
     queue.launch(search_for, 1, THREADS, above, indices.size, record)
     _keep(queue, bits, bits[:0], ALL_KEYS, indices.size, indices, kept, record)
 

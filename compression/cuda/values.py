@@ -336,7 +336,7 @@ def largest_key(queue: Queue, values: DeviceArray) -> int:
 def encode_with(
     queue: Queue, coding: Coding, values: DeviceArray, extra: Any, coded: tuple[DeviceArray, ...], record: DeviceArray
 ) -> None:
-    """Of values, record[MISSING] at the end are none."""
+    """The last record[MISSING] of values are none."""
     queue.launch(coding.encode, values.size, coding.tile, values, extra, coded, record, wide(values, *coded))
 
 
@@ -370,7 +370,7 @@ def scatter_add_with(
     queue: Queue, coding: Coding, coded: tuple[DeviceArray, ...], indices: DeviceArray, weight: Any, out: DeviceArray,
     record: DeviceArray,
 ) -> None:  # fmt: skip
-    """Of indices, record[MISSING] at the end are none."""
+    """The last record[MISSING] of indices are none."""
     is_wide = wide(*coded, indices)
     queue.launch(
         coding.scatter_add, indices.size, 4 * THREADS, coded, indices, np.float32(weight), record, out, is_wide

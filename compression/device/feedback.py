@@ -76,7 +76,7 @@ class DeviceErrorFeedback:
 
     Takes what ErrorFeedback takes, and where payloads are staged: feedbacks may share that. Device memory: 8 bytes a value
     (the residual, and the buffer that its successor is built in, so that an update that is refused leaves it as it was), and
-    scratch that all streams of these kernels share: an eighth of a byte a value and some 20 bytes for each that is kept.
+    scratch that all streams of these kernels share: an eighth of a byte a value and some 35 bytes for each that is kept.
     """
 
     def __init__(
@@ -176,8 +176,8 @@ class DeviceErrorFeedback:
         return residual
 
     def _coded(self, addends: Sum, sampled: bool) -> tuple[list[int], Callable[[], memoryview]]:
-        """What the record says of the payload of the sum, which is made, and the payload. What it carries is taken out of the
-        sum while it crosses to the host. sampled: whether a sample may choose a threshold."""
+        """The record, and the payload of the sum, which is made. The values that it carries are taken out of the sum while it
+        crosses to the host. sampled: whether a sample may choose a threshold."""
         reducer = self.compressor.reducer
         if reducer is None or self.count <= DENSE_COUNT_MAX:
             return self._told(self._all(addends))
@@ -283,7 +283,7 @@ class DeviceErrorFeedback:
     def _arena(self, kept: int, more: Any = ()) -> Arena:
         return arena(self.kernels, [(part.dtype, part.size(kept)) for part in self._sections] + list(more))
 
-    # To the host.
+    # The way to the host.
 
     def _fetch(self, coded: Coded, kept: int, indices: tuple[int, int], record: DeviceArray | None = None) -> UnderWay:
         """Copies, where the host knows all sizes."""
@@ -314,7 +314,7 @@ class DeviceErrorFeedback:
         return UnderWay(landing, lent, room, indices, landed=True)
 
     def _told(self, way: UnderWay) -> tuple[list[int], Callable[[], memoryview]]:
-        """Waits, once: what the record says, and what makes the payload."""
+        """Waits, once. The record, and a function that makes the payload."""
         self.kernels.counts["waits"] += 1
         way.landing.wait()
         record = np.frombuffer(way.lent, np.int64, TOLD)

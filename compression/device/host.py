@@ -77,7 +77,7 @@ def _given(array: Any) -> Any:
 
 
 def _cut(name: str, coded: Coded, kept: int) -> Coded:
-    """What `kept` values take of sections that have room for more."""
+    """The part that `kept` values take of sections that have room for more."""
     sizes = [part.size(kept) for part in CODINGS[name].sections] if name in CODINGS else [kept]
     return tuple(part[:size] for part, size in zip(coded, sizes, strict=True))
 

@@ -1,4 +1,4 @@
-"""What the stages of a chain need on a device: memory for sections and selections, the order of a top-k, readers of indices.
+"""The stages of a chain on a device: memory for sections and selections, the order of a top-k, readers of indices.
 
 Each function says whose twin it is; the twin has the reasons. `kernels` is what kernels_for() returns.
 """

@@ -365,7 +365,7 @@ def value_codings() -> None:
 def fused(
     name: str, coded: tuple[Array, ...], size: int, indices: Array, weight: np.float32, base: Array, offset: int
 ) -> None:
-    """What is decoded, and what is decoded and added at once."""
+    """Values that are decoded, and that are decoded and added at once."""
     parts = tuple(on_device(part, offset) for part in coded)
     for way, extra, count in (
         ("decode_as", (), size),
@@ -436,7 +436,7 @@ def sampled() -> None:
     same_stream("cycle:1.0/0.02+int8", SAMPLED_COUNT, "normal")
 
 
-# Of an encode of 2,053 values by the path that samples: launches, memsets. Of the fold of its payload: launches.
+# An encode of 2,053 values by the path that samples: launches, memsets; the fold of its payload: launches.
 # docs/compression.md has the table.
 COUNTS_OF = {
     "topk:0.02+int8": (14, 1, 7), "mstopk:0.02": (14, 1, 7), "topk:64/4096+2bit": (8, 1, 7),
