@@ -33,7 +33,7 @@ import torch
 from narrows.compression import ErrorFeedback, device, parse
 from narrows.compression.codecs import coded_piece
 from narrows.compression.device.home import DeviceHome
-from narrows.compression.device.stages import encode_indices, select_top
+from narrows.compression.device.stages import select_top
 from narrows.compression.kernels.sums import Sum
 from narrows.compression.replica import ArrayReplica
 from narrows.compression.sparsifiers import TopK
@@ -66,17 +66,14 @@ def rows_of(home: DeviceHome[torch.Tensor], spec: str, updates: list[torch.Tenso
     if isinstance(chain.reducer, TopK):
         k, dropped_bits = chain.reducer.kept_max(count), chain.reducer.dropped_bits
         addends = Sum(view(residual), np.float32(1.0), view(update), view(spare))
-        places, kept = (kernels.read(part) for part in select_top(kernels, addends, k, dropped_bits))
-        there = kernels.empty(k, np.uint32), kernels.empty(k, np.float32)
-        kernels.load(places, there[0])
-        kernels.load(kept.view(np.float32), there[1])
+        there = kernels.empty(k, np.uint32), kernels.empty(k, np.uint32)
 
-        def pack() -> None:
-            feedback._encode_values(there[1], view(spare))
-            encode_indices(kernels, there[0], count)()
+        def select() -> None:
+            select_top(kernels, addends, k, dropped_bits, True, *there, kernels.record())
 
-        rows["add + select + compact"] = lambda: select_top(kernels, addends, k, dropped_bits)
-        rows["quantize + pack indices"] = pack
+        select()
+        rows["add + select + compact"] = select
+        rows["quantize + pack indices"] = lambda: feedback.code(*there, count, False, kernels.record())
         rows["torch.topk of |x|"] = lambda: torch.topk(update.abs(), k, sorted=False)
     rows["encode"] = lambda: feedback.encode(update)
     rows["fold"] = lambda: device.accumulate(kernels, payload, 0.5, residual)

@@ -8,6 +8,7 @@ Rules
 """
 
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import Annotated, Any, TypeAlias, TypeVar, cast
 
@@ -165,7 +166,8 @@ def store4(array: DeviceArray, i: int, four: Four, wide: bool) -> None:
         array[i + 3] = four[3]
 
 
-@device
+# Inlined where it is called: shared memory has a name, and a kernel may call functions that call this one as well.
+@partial(cuda.jit, device=True, fastmath=False, inline="always")
 def block_scan(own: Any) -> tuple[Any, Any]:
     """(sum of the uint64 `own` of all threads before this one, sum over the block); every thread must call it."""
     sums = cuda.shared.array((2, THREADS), np.uint64)
@@ -188,8 +190,8 @@ def block_scan(own: Any) -> tuple[Any, Any]:
 
 
 @device
-def raise_largest(largest: DeviceArray, own: Any) -> None:
-    """largest[0] = max of it and every thread's `own` (uint32); every thread of a block calls it, once."""
+def raise_to(record: DeviceArray, slot: int, own: Any) -> None:
+    """record[slot] = max of it and every thread's `own` (uint32); every thread of a block calls it, once."""
     top = cuda.shared.array(1, np.uint32)
     if cuda.threadIdx.x == 0:
         top[0] = 0
@@ -198,4 +200,21 @@ def raise_largest(largest: DeviceArray, own: Any) -> None:
         cuda.atomic.max(top, 0, own)
     cuda.syncthreads()
     if cuda.threadIdx.x == 0:
-        cuda.atomic.max(largest, 0, top[0])
+        cuda.atomic.max(record, slot, np.int64(top[0]))
+
+
+@device
+def last_block(done: DeviceArray) -> Any:
+    """Whether this block is the last of its grid to come here; every thread calls it, once. This one then sees all
+    that any block wrote before (the fences of CUDA's threadFenceReduction). done: int64[1], zero between launches."""
+    last = cuda.shared.array(1, np.int32)
+    cuda.threadfence()
+    cuda.syncthreads()
+    if cuda.threadIdx.x == 0:
+        last[0] = 0
+        if cuda.atomic.add(done, 0, 1) == cuda.gridDim.x - 1:
+            last[0] = 1
+            done[0] = 0
+    cuda.syncthreads()
+    cuda.threadfence()
+    return last[0] != 0

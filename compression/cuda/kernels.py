@@ -1,76 +1,40 @@
-"""The CUDA kernels under the names that every device shares: see cpu.py, whose contract and results they have.
+"""The CUDA kernels under the names that every device shares (device/host.py has the CPU's under them), with the CPU's results.
 
 Arguments are numba's device arrays (`view` makes one of anything with a __cuda_array_interface__); results that are
-Python integers wait for the device. Decoders of indices take no cursor: a section is read whole. Beyond cpu.py's names:
-what error feedback fuses, and what is done with values of any coding, by its name. Importing this needs numba-cuda.
+Python integers wait for the device. All else stays in the record of an encode (kernels/record.py). Decoders of indices take no
+cursor: a section is read whole. Importing this needs numba-cuda.
 """
 
 from functools import partial
 from types import FunctionType
 from typing import Any
 
-from narrows.compression.cuda.grouped import group_parameters, grouped_decode, grouped_encode
-from narrows.compression.cuda.levels import (
-    SIGN,
-    TWO_BIT,
-    UINT8_MINMAX,
-    decode_2bit,
-    decode_sign,
-    decode_uint8minmax,
-    encode_2bit,
-    encode_sign,
-    encode_uint8minmax,
-    pack_above,
-)
+from narrows.compression.cuda.grouped import grouped_decode
+from narrows.compression.cuda.indices import code_indices
+from narrows.compression.cuda.landing import land
+from narrows.compression.cuda.levels import SIGN, TWO_BIT, UINT8_MINMAX
 from narrows.compression.cuda.queue import Queue
 from narrows.compression.cuda.random import random_words, strata, stretch, strided
-from narrows.compression.cuda.rice import (
-    fixed_decode,
-    fixed_encode,
-    fixed_last_index,
-    largest_gap,
-    rice_costs,
-    rice_decode,
-    rice_encode,
-    rice_last_index,
-)
-from narrows.compression.cuda.select import (
-    compact,
-    compact_blocks,
-    compact_sum,
-    count_above,
-    keep_top,
-    kth_largest_key,
-    masked,
-    sample_keys,
-    sample_sum_keys,
-    sum_of,
-    take,
-)
+from narrows.compression.cuda.rice import fixed_decode, rice_decode
+from narrows.compression.cuda.select import compact_above, count_above, take, top, top_of_blocks, top_sampled
+from narrows.compression.cuda.sums import sum_of, sum_strided
 from narrows.compression.cuda.values import (
     BF16,
     FP16,
     FP32,
     INT4,
     INT8,
-    Decoders,
-    add_fp32,
+    Coding,
     add_with,
-    decode_bf16,
-    decode_fp16,
-    decode_int4,
-    decode_int8,
     decode_with,
-    encode_bf16,
-    encode_fp16,
-    encode_int4,
-    encode_int8,
+    encode_strided_with,
+    encode_sum_with,
+    encode_with,
     largest_key,
-    scatter_add_fp32,
     scatter_add_with,
 )
 
-DECODERS: dict[str, Decoders] = {
+CODINGS: dict[str, Coding] = {
     "fp32": FP32,
     "fp16": FP16,
     "bf16": BF16,
@@ -82,19 +46,34 @@ DECODERS: dict[str, Decoders] = {
 }
 
 
+def encode_as(queue: Queue, name: str, values: Any, *rest: Any) -> None:
+    """rest: extra, coded, record; see values.py. name: that of the CPU's kernel that decodes, "decode_" left out."""
+    encode_with(queue, CODINGS[name], values, *rest)
+
+
+def encode_sum_as(queue: Queue, name: str, addends: Any, *rest: Any) -> None:
+    encode_sum_with(queue, CODINGS[name], addends, *rest)
+
+
+def encode_strided_as(queue: Queue, name: str, addends: Any, *rest: Any) -> None:
+    encode_strided_with(queue, CODINGS[name], addends, *rest)
+
+
 def decode_as(queue: Queue, name: str, coded: Any, out: Any) -> None:
-    """out = the values of coding `name`: that of the CPU's kernel that decodes, "decode_" left out."""
-    decode_with(queue, DECODERS[name].decode, coded, out)
+    """out = the values."""
+    decode_with(queue, CODINGS[name], coded, out)
 
 
 def add_as(queue: Queue, name: str, coded: Any, weight: Any, out: Any) -> None:
     """out += weight * values."""
-    add_with(queue, DECODERS[name].add, coded, weight, out)
+    add_with(queue, CODINGS[name], coded, weight, out)
 
 
-def scatter_add_as(queue: Queue, name: str, coded: Any, indices: Any, weight: Any, out: Any) -> None:
-    """out[indices] += weight * values."""
-    scatter_add_with(queue, DECODERS[name].scatter_add, coded, indices, weight, out)
+def scatter_add_as(
+    queue: Queue, name: str, coded: Any, indices: Any, weight: Any, out: Any, record: Any = None
+) -> None:
+    """out[indices] += weight * values; record: of an encode, which may have kept fewer."""
+    scatter_add_with(queue, CODINGS[name], coded, indices, weight, out, queue.complete if record is None else record)
 
 
 class CudaKernels:
@@ -115,56 +94,30 @@ class CudaKernels:
 
 
 __all__ = [
-    "DECODERS",
+    "CODINGS",
     "CudaKernels",
     "add_as",
-    "add_fp32",
-    "add_with",
-    "compact",
-    "compact_blocks",
-    "compact_sum",
+    "code_indices",
+    "compact_above",
     "count_above",
-    "decode_2bit",
     "decode_as",
-    "decode_bf16",
-    "decode_fp16",
-    "decode_int4",
-    "decode_int8",
-    "decode_sign",
-    "decode_uint8minmax",
-    "decode_with",
-    "encode_2bit",
-    "encode_bf16",
-    "encode_fp16",
-    "encode_int4",
-    "encode_int8",
-    "encode_sign",
-    "encode_uint8minmax",
+    "encode_as",
+    "encode_strided_as",
+    "encode_sum_as",
     "fixed_decode",
-    "fixed_encode",
-    "fixed_last_index",
-    "group_parameters",
     "grouped_decode",
-    "grouped_encode",
-    "keep_top",
-    "kth_largest_key",
-    "largest_gap",
+    "land",
     "largest_key",
-    "masked",
-    "pack_above",
     "random_words",
-    "rice_costs",
     "rice_decode",
-    "rice_encode",
-    "rice_last_index",
-    "sample_keys",
-    "sample_sum_keys",
     "scatter_add_as",
-    "scatter_add_fp32",
-    "scatter_add_with",
     "strata",
     "stretch",
     "strided",
     "sum_of",
+    "sum_strided",
     "take",
+    "top",
+    "top_of_blocks",
+    "top_sampled",
 ]

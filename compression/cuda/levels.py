@@ -9,29 +9,28 @@ from narrows.compression.cuda.jit import (
     THREADS,
     DeviceArray,
     Four,
-    Written,
     add,
     bits_of,
     block_scan,
     cuda,
     device,
     float_of,
-    kernel,
     load4,
     mul,
     np,
 )
-from narrows.compression.cuda.queue import Fact, Queue
-from narrows.compression.cuda.values import decode_with, decoders, key_of
+from narrows.compression.cuda.sums import key_of
+from narrows.compression.cuda.values import coding
 from narrows.compression.kernels.levels import LEVEL_MAX, MINMAX_BLOCK, SIGN_BLOCK, TWO_BIT_BLOCK
 from narrows.compression.kernels.values import INFINITY_KEY
 
+TILE = 2048  # values that a block of threads has in hand: whole blocks of each coding
 COUNT_SHIFT = 40  # a count of up to 512 values above a sum of as many 24-bit numbers, in one uint64
 
 
 @device
-def block_top(values: DeviceArray, begin: int, end: int, largest: DeviceArray) -> Any:
-    """The largest key of values[begin:end], also raised in largest; every thread of the block calls it."""
+def block_top(values: DeviceArray, begin: int, end: int) -> Any:
+    """The largest key of values[begin:end]; every thread of the block calls it."""
     top = cuda.shared.array(1, np.uint32)
     if cuda.threadIdx.x == 0:
         top[0] = 0
@@ -43,8 +42,6 @@ def block_top(values: DeviceArray, begin: int, end: int, largest: DeviceArray) -
     cuda.syncthreads()
     found = top[0]
     cuda.syncthreads()  # before the next call zeroes it
-    if cuda.threadIdx.x == 0:
-        cuda.atomic.max(largest, 0, found)
     return np.int64(found)
 
 
@@ -76,17 +73,13 @@ def pack(values: DeviceArray, begin: int, end: int, key: int, signs: bool, plane
         plane[byte] = bits
 
 
-@kernel
-def pack_plane(values: DeviceArray, key: int, signs: bool, plane: Written) -> None:
-    for byte in range(cuda.blockIdx.x * THREADS, plane.size, cuda.gridDim.x * THREADS):
-        pack(values, 8 * byte, min(8 * (byte + THREADS), values.size), key, signs, plane)
-
-
-@kernel
-def sign_codes(values: DeviceArray, scales: Written, plane: Written, largest: Written) -> None:
-    for block in range(cuda.blockIdx.x, scales.size, cuda.gridDim.x):
-        begin, end = block * SIGN_BLOCK, min((block + 1) * SIGN_BLOCK, values.size)
-        top = block_top(values, begin, end, largest)
+@device
+def sign_codes(values: DeviceArray, size: int, number: int, extra: Any, coded: Any, wide: bool) -> Any:
+    own_top = np.uint32(0)
+    for begin in range(number * TILE, min((number + 1) * TILE, size), SIGN_BLOCK):
+        end = min(begin + SIGN_BLOCK, size)
+        top = block_top(values, begin, end)
+        own_top = np.uint32(max(own_top, np.uint32(top)))
         exponent = max(top >> 23, 1)
         own = 0
         for i in range(begin + cuda.threadIdx.x, end, THREADS):
@@ -94,8 +87,10 @@ def sign_codes(values: DeviceArray, scales: Written, plane: Written, largest: Wr
         _, total = block_scan(np.uint64(own))
         bits = np.int64(bits_of(float_of_fixed(np.int64(total) // (end - begin), exponent, 0)))
         if cuda.threadIdx.x == 0:
-            scales[block] = min((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7F7F) if top < INFINITY_KEY else 0
-        pack(values, begin, end, 0, True, plane)
+            pattern = min((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7F7F) if top < INFINITY_KEY else 0
+            coded[0][begin // SIGN_BLOCK] = pattern
+        pack(values, begin, end, 0, True, coded[1])
+    return own_top
 
 
 @device
@@ -104,19 +99,21 @@ def level_pattern(fixed: int, exponent: int) -> Any:
     return min((bits + 0x3FFFF + ((bits >> 19) & 1)) >> 19, LEVEL_MAX)
 
 
-@kernel
-def two_bit_codes(values: DeviceArray, levels: Written, signs: Written, highs: Written, largest: Written) -> None:
-    for block in range(cuda.blockIdx.x, levels.size // 3, cuda.gridDim.x):
-        begin, end = block * TWO_BIT_BLOCK, min((block + 1) * TWO_BIT_BLOCK, values.size)
-        size = end - begin
-        top = block_top(values, begin, end, largest)
+@device
+def two_bit_codes(values: DeviceArray, size: int, number: int, extra: Any, coded: Any, wide: bool) -> Any:
+    own_top = np.uint32(0)
+    for begin in range(number * TILE, min((number + 1) * TILE, size), TWO_BIT_BLOCK):
+        end = min(begin + TWO_BIT_BLOCK, size)
+        count = end - begin
+        top = block_top(values, begin, end)
+        own_top = np.uint32(max(own_top, np.uint32(top)))
         exponent = max(top >> 23, 1)
         own = 0
         for i in range(begin + cuda.threadIdx.x, end, THREADS):
             own += fixed_of(values[i], exponent, 1)
         _, scanned = block_scan(np.uint64(own))
         total = np.int64(scanned)
-        low = total // size
+        low = total // count
         high = low
         threshold = low
         for _ in range(2):
@@ -129,30 +126,34 @@ def two_bit_codes(values: DeviceArray, levels: Written, signs: Written, highs: W
             above = np.int64(scanned >> np.uint64(COUNT_SHIFT))
             above_total = np.int64(scanned) - (above << COUNT_SHIFT)
             if above > 0:  # else all |x| are alike; a second round then finds the same
-                low = (total - above_total) // (size - above)
+                low = (total - above_total) // (count - above)
                 high = above_total // above
                 threshold = (low + high) // 2
         both = level_pattern(low, exponent) | (level_pattern(high, exponent) << 12)
         if top >= INFINITY_KEY:
             both = 0
         if cuda.threadIdx.x == 0:
-            levels[3 * block] = both & 255
-            levels[3 * block + 1] = (both >> 8) & 255
-            levels[3 * block + 2] = both >> 16
+            place = 3 * (begin // TWO_BIT_BLOCK)
+            coded[0][place] = both & 255
+            coded[0][place + 1] = (both >> 8) & 255
+            coded[0][place + 2] = both >> 16
         half_low = mul(float_of(np.uint32((both & 0xFFF) << 19)), np.float32(0.5))
         half_high = mul(float_of(np.uint32((both >> 12) << 19)), np.float32(0.5))
-        pack(values, begin, end, 0, True, signs)
-        pack(values, begin, end, np.int64(bits_of(add(half_low, half_high))), False, highs)
+        pack(values, begin, end, 0, True, coded[1])
+        pack(values, begin, end, np.int64(bits_of(add(half_low, half_high))), False, coded[2])
+    return own_top
 
 
-@kernel
-def minmax_codes(values: DeviceArray, ranges: Written, codes: Written, largest: Written) -> None:
+@device
+def minmax_codes(values: DeviceArray, size: int, number: int, extra: Any, coded: Any, wide: bool) -> Any:
+    own_top = np.uint32(0)
     # Floats as integers of the same order: -0.0 and 0.0 are neighbours, not equal, which the CPU's min does not see either.
     extremes = cuda.shared.array(2, np.int64)
     half = np.float32(0.5)
-    for block in range(cuda.blockIdx.x, ranges.size // 2, cuda.gridDim.x):
-        begin, end = block * MINMAX_BLOCK, min((block + 1) * MINMAX_BLOCK, values.size)
-        top = block_top(values, begin, end, largest)
+    for begin in range(number * TILE, min((number + 1) * TILE, size), MINMAX_BLOCK):
+        end = min(begin + MINMAX_BLOCK, size)
+        top = block_top(values, begin, end)
+        own_top = np.uint32(max(own_top, np.uint32(top)))
         if cuda.threadIdx.x == 0:
             extremes[0] = 1 << 32
             extremes[1] = -(1 << 32)
@@ -175,8 +176,8 @@ def minmax_codes(values: DeviceArray, ranges: Written, codes: Written, largest: 
             while key_of(add(low, mul(np.float32(255.0), step))) >= np.uint32(INFINITY_KEY):
                 step = float_of(np.uint32(bits_of(step) - np.uint32(1)))
         if cuda.threadIdx.x == 0:
-            ranges[2 * block] = low
-            ranges[2 * block + 1] = step
+            coded[0][2 * (begin // MINMAX_BLOCK)] = low
+            coded[0][2 * (begin // MINMAX_BLOCK) + 1] = step
         half_low, half_step = mul(low, half), mul(step, half)
         for i in range(begin + cuda.threadIdx.x, end, THREADS):
             byte = 0
@@ -184,7 +185,8 @@ def minmax_codes(values: DeviceArray, ranges: Written, codes: Written, largest: 
                 code = np.float32(add(mul(values[i], half), -half_low) / half_step)
                 code = min(max(code, np.float32(0.0)), np.float32(255.0))
                 byte = np.int64(bits_of(add(np.float32(code), np.float32(12582912.0)))) & 0xFF
-            codes[i] = byte
+            coded[1][i] = byte
+    return own_top
 
 
 @device
@@ -233,38 +235,9 @@ def minmax_value4(coded: Any, i: int, wide: bool) -> Four:
     )
 
 
-SIGN, TWO_BIT, UINT8_MINMAX = (decoders(value4) for value4 in (sign_value4, two_bit_value4, minmax_value4))
-
-
-def pack_above(queue: Queue, values: DeviceArray, key: int, signs: bool, plane: DeviceArray) -> None:
-    queue.launch(pack_plane, plane.size, THREADS, values, key, signs, plane)
-
-
-def _encode(queue: Queue, launch: Any, blocks: int, values: DeviceArray, *coded: DeviceArray) -> Fact:
-    largest, (fact,) = queue.facts(1, np.uint32)
-    queue.launch(launch, blocks, 1, values, *coded, largest)
-    return fact
-
-
-def encode_sign(queue: Queue, values: DeviceArray, scales: DeviceArray, plane: DeviceArray) -> Fact:
-    return _encode(queue, sign_codes, scales.size, values, scales, plane)
-
-
-def decode_sign(queue: Queue, scales: DeviceArray, plane: DeviceArray, out: DeviceArray) -> None:
-    decode_with(queue, SIGN.decode, (scales, plane), out)
-
-
-def encode_2bit(queue: Queue, values: DeviceArray, levels: DeviceArray, signs: DeviceArray, highs: DeviceArray) -> Fact:
-    return _encode(queue, two_bit_codes, levels.size // 3, values, levels, signs, highs)
-
-
-def decode_2bit(queue: Queue, levels: DeviceArray, signs: DeviceArray, highs: DeviceArray, out: DeviceArray) -> None:
-    decode_with(queue, TWO_BIT.decode, (levels, signs, highs), out)
-
-
-def encode_uint8minmax(queue: Queue, values: DeviceArray, ranges: DeviceArray, codes: DeviceArray) -> Fact:
-    return _encode(queue, minmax_codes, ranges.size // 2, values, ranges, codes)
-
-
-def decode_uint8minmax(queue: Queue, ranges: DeviceArray, codes: DeviceArray, out: DeviceArray) -> None:
-    decode_with(queue, UINT8_MINMAX.decode, (ranges, codes), out)
+SIGN, TWO_BIT, UINT8_MINMAX = (
+    coding(value4, encode_tile, TILE)
+    for value4, encode_tile in (
+        (sign_value4, sign_codes), (two_bit_value4, two_bit_codes), (minmax_value4, minmax_codes)
+    )
+)  # fmt: skip

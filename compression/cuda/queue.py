@@ -17,53 +17,20 @@ import numpy
 import numpy.typing as npt
 
 from narrows.compression.cuda.jit import SIMULATED, THREADS, DeviceArray, cuda, devicearray, driver, np
+from narrows.compression.kernels.record import RECORD, TOLD
 
 BLOCKS_PER_PROCESSOR = 8  # of a kernel that is not compiled yet: 2048 threads, all that a multiprocessor holds
 Allocate = Callable[[int], Any]
 
 
-FACTS = 64  # numbers of 64 bits that kernels leave for the host, from one `forget` to the next
+class _OnHost:
+    """Host memory with the interface of a device's."""
 
-
-class Fact:
-    """An integer that a kernel makes. int() of it waits for the device, and knows from then on all that were made before: of
-    several, the host asks when the last one is launched, and waits once."""
-
-    def __init__(self, turn: "Turn", place: int) -> None:
-        self.turn, self.place = turn, place
-
-    def __int__(self) -> int:
-        if self.place >= self.turn.known:
-            self.turn.ask()
-        return int(self.turn.told[self.place])
-
-    __index__ = __int__
-
-
-class Turn:
-    """Facts of one time. `device`: int64[FACTS], zeros at first."""
-
-    def __init__(self, queue: "Queue", device: DeviceArray) -> None:
-        self.queue, self.device = queue, device
-        self.told: npt.NDArray[Any] = np.zeros(FACTS, np.int64)
-        self.made = self.known = 0
-
-    def ask(self) -> None:
-        if self.known < self.made:
-            self.told[: self.made] = self.queue.read(self.device[: self.made])
-            self.known = self.made
-
-
-class Last:
-    """The last value of an array: int() of it waits for the device, and should be asked for at once, or never."""
-
-    def __init__(self, queue: "Queue", array: DeviceArray) -> None:
-        self.queue, self.array = queue, array
-
-    def __int__(self) -> int:
-        return int(self.queue.read(self.array[self.array.size - 1 :])[0])
-
-    __index__ = __int__
+    def __init__(self, array: npt.NDArray[Any]) -> None:
+        self.array = array
+        self.__cuda_array_interface__ = {
+            "shape": array.shape, "typestr": array.dtype.str, "data": (array.ctypes.data, False), "version": 2
+        }  # fmt: skip
 
 
 class Landing:
@@ -85,7 +52,7 @@ class Queue:
 
     allocate: makes arrays of so many bytes with a __cuda_array_interface__, so that memory comes from one pool, as torch's;
     None: numba's. current: the stream of the caller, a CUstream; 0: the legacy default stream.
-    counts: launches, memsets, reads (which wait for the device), copies down and up, and waits, so far.
+    counts: launches, memsets, reads (which wait for the device), copies and bytes down and up, so far.
     """
 
     def __init__(
@@ -98,7 +65,8 @@ class Queue:
         self._streams: dict[int, Any] = {0: 0}
         self._current = 0
         self._landing: Any = None
-        self._turn: Turn | None = None
+        self._done: Any = None
+        self._complete: Any = None
         self._scratch: dict[tuple[str, numpy.dtype[Any]], DeviceArray] = {}
         self._blocks_max: dict[Any, int] = {}
         self._resident = 2 if SIMULATED else 0
@@ -163,6 +131,30 @@ class Queue:
             array = self._scratch[key] = self.empty(max(count + count // 8, 64), dtype)
         return array[:count]
 
+    def zeroed(self, name: str, count: int) -> DeviceArray:
+        """int64[count] of scratch memory."""
+        array = self.scratch(name, count, np.int64)
+        self.zero(array)
+        return array
+
+    def record(self) -> DeviceArray:
+        """See kernels/record.py: zeros for one encode."""
+        return self.zeroed("record", RECORD)
+
+    @property
+    def done(self) -> DeviceArray:
+        """See last_block: kernels leave it zero."""
+        if self._done is None:
+            self._done = self.zeros(1, np.int64)
+        return self._done
+
+    @property
+    def complete(self) -> DeviceArray:
+        """The record of what misses nothing."""
+        if self._complete is None:
+            self._complete = self.zeros(TOLD, np.int64)
+        return self._complete
+
     def zero(self, array: DeviceArray) -> None:
         if array.size:
             self.counts["memsets"] += 1
@@ -182,36 +174,18 @@ class Queue:
     def read(self, array: DeviceArray) -> npt.NDArray[Any]:
         """A copy on the host; waits for all that this stream was given."""
         self.counts["reads"] += 1
+        self.counts["bytes down"] += array.nbytes
         host = array.copy_to_host(stream=self.stream)
         if self.stream:
             self.stream.synchronize()
         return cast(npt.NDArray[Any], host)
-
-    def facts(self, count: int, dtype: type[numpy.generic] = numpy.int64) -> tuple[DeviceArray, list[Fact]]:
-        """Zeros for a kernel to write to, int64[count], or uint32[1], and what it leaves there."""
-        if self._turn is None or self._turn.made + count > FACTS:
-            self.forget()
-        turn = cast(Turn, self._turn)
-        begin, turn.made = turn.made, turn.made + count
-        array = turn.device[begin : begin + count].view(dtype)[:count]
-        return array, [Fact(turn, begin + i) for i in range(count)]
-
-    def forget(self) -> None:
-        """Room for FACTS facts again, with one memset."""
-        if self._turn is not None:
-            self._turn.ask()  # of any that the host still wants to know
-        device = self.scratch("facts", FACTS, np.int64)
-        self.zero(device)
-        self._turn = Turn(self, device)
-
-    def last(self, array: DeviceArray) -> Last:
-        return Last(self, array)
 
     def upload(self, name: str, host: npt.NDArray[Any]) -> DeviceArray:
         """A copy of `host` in scratch memory; `host` may be changed at once."""
         there = self.scratch(f"received {name}", host.size, host.dtype.type)
         if host.size:
             self.counts["copies up"] += 1
+            self.counts["bytes up"] += host.nbytes
             there.copy_to_device(host, stream=self.stream)
             if self.stream:
                 self.stream.synchronize()  # numba does not keep pageable memory for the copy
@@ -221,21 +195,41 @@ class Queue:
         """target = host, float for float; `host` may be changed at once."""
         if host.size:
             self.counts["copies up"] += 1
+            self.counts["bytes up"] += host.nbytes
             target.copy_to_device(host, stream=self.stream)
             if self.stream:
                 self.stream.synchronize()
 
     def fetch(self, sources: Sequence[DeviceArray], targets: Sequence[npt.NDArray[numpy.uint8]]) -> Landing:
         """Starts copies to pinned host memory, after all that this stream was given so far, beside what it is given next."""
-        self.counts["copies down"] += len(sources)
+
+        def copies() -> None:
+            for source, target in zip(sources, targets, strict=True):
+                self.counts["copies down"] += 1
+                self.counts["bytes down"] += source.nbytes
+                source.copy_to_host(target, stream=self.stream)
+
+        return self._beside(copies)
+
+    def launch_beside(self, kernel: Any, count: int, *arguments: Any) -> Landing:
+        """Launches a kernel that writes to pinned host memory (`mapped`), with the order of `fetch`."""
+        return self._beside(lambda: self.launch(kernel, count, THREADS, *arguments))
+
+    def _beside(self, begin: Callable[[], None]) -> Landing:
         ready, landed = cuda.event(), cuda.event()
         ready.record(self.stream)
-        stream = self._landing_stream()
-        ready.wait(stream)
-        for source, target in zip(sources, targets, strict=True):
-            source.copy_to_host(target, stream=stream)
-        landed.record(stream)
+        caller, self.stream = self.stream, self._landing_stream()
+        try:
+            ready.wait(self.stream)
+            begin()
+            landed.record(self.stream)
+        finally:
+            self.stream = caller
         return Landing(landed)
+
+    def mapped(self, pinned: npt.NDArray[Any]) -> DeviceArray:
+        """Pinned host memory as kernels write to it: with unified addressing all of it is mapped."""
+        return devicearray.FakeCUDAArray(pinned) if SIMULATED else self.view(_OnHost(pinned))
 
     def _landing_stream(self) -> Any:
         """It does not wait for the legacy default stream, nor that for it."""

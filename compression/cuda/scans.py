@@ -1,10 +1,32 @@
-"""The scan of tile totals, shared by compaction and Rice coding."""
+"""The scan of tile totals: by the last block of the kernel that makes them, or by kernels of its own, for many of them."""
 
-from narrows.compression.cuda.jit import THREADS, DeviceArray, Written, block_scan, cuda, kernel, np
+from typing import Any
+
+from narrows.compression.cuda.jit import THREADS, DeviceArray, Written, block_scan, cuda, device, kernel, np
 from narrows.compression.cuda.queue import Queue
 
 SCAN_ITEMS = 8
 SCAN_CHUNK = THREADS * SCAN_ITEMS
+
+
+@device
+def scan_all(totals: DeviceArray) -> Any:
+    """totals[i] = the sum of totals[:i], the last entry that of all others, which is returned; by one block."""
+    size = totals.size - 1
+    each = (size + THREADS - 1) // THREADS
+    begin = min(cuda.threadIdx.x * each, size)
+    end = min(begin + each, size)
+    own = np.uint64(0)
+    for i in range(begin, end):
+        own += totals[i]
+    before, total = block_scan(own)
+    for i in range(begin, end):
+        value = totals[i]
+        totals[i] = before
+        before += value
+    if cuda.threadIdx.x == 0:
+        totals[size] = total
+    return total
 
 
 @kernel

@@ -1,8 +1,11 @@
 """Top-k selection on the device: the kernels of select.py, and the same fused with the sum of error feedback.
 
-A compaction reads the array once and writes one bit a value (the *masks*) and one total a tile; after a scan of the
-totals, a second kernel walks the set bits only and writes them where they belong: rising, whatever ran first. The
+A compaction reads the array once and writes one bit a value (the *masks*) and one total a tile; the last block scans the
+totals. A second kernel walks the set bits only and writes them where they belong: rising, whatever ran first. The
 totals count keys above in their low half and keys equal in their high half, so one scan does for ties too.
+
+Keys are bits & key_mask. A search for the key of rank k goes by its digits: the last block of each kernel that counts a
+digit picks it. All that is found lies in the record (kernels/record.py), where the next kernel reads it; the host knows none.
 """
 
 from typing import Any
@@ -13,132 +16,278 @@ from narrows.compression.cuda.jit import (
     Four,
     LastWritten,
     Written,
-    add,
     bits_of,
     block_scan,
     cuda,
     device,
     kernel,
+    last_block,
     load4,
-    mul,
     np,
-    store4,
+    vector_load,
     wide,
 )
 from narrows.compression.cuda.queue import Queue
-from narrows.compression.cuda.scans import scan, tile_totals
+from narrows.compression.cuda.scans import scan_all
+from narrows.compression.cuda.sums import four_bits, sum4_at, sum4_inside, sum_at, wide_sum
+from narrows.compression.kernels.record import BINS, COUNTS, DIGITS, LAST, MISLED, MISSING, SAMPLE, SHORT
 from narrows.compression.kernels.select import SAMPLE_LINE
 from narrows.compression.kernels.sums import Sum
 
 TILE = THREADS * 32  # a mask word of 32 values for each thread
-DIGITS = ((20, 31, 2047), (10, 20, 1023), (0, 10, 1023))  # of a key: shift, shift of the digits above it, mask
-BINS = 2048
-
-
-def _wide_sum(addends: Sum) -> bool:
-    return wide(addends.residual, addends.update, addends.sums)
 
 
 @device
-def _read_bits(arrays: Any, i: int, wide: bool) -> Four:
+def clear_bins(bins: DeviceArray) -> None:
+    for j in range(cuda.threadIdx.x, BINS, THREADS):
+        bins[j] = 0
+    cuda.syncthreads()
+
+
+@device
+def pick_digit(bins: DeviceArray, search: int, digit: int, k: int, record: DeviceArray, done: DeviceArray) -> None:
+    """Adds a block's bins to those of all; the last block appends the digit of the key of rank k to record[search], and adds
+    the keys above it to record[search + 1]. Where there is no rank k, nothing changes."""
+    bin_mask = 2047 if digit == 0 else 1023
+    base = COUNTS + (digit if search == SAMPLE else DIGITS + digit) * BINS
+    cuda.syncthreads()
+    for j in range(cuda.threadIdx.x, bin_mask + 1, THREADS):
+        if bins[j]:
+            cuda.atomic.add(record, base + j, np.int64(bins[j]))
+    if last_block(done):
+        each = (bin_mask + 1) // THREADS
+        first = bin_mask - cuda.threadIdx.x * each  # bins are taken from the largest down
+        own = np.uint64(0)
+        for j in range(each):
+            own += np.uint64(record[base + first - j])
+        before, _ = block_scan(own)
+        above = np.int64(before) + record[search + 1]
+        prefix = record[search]
+        cuda.syncthreads()  # one thread writes to them
+        for j in range(each):
+            here = record[base + first - j]
+            if above < k and k <= above + here:
+                record[search] = (prefix << (11 if digit == 0 else 10)) | (first - j)
+                record[search + 1] = above
+            above += here
+
+
+@device
+def _bits4_at(arrays: Any, i: int, wide: bool) -> Four:
     return load4(arrays[0], i, wide)
 
 
 @device
-def _read_sum(arrays: Any, i: int, wide: bool) -> Four:
-    """Patterns of decay * residual + update, for arrays (residual, decay, update, sums), once they are in sums."""
-    a = load4(arrays[0], i, wide)
-    b = load4(arrays[2], i, wide)
-    four = (
-        add(mul(a[0], arrays[1]), b[0]),
-        add(mul(a[1], arrays[1]), b[1]),
-        add(mul(a[2], arrays[1]), b[2]),
-        add(mul(a[3], arrays[1]), b[3]),
-    )
-    store4(arrays[3], i, four, wide)
-    return bits_of(four[0]), bits_of(four[1]), bits_of(four[2]), bits_of(four[3])
+def _bits4_inside(arrays: Any, i: int) -> Four:
+    return vector_load(arrays[0], i)
 
 
-def _readers(read4: Any) -> tuple[Any, Any]:
-    """The two kernels that read a whole array, for one way to read it."""
+@device
+def _bit_at(arrays: Any, i: int) -> Any:
+    return arrays[0][i]
+
+
+@device
+def _sum_bits4_at(arrays: Any, i: int, wide: bool) -> Four:
+    return four_bits(sum4_at(arrays, i, wide))
+
+
+@device
+def _sum_bits4_inside(arrays: Any, i: int) -> Four:
+    return four_bits(sum4_inside(arrays, i))
+
+
+@device
+def _sum_bit_at(arrays: Any, i: int) -> Any:
+    return bits_of(sum_at(arrays, i))
+
+
+@device
+def _hits(four: Four, key_mask: Any, least: Any) -> Any:
+    a, b = np.uint32((four[0] & key_mask) >= least), np.uint32((four[1] & key_mask) >= least)
+    c, d = np.uint32((four[2] & key_mask) >= least), np.uint32((four[3] & key_mask) >= least)
+    return np.uint32(a | (b << np.uint32(1)) | (c << np.uint32(2)) | (d << np.uint32(3)))
+
+
+def _readers(read4: Any, read4_inside: Any, read: Any) -> tuple[Any, Any]:
+    """The two kernels that read a whole array, for one way to read it: four values, four that can be loaded at once, one."""
 
     @kernel
-    def sample(arrays: LastWritten, group_lines: int, keys: Written, wide: bool) -> None:
+    def sample(
+        arrays: LastWritten, group_lines: int, rank: int, key_mask: int,
+        keys: Written, record: Written, done: Written, wide: bool,
+    ) -> None:  # fmt: skip
+        bins = cuda.shared.array(BINS, np.uint32)
+        clear_bins(bins)
         for i in range(4 * cuda.grid(1), keys.size, 4 * cuda.gridsize(1)):
             group = i // SAMPLE_LINE
             turn = ((group * 2654435769) & 0xFFFFFFFF) >> 25
             line = group * group_lines + (turn & (group_lines - 1))
             four = read4(arrays, line * SAMPLE_LINE + i % SAMPLE_LINE, wide)
             for j in range(4):
-                keys[i + j] = four[j] & np.uint32(0x7FFFFFFF)
+                key = four[j] & np.uint32(key_mask)
+                keys[i + j] = key
+                cuda.atomic.add(bins, key >> np.uint32(20), np.uint32(1))
+        pick_digit(bins, SAMPLE, 0, rank, record, done)
 
     @kernel
-    def mark(
-        arrays: LastWritten, size: int, above: int, ties: int, masks: Written, totals: Written, wide: bool
-    ) -> None:
+    def mark_candidates(
+        arrays: LastWritten, size: int, key_mask: int, k: int, room: int,
+        masks: Written, totals: Written, record: Written, done: Written, wide: bool,
+    ) -> None:  # fmt: skip
+        """Keys from the sample's on. Fewer than k that are not all, or more than there is room for: the sample misled."""
         words = cuda.shared.array(THREADS, np.uint32)
-        tally = cuda.shared.array(2, np.uint32)
         t = cuda.threadIdx.x
+        smallest = key_mask & -key_mask
+        least = np.uint32(max((record[SAMPLE] << 10) & key_mask, smallest))
+        mask = np.uint32(key_mask)
         for tile in range(cuda.blockIdx.x, totals.size - 1, cuda.gridDim.x):
             words[t] = 0
-            if t == 0:  # which read the last tile's tally: another thread might zero it before that
-                tally[0] = 0
-                tally[1] = 0
             cuda.syncthreads()
-            equal = 0
-            for j in range(8):
-                place = 4 * (j * THREADS + t)
-                i = tile * TILE + place
-                if i < size:
-                    four = read4(arrays, i, wide)
-                    hits = 0
-                    for b in range(4):
-                        key = np.int64(four[b] & np.uint32(0x7FFFFFFF))
-                        tie = ties > 0 and key == above
-                        if (key > above or tie) and i + b < size:
-                            hits |= 1 << b
-                            equal += tie
+            begin = np.int64(tile) * TILE
+            if wide and begin + TILE <= size:
+                for place in range(4 * t, TILE, 8 * cuda.blockDim.x):
+                    next_place = place + 4 * THREADS
+                    four, next_four = read4_inside(arrays, begin + place), read4_inside(arrays, begin + next_place)
+                    hits, next_hits = _hits(four, mask, least), _hits(next_four, mask, least)
                     if hits:
-                        cuda.atomic.or_(words, place >> 5, np.uint32(hits << (place & 31)))
+                        cuda.atomic.or_(words, place >> 5, np.uint32(hits << np.uint32(place & 31)))
+                    if next_hits:
+                        cuda.atomic.or_(words, next_place >> 5, np.uint32(next_hits << np.uint32(next_place & 31)))
+            else:
+                for place in range(t, min(TILE, size - begin), THREADS):
+                    if (read(arrays, begin + place) & mask) >= least:
+                        cuda.atomic.or_(words, place >> 5, np.uint32(1 << (place & 31)))
             cuda.syncthreads()
             word = words[t]
             masks[tile * THREADS + t] = word
-            if word:
-                cuda.atomic.add(tally, 0, np.uint32(cuda.popc(word)))
-            if equal:
-                cuda.atomic.add(tally, 1, np.uint32(equal))
-            cuda.syncthreads()
+            _, total = block_scan(np.uint64(cuda.popc(word)))
             if t == 0:
-                totals[tile] = np.uint64(tally[0] - tally[1]) | (np.uint64(tally[1]) << np.uint64(32))
+                totals[tile] = total
+        if last_block(done):
+            found = np.int64(scan_all(totals))
+            if t == 0:
+                misled = found > room or (found < k and np.int64(least) > smallest)
+                record[MISLED] = misled
+                record[SHORT] = room if misled else room - found
 
-    return sample, mark
+    return sample, mark_candidates
 
 
-sample_bits, mark_bits = _readers(_read_bits)
-sample_sum, mark_sum = _readers(_read_sum)
+sample_bits, mark_bits = _readers(_bits4_at, _bits4_inside, _bit_at)
+sample_sum, mark_sum = _readers(_sum_bits4_at, _sum_bits4_inside, _sum_bit_at)
 
 
 @kernel
-def emit(
-    bits: DeviceArray,
-    above: int,
-    ties: int,
-    masks: DeviceArray,
-    totals: DeviceArray,
-    indices: Written,
-    kept: Written,
+def emit_candidates(
+    bits: DeviceArray, key_mask: int, k: int, masks: DeviceArray, totals: DeviceArray,
+    indices: Written, kept: Written, record: Written, done: Written,
+) -> None:  # fmt: skip
+    """All that are marked, unless the sample misled; the first digit of the key of rank k among them."""
+    bins = cuda.shared.array(BINS, np.uint32)
+    clear_bins(bins)
+    tiles = 0 if record[MISLED] else totals.size - 1
+    for tile in range(cuda.blockIdx.x, tiles, cuda.gridDim.x):
+        word = masks[tile * THREADS + cuda.threadIdx.x]
+        begin = tile * TILE + 32 * cuda.threadIdx.x
+        before, _ = block_scan(np.uint64(cuda.popc(word)))
+        place = np.int64(before + totals[tile])
+        while word:
+            i = begin + np.int64(cuda.ffs(word)) - 1
+            word &= np.uint32(word - np.uint32(1))
+            pattern = bits[i]
+            indices[place] = i
+            kept[place] = pattern
+            place += 1
+            cuda.atomic.add(bins, (pattern & np.uint32(key_mask)) >> np.uint32(20), np.uint32(1))
+    pick_digit(bins, LAST, 0, k, record, done)
+
+
+@kernel
+def histogram(
+    bits: DeviceArray, search: int, digit: int, key_mask: int, k: int, record: Written, done: Written, wide: bool
 ) -> None:
+    """Counts `digit`, 0 to 2, of keys that have the digits found so far. The last record[SHORT] of bits are none."""
+    bins = cuda.shared.array(BINS, np.uint32)
+    clear_bins(bins)
+    shift = np.uint32(20 - 10 * digit)
+    parent = np.uint32(31 if digit == 0 else 30 - 10 * digit)
+    bin_mask = np.uint32(2047 if digit == 0 else 1023)
+    prefix, size = np.uint32(record[search]), bits.size - record[SHORT]
+    for i in range(4 * cuda.grid(1), size, 4 * cuda.gridsize(1)):
+        four = load4(bits, i, wide)
+        for b in range(4):
+            key = np.uint32(four[b] & np.uint32(key_mask))
+            if np.uint32(key >> parent) == prefix and i + b < size:
+                cuda.atomic.add(bins, (key >> shift) & bin_mask, np.uint32(1))
+    pick_digit(bins, search, digit, k, record, done)
+
+
+@device
+def last_of(record: DeviceArray, k: int) -> tuple[Any, Any]:
+    """(key of rank k, how many equal to it are kept: none of zero)"""
+    return record[LAST], k - record[LAST + 1] if record[LAST] > 0 else 0
+
+
+@kernel
+def mark_kept(
+    bits: DeviceArray, key_mask: int, k: int,
+    masks: Written, totals: Written, record: Written, done: Written, wide: bool,
+) -> None:  # fmt: skip
+    words = cuda.shared.array(THREADS, np.uint32)
     t = cuda.threadIdx.x
+    threshold, ties = last_of(record, k)
+    above, tied, mask = np.uint32(threshold), ties > 0, np.uint32(key_mask)
+    size = bits.size - record[SHORT]
     for tile in range(cuda.blockIdx.x, totals.size - 1, cuda.gridDim.x):
-        word = masks[tile * THREADS + t]
-        base = tile * TILE + 32 * t
+        words[t] = 0
+        cuda.syncthreads()
+        equal = np.uint64(0)
+        for j in range(8):
+            place = 4 * (j * THREADS + t)
+            i = np.int64(tile) * TILE + place
+            if i < size:
+                four = load4(bits, i, wide)
+                hits = np.uint32(0)
+                for b in range(4):
+                    key = np.uint32(four[b] & mask)
+                    tie = tied and key == above
+                    if (key > above or tie) and i + b < size:
+                        hits = np.uint32(hits | np.uint32(1 << b))
+                        equal += np.uint64(tie)
+                if hits:
+                    cuda.atomic.or_(words, place >> 5, np.uint32(hits << np.uint32(place & 31)))
+        cuda.syncthreads()
+        word = words[t]
+        masks[tile * THREADS + t] = word
+        # A thread's ties need not be in its word; the sums of both are the block's.
+        _, total = block_scan(np.uint64(cuda.popc(word)) + equal * np.uint64(0xFFFFFFFF))
+        if t == 0:
+            totals[tile] = total
+    if last_block(done):
+        total = scan_all(totals)
+        if t == 0:
+            record[MISSING] = k - np.int64(total & np.uint64(0xFFFFFFFF)) - min(np.int64(total >> np.uint64(32)), ties)
+
+
+@kernel
+def emit_kept(
+    bits: DeviceArray, places: DeviceArray, key_mask: int, k: int, masks: DeviceArray, totals: DeviceArray, record: DeviceArray,
+    indices: Written, kept: Written,
+) -> None:  # fmt: skip
+    """places: where bits come from, empty for from where they are."""
+    threshold, ties = last_of(record, k)
+    above, tied, mask = np.uint32(threshold), ties > 0, np.uint32(key_mask)
+    for tile in range(cuda.blockIdx.x, totals.size - 1, cuda.gridDim.x):
+        word = masks[tile * THREADS + cuda.threadIdx.x]
+        base = tile * TILE + 32 * cuda.threadIdx.x
         own = np.uint64(cuda.popc(word))
-        if ties > 0:
+        if tied:
             rest = word
             while rest:
                 i = base + np.int64(cuda.ffs(rest)) - 1
                 rest &= np.uint32(rest - np.uint32(1))
-                if np.int64(bits[i] & np.uint32(0x7FFFFFFF)) == above:
+                if np.uint32(bits[i] & mask) == above:
                     own += np.uint64(0xFFFFFFFF)  # one less in the low half, one more in the high half
         before, _ = block_scan(own)
         before += totals[tile]
@@ -148,58 +297,15 @@ def emit(
             i = base + np.int64(cuda.ffs(word)) - 1
             word &= np.uint32(word - np.uint32(1))
             pattern = bits[i]
-            tie = ties > 0 and np.int64(pattern & np.uint32(0x7FFFFFFF)) == above
+            tie = tied and np.uint32(pattern & mask) == above
             if not tie or equal < ties:
                 place = greater + min(equal, ties)
-                indices[place] = i
+                indices[place] = places[i] if places.size > 0 else i
                 kept[place] = pattern
             if tie:
                 equal += 1
             else:
                 greater += 1
-
-
-@kernel
-def histogram(
-    bits: DeviceArray, shift: int, parent: int, mask: int, state: DeviceArray, counts: Written, wide: bool
-) -> None:
-    """counts[digit] += keys whose digits above are state[0]."""
-    bins = cuda.shared.array(BINS, np.uint32)
-    for j in range(cuda.threadIdx.x, mask + 1, THREADS):
-        bins[j] = 0
-    cuda.syncthreads()
-    prefix = state[0]
-    for i in range(4 * cuda.grid(1), bits.size, 4 * cuda.gridsize(1)):
-        four = load4(bits, i, wide)
-        for b in range(4):
-            key = np.int64(four[b] & np.uint32(0x7FFFFFFF))
-            if key >> parent == prefix and i + b < bits.size:
-                cuda.atomic.add(bins, (key >> shift) & mask, np.uint32(1))
-    cuda.syncthreads()
-    for j in range(cuda.threadIdx.x, mask + 1, THREADS):
-        if bins[j]:
-            cuda.atomic.add(counts, j, np.int64(bins[j]))
-
-
-@kernel
-def pick(counts: Written, mask: int, k: int, state: Written) -> None:
-    """One block: appends the digit of the key of rank k to state[0], adds the keys above it to state[1]; zeroes counts."""
-    each = (mask + 1) // THREADS
-    first = mask - cuda.threadIdx.x * each  # bins are taken from the largest down
-    own = np.uint64(0)
-    for j in range(each):
-        own += np.uint64(counts[first - j])
-    before, _ = block_scan(own)
-    above = np.int64(before) + state[1]
-    prefix = state[0]
-    cuda.syncthreads()  # one thread writes to state
-    for j in range(each):
-        here = counts[first - j]
-        if above < k and k <= above + here:
-            state[0] = (prefix << (10 if mask == 1023 else 11)) | (first - j)
-            state[1] = above
-        above += here
-        counts[first - j] = 0
 
 
 @kernel
@@ -209,187 +315,196 @@ def gather(source: DeviceArray, places: DeviceArray, out: Written) -> None:
 
 
 @kernel
-def mask_keys(bits: DeviceArray, mask: int, keys: Written) -> None:
-    for i in range(cuda.grid(1), keys.size, cuda.gridsize(1)):
-        keys[i] = bits[i] & np.uint32(mask)
+def search_for(threshold: int, k: int, record: Written) -> None:
+    """All above a threshold that is known: as if it were the key of rank k, with k above it."""
+    record[LAST] = threshold
+    record[LAST + 1] = k
 
 
 @kernel
-def block_thresholds(
-    bits: DeviceArray, k: int, block: int, thresholds: Written, ties: Written, totals: Written
-) -> None:
-    """Of each block: the key of its last rank, how many keys equal to it are kept (none of zero), and what it keeps."""
-    bins = cuda.shared.array(BINS, np.int32)
-    state = cuda.shared.array(2, np.int64)
-    for number in range(cuda.blockIdx.x, thresholds.size, cuda.gridDim.x):
-        begin, end = number * block, min((number + 1) * block, bits.size)
-        wanted = (k * (end - begin) + block - 1) // block
-        prefix, above = 0, 0
+def top_of_each(
+    arrays: LastWritten, k: int, block: int, slots: Written, patterns: Written, totals: Written,
+    room: int, record: Written, done: Written, wide: bool,
+) -> None:  # fmt: skip
+    """The sum, and the k largest of each block of it, rising, from slots[k * its number] on; totals: how many they are.
+
+    A block of values is one of threads': its sums are still in a cache when they are read again.
+    """
+    bins = cuda.shared.array(BINS, np.uint32)
+    state = cuda.shared.array(2, np.int32)
+    t, sums = cuda.threadIdx.x, arrays[3]
+    for number in range(cuda.blockIdx.x, totals.size - 1, cuda.gridDim.x):
+        begin = np.int64(number) * block
+        end = min(begin + block, sums.size)
+        wanted = np.int32((k * (end - begin) + block - 1) // block)
+        if wide:  # blocks begin at multiples of four, and only the last one may end elsewhere
+            for i in range(begin + 4 * t, end, 4 * THREADS):
+                sum4_at(arrays, i, wide)
+        else:
+            for i in range(begin + t, end, THREADS):
+                sum_at(arrays, i)
+        prefix, above = np.uint32(0), np.int32(0)
         for digit in range(3):
-            mask = 2047 if digit == 0 else 1023
-            shift = 20 - 10 * digit
-            parent = 31 if digit == 0 else shift + 10
-            for j in range(cuda.threadIdx.x, BINS, THREADS):
-                bins[j] = 0
+            bin_mask = 2047 if digit == 0 else 1023
+            shift = np.uint32(20 - 10 * digit)
+            parent = np.uint32(31 if digit == 0 else 30 - 10 * digit)
+            clear_bins(bins)
+            for i in range(begin + t, end, THREADS):
+                key = np.uint32(bits_of(sums[i]) & np.uint32(0x7FFFFFFF))
+                if np.uint32(key >> parent) == prefix:
+                    cuda.atomic.add(bins, (key >> shift) & np.uint32(bin_mask), np.uint32(1))
             cuda.syncthreads()
-            for i in range(begin + cuda.threadIdx.x, end, THREADS):
-                key = np.int64(bits[i] & np.uint32(0x7FFFFFFF))
-                if key >> parent == prefix:
-                    cuda.atomic.add(bins, (key >> shift) & mask, np.int32(1))
-            cuda.syncthreads()
-            each = (mask + 1) // THREADS
-            first = mask - cuda.threadIdx.x * each
+            each = (bin_mask + 1) // THREADS
+            first = bin_mask - t * each
             own = np.uint64(0)
             for j in range(each):
                 own += np.uint64(bins[first - j])
             before, _ = block_scan(own)
-            over = np.int64(before) + above
+            over = np.int32(np.int64(before) + above)
             for j in range(each):
-                here = np.int64(bins[first - j])
+                here = np.int32(bins[first - j])
                 if over < wanted and wanted <= over + here:
                     state[0] = first - j
                     state[1] = over
-                over += here
+                over = np.int32(over + here)
             cuda.syncthreads()
-            prefix = (prefix << (11 if digit == 0 else 10)) | state[0]
+            prefix = np.uint32((prefix << np.uint32(11 if digit == 0 else 10)) | np.uint32(state[0]))
             above = state[1]
-            cuda.syncthreads()  # before state is written for the next digit
-        if cuda.threadIdx.x == 0:
-            equal = wanted - above if prefix > 0 else 0
-            thresholds[number] = prefix
-            ties[number] = equal
-            totals[number] = above + equal
-
-
-@kernel
-def emit_blocks(
-    bits: DeviceArray,
-    block: int,
-    thresholds: DeviceArray,
-    ties: DeviceArray,
-    totals: DeviceArray,
-    indices: Written,
-    kept: Written,
-) -> None:
-    for number in range(cuda.blockIdx.x, thresholds.size, cuda.gridDim.x):
-        end = min((number + 1) * block, bits.size)
-        threshold, wanted = np.int64(thresholds[number]), np.int64(ties[number])
-        greater, equal = np.int64(totals[number]), np.int64(0)
-        for begin in range(number * block, end, 8 * THREADS):
-            first = begin + 8 * cuda.threadIdx.x
+        ties = np.int32(wanted - above) if prefix > 0 else np.int32(0)
+        greater, equal = np.int32(0), np.int32(0)
+        for start in range(begin, end, 8 * THREADS):
+            first = start + 8 * t
             own = np.uint64(0)
             for i in range(first, min(first + 8, end)):
-                key = np.int64(bits[i] & np.uint32(0x7FFFFFFF))
-                if key >= threshold:
-                    own += np.uint64(1) if key > threshold else np.uint64(1 << 32)
+                key = np.uint32(bits_of(sums[i]) & np.uint32(0x7FFFFFFF))
+                if key >= prefix:
+                    own += np.uint64(1) if key > prefix else np.uint64(1 << 32)
             before, total = block_scan(own)
-            my_greater = greater + np.int64(before & np.uint64(0xFFFFFFFF))
-            my_equal = equal + np.int64(before >> np.uint64(32))
-            for i in range(first, min(first + 8, end)):
-                key = np.int64(bits[i] & np.uint32(0x7FFFFFFF))
-                if key > threshold or (key == threshold and my_equal < wanted):
-                    place = my_greater + min(my_equal, wanted)
-                    indices[place] = i
-                    kept[place] = bits[i]
-                my_greater += key > threshold
-                my_equal += key == threshold
-            greater += np.int64(total & np.uint64(0xFFFFFFFF))
-            equal += np.int64(total >> np.uint64(32))
+            my_greater = np.int32(greater + np.int32(before & np.uint64(0xFFFFFFFF)))
+            my_equal = np.int32(equal + np.int32(before >> np.uint64(32)))
+            if own:
+                for i in range(first, min(first + 8, end)):
+                    pattern = bits_of(sums[i])
+                    key = np.uint32(pattern & np.uint32(0x7FFFFFFF))
+                    if key > prefix or (key == prefix and my_equal < ties):
+                        place = np.int64(number) * k + my_greater + min(my_equal, ties)
+                        slots[place] = i
+                        patterns[place] = pattern
+                    my_greater = np.int32(my_greater + np.int32(key > prefix))
+                    my_equal = np.int32(my_equal + np.int32(key == prefix))
+            greater = np.int32(greater + np.int32(total & np.uint64(0xFFFFFFFF)))
+            equal = np.int32(equal + np.int32(total >> np.uint64(32)))
+        if t == 0:
+            totals[number] = greater + min(equal, ties)
+        cuda.syncthreads()  # before bins are cleared for the next block
+    if last_block(done):
+        found = np.int64(scan_all(totals))
+        if t == 0:
+            record[MISSING] = room - found
 
 
 @kernel
-def sum_into(arrays: LastWritten, wide: bool) -> None:
-    for i in range(4 * cuda.grid(1), arrays[3].size, 4 * cuda.gridsize(1)):
-        _read_sum(arrays, i, wide)
+def close_up(
+    slots: DeviceArray, patterns: DeviceArray, k: int, totals: DeviceArray, indices: Written, kept: Written
+) -> None:
+    """Pairs of blocks one after the other: where values are zero, a block has fewer than k."""
+    for i in range(cuda.grid(1), slots.size, cuda.gridsize(1)):
+        number = i // k
+        place = np.int64(totals[number]) + i - number * k
+        if place < np.int64(totals[number + 1]):
+            indices[place] = slots[i]
+            kept[place] = patterns[i]
 
 
-def sample_keys(queue: Queue, bits: DeviceArray, group_lines: int, keys: DeviceArray) -> None:
-    queue.launch(sample_bits, keys.size, 4 * THREADS, (bits,), group_lines, keys, wide(bits))
-
-
-def sample_sum_keys(queue: Queue, addends: Sum, group_lines: int, keys: DeviceArray) -> None:
-    """sample_keys of the bits of the sum, which is written where it was sampled."""
-    queue.launch(sample_sum, keys.size, 4 * THREADS, tuple(addends), group_lines, keys, _wide_sum(addends))
-
-
-def kth_largest_key(queue: Queue, bits: DeviceArray, k: int) -> tuple[int, int]:
-    """Waits."""
-    state, (key, above) = queue.facts(2)
-    counts = queue.scratch("counts", BINS, np.int64)
-    queue.zero(counts)  # which the last pick has left zero, unless a launch failed
-    for shift, parent, mask in DIGITS:
-        queue.launch(histogram, bits.size, 16 * THREADS, bits, shift, parent, mask, state, counts, wide(bits))
-        queue.launch(pick, 1, 1, counts, mask, k, state)
-    return int(key), int(above)
-
-
-def compact(
+def top_sampled(
     queue: Queue,
-    bits: DeviceArray,
-    above: int,
-    ties: int,
+    source: Any,
+    plan: Any,
+    k: int,
+    key_mask: int,
     indices: DeviceArray,
     kept: DeviceArray,
-    found: int | None = None,
-) -> int:
-    """found: how many they are, where the caller knows; else this waits."""
+    record: DeviceArray,
+) -> None:
+    """The k largest keys in two reads of a Sum, which is then made, or of an array of patterns; indices, kept: uint32[k]."""
+    if isinstance(source, Sum):
+        sample, mark, arrays, is_wide, bits = (
+            sample_sum, mark_sum, tuple(source), wide_sum(source), source.sums.view(np.uint32)
+        )  # fmt: skip
+    else:
+        sample, mark, arrays, is_wide, bits = sample_bits, mark_bits, (source,), wide(source), source
+    keys = queue.scratch("sample", plan.keys, np.uint32)
+    places, patterns = (queue.scratch(f"{name} of candidates", plan.room, np.uint32) for name in ("places", "bits"))
     masks, totals = _marks(queue, bits.size)
-    queue.launch(mark_bits, totals.size - 1, 1, (bits,), bits.size, above, ties, masks, totals, wide(bits))
-    return _collect(queue, bits, above, ties, masks, totals, indices, kept, found)
+    tiles, done = totals.size - 1, queue.done
+    queue.launch(
+        sample, keys.size, 4 * THREADS, arrays, plan.group_lines, plan.rank, key_mask, keys, record, done, is_wide
+    )
+    # Its last digit is left zero: the threshold only has to lie a little below rank k.
+    queue.launch(histogram, keys.size, 16 * THREADS, keys, SAMPLE, 1, key_mask, plan.rank, record, done, wide(keys))
+    queue.launch(mark, tiles, 1, arrays, bits.size, key_mask, k, plan.room, masks, totals, record, done, is_wide)
+    queue.launch(emit_candidates, tiles, 1, bits, key_mask, k, masks, totals, places, patterns, record, done)
+    for digit in (1, 2):
+        queue.launch(
+            histogram, plan.room, 16 * THREADS, patterns, LAST, digit, key_mask, k, record, done, wide(patterns)
+        )
+    _keep(queue, patterns, places, key_mask, k, indices, kept, record)
 
 
-def compact_sum(queue: Queue, addends: Sum, above: int, indices: DeviceArray, kept: DeviceArray) -> int:
-    """The sum, always whole, and compact(its bits, above, 0, ...), in one read of both addends."""
-    sums = addends.sums
-    masks, totals = _marks(queue, sums.size)
-    queue.launch(mark_sum, totals.size - 1, 1, tuple(addends), sums.size, above, 0, masks, totals, _wide_sum(addends))
-    return _collect(queue, sums.view(np.uint32), above, 0, masks, totals, indices, kept)
+def top(
+    queue: Queue, bits: DeviceArray, k: int, key_mask: int, indices: DeviceArray, kept: DeviceArray, record: DeviceArray
+) -> None:
+    """The same in five reads, whatever the data."""
+    for digit in (0, 1, 2):
+        queue.launch(histogram, bits.size, 16 * THREADS, bits, LAST, digit, key_mask, k, record, queue.done, wide(bits))
+    _keep(queue, bits, bits[:0], key_mask, k, indices, kept, record)
+
+
+def _keep(
+    queue: Queue, bits: DeviceArray, places: DeviceArray, key_mask: int, k: int,
+    indices: DeviceArray, kept: DeviceArray, record: DeviceArray,
+) -> None:  # fmt: skip
+    masks, totals = _marks(queue, bits.size)
+    tiles = totals.size - 1
+    queue.launch(mark_kept, tiles, 1, bits, key_mask, k, masks, totals, record, queue.done, wide(bits))
+    queue.launch(emit_kept, tiles, 1, bits, places, key_mask, k, masks, totals, record, indices, kept)
+
+
+def top_of_blocks(
+    queue: Queue, addends: Sum, k: int, block: int, indices: DeviceArray, kept: DeviceArray, record: DeviceArray
+) -> None:
+    """The sum, and compact_blocks of its bits; indices, kept: uint32 for all that blocks may keep."""
+    blocks = -(-addends.sums.size // block)
+    slots, patterns = (queue.scratch(f"{name} of blocks", blocks * k, np.uint32) for name in ("places", "bits"))
+    totals = queue.scratch("totals", blocks + 1, np.uint64)
+    is_wide = block % 4 == 0 and wide_sum(addends)
+    queue.launch(
+        top_of_each, blocks, 1,
+        tuple(addends), k, block, slots, patterns, totals, indices.size, record, queue.done, is_wide,
+    )  # fmt: skip
+    queue.launch(close_up, slots.size, THREADS, slots, patterns, k, totals, indices, kept)
+
+
+ALL_KEYS = 0x7FFFFFFF
 
 
 def count_above(queue: Queue, bits: DeviceArray, above: int) -> int:
+    """Waits."""
+    record = queue.record()
     masks, totals = _marks(queue, bits.size)
-    queue.launch(mark_bits, totals.size - 1, 1, (bits,), bits.size, above, 0, masks, totals, wide(bits))
-    scan(queue, totals)
-    return int(queue.last(totals))
-
-
-def keep_top(
-    queue: Queue, mask: int, above: int, ties: int, found: int, indices: DeviceArray, kept: DeviceArray
-) -> None:
-    """Waits for nothing: the caller knows that `found` are kept."""
-    keys, places, chosen = (
-        queue.scratch(f"{name} to keep", kept.size, np.uint32) for name in ("keys", "places", "chosen")
+    queue.launch(search_for, 1, THREADS, above, bits.size, record)
+    queue.launch(
+        mark_kept, totals.size - 1, 1, bits, ALL_KEYS, bits.size, masks, totals, record, queue.done, wide(bits)
     )
-    masked(queue, kept, mask, keys)
-    compact(queue, keys, above, ties, places, chosen, found)
-    for array in (indices, kept):
-        take(queue, array, places[:found], chosen)
-        queue.copy(chosen[:found], array[:found])
+    return int(bits.size - queue.read(record[MISSING : MISSING + 1])[0])
 
 
-def compact_blocks(
-    queue: Queue,
-    bits: DeviceArray,
-    k: int,
-    block: int,
-    places: DeviceArray,
-    keys: DeviceArray,
-    indices: DeviceArray,
-    kept: DeviceArray,
-) -> int:
-    """places, keys: not used here; a block is searched where it lies, which is a cache while it lasts."""
-    blocks = -(-bits.size // block)
-    thresholds, ties = (queue.scratch(f"{name} of blocks", blocks, np.uint32) for name in ("thresholds", "ties"))
-    totals = tile_totals(queue, blocks)
-    queue.launch(block_thresholds, blocks, 1, bits, k, block, thresholds, ties, totals)
-    scan(queue, totals)
-    queue.launch(emit_blocks, blocks, 1, bits, block, thresholds, ties, totals, indices, kept)
-    return int(queue.last(totals))
-
-
-def masked(queue: Queue, bits: DeviceArray, mask: int, keys: DeviceArray) -> None:
-    """keys[i] = bits[i] & mask."""
-    queue.launch(mask_keys, bits.size, 4 * THREADS, bits, mask, keys)
+def compact_above(
+    queue: Queue, bits: DeviceArray, above: int, indices: DeviceArray, kept: DeviceArray, record: DeviceArray
+) -> None:
+    """All keys above; indices, kept: uint32 for as many as there are."""
+    queue.launch(search_for, 1, THREADS, above, indices.size, record)
+    _keep(queue, bits, bits[:0], ALL_KEYS, indices.size, indices, kept, record)
 
 
 def take(queue: Queue, source: DeviceArray, places: DeviceArray, out: DeviceArray) -> None:
@@ -397,33 +512,6 @@ def take(queue: Queue, source: DeviceArray, places: DeviceArray, out: DeviceArra
     queue.launch(gather, places.size, THREADS, source, places, out)
 
 
-def sum_of(queue: Queue, addends: Sum) -> None:
-    """sums[i] = decay * residual[i] + update[i]."""
-    queue.launch(sum_into, addends.sums.size, 4 * THREADS, tuple(addends), _wide_sum(addends))
-
-
 def _marks(queue: Queue, size: int) -> tuple[DeviceArray, DeviceArray]:
     tiles = -(-size // TILE)
-    return queue.scratch("masks", tiles * THREADS, np.uint32), tile_totals(queue, tiles)
-
-
-def _collect(
-    queue: Queue,
-    bits: DeviceArray,
-    above: int,
-    ties: int,
-    masks: DeviceArray,
-    totals: DeviceArray,
-    indices: DeviceArray,
-    kept: DeviceArray,
-    found: int | None = None,
-) -> int:
-    scan(queue, totals)
-    if found is None:
-        total = int(queue.last(totals))
-        found = (total & 0xFFFFFFFF) + min(total >> 32, ties)
-    if found > indices.size:
-        return int(indices.size) + 1
-    if found:
-        queue.launch(emit, totals.size - 1, 1, bits, above, ties, masks, totals, indices, kept)
-    return found
+    return queue.scratch("masks", tiles * THREADS, np.uint32), queue.scratch("totals", tiles + 1, np.uint64)

@@ -1,7 +1,8 @@
 """The value codings on the device: the kernels of values.py, bit for bit (but for the payload bits of NaN results).
 
-A coding is one device function, value4: four decoded values out of its arrays. `decoders` makes of each the three ways
-to use it, fused: what is decoded never visits memory. Every thread takes four neighbours at a time.
+A coding is two device functions. value4 gives four decoded values out of its arrays, encode_tile codes a tile of values.
+`coding` makes of them three ways to use what is coded, and three to code. They are fused: what is decoded never visits memory,
+and a sum is made, coded, and freed of what was coded, while it is in a cache. Every thread takes four neighbours at a time.
 """
 
 import math
@@ -11,6 +12,7 @@ from narrows.compression.cuda.jit import (
     THREADS,
     DeviceArray,
     Four,
+    LastWritten,
     Written,
     add,
     bits_of,
@@ -21,34 +23,37 @@ from narrows.compression.cuda.jit import (
     load4,
     mul,
     np,
-    raise_largest,
+    raise_to,
     store4,
     wide,
 )
-from narrows.compression.cuda.queue import Fact, Queue
+from narrows.compression.cuda.queue import Queue
 from narrows.compression.cuda.random import unit_of
+from narrows.compression.cuda.sums import key_of, largest_of, sum_range, take_strided, wide_sum
+from narrows.compression.kernels.record import LARGEST, MISSING
+from narrows.compression.kernels.sums import Sum
 from narrows.compression.kernels.values import INFINITY_KEY, INT4_BLOCK, INT4_SCALE_MAX, INT8_BLOCK, INT8_SCALE_MAX
 
 LANES = 8  # threads that share a block of values and its scale: neighbours in memory are neighbours in time
+COPY_TILE = 4 * THREADS  # values of the codings that know no blocks
 
 
-class Decoders(NamedTuple):
-    """Kernels: decode(coded, out, wide), add(coded, weight, out, wide), scatter_add(coded, indices, weight, out, wide)."""
+class Coding(NamedTuple):
+    """Kernels, and how many values a block of threads has in hand. coded: arrays of the sections.
+
+    decode(coded, out, wide), add(coded, weight, out, wide), scatter_add(coded, indices, weight, record, out, wide);
+    encode(values, extra, coded, record, wide) of values; encode_sum(addends, extra, coded, record, wide) of a sum, from which
+    what was coded is subtracted; encode_strided(addends, phase, stride, chosen, extra, coded, record, wide) of every stride-th
+    value of a sum, likewise. extra: (1 if codes are rounded at random, the two halves of the key).
+    """
 
     decode: Any
     add: Any
     scatter_add: Any
-
-
-@device
-def key_of(value: float) -> Any:
-    return bits_of(value) & np.uint32(0x7FFFFFFF)
-
-
-@device
-def largest_of(four: Four, largest: Any) -> Any:
-    top = max(max(key_of(four[0]), key_of(four[1])), max(key_of(four[2]), key_of(four[3])))
-    return np.uint32(max(largest, top))
+    encode: Any
+    encode_sum: Any
+    encode_strided: Any
+    tile: int
 
 
 @device
@@ -62,8 +67,9 @@ def weighted(old: Four, weight: float, four: Four) -> Four:
     )
 
 
-def decoders(value4: Any) -> Decoders:
-    """The kernels of one coding; `coded` are its arrays, as the CPU's kernels take them."""
+def coding(value4: Any, encode_tile: Any, tile: int) -> Coding:
+    """encode_tile(values, size, number, extra, coded, wide) codes values[number * tile :][: tile], of `size` in all, by a
+    block; it returns the largest key that this thread saw."""
 
     @kernel
     def decode(coded: Any, out: Written, wide: bool) -> None:
@@ -76,15 +82,60 @@ def decoders(value4: Any) -> Decoders:
             store4(out, i, weighted(load4(out, i, wide), weight, value4(coded, i, wide)), wide)
 
     @kernel
-    def scatter_add_to(coded: Any, indices: DeviceArray, weight: float, out: Written, wide: bool) -> None:
-        for i in range(4 * cuda.grid(1), indices.size, 4 * cuda.gridsize(1)):
+    def scatter_add_to(
+        coded: Any, indices: DeviceArray, weight: float, record: DeviceArray, out: Written, wide: bool
+    ) -> None:
+        size = indices.size - record[MISSING]
+        for i in range(4 * cuda.grid(1), size, 4 * cuda.gridsize(1)):
             # Indices rise, so no two are equal but those that load4 repeats beyond the end, which are not written.
             p = load4(indices, i, wide)
-            four = weighted((out[p[0]], out[p[1]], out[p[2]], out[p[3]]), weight, value4(coded, i, wide))
-            for j in range(min(4, indices.size - i)):
-                out[p[j]] = four[j]
+            four = value4(coded, i, wide)
+            for j in range(min(4, size - i)):
+                out[p[j]] = add(out[p[j]], mul(weight, four[j]))
 
-    return Decoders(decode, add_to, scatter_add_to)
+    @kernel
+    def encode(values: DeviceArray, extra: Any, coded: Written, record: Written, wide: bool) -> None:
+        own, size = np.uint32(0), values.size - record[MISSING]
+        for number in range(cuda.blockIdx.x, (size + tile - 1) // tile, cuda.gridDim.x):
+            own = np.uint32(max(own, encode_tile(values, size, number, extra, coded, wide)))
+        raise_to(record, LARGEST, own)
+
+    @kernel
+    def encode_sum(addends: LastWritten, extra: Any, coded: Written, record: Written, wide: bool) -> None:
+        own, sums = np.uint32(0), addends[3]
+        for number in range(cuda.blockIdx.x, (sums.size + tile - 1) // tile, cuda.gridDim.x):
+            begin, end = number * tile, min((number + 1) * tile, sums.size)
+            sum_range(addends, begin, end, wide)
+            cuda.syncthreads()
+            own = np.uint32(max(own, encode_tile(sums, sums.size, number, extra, coded, wide)))
+            cuda.syncthreads()
+            for i in range(begin + 4 * cuda.threadIdx.x, end, 4 * THREADS):
+                store4(sums, i, weighted(load4(sums, i, wide), np.float32(-1.0), value4(coded, i, wide)), wide)
+        raise_to(record, LARGEST, own)
+
+    @kernel
+    def encode_strided(
+        addends: LastWritten, phase: int, stride: int, chosen: Written, extra: Any,
+        coded: Written, record: Written, wide: bool,
+    ) -> None:  # fmt: skip
+        own, sums = np.uint32(0), addends[3]
+        span = tile * stride
+        for number in range(cuda.blockIdx.x, (sums.size + span - 1) // span, cuda.gridDim.x):
+            own = np.uint32(max(own, sum_range(addends, number * span, min((number + 1) * span, sums.size), wide)))
+            cuda.syncthreads()
+            begin, end = number * tile, min((number + 1) * tile, chosen.size)
+            take_strided(sums, phase, stride, begin, end, chosen)
+            cuda.syncthreads()
+            if begin < end:  # alike for all threads
+                encode_tile(chosen, chosen.size, number, extra, coded, wide)
+                cuda.syncthreads()
+            for i in range(begin + 4 * cuda.threadIdx.x, end, 4 * THREADS):
+                four = weighted(load4(chosen, i, wide), np.float32(-1.0), value4(coded, i, wide))
+                for j in range(min(4, end - i)):
+                    sums[phase + (i + j) * stride] = four[j]
+        raise_to(record, LARGEST, own)
+
+    return Coding(decode, add_to, scatter_add_to, encode, encode_sum, encode_strided, tile)
 
 
 @device
@@ -148,19 +199,6 @@ def int4_value4(coded: Any, i: int, wide: bool) -> Four:
     return multiples(codes, bf16_value(coded[0][i // INT4_BLOCK]))
 
 
-FP32, FP16, BF16, INT8, INT4 = (
-    decoders(value4) for value4 in (fp32_value4, fp16_value4, bf16_value4, int8_value4, int4_value4)
-)
-
-
-@kernel
-def find_largest(values: DeviceArray, largest: Written, wide: bool) -> None:
-    own = np.uint32(0)
-    for i in range(4 * cuda.grid(1), values.size, 4 * cuda.gridsize(1)):
-        own = largest_of(load4(values, i, wide), own)
-    raise_largest(largest, own)
-
-
 @device
 def fp16_code(value: float) -> Any:
     bits = bits_of(value)
@@ -180,28 +218,31 @@ def bf16_code(value: float) -> Any:
     return np.uint16(half | (np.int64(bits >> np.uint32(16)) & 0x8000))
 
 
-def _half_encoder(code: Any) -> Any:
-    @kernel
-    def encode(values: DeviceArray, halves: Written, largest: Written, wide: bool) -> None:
+@device
+def fp32_code(value: float) -> Any:
+    return value
+
+
+def _copier(code: Any) -> Any:
+    @device
+    def encode_tile(values: DeviceArray, size: int, number: int, extra: Any, coded: Any, wide: bool) -> Any:
         own = np.uint32(0)
-        for i in range(4 * cuda.grid(1), values.size, 4 * cuda.gridsize(1)):
+        for i in range(number * COPY_TILE + 4 * cuda.threadIdx.x, min((number + 1) * COPY_TILE, size), 4 * THREADS):
             four = load4(values, i, wide)
-            own = largest_of(four, own)
-            store4(halves, i, (code(four[0]), code(four[1]), code(four[2]), code(four[3])), wide)
-        raise_largest(largest, own)
+            for j in range(min(4, size - i)):  # what lies beyond is not looked at
+                own = np.uint32(max(own, key_of(four[j])))
+            store4(coded[0], i, (code(four[0]), code(four[1]), code(four[2]), code(four[3])), wide)
+        return own
 
-    return encode
-
-
-fp16_codes, bf16_codes = _half_encoder(fp16_code), _half_encoder(bf16_code)
+    return encode_tile
 
 
 @device
-def code_of(value: float, scale: float, limit: float, stochastic: bool, seed: int, step: int, i: int) -> Any:
+def code_of(value: float, scale: float, limit: float, extra: Any, i: int) -> Any:
     """value / scale to nearest even, or floor(value / scale + u of word i); within -limit..limit."""
     code = value / scale
-    if stochastic:
-        code = np.float32(math.floor(add(np.float32(code), unit_of(seed, step, i))))
+    if extra[0]:
+        code = np.float32(math.floor(add(np.float32(code), unit_of(extra[1], extra[2], i))))
     code = min(max(code, -limit), limit)
     # 1.5 * 2**23 has an ulp of 1: the sum is rounded to nearest even, and its low byte is the code.
     byte = np.int64(bits_of(add(np.float32(code), np.float32(12582912.0)))) & 0xFF
@@ -222,148 +263,115 @@ def store_int4(nibbles: DeviceArray, i: int, four: Four, wide: bool) -> None:
         nibbles[byte + 1] = np.uint8((four[2] & 15) | ((four[3] & 15) << 4))
 
 
-def _scaled_encoder(block: int, code_max: float, scale_max: int, store: Any) -> Any:
-    """The encoder of codes with a bf16 scale per `block` values: LANES threads have one in hand."""
+def _scaler(block: int, code_max: float, scale_max: int, store: Any) -> tuple[Any, int]:
+    """encode_tile of codes with a bf16 scale per `block` values, and its tile: LANES threads have a block in hand."""
     limit = np.float32(code_max)
     in_hand = THREADS // LANES
 
-    @kernel
-    def encode(
-        values: DeviceArray,
-        stochastic: bool,
-        seed: int,
-        step: int,
-        scales: Written,
-        codes: Written,
-        largest: Written,
-        wide: bool,
-    ) -> None:
+    @device
+    def encode_tile(values: DeviceArray, size: int, number: int, extra: Any, coded: Any, wide: bool) -> Any:
         tops = cuda.shared.array(in_hand, np.uint32)
         local, lane = cuda.threadIdx.x // LANES, cuda.threadIdx.x % LANES
-        own = np.uint32(0)
-        for tile in range(cuda.blockIdx.x, (scales.size + in_hand - 1) // in_hand, cuda.gridDim.x):
-            number = tile * in_hand + local
-            begin = number * block + 4 * lane
-            end = min((number + 1) * block, values.size)
-            if lane == 0:
-                tops[local] = 0
-            cuda.syncthreads()
-            top = np.uint32(0)
-            for i in range(begin, end, 4 * LANES):
-                top = largest_of(load4(values, i, wide), top)
-            cuda.atomic.max(tops, local, top)
-            cuda.syncthreads()
-            top = tops[local]
-            own = np.uint32(max(own, top))
-            cuda.syncthreads()  # before tops is zeroed for the next tile
-            exact = np.int64(bits_of(np.float32(float_of(top) / limit)))
-            pattern = min((exact + 0xFFFF) >> 16, scale_max)
-            if lane == 0 and number < scales.size:
-                scales[number] = pattern
-            scale = bf16_value(pattern)
-            zeros = pattern == 0 or top >= np.uint32(INFINITY_KEY)
-            for i in range(begin, end, 4 * LANES):
-                a, b, c, d = 0, 0, 0, 0
-                if not zeros:
-                    four = load4(values, i, wide)
-                    a = code_of(four[0], scale, limit, stochastic, seed, step, i)
-                    if i + 1 < end:
-                        b = code_of(four[1], scale, limit, stochastic, seed, step, i + 1)
-                    if i + 2 < end:
-                        c = code_of(four[2], scale, limit, stochastic, seed, step, i + 2)
-                    if i + 3 < end:
-                        d = code_of(four[3], scale, limit, stochastic, seed, step, i + 3)
-                store(codes, i, (a, b, c, d), wide)
-        raise_largest(largest, own)
+        place = number * in_hand + local
+        begin = place * block + 4 * lane
+        end = min((place + 1) * block, size)
+        if lane == 0:
+            tops[local] = 0
+        cuda.syncthreads()
+        top = np.uint32(0)
+        for i in range(begin, end, 4 * LANES):
+            four = load4(values, i, wide)
+            for j in range(min(4, end - i)):
+                top = np.uint32(max(top, key_of(four[j])))
+        cuda.atomic.max(tops, local, top)
+        cuda.syncthreads()
+        top = tops[local]
+        cuda.syncthreads()  # before tops is zeroed for the next tile
+        exact = np.int64(bits_of(np.float32(float_of(top) / limit)))
+        pattern = min((exact + 0xFFFF) >> 16, scale_max)
+        if lane == 0 and begin < size:
+            coded[0][place] = pattern
+        scale = bf16_value(pattern)
+        zeros = pattern == 0 or top >= np.uint32(INFINITY_KEY)
+        for i in range(begin, end, 4 * LANES):
+            a, b, c, d = 0, 0, 0, 0
+            if not zeros:
+                four = load4(values, i, wide)
+                a = code_of(four[0], scale, limit, extra, i)
+                if i + 1 < end:
+                    b = code_of(four[1], scale, limit, extra, i + 1)
+                if i + 2 < end:
+                    c = code_of(four[2], scale, limit, extra, i + 2)
+                if i + 3 < end:
+                    d = code_of(four[3], scale, limit, extra, i + 3)
+            store(coded[1], i, (a, b, c, d), wide)
+        return top
 
-    return encode
-
-
-int8_codes = _scaled_encoder(INT8_BLOCK, 127.0, INT8_SCALE_MAX, store_int8)
-int4_codes = _scaled_encoder(INT4_BLOCK, 7.0, INT4_SCALE_MAX, store_int4)
+    return encode_tile, in_hand * block
 
 
-def encode_with(queue: Queue, launch: Any, values: DeviceArray, *rest: Any) -> Fact:
-    """Launches an encoder, whose last output takes four codes at a time; the largest key it saw."""
-    largest, (fact,) = queue.facts(1, np.uint32)
-    arrays = values, *rest[-1:]
-    queue.launch(launch, values.size, 4 * THREADS, values, *rest, largest, wide(*arrays))
-    return fact
+FP32, FP16, BF16 = (
+    coding(value4, _copier(code), COPY_TILE)
+    for value4, code in ((fp32_value4, fp32_code), (fp16_value4, fp16_code), (bf16_value4, bf16_code))
+)
+INT8 = coding(int8_value4, *_scaler(INT8_BLOCK, 127.0, INT8_SCALE_MAX, store_int8))
+INT4 = coding(int4_value4, *_scaler(INT4_BLOCK, 7.0, INT4_SCALE_MAX, store_int4))
 
 
-def decode_with(queue: Queue, launch: Any, coded: tuple[DeviceArray, ...], out: DeviceArray) -> None:
-    queue.launch(launch, out.size, 4 * THREADS, coded, out, wide(*coded, out))
+@kernel
+def find_largest(values: DeviceArray, largest: Written, wide: bool) -> None:
+    own = np.uint32(0)
+    for i in range(4 * cuda.grid(1), values.size, 4 * cuda.gridsize(1)):
+        own = largest_of(load4(values, i, wide), own)
+    raise_to(largest, 0, own)
 
 
-def add_with(queue: Queue, launch: Any, coded: tuple[DeviceArray, ...], weight: Any, out: DeviceArray) -> None:
-    queue.launch(launch, out.size, 4 * THREADS, coded, np.float32(weight), out, wide(*coded, out))
+def largest_key(queue: Queue, values: DeviceArray) -> int:
+    """Waits."""
+    largest = queue.zeroed("largest", 1)
+    queue.launch(find_largest, values.size, 4 * THREADS, values, largest, wide(values))
+    return int(queue.read(largest)[0])
+
+
+def encode_with(
+    queue: Queue, coding: Coding, values: DeviceArray, extra: Any, coded: tuple[DeviceArray, ...], record: DeviceArray
+) -> None:
+    """The last record[MISSING] of values are none."""
+    queue.launch(coding.encode, values.size, coding.tile, values, extra, coded, record, wide(values, *coded))
+
+
+def encode_sum_with(
+    queue: Queue, coding: Coding, addends: Sum, extra: Any, coded: tuple[DeviceArray, ...], record: DeviceArray
+) -> None:
+    is_wide = wide_sum(addends) and wide(*coded)
+    queue.launch(coding.encode_sum, addends.sums.size, coding.tile, tuple(addends), extra, coded, record, is_wide)
+
+
+def encode_strided_with(
+    queue: Queue, coding: Coding, addends: Sum, phase: int, stride: int, chosen: DeviceArray, extra: Any,
+    coded: tuple[DeviceArray, ...], record: DeviceArray,
+) -> None:  # fmt: skip
+    is_wide = wide_sum(addends) and wide(chosen, *coded)
+    queue.launch(
+        coding.encode_strided, addends.sums.size, coding.tile * stride,
+        tuple(addends), phase, stride, chosen, extra, coded, record, is_wide,
+    )  # fmt: skip
+
+
+def decode_with(queue: Queue, coding: Coding, coded: tuple[DeviceArray, ...], out: DeviceArray) -> None:
+    queue.launch(coding.decode, out.size, 4 * THREADS, coded, out, wide(*coded, out))
+
+
+def add_with(queue: Queue, coding: Coding, coded: tuple[DeviceArray, ...], weight: Any, out: DeviceArray) -> None:
+    queue.launch(coding.add, out.size, 4 * THREADS, coded, np.float32(weight), out, wide(*coded, out))
 
 
 def scatter_add_with(
-    queue: Queue, launch: Any, coded: tuple[DeviceArray, ...], indices: DeviceArray, weight: Any, out: DeviceArray
-) -> None:
-    queue.launch(launch, indices.size, 4 * THREADS, coded, indices, np.float32(weight), out, wide(*coded, indices))
-
-
-def largest_key(queue: Queue, values: DeviceArray) -> Fact:
-    return encode_with(queue, find_largest, values)
-
-
-def encode_fp16(queue: Queue, values: DeviceArray, halves: DeviceArray) -> Fact:
-    return encode_with(queue, fp16_codes, values, halves)
-
-
-def decode_fp16(queue: Queue, halves: DeviceArray, out: DeviceArray) -> None:
-    decode_with(queue, FP16.decode, (halves,), out)
-
-
-def encode_bf16(queue: Queue, values: DeviceArray, halves: DeviceArray) -> Fact:
-    return encode_with(queue, bf16_codes, values, halves)
-
-
-def decode_bf16(queue: Queue, halves: DeviceArray, out: DeviceArray) -> None:
-    decode_with(queue, BF16.decode, (halves,), out)
-
-
-def encode_int8(
-    queue: Queue,
-    values: DeviceArray,
-    stochastic: bool,
-    key_low: int,
-    key_high: int,
-    words: DeviceArray,
-    scales: DeviceArray,
-    codes: DeviceArray,
-) -> Fact:
-    """words: not used here; each thread draws its own."""
-    return encode_with(queue, int8_codes, values, stochastic, key_low, key_high, scales, codes)
-
-
-def decode_int8(queue: Queue, scales: DeviceArray, codes: DeviceArray, out: DeviceArray) -> None:
-    decode_with(queue, INT8.decode, (scales, codes), out)
-
-
-def encode_int4(
-    queue: Queue,
-    values: DeviceArray,
-    stochastic: bool,
-    key_low: int,
-    key_high: int,
-    words: DeviceArray,
-    scales: DeviceArray,
-    nibbles: DeviceArray,
-) -> Fact:
-    """words: not used here; each thread draws its own."""
-    return encode_with(queue, int4_codes, values, stochastic, key_low, key_high, scales, nibbles)
-
-
-def decode_int4(queue: Queue, scales: DeviceArray, nibbles: DeviceArray, out: DeviceArray) -> None:
-    decode_with(queue, INT4.decode, (scales, nibbles), out)
-
-
-def add_fp32(queue: Queue, values: DeviceArray, weight: Any, out: DeviceArray) -> None:
-    add_with(queue, FP32.add, (values,), weight, out)
-
-
-def scatter_add_fp32(queue: Queue, values: DeviceArray, indices: DeviceArray, weight: Any, out: DeviceArray) -> None:
-    scatter_add_with(queue, FP32.scatter_add, (values,), indices, weight, out)
+    queue: Queue, coding: Coding, coded: tuple[DeviceArray, ...], indices: DeviceArray, weight: Any, out: DeviceArray,
+    record: DeviceArray,
+) -> None:  # fmt: skip
+    """The last record[MISSING] of indices are none."""
+    is_wide = wide(*coded, indices)
+    queue.launch(
+        coding.scatter_add, indices.size, 4 * THREADS, coded, indices, np.float32(weight), record, out, is_wide
+    )

@@ -15,57 +15,53 @@ import numpy as np
 
 from narrows.compression.buffers import Parts, Payload
 from narrows.compression.compressor import Chain, Compressor
-from narrows.compression.device.stages import (
-    INDEX_READERS,
-    CodedIndices,
-    DeviceArray,
-    encode_indices,
-    encode_strided,
-    pairs,
-    select_above,
-    select_blocks,
-    select_top,
-    select_top_of,
-)
+from narrows.compression.device.stages import INDEX_READERS, Arena, DeviceArray, arena, pairs, select_top
 from narrows.compression.device.staging import Staging
 from narrows.compression.feedback import State, load_memory, memory_state, restored
-from narrows.compression.index_codings import EVERY_INDEX, STRATA, stride_count
+from narrows.compression.index_codings import (
+    EVERY_INDEX,
+    STRATA,
+    STRIDE_UNIT,
+    STRIDED_RICE,
+    bytes_of,
+    indices_max_bytes,
+    stride_count,
+)
 from narrows.compression.kernels import cpu
 from narrows.compression.kernels.random import RANDOM_BLOCK
+from narrows.compression.kernels.record import (
+    HEAD_BYTES,
+    INDEX_CODING,
+    LARGEST,
+    LOW_BITS,
+    MISLED,
+    MISSING,
+    PARAMETER,
+    TOLD,
+    UNARY_BITS,
+)
 from narrows.compression.kernels.sums import Sum
 from narrows.compression.kernels.values import INFINITY_KEY
 from narrows.compression.payload import COUNT_MAX, HEADER_BYTES, Header, Opened, open_payload, raw_values
 from narrows.compression.reducers import DENSE_COUNT_MAX, Memory
-from narrows.compression.sparsifiers import (
-    NOTHING,
-    Cycle,
-    CycleTop,
-    RandomK,
-    Threshold,
-    TopK,
-    kept_of,
-)
-from narrows.compression.value_codings import Sectioned, non_finite_at
+from narrows.compression.sparsifiers import NOTHING, BlockTopK, Cycle, CycleTop, RandomK, Threshold, TopK, kept_of
+from narrows.compression.value_codings import Section, Sectioned, non_finite_at
 
 Coded: TypeAlias = tuple[DeviceArray, ...]
+RECORD_BYTES = 8 * TOLD
+BODY = RECORD_BYTES + HEADER_BYTES  # where the body of a payload lies behind a record
+FP32_SECTIONS = (Section(np.float32, 1, 1),)
 
 
-class Reduced(NamedTuple):
-    """As reducers.Reduced, on the device; places: the indices themselves, None for all. code: makes what is sent of them.
-    checked: keys that say whether a value is NaN or infinite, which the values themselves do not say."""
+class UnderWay(NamedTuple):
+    """A record and a payload on their way to `lent`. room: values that are kept at most; indices: wire id and parameter, None
+    where the record tells; landed: a kernel writes as many bytes as there are."""
 
-    values: DeviceArray
-    code: Callable[[], CodedIndices]
-    places: DeviceArray | None
-    checked: tuple[Any, ...] = ()
-
-
-def all_indices() -> CodedIndices:
-    return CodedIndices(EVERY_INDEX, 0, [])
-
-
-def no_indices() -> CodedIndices:
-    return CodedIndices(*NOTHING[:2], [])
+    landing: Any
+    lent: memoryview
+    room: int
+    indices: tuple[int, int] | None
+    landed: bool = False
 
 
 def _device_floats(kernels: Any, array: Any, name: str) -> DeviceArray:
@@ -80,7 +76,7 @@ class DeviceErrorFeedback:
 
     Takes what ErrorFeedback takes, and where payloads are staged: feedbacks may share that. Device memory: 8 bytes a value
     (the residual, and the buffer that its successor is built in, so that an update that is refused leaves it as it was), and
-    scratch that all streams of these kernels share: an eighth of a byte a value and some 20 bytes for each that is kept.
+    scratch that all streams of these kernels share: an eighth of a byte a value and some 35 bytes for each that is kept.
     """
 
     def __init__(
@@ -121,22 +117,19 @@ class DeviceErrorFeedback:
             raise ValueError(f"update has {update.size} values; this stream has {self.count}")
         if self.compressor.lossless:
             values = self._lossless(update)
-            payload = self._send(values.size, all_indices(), (values,))()
+            finish = self._told(self._fetch((values,), self.count, (EVERY_INDEX, 0)))[1]
             self.memory.step += 1
-            return payload
+            return finish()
         if self._successor is None:
             self._successor = self._zeros()
-        sums = self._successor
-        self.kernels.forget()
-        reduced = self._reduce(update, sums)
-        name, coded, largest = self._encode_values(reduced.values, sums)
-        # NaN and infinity have the largest keys: if there are any, some were selected.
-        if any(int(key) >= INFINITY_KEY for key in (*reduced.checked, *largest)):
-            raise _non_finite(self.kernels, update, sums)
-        finish = self._send(reduced.values.size, reduced.code(), coded)
-        # While the payload crosses to the host, what it carries is taken out of what becomes the residual.
-        _add(self.kernels, name, coded, reduced.places, np.float32(-1.0), sums)
-        self.residual, self._successor = sums, self.residual
+        addends = Sum(self.residual, self.decay, update, self._successor)
+        told, finish = self._coded(addends, sampled=True)
+        if told[MISLED]:  # nothing was kept, and the sum is there
+            self.kernels.counts["misled"] += 1
+            told, finish = self._coded(addends, sampled=False)
+        if told[LARGEST] >= INFINITY_KEY:
+            raise _non_finite(self.kernels, addends)
+        self.residual, self._successor = addends.sums, self.residual
         self.memory.step += 1
         return finish()
 
@@ -182,122 +175,174 @@ class DeviceErrorFeedback:
         self.kernels.sum_of(Sum(residual, self.decay, update, residual))
         return residual
 
-    def _reduce(self, update: DeviceArray, sums: DeviceArray) -> Reduced:
-        """What is sent of decay * residual + update, which is written to sums, whole."""
-        kernels, reducer = self.kernels, self.compressor.reducer
-        addends = Sum(self.residual, self.decay, update, sums)
-        if isinstance(reducer, TopK) and self.count > DENSE_COUNT_MAX:
-            places, bits = select_top(kernels, addends, reducer.kept_max(self.count), reducer.dropped_bits)
-        else:
-            kernels.sum_of(addends)
-            if reducer is None or self.count <= DENSE_COUNT_MAX:
-                return Reduced(sums, all_indices, None)
-            if isinstance(reducer, RandomK):
-                return self._random(reducer.kept_max(self.count), sums)
-            if isinstance(reducer, CycleTop):
-                return self._top_of_strided(reducer, sums)
-            if isinstance(reducer, Cycle):
-                return self._strided(reducer, sums)
-            select = select_above if isinstance(reducer, Threshold) else select_blocks
-            places, bits = select(kernels, reducer, sums)
-        if not places.size:
-            return Reduced(bits.view(np.float32), no_indices, places)
-        return Reduced(bits.view(np.float32), encode_indices(kernels, places, self.count), places)
+    def _coded(self, addends: Sum, sampled: bool) -> tuple[list[int], Callable[[], memoryview]]:
+        """The record, and the payload of the sum, which is made. The values that it carries are taken out of the sum while it
+        crosses to the host. sampled: whether a sample may choose a threshold."""
+        reducer = self.compressor.reducer
+        if reducer is None or self.count <= DENSE_COUNT_MAX:
+            return self._told(self._all(addends))
+        if isinstance(reducer, RandomK):
+            return self._told(self._random(reducer, addends))
+        if isinstance(reducer, Cycle) and not isinstance(reducer, CycleTop):
+            return self._told(self._strided(reducer, addends))
+        return self._told(self._selected(reducer, addends, sampled))
 
-    def _random(self, kept: int, sums: DeviceArray) -> Reduced:
+    def _all(self, addends: Sum) -> UnderWay:
+        """Every value, coded as it is summed."""
+        record, coded = self.kernels.record(), self._arena(self.count).parts
+        if self.count:
+            self.kernels.encode_sum_as(self._name, addends, self._extra, coded, record)
+        return self._fetch(coded, self.count, (EVERY_INDEX, 0), record)
+
+    def _strided(self, reducer: Cycle, addends: Sum) -> UnderWay:
+        """Cycle.reduce, coded as it is summed."""
+        phase = self.memory.step % reducer.stride
+        kept = stride_count(phase, reducer.stride, self.count)
+        record, coded = self.kernels.record(), self._arena(kept).parts
+        chosen = self.kernels.scratch("strided", kept, np.float32)
+        self.kernels.encode_strided_as(self._name, addends, phase, reducer.stride, chosen, self._extra, coded, record)
+        return self._fetch(coded, kept, reducer.indices(self.count, self.memory)[:2], record)
+
+    def _random(self, reducer: RandomK, addends: Sum) -> UnderWay:
         """RandomK.reduce, unscaled."""
+        kernels, kept = self.kernels, reducer.kept_max(self.count)
         words = np.empty(RANDOM_BLOCK, np.uint32)
         cpu.random_words(*self.memory.key, 0, words)
         seed = int(words[0])
-        places, chosen = pairs(self.kernels, kept)
-        self.kernels.strata(seed, 0, kept, self.count, None, places)
-        self.kernels.take(sums.view(np.uint32), places, chosen)
-        checked = (self.kernels.largest_key(sums),)
-        return Reduced(chosen.view(np.float32), lambda: CodedIndices(STRATA.wire_id, seed, []), places, checked)
+        record, coded, (places, bits) = kernels.record(), self._arena(kept).parts, pairs(kernels, kept)
+        kernels.sum_strided(addends, 0, 1, addends.sums[:0], record)
+        kernels.strata(seed, 0, kept, self.count, None, places)
+        kernels.take(addends.sums.view(np.uint32), places, bits)
+        kernels.encode_as(self._name, bits.view(np.float32), self._extra, coded, record)
+        way = self._fetch(coded, kept, (STRATA.wire_id, seed), record)
+        kernels.scatter_add_as(self._name, coded, places, np.float32(-1.0), addends.sums)
+        return way
 
-    def _strided(self, reducer: Cycle, sums: DeviceArray) -> Reduced:
-        """Cycle.reduce."""
-        phase = self.memory.step % reducer.stride
-        places, chosen = pairs(self.kernels, stride_count(phase, reducer.stride, self.count))
-        self.kernels.strided(phase, reducer.stride, 0, places)
-        self.kernels.take(sums.view(np.uint32), places, chosen)
-        coded = reducer.indices(self.count, self.memory)
-        checked = (self.kernels.largest_key(sums),)
-        return Reduced(chosen.view(np.float32), lambda: CodedIndices(*coded[:2], []), places, checked)
+    def _selected(self, reducer: Any, addends: Sum, sampled: bool) -> UnderWay:
+        """TopK, BlockTopK, Threshold and CycleTop.reduce: the device alone knows which, and how long their codes are."""
+        kernels, sums = self.kernels, addends.sums
+        bits, phase, stride, turns = sums.view(np.uint32), 0, 1, isinstance(reducer, CycleTop)
+        below, room = 0, reducer.kept_max(self.count)
+        if isinstance(reducer, Threshold):
+            below = int(np.float32(reducer.threshold).view(np.uint32)) - 1
+            kernels.sum_of(addends)
+            room = kernels.count_above(bits, below)  # which waits: it may be any number
+        record, count = kernels.record(), self.count
+        if turns:
+            phase, stride = self.memory.step % reducer.stride, reducer.stride
+            count = stride_count(phase, stride, self.count)
+            room = min(room, kept_of(reducer.share, count))
+            strided = kernels.scratch("strided", count, np.uint32)
+            kernels.sum_strided(addends, phase, stride, strided.view(np.float32), record)
+            bits = strided
+        places, kept = pairs(kernels, room)
+        if not room:
+            return self._fetch((), 0, NOTHING[:2], record)
+        if isinstance(reducer, TopK):
+            select_top(kernels, addends, room, reducer.dropped_bits, sampled, places, kept, record)
+        elif turns:
+            select_top(kernels, bits, room, 0, sampled, places, kept, record)
+        elif isinstance(reducer, BlockTopK):
+            kernels.top_of_blocks(addends, reducer.k, reducer.block, places, kept, record)
+        else:
+            kernels.compact_above(bits, below, places, kept, record)
+        sections = self.code(places, kept, count, turns, record)
+        indices = (STRIDED_RICE.wire_id, phase * STRIDE_UNIT + stride) if turns else None
+        way = self._land(sections, room, indices, record)
+        if turns:
+            kernels.stretch(phase, stride, places)
+        kernels.scatter_add_as(self._name, sections.parts[:-3], places, np.float32(-1.0), sums, record)
+        return way
 
-    def _top_of_strided(self, reducer: CycleTop, sums: DeviceArray) -> Reduced:
-        """CycleTop.reduce."""
-        kernels, stride = self.kernels, reducer.stride
-        phase = self.memory.step % stride
-        count = stride_count(phase, stride, self.count)
-        strided = kernels.scratch("strided", count, np.uint32)
-        checked = (kernels.largest_key(sums),)
-        if count:
-            places = pairs(kernels, count)[0]  # which the selection overwrites
-            kernels.strided(phase, stride, 0, places)
-            kernels.take(sums.view(np.uint32), places, strided)
-            places, bits = select_top_of(kernels, strided, kept_of(reducer.share, count))
-            if places.size:
-                code = encode_strided(kernels, places, phase, stride, self.count)
+    def code(self, places: DeviceArray, kept: DeviceArray, count: int, strided: bool, record: DeviceArray) -> Arena:
+        """The sections of values and of indices, of which there may be as many as places: rising, below count."""
+        at_most = -(-indices_max_bytes(places.size, count) // 8) * 8 + 8
+        sections = self._arena(places.size, [(np.uint8, at_most)] * 3)
+        self.kernels.encode_as(self._name, kept.view(np.float32), self._extra, sections.parts[:-3], record)
+        self.kernels.code_indices(places, count, strided, *sections.parts[-3:], record)
+        return sections
 
-                def stretched() -> CodedIndices:
-                    coded = code()
-                    kernels.stretch(phase, stride, places)
-                    return coded
+    # The value coding.
 
-                return Reduced(bits.view(np.float32), stretched, places, checked)
-        return Reduced(strided[:0].view(np.float32), no_indices, strided[:0], checked)
+    @property
+    def _name(self) -> str:
+        coding = self.compressor.value_coding
+        return _decoder_name(coding.decode_kernel) if isinstance(coding, Sectioned) else "fp32"
 
-    def _encode_values(self, values: DeviceArray, sums: DeviceArray) -> tuple[str, Coded, tuple[Any, ...]]:
-        """(name of the coding, arrays of the sections, the largest key of all values, if there are any)"""
-        coding, kernels = self.compressor.value_coding, self.kernels
-        if not isinstance(coding, Sectioned):
-            largest = (kernels.largest_key(values),) if values.size else ()
-            if values is sums and sums.size:  # from which the payload is subtracted while it crosses to the host
-                values = kernels.scratch("coded 0", sums.size, np.float32)
-                kernels.copy(sums, values)
-            return "fp32", (values,), largest
-        coded = tuple(
-            kernels.scratch(f"coded {i}", part.size(values.size), part.dtype) for i, part in enumerate(coding.sections)
-        )
-        extra = (coding.unbiased, *self.memory.key, None) if coding.random else ()
-        name = _decoder_name(coding.decode_kernel)
-        if not values.size:
-            return name, coded, ()
-        return name, coded, (getattr(kernels, coding.encode_kernel.__name__)(values, *extra, *coded),)
+    @property
+    def _sections(self) -> tuple[Section, ...]:
+        coding = self.compressor.value_coding
+        return coding.sections if isinstance(coding, Sectioned) else FP32_SECTIONS
 
-    def _send(self, kept: int, indices: CodedIndices, coded: Coded) -> Callable[[], memoryview]:
-        """Starts the copy of a whole payload to the host; call what is returned to wait for it."""
+    @property
+    def _extra(self) -> tuple[int, int, int]:
+        coding = self.compressor.value_coding
+        rounded = isinstance(coding, Sectioned) and coding.random
+        return (int(coding.unbiased), *self.memory.key) if rounded else (0, 0, 0)
+
+    def _arena(self, kept: int, more: Any = ()) -> Arena:
+        return arena(self.kernels, [(part.dtype, part.size(kept)) for part in self._sections] + list(more))
+
+    # The way to the host.
+
+    def _fetch(self, coded: Coded, kept: int, indices: tuple[int, int], record: DeviceArray | None = None) -> UnderWay:
+        """Copies, where the host knows all sizes."""
+        sources = [part.view(np.uint8) for part in coded if part.size]
+        total = sum(part.nbytes for part in sources)
+        lent = self.staging.lend(BODY + total)
+        target = np.frombuffer(lent, np.uint8)
+        targets, end = [], BODY
+        for part in sources:
+            targets.append(target[end : end + part.nbytes])
+            end += part.nbytes
+        if record is None:
+            target[:RECORD_BYTES] = 0
+        else:
+            sources.append(record[:TOLD].view(np.uint8))
+            targets.append(target[:RECORD_BYTES])
+        return UnderWay(self.kernels.fetch(sources, targets), lent, kept, indices)
+
+    def _land(self, sections: Arena, room: int, indices: tuple[int, int] | None, record: DeviceArray) -> UnderWay:
+        """As many bytes as there are, written by a kernel."""
+        sizes = [(part.items * np.dtype(part.dtype).itemsize, part.per) for part in self._sections]
+        spare = 3 - len(sizes)
+        begins = sections.begins[:-3] + (0,) * spare + sections.begins[-3:]
+        total = sum(part.byte_count(room) for part in self._sections) + sections.parts[-1].size
+        lent = self.staging.lend(BODY + (total // 4 + 2) * 4)
+        flat = tuple(number for size in [*sizes, *[(0, 1)] * spare] for number in size)
+        landing = self.kernels.land(sections.whole, begins, flat, room, record, np.frombuffer(lent, np.uint8))
+        return UnderWay(landing, lent, room, indices, landed=True)
+
+    def _told(self, way: UnderWay) -> tuple[list[int], Callable[[], memoryview]]:
+        """Waits, once. The record, and a function that makes the payload."""
+        self.kernels.counts["waits"] += 1
+        way.landing.wait()
+        record = np.frombuffer(way.lent, np.int64, TOLD)
+        told = [int(number) for number in record]
+        kept, indices = way.room - told[MISSING], way.indices
+        size = sum(part.byte_count(kept) for part in self._sections)
+        if way.landed:
+            size += told[HEAD_BYTES] + bytes_of(told[LOW_BITS]) + bytes_of(told[UNARY_BITS])
+            self.kernels.counts["bytes down"] += RECORD_BYTES + size
+            if not kept:
+                indices = NOTHING[:2]
+        wire_id, parameter = indices or (told[INDEX_CODING], told[PARAMETER])
         chain = self.compressor
-        parts = [(part, part.dtype.itemsize * part.size) for part in coded] + indices.parts
-        total = HEADER_BYTES + sum(size for _, size in parts)
-        lent = self.staging.lend(total)
-        payload = np.frombuffer(lent, np.uint8)
 
         def header(byte_coding: int) -> bytes:
-            fields = (chain.value_coding.wire_id, byte_coding, self.count, kept, indices.parameter)
-            return Header(indices.wire_id, *fields).pack()
-
-        sources, targets, end = [], [], HEADER_BYTES
-        for part, size in parts:
-            begin, end = end, end + size
-            if type(part) is np.ndarray:  # made on the host
-                payload[begin:end] = part[:size]
-            elif size:
-                sources.append(part.view(np.uint8)[:size])
-                targets.append(payload[begin:end])
-        payload[:HEADER_BYTES] = np.frombuffer(header(0), np.uint8)
-        landing = self.kernels.fetch(sources, targets)
+            return Header(wire_id, chain.value_coding.wire_id, byte_coding, self.count, kept, parameter).pack()
 
         def finish() -> memoryview:
-            landing.wait()
-            packed = chain.byte_coding.encode(payload[HEADER_BYTES:]) if chain.byte_coding else None
+            payload = way.lent[RECORD_BYTES : BODY + size]
+            payload[:HEADER_BYTES] = header(0)
+            body = np.frombuffer(payload, np.uint8)[HEADER_BYTES:]
+            packed = chain.byte_coding.encode(body) if chain.byte_coding else None
             if packed is None:
-                return lent
+                return payload
             assert chain.byte_coding is not None
             return memoryview(header(chain.byte_coding.wire_id) + packed)
 
-        return finish
+        return told, finish
 
 
 def _chain(compressor: Compressor) -> Chain:
@@ -371,9 +416,10 @@ def _upload(kernels: Any, opened: Opened) -> tuple[str, Coded]:
     return _decoder_name(values.decode), coded
 
 
-def _non_finite(kernels: Any, update: DeviceArray, sums: DeviceArray) -> Exception:
+def _non_finite(kernels: Any, addends: Sum) -> Exception:
     """The error for whichever holds NaN or infinity; of both, it is the caller's. It is found on the device."""
-    for values in (update, sums):
+    kernels.sum_of(addends)  # of which values were taken out
+    for values in (addends.update, addends.sums):
         bits = values.view(np.uint32)
         wrong = kernels.count_above(bits, INFINITY_KEY - 1)
         if not wrong:

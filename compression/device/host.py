@@ -15,24 +15,33 @@ import numpy as np
 import numpy.typing as npt
 
 from narrows.compression.buffers import read_only
+from narrows.compression.index_codings import STRIDED_RICE, bytes_of, encode_indices
 from narrows.compression.kernels import cpu
 from narrows.compression.kernels.random import RANDOM_BLOCK
+from narrows.compression.kernels.record import (
+    HEAD_BYTES,
+    INDEX_CODING,
+    LARGEST,
+    LOW_BITS,
+    MISLED,
+    MISSING,
+    PARAMETER,
+    RECORD,
+    TOLD,
+    UNARY_BITS,
+)
 from narrows.compression.kernels.select import COUNTS
 from narrows.compression.kernels.sums import Sum
+from narrows.compression.payload import HEADER_BYTES
+from narrows.compression.value_codings import VALUE_CODINGS, Sectioned
 
 Coded = tuple[Any, ...]
 POISON = 0x7FC5  # of each 16 bits: as float32 a NaN
 
 # How many of the last arguments of a kernel are written to.
-OUTPUTS = {
-    "sample_keys": 1, "count_above": 0, "largest_key": 0,
-    "group_parameters": 1, "largest_gap": 0, "rice_encode": 2, "fixed_encode": 1, "grouped_encode": 2,
-    "strided": 1, "stretch": 1, "random_words": 1,
-    "encode_fp16": 1, "encode_bf16": 1, "encode_sign": 2, "encode_2bit": 3, "encode_uint8minmax": 2,
-    "decode_fp16": 1, "decode_bf16": 1, "decode_int8": 1, "decode_int4": 1,
-    "decode_2bit": 1, "decode_sign": 1, "decode_uint8minmax": 1,
-    "add_fp32": 1, "scatter_add_fp32": 1,
-}  # fmt: skip
+OUTPUTS = {"count_above": 0, "largest_key": 0, "strided": 1, "stretch": 1, "random_words": 1}
+LOSSY = [coding for coding in VALUE_CODINGS.values() if isinstance(coding, Sectioned)]
+CODINGS = {coding.decode_kernel.__name__.removeprefix("decode_"): coding for coding in LOSSY}
 
 
 class HostArray(np.ndarray[Any, np.dtype[Any]]):
@@ -65,6 +74,12 @@ def _plain(array: Any) -> Any:
 
 def _given(array: Any) -> Any:
     return read_only(_plain(array)) if isinstance(array, np.ndarray) else array
+
+
+def _cut(name: str, coded: Coded, kept: int) -> Coded:
+    """The part that `kept` values take of sections that have room for more."""
+    sizes = [part.size(kept) for part in CODINGS[name].sections] if name in CODINGS else [kept]
+    return tuple(part[:size] for part, size in zip(coded, sizes, strict=True))
 
 
 class HostKernels:
@@ -115,6 +130,9 @@ class HostKernels:
             array = self._scratch[key] = self.empty(max(count + count // 8, 64), dtype)
         return cast(HostArray, array[:count])
 
+    def record(self) -> HostArray:
+        return self.zeros(RECORD, np.int64)
+
     def zero(self, array: HostArray) -> None:
         array.fill(0)
 
@@ -125,6 +143,8 @@ class HostKernels:
         return np.empty(count, np.uint8)
 
     def read(self, array: HostArray) -> npt.NDArray[Any]:
+        self.counts["reads"] += 1
+        self.counts["bytes down"] += array.nbytes
         return np.array(array)
 
     def upload(self, name: str, host: npt.NDArray[Any]) -> HostArray:
@@ -152,42 +172,81 @@ class HostKernels:
             else:
                 np.add(np.multiply(addends.residual, addends.decay), addends.update, out=addends.sums)
 
-    def kth_largest_key(self, bits: HostArray, k: int) -> tuple[int, int]:
-        threshold, above = cpu.kth_largest_key(_given(bits), k, np.empty(COUNTS, np.int64))
-        return int(threshold), int(above)
-
-    def forget(self) -> None:
-        """Results are known at once."""
-
-    def keep_top(self, mask: int, above: int, ties: int, found: int, indices: HostArray, kept: HostArray) -> None:
-        cpu.keep_top(mask, above, ties, _plain(indices), _plain(kept))
-
-    def compact(
-        self, bits: HostArray, above: int, ties: int, indices: HostArray, kept: HostArray, found: int | None = None
-    ) -> int:
-        return int(cpu.compact(_given(bits), above, ties, _plain(indices), _plain(kept)))
-
-    def rice_costs(self, indices: HostArray, first: int) -> list[int]:
-        costs = np.empty(4, np.int64)
-        cpu.rice_costs(_given(indices), first, costs)
-        return [int(cost) for cost in costs]
-
-    def sample_sum_keys(self, addends: Sum, group_lines: int, keys: HostArray) -> None:
+    def sum_strided(self, addends: Sum, phase: int, stride: int, chosen: HostArray, record: HostArray) -> None:
         self.sum_of(addends)
-        self.sample_keys(addends.sums.view(np.uint32), group_lines, keys)
+        chosen[:] = addends.sums[phase : phase + stride * chosen.size : stride]
+        record[LARGEST] = max(int(record[LARGEST]), self.largest_key(addends.sums))
 
-    def compact_sum(self, addends: Sum, above: int, indices: HostArray, kept: HostArray) -> int:
+    def top_sampled(
+        self, source: Any, plan: Any, k: int, key_mask: int, indices: HostArray, kept: HostArray, record: HostArray
+    ) -> None:
+        if isinstance(source, Sum):
+            self.sum_of(source)
+            source = source.sums.view(np.uint32)
+        keys, counts = np.empty(plan.keys, np.uint32), np.empty(COUNTS, np.int64)
+        cpu.sample_keys(_given(source), plan.group_lines, keys)
+        smallest = key_mask & -key_mask
+        threshold = max(cpu.kth_largest_key(read_only(keys), plan.rank, counts)[0] >> 10 << 10 & key_mask, smallest)
+        places, bits = np.empty((2, plan.room), np.uint32)
+        found = cpu.compact(_given(source), threshold - 1, 0, places, bits)
+        if found > plan.room or (found < k and threshold > smallest):
+            record[MISLED], record[MISSING] = 1, k
+            return
+        if found > k:
+            last, above = cpu.kth_largest_key(read_only(bits[:found] & np.uint32(key_mask)), k, counts)
+            found = cpu.keep_top(key_mask, last, k - above, places[:found], bits[:found])
+        indices[:found], kept[:found] = places[:found], bits[:found]
+        record[MISSING] = k - found
+
+    def top(
+        self, bits: HostArray, k: int, key_mask: int, indices: HostArray, kept: HostArray, record: HostArray
+    ) -> None:
+        keys = read_only(_plain(bits) & np.uint32(key_mask))
+        threshold, above = cpu.kth_largest_key(keys, k, np.empty(COUNTS, np.int64))
+        found = cpu.compact(keys, threshold, k - above if threshold else 0, _plain(indices), _plain(kept))
+        kept[:found] = bits[indices[:found]]
+        record[MISSING] = k - found
+
+    def compact_above(
+        self, bits: HostArray, above: int, indices: HostArray, kept: HostArray, record: HostArray
+    ) -> None:
+        record[MISSING] = indices.size - cpu.compact(_given(bits), above, 0, _plain(indices), _plain(kept))
+
+    def top_of_blocks(
+        self, addends: Sum, k: int, block: int, indices: HostArray, kept: HostArray, record: HostArray
+    ) -> None:
         self.sum_of(addends)
-        return int(self.compact(addends.sums.view(np.uint32), above, 0, indices, kept))
-
-    def compact_blocks(
-        self, bits: HostArray, k: int, block: int, places: Any, keys: Any, indices: HostArray, kept: HostArray
-    ) -> int:
         places, keys = np.empty((2, block), np.uint32)
-        return int(cpu.compact_blocks(_given(bits), k, block, places, keys, _plain(indices), _plain(kept)))
+        bits = _given(addends.sums.view(np.uint32))
+        found = cpu.compact_blocks(bits, k, block, places, keys, _plain(indices), _plain(kept))
+        record[MISSING] = indices.size - found
 
-    def masked(self, bits: HostArray, mask: int, keys: HostArray) -> None:
-        np.bitwise_and(bits, np.uint32(mask), out=keys)
+    def code_indices(
+        self, indices: HostArray, count: int, strided: bool,
+        head: HostArray, lows: HostArray, unary: HostArray, record: HostArray,
+    ) -> None:  # fmt: skip
+        """The section is one part here."""
+        kept = _given(indices[: indices.size - int(record[MISSING])])
+        if not kept.size:
+            return
+        coded = STRIDED_RICE.encode(kept, 0, 1, count) if strided else encode_indices(kept, count)
+        lows[: coded.section.size] = coded.section
+        record[INDEX_CODING], record[PARAMETER] = coded.wire_id, coded.parameter
+        record[LOW_BITS] = 8 * coded.section.size
+
+    def land(
+        self, arena: HostArray, begins: Any, sizes: Any, room: int, record: HostArray, target: npt.NDArray[np.uint8]
+    ) -> Landed:
+        told = [int(number) for number in record[:TOLD]]
+        kept = room - told[MISSING]
+        lengths = [size * -(-kept // per) for size, per in zip(sizes[::2], sizes[1::2], strict=True)]
+        lengths += [told[HEAD_BYTES], bytes_of(told[LOW_BITS]), bytes_of(told[UNARY_BITS])]
+        target[: 8 * TOLD] = record[:TOLD].view(np.uint8)
+        end = 8 * TOLD + HEADER_BYTES
+        for begin, length in zip(begins, lengths, strict=True):
+            target[end : end + length] = arena[begin : begin + length]
+            end += length
+        return Landed()
 
     def take(self, source: HostArray, places: HostArray, out: HostArray) -> None:
         out[: places.size] = source[places]
@@ -207,20 +266,40 @@ class HostKernels:
     def strata(self, key: int, begin: int, kept: int, count: int, words: Any, indices: HostArray) -> None:
         cpu.strata(key, begin, kept, count, np.empty(RANDOM_BLOCK, np.uint32), _plain(indices))
 
-    def encode_int8(self, values: HostArray, *rest: Any) -> int:
-        return self._encode_random("encode_int8", values, *rest)
-
-    def encode_int4(self, values: HostArray, *rest: Any) -> int:
-        return self._encode_random("encode_int4", values, *rest)
-
-    def _encode_random(
-        self, name: str, values: HostArray, stochastic: bool, key_low: int, key_high: int, words: Any, *coded: HostArray
-    ) -> int:
-        words = np.empty(RANDOM_BLOCK, np.uint32)
-        kernel = getattr(cpu, name)
-        return int(kernel(_given(values), stochastic, key_low, key_high, words, *map(_plain, coded)))
-
     # Values of any coding, by its name.
+
+    def encode_as(self, name: str, values: HostArray, extra: Any, coded: Coded, record: HostArray) -> None:
+        values = cast(HostArray, values[: values.size - int(record[MISSING])])
+        coded = _cut(name, coded, values.size)
+        if name == "fp32":
+            coded[0][:] = values
+            largest = self.largest_key(values)
+        else:
+            random = (bool(extra[0]), *extra[1:], np.empty(RANDOM_BLOCK, np.uint32)) if CODINGS[name].random else ()
+            largest = CODINGS[name].encode_kernel(_given(values), *random, *map(_plain, coded))
+        record[LARGEST] = max(int(record[LARGEST]), int(largest))
+
+    def encode_sum_as(self, name: str, addends: Sum, extra: Any, coded: Coded, record: HostArray) -> None:
+        self.sum_of(addends)
+        self.encode_as(name, addends.sums, extra, coded, record)
+        self.add_as(name, coded, np.float32(-1.0), addends.sums)
+
+    def encode_strided_as(
+        self,
+        name: str,
+        addends: Sum,
+        phase: int,
+        stride: int,
+        chosen: HostArray,
+        extra: Any,
+        coded: Coded,
+        record: HostArray,
+    ) -> None:
+        self.sum_strided(addends, phase, stride, chosen, record)
+        if chosen.size:
+            self.encode_as(name, chosen, extra, coded, record)
+            self.add_as(name, coded, np.float32(-1.0), chosen)
+            addends.sums[phase : phase + stride * chosen.size : stride] = chosen
 
     def decode_as(self, name: str, coded: Coded, out: HostArray) -> None:
         if name == "fp32":
@@ -233,7 +312,10 @@ class HostKernels:
         self.decode_as(name, coded, values)  # type: ignore[arg-type]
         cpu.add_fp32(read_only(values), np.float32(weight), _plain(out))
 
-    def scatter_add_as(self, name: str, coded: Coded, indices: HostArray, weight: Any, out: HostArray) -> None:
+    def scatter_add_as(
+        self, name: str, coded: Coded, indices: HostArray, weight: Any, out: HostArray, record: HostArray | None = None
+    ) -> None:
+        indices = cast(HostArray, indices[: indices.size - (0 if record is None else int(record[MISSING]))])
         values = np.empty(indices.size, np.float32)
-        self.decode_as(name, coded, values)  # type: ignore[arg-type]
+        self.decode_as(name, _cut(name, coded, indices.size), values)  # type: ignore[arg-type]
         cpu.scatter_add_fp32(read_only(values), _given(indices), np.float32(weight), _plain(out))

@@ -1,14 +1,14 @@
-"""The stages of a chain on the device: top-k and its relatives, and the codings of indices, as orders of kernels.
+"""The stages of a chain on a device: memory for sections and selections, the order of a top-k, readers of indices.
 
 Each function says whose twin it is; the twin has the reasons. `kernels` is what kernels_for() returns.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from narrows.compression.buffers import SPARE_WORDS, ByteArray, words_of
+from narrows.compression.buffers import ByteArray, words_of
 from narrows.compression.index_codings import (
     FIXED,
     GROUPED_RICE,
@@ -18,183 +18,60 @@ from narrows.compression.index_codings import (
     STRIDE_UNIT,
     STRIDED_RICE,
     bytes_of,
-    stride_count,
 )
 from narrows.compression.kernels.rice import RICE_GROUP
+from narrows.compression.kernels.sums import Sum
 from narrows.compression.payload import Header
 from narrows.compression.selection import sample_plan
 
 DeviceArray: TypeAlias = Any
-Pairs: TypeAlias = tuple[DeviceArray, DeviceArray]  # rising indices, and the bits of their values
+ALIGNED = 16  # bytes: where a section begins, four values of any type can be loaded at once
 
 
-class CodedIndices(NamedTuple):
-    """As index_codings.CodedIndices, the section in parts: (array, its first bytes that count)."""
+class Arena(NamedTuple):
+    """Sections of one payload in one array of bytes, good until the next is made."""
 
-    wire_id: int
-    parameter: int
-    parts: list[tuple[Any, int]]
+    whole: DeviceArray
+    begins: tuple[int, ...]
+    parts: tuple[DeviceArray, ...]
+
+
+def arena(kernels: Any, parts: Sequence[tuple[Any, int]]) -> Arena:
+    """parts: (dtype, size) of each, which is at most as long."""
+    begins, end = [], 0
+    for dtype, size in parts:
+        begins.append(end)
+        end += (
+            np.dtype(dtype).itemsize * size // ALIGNED + 1
+        ) * ALIGNED  # no part is empty, for a slice of nothing has no place
+    whole = kernels.scratch("sections", end, np.uint8)
+    views = [
+        whole[begin:finish].view(dtype)[:size]
+        for begin, finish, (dtype, size) in zip(begins, [*begins[1:], end], parts, strict=True)
+    ]
+    return Arena(whole, tuple(begins), tuple(views))
 
 
 def pairs(kernels: Any, count: int) -> tuple[DeviceArray, DeviceArray]:
+    """For rising indices, and the bits of their values."""
     return kernels.scratch("indices kept", count, np.uint32), kernels.scratch("bits kept", count, np.uint32)
 
 
-def select_top(kernels: Any, addends: Any, k: int, dropped_bits: int) -> tuple[DeviceArray, DeviceArray]:
-    """select_top of the sum: the addends are read once, and the sum again only where the sample misled."""
-    bits = addends.sums.view(np.uint32)
-    if sample_plan(bits.size, k) is None:
-        kernels.sum_of(addends)
-    return _select_top(
-        kernels,
-        bits,
-        k,
-        dropped_bits,
-        lambda group_lines, keys: kernels.sample_sum_keys(addends, group_lines, keys),
-        lambda above, places, kept: kernels.compact_sum(addends, above, places, kept),
-    )
-
-
-def select_top_of(kernels: Any, bits: DeviceArray, k: int) -> Pairs:
-    """select_top of values that are there already."""
-    return _select_top(
-        kernels,
-        bits,
-        k,
-        0,
-        lambda group_lines, keys: kernels.sample_keys(bits, group_lines, keys),
-        lambda above, places, kept: kernels.compact(bits, above, 0, places, kept),
-    )
-
-
-def _select_top(
-    kernels: Any,
-    bits: DeviceArray,
-    k: int,
-    dropped_bits: int,
-    sample: Callable[[int, DeviceArray], None],
-    collect: Callable[[int, DeviceArray, DeviceArray], int],
-) -> Pairs:
-    """sample and collect: the first two reads, which may fill `bits`."""
-    mask = 0x7FFFFFFF >> dropped_bits << dropped_bits
-    plan = sample_plan(bits.size, k)
+def select_top(
+    kernels: Any, source: Any, k: int, dropped_bits: int, sampled: bool,
+    places: DeviceArray, kept: DeviceArray, record: DeviceArray,
+) -> None:  # fmt: skip
+    """selection.select_top of a Sum, which is made, or of an array of bits. sampled: the sample, if one pays, may mislead."""
+    key_mask = 0x7FFFFFFF >> dropped_bits << dropped_bits
+    summed = isinstance(source, Sum)
+    bits = source.sums.view(np.uint32) if summed else source
+    plan = sample_plan(bits.size, k) if sampled else None
     if plan is not None:
-        keys = kernels.scratch("sample", plan.keys, np.uint32)
-        sample(plan.group_lines, keys)
-        smallest = mask & -mask
-        threshold = max(kernels.kth_largest_key(keys, plan.rank)[0] & mask, smallest)
-        places, kept = pairs(kernels, plan.room)
-        found = collect(threshold - 1, places, kept)
-        if found <= plan.room and (found >= k or threshold == smallest):
-            places, kept = places[:found], kept[:found]
-            if found > k:
-                threshold, above = kernels.kth_largest_key(_masked(kernels, kept, mask), k)
-                kernels.keep_top(mask, threshold, k - above, k, places, kept)
-            return places[:k], kept[:k]
-    keys = _masked(kernels, bits, mask)
-    threshold, above = kernels.kth_largest_key(keys, k)
-    ties = k - above if threshold else 0
-    places, kept = pairs(kernels, above + ties)
-    kernels.compact(keys, threshold, ties, places, kept, above + ties)
-    if dropped_bits:
-        kernels.take(bits, places, kept)
-    return places, kept
-
-
-def _masked(kernels: Any, bits: DeviceArray, mask: int) -> DeviceArray:
-    """Kernels drop the sign themselves."""
-    if mask == 0x7FFFFFFF:
-        return bits
-    keys = kernels.scratch("masked", bits.size, np.uint32)
-    kernels.masked(bits, mask, keys)
-    return keys
-
-
-def select_above(kernels: Any, reducer: Any, sums: DeviceArray) -> Pairs:
-    """Threshold.reduce."""
-    bits = sums.view(np.uint32)
-    below = int(np.float32(reducer.threshold).view(np.uint32)) - 1
-    found = kernels.count_above(bits, below)
-    places, kept = pairs(kernels, found)
-    kernels.compact(bits, below, 0, places, kept, found)
-    return places, kept
-
-
-def select_blocks(kernels: Any, reducer: Any, sums: DeviceArray) -> Pairs:
-    """BlockTopK.reduce."""
-    places, kept = pairs(kernels, reducer.kept_max(sums.size))
-    found = kernels.compact_blocks(sums.view(np.uint32), reducer.k, reducer.block, None, None, places, kept)
-    return places[:found], kept[:found]
-
-
-def _zeroed(kernels: Any, name: str, bits: int) -> tuple[DeviceArray, int]:
-    array = kernels.scratch(f"{name} to send", (bits + 63) // 64 + SPARE_WORDS, np.uint64)
-    kernels.zero(array)
-    return array, bytes_of(bits)
-
-
-def _rice(kernels: Any, indices: DeviceArray, r: int, unary_bits: int) -> CodedIndices:
-    """RICE.encode."""
-    lows, unary = _zeroed(kernels, "lows", indices.size * r), _zeroed(kernels, "unary", unary_bits)
-    kernels.rice_encode(indices, r, lows[0], unary[0])
-    return CodedIndices(RICE.wire_id, r, [lows, unary])
-
-
-def encode_strided(
-    kernels: Any, positions: DeviceArray, phase: int, stride: int, count: int
-) -> Callable[[], CodedIndices]:
-    """STRIDED_RICE.encode, as encode_indices below."""
-    kept = positions.size
-    first = RICE.first(kept, stride_count(phase, stride, count))
-    costs = kernels.rice_costs(positions, first)
-
-    def code() -> CodedIndices:
-        _, r, unary_bits = RICE.cheapest_of(kept, first, [int(cost) for cost in costs])
-        head = np.full(1, r, np.uint8)
-        parts = [(head, head.size), *_rice(kernels, positions, r, unary_bits).parts]
-        return CodedIndices(STRIDED_RICE.wire_id, phase * STRIDE_UNIT + stride, parts)
-
-    return code
-
-
-def encode_indices(kernels: Any, indices: DeviceArray, count: int) -> Callable[[], CodedIndices]:
-    """index_codings.encode_indices on the device. What each way costs is launched at once; the host asks for it, and the way
-    is chosen, when what is returned is called."""
-    kept = indices.size
-    first = RICE.first(kept, count)
-    parameters = kernels.scratch("parameters", -(-kept // RICE_GROUP), np.uint8)
-    costs = kernels.rice_costs(indices, first)
-    group_bits = kernels.group_parameters(indices, parameters)
-    gap = kernels.largest_gap(indices)
-
-    def fixed(width: int) -> CodedIndices:
-        gaps = _zeroed(kernels, "lows", kept * width)
-        kernels.fixed_encode(indices, width, gaps[0])
-        return CodedIndices(FIXED.wire_id, width, [gaps])
-
-    def grouped(low_bits: int, unary_bits: int) -> CodedIndices:
-        lows, unary = _zeroed(kernels, "lows", low_bits), _zeroed(kernels, "unary", unary_bits)
-        kernels.grouped_encode(indices, parameters, lows[0], unary[0])
-        pairs = np.append(kernels.read(parameters), np.zeros(parameters.size % 2, np.uint8))
-        nibbles = pairs[0::2] | pairs[1::2] << np.uint8(4)
-        return CodedIndices(GROUPED_RICE.wire_id, low_bits, [(nibbles, nibbles.size), lows, unary])
-
-    def code() -> CodedIndices:
-        rice_size, r, unary_bits = RICE.cheapest_of(kept, first, [int(cost) for cost in costs])
-        low_bits, grouped_bits = (int(bits) for bits in group_bits)
-        width = int(gap).bit_length()
-        ways: list[tuple[int, int, Callable[[], CodedIndices]]] = [
-            (rice_size, RICE.wire_id, lambda: _rice(kernels, indices, r, unary_bits)),
-            (bytes_of(kept * width), FIXED.wire_id, lambda: fixed(width)),
-            (
-                bytes_of(4 * parameters.size) + bytes_of(low_bits) + bytes_of(grouped_bits),
-                GROUPED_RICE.wire_id,
-                lambda: grouped(low_bits, grouped_bits),
-            ),
-        ]
-        return min(ways, key=lambda way: way[:2])[2]()
-
-    return code
+        kernels.top_sampled(source, plan, k, key_mask, places, kept, record)
+        return
+    if summed:
+        kernels.sum_of(source)
+    kernels.top(bits, k, key_mask, places, kept, record)
 
 
 def _words(kernels: Any, name: str, part: ByteArray) -> DeviceArray:

@@ -30,7 +30,13 @@ def test_kernel_compiles(module: Any, name: str) -> None:
         assert ".local" not in ptx  # a tuple that was indexed at run time would live there
         # An add or mul without .rn may still be contracted by the driver's compiler; .ftz would flush denormals.
         assert not re.search(r"\bfma\.|\b(add|sub|mul)\.f32|\.ftz|\.f64|div\.(full|approx)", ptx)
-        if name.endswith((".add", ".scatter_add")) or name == "mark_sum":
+        assert (
+            "ld.global.nc" not in ptx
+        )  # a cache that no fence empties: the last block would read what was there before
+        if name.endswith((".add", ".scatter_add", ".encode_sum", ".encode_strided")) or name in (
+            "mark_sum",
+            "top_of_each",
+        ):
             assert "mul.rn.f32" in ptx and "add.rn.f32" in ptx
         if name in ("mark_bits", "mark_sum", "histogram", "find_largest", "FP32.add", "INT8.add"):
             assert re.search(r"ld\.global\.(v4|v2\.b64)", ptx)  # 128 bits at once

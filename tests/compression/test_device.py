@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kit.specs import OF_README
 
 from narrows import compression
 from narrows.compression import ErrorFeedback, NonFiniteError, PayloadError, parse
@@ -94,6 +95,32 @@ def test_what_nobody_holds_is_lent_again() -> None:
     assert len(staging.free) <= 4
 
 
+@pytest.mark.parametrize("spec", ["topk:0.01+int8", "mstopk:0.02", "cycle:0.3/0.02+sign"])
+def test_a_sample_that_misleads_costs_one_wait_more(spec: str) -> None:
+    """Where all values are alike, more lie above the sample's threshold than there is room for."""
+    kernels, count = kernels_for("host"), 300_001
+    ours, theirs = DeviceErrorFeedback(kernels, parse(spec), count), ErrorFeedback(parse(spec), count)
+    for step, update in enumerate((torch.ones(count), next(updates_of(count)))):
+        assert ours.encode(update) == theirs.encode(update.numpy())
+        assert ours.state_dict()["residual"].tobytes() == theirs.state_dict()["residual"].tobytes()
+        assert (kernels.counts["misled"], kernels.counts["waits"]) == (1, 2 + step)
+
+
+def test_a_step_crosses_with_its_payload_and_little_else() -> None:
+    """Down goes what is sent, up what came; an encode is waited for once."""
+    for spec in OF_README:
+        kernels, count = kernels_for("host"), 70_001
+        feedback, state = DeviceErrorFeedback(kernels, parse(spec), count), torch.zeros(count)
+        came = bytes(ErrorFeedback(parse(spec), count).encode(next(updates_of(count)).numpy()))
+        for update in updates_of(count):
+            kernels.counts.clear()
+            sent = feedback.encode(update)
+            accumulate(kernels, came, 1.0, state)
+            crossed = kernels.counts["bytes down"] + kernels.counts["bytes up"]
+            assert crossed <= len(sent) + len(came) + 1024, spec
+            assert (kernels.counts["waits"], kernels.counts["misled"]) == (1, 0), spec
+
+
 @pytest.mark.parametrize("spec", ["topk:0.1+int8", "randk:0.1", "cycle:0.2+sign", "int8", "2bit", "topk:4/100+2bit"])
 def test_what_is_not_finite_is_named_and_changes_nothing(spec: str) -> None:
     kernels, count = kernels_for("host"), 2000
@@ -156,8 +183,8 @@ def test_a_warm_up_reaches_every_kernel_that_is_used() -> None:
 class Wrong(HostKernels):
     """In the last bit of what is added."""
 
-    def scatter_add_as(self, name: str, coded: Any, indices: Any, weight: Any, out: Any) -> None:
-        super().scatter_add_as(name, coded, indices, np.float32(weight) * np.float32(1 + 2**-23), out)
+    def scatter_add_as(self, name: str, coded: Any, indices: Any, weight: Any, out: Any, record: Any = None) -> None:
+        super().scatter_add_as(name, coded, indices, np.float32(weight) * np.float32(1 + 2**-23), out, record)
 
 
 def test_a_device_that_computes_something_else_is_not_used() -> None:

@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import Any, NamedTuple
 from unittest import mock
 
-from narrows.compression.cuda import grouped, levels, random, rice, scans, select, values
+from narrows.compression.cuda import grouped, indices, landing, levels, random, rice, scans, select, sums, values
 
 types = import_module("numba.cuda.types")
 ARCHS = ((8, 0), (9, 0), (10, 0))
@@ -31,6 +31,8 @@ CODED = {
     "SIGN": (U16, U8), "TWO_BIT": (U8, U8, U8), "UINT8_MINMAX": (F32, U8),
 }  # fmt: skip
 
+EXTRA = types.UniTuple(N, 3)
+KEPT = types.Tuple((U32,))
 SIGNATURES: dict[Any, dict[str, tuple[Any, ...]]] = {
     scans: {"scan_chunks": (U64, U64), "shift_chunks": (U64, U64)},
     random: {
@@ -39,53 +41,40 @@ SIGNATURES: dict[Any, dict[str, tuple[Any, ...]]] = {
         "write_strided": (N, N, N, U32),
         "stretch_indices": (N, N, U32),
     },
+    sums: {"sum_into": (SUMS, B), "sum_strided_into": (SUMS, N, N, F32, I64, B)},
     select: {
-        "sample_bits": (types.Tuple((U32,)), N, U32, B),
-        "sample_sum": (SUMS, N, U32, B),
-        "mark_bits": (types.Tuple((U32,)), N, N, N, U32, U64, B),
-        "mark_sum": (SUMS, N, N, N, U32, U64, B),
-        "emit": (U32, N, N, U32, U64, U32, U32),
-        "histogram": (U32, N, N, N, I64, I64, B),
-        "pick": (I64, N, N, I64),
+        "sample_bits": (KEPT, N, N, N, U32, I64, I64, B),
+        "sample_sum": (SUMS, N, N, N, U32, I64, I64, B),
+        "mark_bits": (KEPT, N, N, N, N, U32, U64, I64, I64, B),
+        "mark_sum": (SUMS, N, N, N, N, U32, U64, I64, I64, B),
+        "emit_candidates": (U32, N, N, U32, U64, U32, U32, I64, I64),
+        "histogram": (U32, N, N, N, N, I64, I64, B),
+        "mark_kept": (U32, N, N, U32, U64, I64, I64, B),
+        "emit_kept": (U32, U32, N, N, U32, U64, I64, U32, U32),
         "gather": (U32, U32, U32),
-        "mask_keys": (U32, N, U32),
-        "block_thresholds": (U32, N, N, U32, U32, U64),
-        "emit_blocks": (U32, N, U32, U32, U64, U32, U32),
-        "sum_into": (SUMS, B),
+        "search_for": (N, N, I64),
+        "top_of_each": (SUMS, N, N, U32, U32, U64, N, I64, I64, B),
+        "close_up": (U32, U32, N, U64, U32, U32),
     },
+    indices: {
+        "choose": (U32, N, B, U8, U64, U8, I64, I64),
+        "write_lows": (U32, U8, U64, I64, U8, U32, U32, U64, I64),
+        "write_ones": (U32, U8, U64, I64, U32),
+    },
+    landing: {"gather_sections": (U8, types.UniTuple(N, 6), types.UniTuple(N, 6), N, I64, U32)},
     rice: {
-        "cost_sums": (U32, N, I64),
-        "pack_lows": (U32, N, N, U32),
-        "total_highs": (U32, N, U64),
-        "set_ones": (U32, N, U64, U32),
-        "sum_codes": (U32, U32, N, N, I64),
         "total_ones": (U32, U64),
         "emit_codes": (U32, N, U64, U32),
         "total_lows": (U32, N, N, U64),
         "add_lows": (U32, N, B, U64, U32),
-        "find_largest_gap": (U32, U32),
     },
     grouped: {
-        "choose_parameters": (U32, U8, I64),
         "count_low_words": (U8, U64),
-        "total_groups": (U32, U8, U64),
-        "pack_groups": (U32, U8, U64, U64, U32, U32),
         "total_gaps": (U8, U64, U32, U32, U64),
         "emit_groups": (U8, U64, U32, U32, U64, U32),
     },
-    values: {
-        "find_largest": (F32, U32, B),
-        "fp16_codes": (F32, U16, U32, B),
-        "bf16_codes": (F32, U16, U32, B),
-        "int8_codes": (F32, B, N, N, U16, I8, U32, B),
-        "int4_codes": (F32, B, N, N, U16, U8, U32, B),
-    },
-    levels: {
-        "pack_plane": (F32, N, B, U8),
-        "sign_codes": (F32, U16, U8, U32),
-        "two_bit_codes": (F32, U8, U8, U8, U32),
-        "minmax_codes": (F32, F32, U8, U32),
-    },
+    values: {"find_largest": (F32, I64, B)},
+    levels: {},
 }
 for coding, arrays in CODED.items():
     module = values if hasattr(values, coding) else levels
@@ -93,7 +82,10 @@ for coding, arrays in CODED.items():
     SIGNATURES[module] |= {
         f"{coding}.decode": (coded, F32, B),
         f"{coding}.add": (coded, W, F32, B),
-        f"{coding}.scatter_add": (coded, U32, W, F32, B),
+        f"{coding}.scatter_add": (coded, U32, W, I64, F32, B),
+        f"{coding}.encode": (F32, EXTRA, coded, I64, B),
+        f"{coding}.encode_sum": (SUMS, EXTRA, coded, I64, B),
+        f"{coding}.encode_strided": (SUMS, N, N, F32, EXTRA, coded, I64, B),
     }
 CASES = [(module, name) for module, names in SIGNATURES.items() for name in names]
 

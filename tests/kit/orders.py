@@ -94,10 +94,10 @@ def arrays_in(arguments: tuple[Any, ...]) -> Iterator[Any]:
 
 def written(kernel: Any, arguments: tuple[Any, ...]) -> list[Any]:
     """As its annotations say."""
-    found = []
+    found: list[Any] = []
     for hint, argument in zip(kernel.fn.__annotations__.values(), arguments, strict=False):
         if hint is jit.Written:
-            found.append(argument)
+            found += arrays_in((argument,))
         elif hint is jit.LastWritten and len(argument) == 4:
             found.append(argument[3])
     return found

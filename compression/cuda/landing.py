@@ -1,0 +1,60 @@
+"""Where a payload becomes one: its sections, whose sizes the device alone knows, written one after the other to the host."""
+
+from typing import Any
+
+from narrows.compression.cuda.jit import THREADS, DeviceArray, Written, cuda, device, kernel, np
+from narrows.compression.cuda.queue import Landing, Queue
+from narrows.compression.kernels.record import HEAD_BYTES, LOW_BITS, MISSING, TOLD, UNARY_BITS
+
+BLOCKS = 32  # a link is slower than a few of them, and others work meanwhile
+HEADER_WORDS = 4  # which the host writes: it knows what to say
+
+
+@device
+def section_bytes(kept: int, size: int, per: int) -> Any:
+    return size * ((kept + per - 1) // per)
+
+
+@kernel
+def gather_sections(
+    arena: DeviceArray, begins: Any, sizes: Any, room: int, record: DeviceArray, target: Written
+) -> None:
+    """target, uint32: the record, a header's room, the sections. begins: of six sections in the arena, three of values, three
+    of indices. sizes: bytes for every so many values, of the first three. room: values kept at most."""
+    kept = room - record[MISSING]
+    end0 = section_bytes(kept, sizes[0], sizes[1])
+    end1 = end0 + section_bytes(kept, sizes[2], sizes[3])
+    end2 = end1 + section_bytes(kept, sizes[4], sizes[5])
+    end3 = end2 + record[HEAD_BYTES]
+    end4 = end3 + ((record[LOW_BITS] + 7) >> 3)
+    end5 = end4 + ((record[UNARY_BITS] + 7) >> 3)
+    for i in range(cuda.grid(1), TOLD, cuda.gridsize(1)):
+        target[2 * i] = np.uint32(record[i] & 0xFFFFFFFF)
+        target[2 * i + 1] = np.uint32((record[i] >> 32) & 0xFFFFFFFF)
+    for i in range(cuda.grid(1), (end5 + 3) >> 2, cuda.gridsize(1)):
+        word = np.uint32(0)
+        for j in range(4):
+            place = 4 * i + j
+            if place < end0:
+                source = begins[0] + place
+            elif place < end1:
+                source = begins[1] + place - end0
+            elif place < end2:
+                source = begins[2] + place - end1
+            elif place < end3:
+                source = begins[3] + place - end2
+            elif place < end4:
+                source = begins[4] + place - end3
+            else:
+                source = begins[5] + min(place, end5 - 1) - end4
+            word = np.uint32(word | (np.uint32(arena[source]) << np.uint32(8 * j)))
+        target[2 * TOLD + HEADER_WORDS + i] = word
+
+
+def land(
+    queue: Queue, arena: DeviceArray, begins: Any, sizes: Any, room: int, record: DeviceArray, target: Any
+) -> Landing:
+    """target: pinned uint8, a multiple of four; it holds the record, 16 bytes of room, and all sections, and a word."""
+    words = target.view(np.uint32)
+    count = min(words.size, BLOCKS * THREADS)
+    return queue.launch_beside(gather_sections, count, arena, begins, sizes, room, record, queue.mapped(words))

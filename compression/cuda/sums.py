@@ -1,0 +1,131 @@
+"""The sum of error feedback, residual and update, as other kernels read it: it is written where it is read, once."""
+
+from typing import Any
+
+from narrows.compression.cuda.jit import (
+    THREADS,
+    DeviceArray,
+    Four,
+    LastWritten,
+    Written,
+    add,
+    bits_of,
+    cuda,
+    device,
+    kernel,
+    load4,
+    mul,
+    np,
+    raise_to,
+    store4,
+    vector_load,
+    vector_store,
+    wide,
+)
+from narrows.compression.cuda.queue import Queue
+from narrows.compression.kernels.record import LARGEST
+from narrows.compression.kernels.sums import Sum
+
+
+def wide_sum(addends: Sum) -> bool:
+    return wide(addends.residual, addends.update, addends.sums)
+
+
+@device
+def key_of(value: float) -> Any:
+    return bits_of(value) & np.uint32(0x7FFFFFFF)
+
+
+@device
+def largest_of(four: Four, largest: Any) -> Any:
+    top = max(max(key_of(four[0]), key_of(four[1])), max(key_of(four[2]), key_of(four[3])))
+    return np.uint32(max(largest, top))
+
+
+@device
+def _sum4(a: Four, decay: float, b: Four) -> Four:
+    return (
+        add(mul(a[0], decay), b[0]),
+        add(mul(a[1], decay), b[1]),
+        add(mul(a[2], decay), b[2]),
+        add(mul(a[3], decay), b[3]),
+    )
+
+
+@device
+def four_bits(four: Four) -> Four:
+    return bits_of(four[0]), bits_of(four[1]), bits_of(four[2]), bits_of(four[3])
+
+
+@device
+def sum4_at(arrays: Any, i: int, wide: bool) -> Four:
+    """decay * residual + update for arrays (residual, decay, update, sums), once it is in sums; see load4."""
+    four = _sum4(load4(arrays[0], i, wide), arrays[1], load4(arrays[2], i, wide))
+    store4(arrays[3], i, four, wide)
+    return four
+
+
+@device
+def sum4_inside(arrays: Any, i: int) -> Four:
+    """The same where four values can be loaded at once."""
+    four = _sum4(vector_load(arrays[0], i), arrays[1], vector_load(arrays[2], i))
+    vector_store(arrays[3], i, four)
+    return four
+
+
+@device
+def sum_at(arrays: Any, i: int) -> Any:
+    value = add(mul(arrays[0][i], arrays[1]), arrays[2][i])
+    arrays[3][i] = value
+    return value
+
+
+@device
+def sum_range(arrays: Any, begin: int, end: int, wide: bool) -> Any:
+    """The sums of [begin, end), by a block, begin a multiple of 4; the largest key that this thread saw. end: a multiple of 4,
+    or of all."""
+    own = np.uint32(0)
+    for i in range(begin + 4 * cuda.threadIdx.x, end, 4 * THREADS):
+        own = largest_of(sum4_at(arrays, i, wide), own)
+    return own
+
+
+@device
+def take_strided(sums: DeviceArray, phase: int, stride: int, begin: int, end: int, chosen: DeviceArray) -> None:
+    """chosen[i] = sums[phase + i * stride] for begin <= i < end, by a block."""
+    for i in range(begin + cuda.threadIdx.x, end, THREADS):
+        chosen[i] = sums[phase + i * stride]
+
+
+@kernel
+def sum_into(arrays: LastWritten, wide: bool) -> None:
+    for i in range(4 * cuda.grid(1), arrays[3].size, 4 * cuda.gridsize(1)):
+        sum4_at(arrays, i, wide)
+
+
+STRIDED_TILE = 4 * THREADS  # values of a turn that a block has in hand
+
+
+@kernel
+def sum_strided_into(
+    arrays: LastWritten, phase: int, stride: int, chosen: Written, record: Written, wide: bool
+) -> None:
+    own, size = np.uint32(0), arrays[3].size
+    span = STRIDED_TILE * stride
+    for tile in range(cuda.blockIdx.x, (size + span - 1) // span, cuda.gridDim.x):
+        own = np.uint32(max(own, sum_range(arrays, tile * span, min((tile + 1) * span, size), wide)))
+        cuda.syncthreads()
+        begin = tile * STRIDED_TILE
+        take_strided(arrays[3], phase, stride, begin, min(begin + STRIDED_TILE, chosen.size), chosen)
+    raise_to(record, LARGEST, own)
+
+
+def sum_of(queue: Queue, addends: Sum) -> None:
+    """sums[i] = decay * residual[i] + update[i]."""
+    queue.launch(sum_into, addends.sums.size, 4 * THREADS, tuple(addends), wide_sum(addends))
+
+
+def sum_strided(queue: Queue, addends: Sum, phase: int, stride: int, chosen: DeviceArray, record: DeviceArray) -> None:
+    """The same, and chosen[i] = sums[phase + i * stride]; the largest key of all sums."""
+    size, span = addends.sums.size, STRIDED_TILE * stride
+    queue.launch(sum_strided_into, size, span, tuple(addends), phase, stride, chosen, record, wide_sum(addends))
