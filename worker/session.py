@@ -33,6 +33,8 @@ from narrows.protocols.settings import Settings
 from narrows.protocols.timing import Timing
 from narrows.worker.admission import let_in
 from narrows.worker.engine import Engine
+from narrows.worker.figures import Figures
+from narrows.worker.forwarding import Forwarding
 from narrows.worker.group import Group, GroupEndedError
 from narrows.worker.hub import Hub
 from narrows.worker.hub import joined as through_first
@@ -132,6 +134,8 @@ class Connected:
         self.engine = Engine(self.link, self.settings, model, inner, max_grad_norm, overlap, self.group)
         if not self.tells:
             return self.engine
+        self.figures = Figures(self.engine, self.link)
+        self.link.member.figures.rows = self.figures.rows
         if self.engine.told:
             _say(self.engine.told)
         _tell("model", parameters=self.engine.flat.size, clock=self.engine.sync.clock)
@@ -144,7 +148,7 @@ class Connected:
         assert engine is not None
         if not self.tells:
             return
-        sync = engine.sync
+        sync, took = engine.sync, self.figures.stepped()
         up, down = self.link.bytes_up, self.link.bytes_down
         self._pending = {
             "clock": sync.clock,
@@ -152,10 +156,11 @@ class Connected:
             "pull_bytes": down - self._bytes[1],
             "wait_seconds": round(sync.wait_s, 6),
             "staleness": sync.staleness,
-            **sync.merging,
+            **took,
+            **self.figures.merging,
         }
         self._bytes = (up, down)
-        self._held.append(sync.merging.get("held_back", 0.0))
+        self._held.append(self.figures.merging.get("held_back", 0.0))
         held = statistics.median(self._held)
         if held > HELD_BACK_MAX and len(self._held) == HELD_BACK_OF and not self._warned:
             self._warned = True
@@ -180,7 +185,9 @@ class Connected:
 
     def record(self, values: dict[str, float]) -> None:
         if self.tells:
-            self._pending |= {name: float(value) for name, value in values.items()}
+            self._pending |= values
+            if self.engine is not None:
+                self.figures.record(values)
         if self.engine is not None and self.engine.finished:
             self._flush()
 
@@ -212,6 +219,7 @@ class Connected:
 
 
 _session: Alone | Connected | None = None
+_forwarding = Forwarding()
 _failed = False
 _launcher: TextIO | None = None  # where ps-worker listens, if it started us
 _orphaned = threading.Event()  # that ps-worker has ended
@@ -334,5 +342,8 @@ def step_count() -> int:
 
 
 def record(**values: float) -> None:
-    """Feed named figures (loss=..., accuracy=...) to the record of the run and its progress line."""
-    current().record(values)
+    """Feed named figures (loss=..., accuracy=...) to the record of the run, its progress line and its page, and to the
+    SummaryWriter, W&B run or MLflow run that the script has open. `total_steps`: how many the script will take."""
+    session, plain = current(), {name: float(value) for name, value in values.items()}
+    session.record(plain)
+    _forwarding.forward(plain, session.step_count)

@@ -17,14 +17,18 @@ from narrows.protocols.effects import NS, LinkSeen
 # A least delay is of the last one to two of these: a dozen heartbeats, of which one finds the link idle. Not longer: a route
 # may change, and two clocks that nobody steers drift apart by up to 3 ms in this time (50 ppm, two windows).
 WINDOW_NS = 30 * NS
+RATED_NS = NS // 10  # that payloads took, from one measured rate to the next
 
 
 @dataclass(slots=True)
 class Direction:
-    """One way of the link. `bytes` took `busy_ns`, since both were last read."""
+    """One way of the link. `bytes` took `busy_ns`, since both began to be counted."""
 
     bytes: int = 0
     busy_ns: int = 0
+    rated_ns: int = 0  # what `busy_ns` and `bytes` were when the rate was taken
+    rated_bytes: int = 0
+    rate: float = 0.0  # bytes a second of late, while there were any on their way; 0: not measured
     free_ns: int = 0  # when the last payload had left, by the sender's clock
     least: list[int] = field(default_factory=list)  # delays: of this window and the one before it
     window_ns: int = 0  # when this window began, by the receiver's clock
@@ -39,8 +43,17 @@ class Direction:
         if size and known:  # of the first message of all nobody can say how much of its delay was its bytes
             self.bytes += size
             self.busy_ns += max(0, left_ns - max(sent_ns, self.free_ns))
+            self._rate()
         if size:
             self.free_ns = max(self.free_ns, left_ns)
+
+    def _rate(self) -> None:
+        """One message tells little where it is short: a rate is of so much time that they took."""
+        busy_ns = self.busy_ns - self.rated_ns
+        if busy_ns >= RATED_NS or not self.rated_ns:
+            self.rate = (self.bytes - self.rated_bytes) * NS / busy_ns if busy_ns else 0.0
+        if busy_ns >= RATED_NS:
+            self.rated_ns, self.rated_bytes = self.busy_ns, self.bytes
 
 
 @dataclass(slots=True)
@@ -49,15 +62,21 @@ class LinkMeter:
 
     up: Direction = field(default_factory=Direction)
     down: Direction = field(default_factory=Direction)
+    told: tuple[int, int, int, int] = (0, 0, 0, 0)  # bytes and time of both, when they were last read
 
     def anew(self) -> None:
         """The server's process is another one, and its clock may have stood still meanwhile."""
-        self.up, self.down = Direction(), Direction()
+        self.up, self.down, self.told = Direction(), Direction(), (0, 0, 0, 0)
+
+    @property
+    def round_trip_ns(self) -> int:
+        """0: not measured."""
+        up, down = self.up.least, self.down.least
+        return max(0, min(up) + min(down)) if up and down else 0
 
     def read(self) -> LinkSeen:
         """What was seen since it was last read."""
-        up, down = self.up, self.down
-        round_trip_ns = max(0, min(up.least) + min(down.least)) if up.least and down.least else 0
-        seen = LinkSeen(round_trip_ns, up.bytes, up.busy_ns, down.bytes, down.busy_ns)
-        up.bytes = up.busy_ns = down.bytes = down.busy_ns = 0
-        return seen
+        up, down, told = self.up, self.down, self.told
+        self.told = (up.bytes, up.busy_ns, down.bytes, down.busy_ns)
+        since = (now - before for now, before in zip(self.told, told, strict=True))
+        return LinkSeen(self.round_trip_ns, *since)

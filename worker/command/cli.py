@@ -6,12 +6,12 @@ from typing import Any
 
 import click
 
-from narrows.protocols.runtime.flags import COMMAND, run, run_flags
+from narrows.protocols.runtime.flags import COMMAND, Bare, glance_flags, run, run_flags
 from narrows.worker.command.launcher import Launcher
 from narrows.worker.command.options import checked
 
 
-@click.command(context_settings=COMMAND | {"allow_interspersed_args": False})
+@click.command(cls=Bare, context_settings=COMMAND | {"allow_interspersed_args": False})
 @click.option(
     "--server", default="", help="tcp://HOST:PORT as ps-serve printed it, and after commas its standbys [embedded]"
 )
@@ -33,6 +33,7 @@ from narrows.worker.command.options import checked
 @click.option("--fresh", is_flag=True, help="start each worker in an interpreter of its own; else all are forked from one that "
               "has imported torch")  # fmt: skip
 @click.option("-m", "module", is_flag=True, help="run a module instead of a script: -m MODULE ARGS...")
+@glance_flags
 @run_flags
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT.py|MODULE ARGS...")
 def command(**flags: Any) -> int:
