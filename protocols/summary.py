@@ -19,7 +19,7 @@ from narrows.protocols.wire import pack, unpack
 
 ROWS_BYTES_MAX = (
     32 << 10
-)  # of one heartbeat: 100 to 200 members below a cluster; it is 13 kB a second over a narrow link
+)  # of one heartbeat: about 200 members below a cluster; it is 13 kB a second over a narrow link
 LEVELS_MAX = 8  # of clusters below clusters
 NAME_MAX = 255  # characters of a host, or of what a server runs
 STALE = (0, 1, 2, 4, 8, 16, 64)  # upper ends of the counts of staleness; the last count has all above

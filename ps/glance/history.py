@@ -51,7 +51,7 @@ class History:
     def __init__(self) -> None:
         self.run: dict[str, Any] = {}  # what it is
         self.lanes: dict[tuple[int, ...], Lane] = {}
-        self.hidden = 0  # members that have no lane
+        self.hidden: dict[tuple[int, ...], int] = {}  # of a member of this server, how many of its rows have no lane
         self.curve = Curve()
         self.events: deque[list[Any]] = deque(maxlen=EVENTS)
         self.seconds = 0.0  # of the newest event
@@ -98,7 +98,6 @@ class History:
             first = path if first is None else first
             seen.add(path)
             if path not in self.lanes and len(self.lanes) >= LANES_MAX:
-                self.hidden += 1
                 continue
             lane = self.lanes.setdefault(path, Lane(path))
             lane.hear(row, self.seconds, self.width)
@@ -110,6 +109,7 @@ class History:
         for path, lane in self.lanes.items() if len(seen) > 1 else ():
             if first is not None and path[: len(first)] == first and path not in seen:
                 lane.live = False
+        self.hidden[first or ()] = len(seen - self.lanes.keys())
         self._point()
 
     def _member(self, event: Mapping[str, Any]) -> None:
@@ -217,7 +217,7 @@ class History:
             "parameters": self.parameters,
             "live": sum(lane.live for lane in self.workers),
             "died": self.died,
-            "hidden": self.hidden + sum(lane.newest["hidden"] for lane in lanes),
+            "hidden": sum(self.hidden.values()) + sum(lane.newest["hidden"] for lane in lanes),
             "cell_seconds": width,
             "first_cell": begun,  # before it nobody took a step
             "cells": min(CELLS, int(self.seconds / width) + 1),

@@ -19,6 +19,7 @@ from kit.glance import BEAT_S, RUN, beats, history_of, summary
 from prometheus_client.parser import text_string_to_metric_families
 
 from narrows.protocols.errors import UnreachableError, UsageError
+from narrows.protocols.runtime.flags import DASHBOARD
 from narrows.ps.glance import history as bounds
 from narrows.ps.glance.history import History
 from narrows.ps.glance.lanes import CELLS, LEVELS
@@ -26,6 +27,7 @@ from narrows.ps.glance.reading import Record, frames
 from narrows.ps.glance.screen import screen, strip
 from narrows.ps.glance.watch import Watch, site_address
 from narrows.ps.glance.web import FILES, VISITORS_MAX
+from narrows.worker.command.cli import command as ps_worker
 
 # The history.
 
@@ -255,6 +257,17 @@ def test_a_page_is_on_loopback_unless_it_may_be_elsewhere(address: str, trusted:
     else:
         with pytest.raises(UsageError, match=found):
             site_address("--dashboard", address, trusted)
+
+
+@pytest.mark.parametrize(
+    ("words", "dashboard", "rest"),
+    [("--dashboard task.py --dashboard 7", DASHBOARD, ("task.py", "--dashboard", "7")),
+     ("--dashboard 7 task.py", "7", ("task.py",)), ("-n 2 --dashboard -m task", DASHBOARD, ("task",)), ("--dashboard [::1]:7 task.py", "[::1]:7", ("task.py",)),
+     ("-n 2 task.py --dashboard", "", ("task.py", "--dashboard"))],
+)  # fmt: skip
+def test_the_flag_may_stand_alone(words: str, dashboard: str, rest: tuple[str, ...]) -> None:
+    found = ps_worker.make_context("ps-worker", words.split()).params
+    assert (found["dashboard"], found["command"]) == (dashboard, rest)
 
 
 def test_a_port_that_is_taken_is_named(watch: Watch) -> None:
