@@ -29,6 +29,7 @@ import numpy as np
 
 from narrows.compression import PayloadError, SpecError, codecs, ladder, parse
 from narrows.protocols import messages as m
+from narrows.protocols import summary
 from narrows.protocols.addresses import parse_address
 from narrows.protocols.errors import NarrowsError
 from narrows.protocols.plan import Plan, TensorSpec, pack_arrays, unpack_arrays
@@ -121,12 +122,19 @@ def payload(data: bytes) -> None:
 def packed_seeds() -> Iterator[bytes]:
     plan = Plan((TensorSpec("a", (2, 3), "float32"), TensorSpec("b", (5,), "bfloat16")), "", ((0, 1),))
     hyper = pack([pack([{"lr": 0.1}]), [1]])
-    seeds = (Settings().validated().packed(), plan.packed(), pack_arrays({}), hyper, pack({"a": [1, b"x", None, 0.5]}))
+    rows = [summary.Row((), "", "", summary.Summary()), summary.Row((0, 1), "a", "", summary.Summary(loss=1.0))]
+    seeds = (
+        *(Settings().validated().packed(), plan.packed(), pack_arrays({}), hyper),
+        *(pack({"a": [1, b"x", None, 0.5]}), summary.packed(rows)),
+    )
     for which, seed in enumerate(seeds):
         yield bytes([which]) + seed
 
 
-PACKED: tuple[Callable[[bytes], object], ...] = (Settings.unpacked, Plan.unpacked, unpack_arrays, unpack_hyper, unpack)
+PACKED: tuple[Callable[[bytes], object], ...] = (
+    *(Settings.unpacked, Plan.unpacked, unpack_arrays, unpack_hyper),
+    *(unpack, summary.unpacked),
+)
 
 
 def packed(data: bytes) -> None:

@@ -334,6 +334,7 @@ class Heartbeat(Message):
     move: int = 0  # number of the newest Move that is here; a newer one is the answer
     copied: bool = False  # a standby has all that is here: where this connection ends, that one goes on (clusters)
     road_ns: int = 0  # the longest round trip of a heartbeat of late
+    summary: bytes = b""  # figures of this member, and of all below it (summary.py), packed
 
 
 @dataclass(frozen=True, slots=True)
@@ -473,6 +474,8 @@ class Report(Message):
     # Of checkpoints:
     tried: int = -1  # the clock of the newest that it has tried to write
     wrote_ns: int = 0  # how long that took
+    bytes_up: int = 0  # to above, and from there
+    bytes_down: int = 0
     host: Name = ""  # where members find a shard that is on another machine than shard 0
 
 

@@ -30,6 +30,7 @@ from narrows.protocols.member.member import Member
 from narrows.protocols.member.meter import LinkMeter
 from narrows.protocols.member.session import Session
 from narrows.protocols.settings import Settings
+from narrows.protocols.summary import Summary
 from narrows.protocols.timing import Timing
 from narrows.protocols.wire import pack, unpack
 from narrows.ps.changes import Change, FloatArray, Load, Rebase
@@ -129,6 +130,10 @@ class Above:
     def clock(self) -> int:
         """Updates pushed, counted from the first of the run above; -1: it has not begun here."""
         return -1
+
+    def summary(self) -> Summary:
+        """What this shard says of itself as a member there."""
+        return Summary()
 
     @property
     def at_rest(self) -> bool:
@@ -256,6 +261,12 @@ class Seated(Above):
     @property
     def clock(self) -> int:
         return self.exchange.clock if self.ready else -1
+
+    def summary(self) -> Summary:
+        clock, settled = max(self.clock, 0), self.exchange.settled
+        pushed = max(clock - self.here.clock, 0)
+        ahead = max(clock - settled, 0) if settled >= 0 else 0
+        return Summary(clock=clock, steps=pushed, updates=pushed, staleness=ahead, held_back=self.replica.held_back)
 
     @property
     def at_rest(self) -> bool:

@@ -21,7 +21,7 @@ class Kind(IntEnum):
     COORDINATOR = 2  # a message of shard 0
     ABOVE = 3  # a message of the shard above
     FAILED_ABOVE = 4  # text, code: the session with it is over
-    TICK = 5
+    TICK = 5  # bytes to and from above, if any have moved
     WROTE = 6  # clock, kept, took_ns: a checkpoint was written, or could not be
     STOP = 7  # Ctrl-C
     LINKED = 8  # peer: the connection to this cluster is another one; "": that to the shard above

@@ -18,6 +18,7 @@ from narrows.protocols.gossip.peers import WHOLE
 from narrows.protocols.member.member import Member, Phase
 from narrows.protocols.modes import Rule
 from narrows.protocols.settings import Settings
+from narrows.protocols.summary import NAME_MAX, Row
 from narrows.protocols.timing import LONG_AGO_NS
 from narrows.protocols.wire import encode
 from narrows.ps.above import Place, asks
@@ -45,10 +46,26 @@ class Membership:
         self.late: e.Started | None = None  # a run of gossip that had begun: it waits for a peer's round
         self.early: list[MemberEffect] = []  # of peers, before shard 0 has the newest place
         self.final = Stop()  # what this process ends with
-        coordinator.tree_above = self._tree
+        coordinator.tree_above, member.figures.rows = self._tree, self._rows
 
     def _tree(self) -> str:
         return self.member.tree
+
+    def _rows(self) -> tuple[Row, ...]:
+        """This cluster, and all below it."""
+        coordinator = self.coordinator
+        below = [row for seat in coordinator.declared for row in seat.rows]
+        ours = [row.summary for row in below if len(row.path) == 1]
+        losses = [summary.loss for summary in ours if summary.loss is not None]
+        own = replace(
+            self.shard.above.summary(),
+            bytes_up=sum(report.bytes_up for report in coordinator.reports.values()),
+            bytes_down=sum(report.bytes_down for report in coordinator.reports.values()),
+            samples=sum(summary.samples for summary in ours),
+            loss=sum(losses) / len(losses) if losses else None,
+            left_steps=max((summary.left_steps for summary in ours), default=0),
+        )
+        return Row((), "", coordinator.run.settings.summary()[:NAME_MAX], own), *below
 
     # Events.
 

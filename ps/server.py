@@ -209,7 +209,9 @@ class Server:
                 coordinator.roster.heard(message.worker, now_ns)
         return self._route(effects, now_ns)
 
-    def tick(self, now_ns: int) -> list[ServerEffect]:
+    def tick(self, now_ns: int, moved: tuple[int, int] = (0, 0)) -> list[ServerEffect]:
+        """`moved`: bytes to and from above."""
+        self.shard.moved = moved
         effects = self.shard.tick(now_ns)
         if self.coordinator is not None:
             effects = effects + self.coordinator.tick(now_ns)
@@ -329,7 +331,7 @@ HAPPENS: dict[Kind, Callable[[Server, Event], list[ServerEffect]]] = {
     Kind.ABOVE: _above,
     Kind.BESIDE: _above,
     Kind.FAILED_ABOVE: _failed_above,
-    Kind.TICK: lambda server, event: server.tick(event.now_ns),
+    Kind.TICK: lambda server, event: server.tick(event.now_ns, event.values or (0, 0)),
     Kind.WROTE: _wrote,
     Kind.LINKED: lambda server, event: server.linked(*event.values),
     Kind.ENDED: lambda server, event: server.ended_shards(event.values),

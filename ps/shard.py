@@ -42,6 +42,7 @@ class Shard:
         self.planned: Planned | None = None
         self.service: Service | None = None  # of `planned`
         self.trouble = ""
+        self.moved = (0, 0)  # bytes to and from above, as its runner has counted them
         self.reports = Reports(self._report_of)
         self.told: tuple[object, ...] = ()  # `_standing` as of the newest report
         self.owed: FloatArray | None = None  # to the run above, by the generation before
@@ -240,6 +241,8 @@ class Shard:
             checkpoints=tuple(self.checkpoints),
             tried=self.tried,
             wrote_ns=self.wrote_ns,
+            bytes_up=self.moved[0],
+            bytes_down=self.moved[1],
             host=self.means.host,
             from_above=above.place.epoch if above.ready and above.place is not None else 0,
             finishing=self.service.all_finishing() if self.service is not None else (),

@@ -193,7 +193,7 @@ class Engine:
         """See Waiting.until."""
         began = time.monotonic()
         self.waiting.until(done, limit_s, what)
-        self.tuning.waited_s += time.monotonic() - began
+        self.tuning.waited(time.monotonic() - began)
 
     def _handle(self, event: MemberEffect) -> None:
         if isinstance(event, e.Started):

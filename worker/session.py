@@ -11,13 +11,11 @@ import json
 import os
 import signal
 import socket
-import statistics
 import sys
 import threading
 import time
 import traceback
 import uuid
-from collections import deque
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn, TextIO
@@ -36,6 +34,8 @@ from narrows.worker import home
 from narrows.worker.admission import let_in
 from narrows.worker.ending import leave_when_told
 from narrows.worker.engine import Engine
+from narrows.worker.figures import Figures
+from narrows.worker.forwarding import Forwarding
 from narrows.worker.group import Group, GroupEndedError
 from narrows.worker.hub import Hub
 from narrows.worker.hub import joined as through_first
@@ -50,11 +50,8 @@ def warm_up(say: Callable[[str], None]) -> None:
 
 
 EPSILON_EVERY = 50  # pushes, from one row of the record with epsilon to the next
-HELD_BACK_MAX = (
-    60.0  # updates: of what is known to train the digits of the README hold back 31, a GPT 17 (docs/results.md)
-)
+
 LAST_S = 5.0  # a process of a group that ends because another has is not the first
-HELD_BACK_OF = 64  # pushes that the median is taken of: a single update may be short
 
 
 class Alone:
@@ -111,8 +108,6 @@ class Connected:
         self.engine: Engine | None = None
         self._pending: dict[str, Any] = {}
         self._bytes = (0, 0)
-        self._warned = False
-        self._held = deque[float](maxlen=HELD_BACK_OF)
         self._told = 0  # rows of the record with epsilon
         _tell("hello", rank=self.rank, settings={f: getattr(self.settings, f) for f in self.settings.__slots__})
 
@@ -137,6 +132,8 @@ class Connected:
         self.engine = Engine(self.link, self.settings, model, inner, max_grad_norm, overlap, self.group)
         if not self.tells:
             return self.engine
+        self.figures = Figures(self.engine, self.link)
+        self.link.member.figures.rows = self.figures.rows
         if self.engine.told:
             _say(self.engine.told)
         _tell("model", parameters=self.engine.flat.size, clock=self.engine.sync.clock)
@@ -149,7 +146,7 @@ class Connected:
         assert engine is not None
         if not self.tells:
             return
-        sync = engine.sync
+        sync, took = engine.sync, self.figures.stepped()
         up, down = self.link.bytes_up, self.link.bytes_down
         self._pending = {
             "clock": sync.clock,
@@ -157,17 +154,12 @@ class Connected:
             "pull_bytes": down - self._bytes[1],
             "wait_seconds": round(sync.wait_s, 6),
             "staleness": sync.staleness,
-            **sync.merging,
+            **took,
+            **self.figures.merging,
         }
         self._bytes = (up, down)
-        self._held.append(sync.merging.get("held_back", 0.0))
-        held = statistics.median(self._held)
-        if held > HELD_BACK_MAX and len(self._held) == HELD_BACK_OF and not self._warned:
-            self._warned = True
-            _say(
-                f"holding back {held:.0f} times what one update moves: --compress {self.settings.compress} lets too little "
-                "through, and the run may drift; take a denser SPEC"
-            )
+        if warning := self.figures.warning():
+            _say(warning)
         if sync.late:
             _tell("late", clock=sync.clock, age=sync.late)
             sync.late = 0
@@ -185,7 +177,9 @@ class Connected:
 
     def record(self, values: dict[str, float]) -> None:
         if self.tells:
-            self._pending |= {name: float(value) for name, value in values.items()}
+            self._pending |= values
+            if self.engine is not None:
+                self.figures.record(values)
         if self.engine is not None and self.engine.finished:
             self._flush()
 
@@ -217,6 +211,7 @@ class Connected:
 
 
 _session: Alone | Connected | None = None
+_forwarding = Forwarding()
 _failed = False
 _launcher: TextIO | None = None  # where ps-worker listens, if it started us
 _orphaned = threading.Event()  # that ps-worker has ended
@@ -341,5 +336,8 @@ def step_count() -> int:
 
 
 def record(**values: float) -> None:
-    """Feed named figures (loss=..., accuracy=...) to the record of the run and its progress line."""
-    current().record(values)
+    """Feed named figures (loss=..., accuracy=...) to the record of the run, its progress line and its page, and to the
+    SummaryWriter, W&B run or MLflow run that the script has open. `total_steps`: how many the script will take."""
+    session, plain = current(), {name: float(value) for name, value in values.items()}
+    session.record(plain)
+    _forwarding.forward(plain, session.step_count)

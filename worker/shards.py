@@ -203,7 +203,7 @@ class Shards:
             for exchange, pieces in zip(self.exchanges, encoded, strict=False):
                 exchange.replica.give_back(pieces, self.clock)
             raise error
-        self.tuning.encode_s = time.monotonic() - began
+        self.tuning.encoded(time.monotonic() - began)
         samples, coding = self.samples_pending or self.samples, self._next_coding()
         for (shard, exchange), pieces in zip(self._each, encoded, strict=True):
             self.say(shard, exchange.push(pieces, samples, coding, hyper))
@@ -229,6 +229,7 @@ class Shards:
         return self.tuning.coding
 
     def _said(self) -> None:
+        self.tuning.sampled += self.samples_pending or self.samples
         self.samples_pending = 0
         self.clock += 1
         if self.tuning.chooses:

@@ -32,9 +32,19 @@ class Tuning:
         self.up_raw, self.up_lossless, self.down_lossless = up.raw, up.lossless, down.lossless
         self.compressor: Compressor = parse(self.auto.up)
         self.waited_s = self.encode_s = 0.0  # of this clock
+        self.spent_s = (0.0, 0.0)  # on waiting and on encoding, since this worker began
+        self.sampled = 0  # weights of all that it pushed
         self.ended_s: float | None = None  # when the last clock ended
         self.seen: list[LinkSeen] = []  # of this clock
         self.switches: list[tuple[int, Switch]] = []  # the first clock of each; whoever reports them takes them out
+
+    def waited(self, seconds: float) -> None:
+        self.waited_s += seconds
+        self.spent_s = self.spent_s[0] + seconds, self.spent_s[1]
+
+    def encoded(self, seconds: float) -> None:
+        self.encode_s = seconds
+        self.spent_s = self.spent_s[0], self.spent_s[1] + seconds
 
     @property
     def coding(self) -> str:

@@ -31,8 +31,10 @@ class RunBuffers:
         every = self.run.settings.checkpoint_every or self.run.settings.lease
         return bool(self.asking) or not self.heard_ns or now_ns - self.heard_ns >= every * NS / 2
 
-    def hear(self, seat: Seat, message: m.Buffers, now_ns: int) -> list[ServerEffect]:
-        """Raises RemoteProtocolError for what is none: it would end each joiner."""
+    def hear(self, seat: Seat, message: m.Buffers | m.BuffersAsk, now_ns: int) -> list[ServerEffect]:
+        """Raises RemoteProtocolError for buffers that are none: they would end each joiner."""
+        if isinstance(message, m.BuffersAsk):
+            return self._ask(seat, message.clock)
         if not self.run.leads(seat):
             return []
         packed = bytes(message.payload)
@@ -41,7 +43,7 @@ class RunBuffers:
         waiting, self.asking = self.asking, {}
         return [self._told(self.run.seats[worker]) for worker in waiting if worker in self.run.seats]
 
-    def ask(self, seat: Seat, clock: int) -> list[ServerEffect]:
+    def _ask(self, seat: Seat, clock: int) -> list[ServerEffect]:
         """What this worker is told now, or nothing, and then it is told once they are here."""
         lead = min(self.run.declared, key=lambda each: each.rank, default=seat)
         if self.clock >= min(clock, self.rounds.clock(lead) if lead.epoch else clock):

@@ -24,8 +24,10 @@ from narrows.protocols.cluster.rounds import Rounds
 from narrows.protocols.cluster.run import NO_KEY, Decision, Key, Run, Seat
 from narrows.protocols.effects import NS, Log, Send, ServerEffect, Stop
 from narrows.protocols.errors import RemoteProtocolError
+from narrows.protocols.modes import Rule
 from narrows.protocols.plan import KEYS_MAX
 from narrows.protocols.settings import Settings
+from narrows.protocols.summary import Row, unpacked
 
 LEDGER_RETRY_NS = NS // 5  # unseen ledgers are sent again this often
 TREE_CHARACTERS_MAX = m.TEXT_MAX - 64  # one string of a message, with the line that ends it
@@ -123,15 +125,14 @@ class Coordinator:
             return [Send(peer, m.LeaveAck(message.token)), *self._leave(message, key, now_ns)]
         if not isinstance(message, (m.Declare, m.Heartbeat, m.Buffers, m.BuffersAsk)):
             raise RemoteProtocolError(f"a coordinator takes no {type(message).__name__}")
+        rows = unpacked(message.summary) if isinstance(message, m.Heartbeat) else ()
         seat = self.roster.seated(peer, message, now_ns)
         if seat is None:
             return [Send(peer, self.roster.unknown(message.worker, message.epoch))]
         if isinstance(message, m.Declare):
             return self._declare(seat, message, now_ns)
         if isinstance(message, m.Heartbeat):
-            return self._heartbeat(seat, message, now_ns)
-        if isinstance(message, m.BuffersAsk):
-            return self.buffers.ask(seat, message.clock)
+            return [*self._heartbeat(seat, message, now_ns), *self._seen(seat, rows)]
         return self.buffers.hear(seat, message, now_ns)
 
     def _declare(self, seat: Seat, declare: m.Declare, now_ns: int) -> list[ServerEffect]:
@@ -155,6 +156,16 @@ class Coordinator:
         settled += self._settle(now_ns) if self.moves.knows(seat, beat.move) else []
         news = self.meeting.rosters([seat]) if beat.roster != self.meeting.epoch else []
         return [Send(seat.peer, ack), *settled, *news, *self.moves.word(seat)]
+
+    def _seen(self, seat: Seat, rows: tuple[Row, ...]) -> list[ServerEffect]:
+        """What a member says of itself and of those below it, for whoever watches."""
+        if not rows or not seat.epoch:
+            return []
+        seat.rows = tuple(row.below(seat.rank, seat.host) for row in rows)
+        size, mixes = self.roster.plan.size if self.roster.plan is not None else 0, self.run.mode.rule is Rule.MIX
+        clock = 0 if mixes else self.min_clock  # under gossip none closes here
+        told = {"worker": seat.worker, "clock": clock, "parameters": size, "rows": [row.told() for row in seat.rows]}
+        return [Log("summary", told)]
 
     def _leave(self, leave: m.Leave, key: Key, now_ns: int) -> list[ServerEffect]:
         seat = self.run.named(leave.token)

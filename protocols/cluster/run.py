@@ -14,6 +14,7 @@ from enum import Enum
 
 from narrows.protocols import messages as m
 from narrows.protocols.settings import Settings
+from narrows.protocols.summary import Row
 
 
 class RunPhase(Enum):
@@ -66,6 +67,7 @@ class Seat:
     start: int = 0  # its clock then
     address: str = ""  # where its peers reach it (gossip)
     below: str = ""  # of a cluster: itself and all below it, a line each
+    rows: tuple[Row, ...] = ()  # its summary, and those of all below it, as seen from here
     ready_sent: bool = False
     last: int = -1  # its final clock, while it is leaving
     name: bytes = b""  # of its routing ids: nobody else speaks for it

@@ -19,6 +19,7 @@ from narrows.protocols.effects import NS, MemberEffect, Send
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.gossip.peers import Peers
 from narrows.protocols.keys import split
+from narrows.protocols.member.figures import Figures
 from narrows.protocols.member.meter import LinkMeter
 from narrows.protocols.member.session import Session
 from narrows.protocols.member.views import Views
@@ -71,8 +72,7 @@ class Member:
     ) -> None:
         self.hello = m.Hello(token, host, expect)
         self.timing, self.below = timing or Timing(), below
-        self.attempt = 0
-        self.phase = Phase.NEW
+        self.attempt, self.phase = 0, Phase.NEW
         self.asking: m.Message = self.hello  # what is repeated while the server owes an answer to it
         self.asked_ns = self.heard_ns = self.beat_ns = 0
         self.ever_heard = False
@@ -80,11 +80,10 @@ class Member:
         self.settings = Settings()  # the run's, from Welcome on
         self.epoch = 0  # of our place in it, 0: none
         self.sessions: list[Session] = []
-        self.meter = LinkMeter()
+        self.meter, self.figures = LinkMeter(), Figures()
         self.plan = b""
         self.again = False  # we had a place before
-        self.tree = ""  # all levels, as the server above has told last
-        self.address = ""
+        self.address = self.tree = ""  # all levels, as the server above has told last
         self.peers: Peers | None = None  # from Ready on, in a run of gossip
         self.ended = False  # we have done our last step there
         self.views = Views(-1, 0)  # of who serves
@@ -142,8 +141,9 @@ class Member:
 
     def leave(self, clock: int, now_ns: int) -> list[MemberEffect]:
         """Go. `clock` >= 0: done, after that many updates; -1: the script failed."""
+        last = [self.beat(now_ns)] if self.phase is Phase.RUNNING and self.figures.rows() else []
         self._go("leave")
-        return [e.Left()] if self.phase is Phase.OVER else self._ask(m.Leave(self.token, clock), now_ns)
+        return [e.Left()] if self.phase is Phase.OVER else [*last, *self._ask(m.Leave(self.token, clock), now_ns)]
 
     def end(self, now_ns: int) -> list[MemberEffect]:
         """The last step is done, and peers are answered until all have done theirs (gossip)."""
@@ -155,9 +155,9 @@ class Member:
         self.beat_ns = now_ns
         roster = self.peers.epoch if self.peers is not None else 0
         who = (self.worker, self._known_by)
-        return Send(
-            0, m.Heartbeat(*who, now_ns, roster, self.below(), self.ended, self.move, self.copied, self.meter.road.most)
-        )
+        told, road_ns = self.figures.packed(self.meter, len(self.ports), now_ns), self.meter.road.most
+        beat = m.Heartbeat(*who, now_ns, roster, self.below(), self.ended, self.move, self.copied, road_ns, told)
+        return Send(0, beat)
 
     def rejoin(self, now_ns: int) -> list[MemberEffect]:
         """Join once more, under a token of its own; what was in flight is given up."""
@@ -280,9 +280,8 @@ class Member:
             return [e.Held(move.at), self.beat(now_ns)]
         ranges = split(Plan.unpacked(self.plan).size, len(move.ports))
         if list(move.ranges) != ranges or not move.ports or not are_addresses(move.hosts, move.ports):
-            raise RemoteProtocolError(
-                "the server sent a place that is none: it cuts the model elsewhere, or has no ports"
-            )
+            text = "the server sent a place that is none: it cuts the model elsewhere, or has no ports"
+            raise RemoteProtocolError(text)
         self.move, self.welcome = move.number, replace(self.welcome, ports=move.ports, hosts=move.hosts)
         self.settings = replace(self.settings, shards=len(ranges))
         self._seat(move.place)

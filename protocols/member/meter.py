@@ -18,6 +18,7 @@ from narrows.protocols.effects import NS, LinkSeen
 # A least delay is of the last one to two of these: a dozen heartbeats, of which one finds the link idle. Not longer: a route
 # may change, and two clocks that nobody steers drift apart by up to 3 ms in this time (50 ppm, two windows).
 WINDOW_NS = 30 * NS
+RATED_NS = NS // 10  # that payloads took, from one measured rate to the next
 
 
 @dataclass(slots=True)
@@ -44,10 +45,13 @@ class Recent:
 
 @dataclass(slots=True)
 class Direction:
-    """One way of the link. `bytes` took `busy_ns`, since both were last read."""
+    """One way of the link. `bytes` took `busy_ns`, since both began to be counted."""
 
     bytes: int = 0
     busy_ns: int = 0
+    rated_ns: int = 0  # what `busy_ns` and `bytes` were when the rate was taken
+    rated_bytes: int = 0
+    rate: float = 0.0  # bytes a second of late, while there were any on their way; 0: not measured
     free_ns: int = 0  # when the last payload had left, by the sender's clock
     delays: Recent = field(default_factory=Recent)  # by the receiver's clock
 
@@ -59,8 +63,17 @@ class Direction:
         if size and known:  # of the first message of all nobody can say how much of its delay was its bytes
             self.bytes += size
             self.busy_ns += max(0, left_ns - max(sent_ns, self.free_ns))
+            self._rate()
         if size:
             self.free_ns = max(self.free_ns, left_ns)
+
+    def _rate(self) -> None:
+        """One message tells little where it is short: a rate is of so much time that they took."""
+        busy_ns = self.busy_ns - self.rated_ns
+        if busy_ns >= RATED_NS or not self.rated_ns:
+            self.rate = (self.bytes - self.rated_bytes) * NS / busy_ns if busy_ns else 0.0
+        if busy_ns >= RATED_NS:
+            self.rated_ns, self.rated_bytes = self.busy_ns, self.bytes
 
 
 @dataclass(slots=True)
@@ -70,10 +83,17 @@ class LinkMeter:
     up: Direction = field(default_factory=Direction)
     down: Direction = field(default_factory=Direction)
     road: Recent = field(default_factory=Recent)  # round trips of heartbeats, by our own clock
+    told: tuple[int, int, int, int] = (0, 0, 0, 0)  # bytes and time of both, when they were last read
 
     def anew(self) -> None:
         """The server's process is another one, and its clock may have stood still meanwhile."""
-        self.up, self.down = Direction(), Direction()
+        self.up, self.down, self.told = Direction(), Direction(), (0, 0, 0, 0)
+
+    @property
+    def round_trip_ns(self) -> int:
+        """0: not measured."""
+        up, down = self.up.delays, self.down.delays
+        return max(0, up.least + down.least) if up.rows and down.rows else 0
 
     def beat(self, echo_ns: int, received_ns: int, sent_ns: int, now_ns: int) -> None:
         """An answer to a heartbeat, as HeartbeatAck has it; `echo_ns` 0: it was not asked for."""
@@ -84,9 +104,7 @@ class LinkMeter:
 
     def read(self) -> LinkSeen:
         """What was seen since it was last read."""
-        up, down = self.up, self.down
-        known = up.delays.rows and down.delays.rows
-        round_trip_ns = max(0, up.delays.least + down.delays.least) if known else 0
-        seen = LinkSeen(round_trip_ns, up.bytes, up.busy_ns, down.bytes, down.busy_ns)
-        up.bytes = up.busy_ns = down.bytes = down.busy_ns = 0
-        return seen
+        up, down, told = self.up, self.down, self.told
+        self.told = (up.bytes, up.busy_ns, down.bytes, down.busy_ns)
+        since = (now - before for now, before in zip(self.told, told, strict=True))
+        return LinkSeen(self.round_trip_ns, *since)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -21,6 +22,8 @@ from narrows.protocols.modes import MODES
 ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": str(512 << 20), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
 
 COMMAND: dict[str, Any] = {"auto_envvar_prefix": "NARROWS", "max_content_width": 120}  # click's context_settings
+
+DASHBOARD = "127.0.0.1:5550"
 
 # name in Settings, type, default shown, help
 RUN_FLAGS: tuple[tuple[str, Any, str, str], ...] = (
@@ -87,6 +90,37 @@ def run_flags(function: Callable[..., Any]) -> Callable[..., Any]:
         flag = "--" + name.replace("_", "-")
         function = click.option(flag, name, type=kind, default=None, help=f"{text} [{default}]")(function)
     return function
+
+
+dashboard_flag: Callable[[Callable[..., Any]], Callable[..., Any]] = click.option(
+    "--dashboard", default="", metavar="[HOST:]PORT", help=f"serve a page of the run there; alone: at {DASHBOARD} [off]"
+)
+
+
+def glance_flags(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the flags of those who look at a run: "" where one was not given."""
+    text = "serve figures of the run for Prometheus there, on loopback where no host is named [off]"
+    return dashboard_flag(click.option("--metrics", default="", metavar="[HOST:]PORT", help=text)(function))
+
+
+class Bare(click.Command):
+    """A command whose --dashboard may stand alone, before words that are no address."""
+
+    def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
+        takes = {
+            name for each in self.params if isinstance(each, click.Option) and not each.is_flag for name in each.opts
+        }
+        index = 0
+        while index < len(args) and args[index].startswith("-"):
+            alone = index + 1 == len(args) or not re.fullmatch(r"(\S*:)?\d+", args[index + 1])
+            if args[index] == "--dashboard" and alone:
+                args[index] = f"--dashboard={DASHBOARD}"
+            index += 2 if args[index] in takes else 1
+        return super().parse_args(context, args)
+
+
+class BareGroup(Bare, click.Group):
+    """The same, of a command with others below it."""
 
 
 def given(values: dict[str, Any]) -> dict[str, Any]:

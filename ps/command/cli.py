@@ -7,13 +7,13 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from narrows.protocols.runtime.flags import COMMAND, run, run_flags
+from narrows.protocols.runtime.flags import COMMAND, BareGroup, glance_flags, run, run_flags
 from narrows.protocols.settings import SHARDS_MAX
 from narrows.ps.command.console import NAME
 from narrows.ps.command.serve import serve
 
 
-@click.group(context_settings=COMMAND, invoke_without_command=True)
+@click.group(cls=BareGroup, context_settings=COMMAND, invoke_without_command=True)
 @click.option("--bind", default="tcp://127.0.0.1:5555", show_default=True,
               help="address of shard 0; shard i takes the port i above it")  # fmt: skip
 @run_flags
@@ -45,6 +45,7 @@ from narrows.ps.command.serve import serve
 @click.option(
     "--record", default="", help="write one JSON object a line to this file: what is said, and what workers send"
 )
+@glance_flags
 @click.option("--print", default="", metavar="FORMAT", help="write what a manager takes, filled in from the other flags: "
               "slurm, jobset, dockerfile, sky, dstack, ray or compose")  # fmt: skip
 @click.version_option(package_name="narrows")

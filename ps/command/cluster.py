@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import click
 
@@ -29,6 +29,7 @@ from narrows.ps.command.console import EMBEDDED, doing, say, show
 from narrows.ps.command.lives import Again, Lives
 from narrows.ps.command.moving import Moving
 from narrows.ps.command.standing import Standing
+from narrows.ps.glance.watch import Watch
 from narrows.ps.process.main import JOURNAL
 
 START_S = 120.0  # a cold machine compiles kernels first
@@ -52,8 +53,7 @@ class Cluster:
         self.host, self.port = "", 0
         self.address = ""  # that workers were told
         self.ready_file = ""
-        self.record: TextIO | None = None
-        self.began = time.monotonic()
+        self.glance = Watch()
         self.told: dict[str, Any] = {}  # what every shard is told
         self.hash_seed = str(secrets.randbelow(1 << 32))  # of all lives of a shard: they take sets in the same order
         self.standing = Standing()
@@ -144,6 +144,7 @@ class Cluster:
             "replay": replay,
             "done": sorted(self.done),
             "follows": self.follows.get(index, ""),
+            "watched": self.glance.watched,
         }
         words, name = ["-m", "narrows.ps.process.main"], f"ps-shard-{index}"
         try:
@@ -170,7 +171,8 @@ class Cluster:
             return
         self.shards[index].close_stdin()
         how = signal_name(-code) if code < 0 else f"exit code {code}"
-        say(f"shard {index} died ({how}) and is started again", error=True)
+        say(text := f"shard {index} died ({how}) and is started again", error=True)
+        self.glance.note("died", {"shard": index, "text": text})
         self.start_shard(index, again is Again.JOURNAL)
 
     def over(self, index: int) -> bool:
@@ -184,13 +186,6 @@ class Cluster:
         self.done.discard(index)
         self.lives.forget(index)
         self.lives.serving.discard(index)
-
-    def note(self, name: str, values: dict[str, Any]) -> None:
-        """One line of --record."""
-        if self.record is not None:
-            line = {"event": name, "seconds": round(time.monotonic() - self.began, 6), **values}
-            self.record.write(json.dumps(line) + "\n")
-            self.record.flush()
 
     def write_ready(self) -> None:
         """What --ready-file is to hold."""
@@ -218,7 +213,7 @@ class Cluster:
             self.moving.turn()
             if text := self.standing.missing(self.address):
                 say(text)
-                self.note("standby", {"there": False, "text": text})
+                self.glance.note("standby", {"there": False, "text": text})
             if self.asked:
                 self.asked.clear()
                 self.shards[0].write("")
@@ -288,7 +283,7 @@ class Cluster:
                 elif name == "disk":
                     self.disk[index] = values["text"]
                 show(name, values)
-                self.note(name, values)
+                self.glance.note(name, values)
             case (_, "err", line):
                 click.echo(line, err=True)
             case (index, "error", {"text": text}) if self.moving.strange(index):
@@ -333,5 +328,4 @@ class Cluster:
                 shard.kill()
             shard.wait()
         self.children.close()
-        if self.record is not None:
-            self.record.close()
+        self.glance.close()

@@ -8,15 +8,12 @@ from typing import Any
 
 import click
 
+from narrows.ps.glance.events import sentence
+
 EMBEDDED = os.environ.get("NARROWS_EMBEDDED") == "1"  # in a ps-worker, which ends us by closing our stdin
 NAME = "ps-worker" if EMBEDDED else "ps-serve"
 
-SHOWN = {
-    "member": "worker {worker} (rank {rank}, {host}) {how} at clock {clock}; {live} live",
-    "discarded": "update {clock} of worker {worker} was discarded on shard {shard}: {why}",
-    "restart": "shard {shard} was restarted: the run goes back from clock {to_clock} to {from_clock}",
-    "checkpoint": "shard {shard}: checkpoint of clock {clock}",
-}  # any other event has its own text
+FIGURES = ("worker", "summary")
 NOTED = ("void", "long", "against", "worker")  # what members send
 # What a user of ps-worker must know.
 SHOWN_EMBEDDED = ("discarded", "restart", "lost", "refused", "hyper", "dropped", "disk", "damaged", "journal", "void", "long",
@@ -45,7 +42,7 @@ def show(name: str, values: dict[str, Any]) -> None:
     """An event of a shard on the console; of an embedded server only some, and some go to the record of its ps-worker."""
     if EMBEDDED and name in NOTED:
         print(json.dumps({"event": "noted", "what": name, "values": values}), flush=True)
-    if name == "worker" and "text" not in values:
+    if name in FIGURES and "text" not in values:
         return  # a row of a record
     if not EMBEDDED or name in SHOWN_EMBEDDED or values.get("how") == "expired":
-        say(SHOWN[name].format(**values) if name in SHOWN else str(values.get("text", values)))
+        say(sentence(name, values) or str(values.get("text", values)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import json
 import os
 import secrets
@@ -23,13 +22,7 @@ from narrows.protocols.runtime.flags import given
 from narrows.protocols.settings import Settings
 from narrows.ps.command.cluster import Cluster
 from narrows.ps.command.console import EMBEDDED, say
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
+from narrows.ps.glance.watch import is_loopback
 
 
 def checked(
@@ -105,6 +98,8 @@ def serve(
     join: str,
     ready_file: str,
     record: str,
+    dashboard: str,
+    metrics: str,
     **flags: Any,
 ) -> int:
     if join:
@@ -113,6 +108,7 @@ def serve(
 
         named = {"--parent": parent, "--parent-key": parent_key, "--resume": resume, "--replicas": replicas}
         named |= {"--standby": standby, "--checkpoint-dir": checkpoint_dir, "--record": record}
+        named |= {"--dashboard": dashboard, "--metrics": metrics}
         return joining.join(
             join,
             bind,
@@ -139,10 +135,8 @@ def serve(
         scratch = "" if folder else tempfile.mkdtemp(prefix="narrows-")  # a shard that dies goes on from there
         cluster.ready_file, cluster.lives.keeps = ready_file, journal
         if record:
-            try:
-                cluster.record = open(record, "w")  # noqa: SIM115 - closed by kill
-            except OSError as error:
-                raise UsageError(f"--record {record}: {error.strerror}") from None
+            cluster.glance.open_record(record)
+        cluster.glance.open_sites(dashboard, metrics, bool(keys or insecure))
         cluster.told = {
             "first_epoch": time.time_ns() // 1_000_000 << 10,  # greater than in any earlier life of this run
             "checkpoint_dir": folder or scratch,
@@ -164,7 +158,9 @@ def serve(
             announce(cluster)
             if not EMBEDDED:
                 cluster.moving.listen(cluster.ports[0])
-            if code := cluster.watch():
+            code = cluster.watch()
+            cluster.glance.note("done", {"text": "the run is over"})
+            if code:
                 return code
             cluster.merge()
         return 128 + cluster.signals[0] if cluster.signals and not EMBEDDED else 0
@@ -213,6 +209,12 @@ def announce(cluster: Cluster) -> None:
     shown = socket.gethostname() if cluster.host in ANY_HOSTS else cluster.host
     cluster.address = address = f"tcp://{shown}:{cluster.ports[0]}"
     cluster.write_ready()
+    settings = cluster.settings
+    told = {name: getattr(settings, name) for name in ("compress", "workers", "shards", "local_steps", "fragments")}
+    told |= {"summary": settings.summary(), "address": address, "began": cluster.glance.began_unix}
+    cluster.glance.note("run", {"mode": settings.sync, **told})
+    for site in cluster.glance.sites:
+        say(site.told)
     if cluster.follows:
         return say(f"copies the server at {cluster.follows[0]}; it listens at {address}")
     if cluster.told["replicas"]:

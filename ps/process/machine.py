@@ -65,6 +65,7 @@ class Process:
     replicas: int = 0  # standbys that may copy this server
     follows: str = ""  # the shard that this one copies, and whose place it takes
     host: str = ""  # where members find this shard, which is on another machine than shard 0
+    watched: bool = False  # somebody is shown what members say of themselves
     away: tuple[tuple[int, str], ...] = ()  # the shards that are, with their hosts
 
     @property

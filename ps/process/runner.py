@@ -56,14 +56,12 @@ class Runner:
         self.process, self.port, self.number = process, port, number
         self.gate = gate or Gate("", "", process.secret, process.coordinator, process.follows)
         self.clock = Awake()
-        self.bytes_up = self.bytes_down = 0  # to and from the server above, and other clusters
         self.drops = Drops(lambda text: None if self.server.over else self._log("dropped", text=text))
         self.lending = copy.lending if copy is not None else Lending()
         self.pulse = Pulse(self.gate, process.index, process.folder, process.seals)
         self.dialled = Dialled(port)
         self.unreached: list[bytes] = []  # peers that were sent something and are not there
-        self.end = Stop()
-        self.running = True
+        self.running, self.end = True, Stop()
         self.stop_by = float("inf")
         self.disk, self.answering = Disk(process), Answering(process)
         most = journal_most(process.settings.shards)
@@ -78,6 +76,7 @@ class Runner:
         else:
             own = self.gate.guard.own if self.gate.guard is not None else None
             self.server = machine(process, number, self.lending.any, own, self.disk)
+        self.bytes_up, self.bytes_down = self.server.shard.moved  # to and from the server above, and other clusters
         self.gate.known = self.server
         siblings = copy.standby.siblings if copy is not None else None
         self.original = original(process, self.server, number, lambda: frozen(self.server, self.lending.any), siblings)
@@ -158,7 +157,8 @@ class Runner:
         for effect in effects:
             match effect:
                 case Log(event, values):
-                    emit("log", name=event, values=values)
+                    if event != "summary" or self.process.watched:
+                        emit("log", name=event, values=values)
                 case Checkpoint(clock):
                     self.disk.write(clock, self.server)
                     self.ticked_ns = 0  # who waits until it is copied goes on at once
@@ -342,7 +342,7 @@ class Runner:
             now_ns = self.clock.turn()
             if now_ns - self.ticked_ns >= TICK_MS * NS // 1000:
                 self.ticked_ns = now_ns
-                self.happen(Event(Kind.TICK, now_ns))
+                self.happen(Event(Kind.TICK, now_ns, values=(self.bytes_up, self.bytes_down)))
                 self._at_once(self.original.tick(now_ns))
                 self.gate.tick()
                 self.disk.prepare(self.server)

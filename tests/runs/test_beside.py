@@ -103,7 +103,7 @@ def test_it_is_taken_where_a_flag_asks_for_it_and_the_tree_shows_it(flags: dict[
 
 def test_a_record_has_each_event_of_the_shards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cluster = Cluster(Settings(workers=3, robust="cosine").validated())
-    cluster.record = open(tmp_path / "record.jsonl", "w")  # noqa: SIM115 - closed by kill
+    cluster.glance.open_record(str(tmp_path / "record.jsonl"))
     values = {"worker": 1, "shard": 0, "clock": 49, "cosine": 0.5, "overlap": 1.0, "left_out": 0, "shortened": 2}
     for told in (values, values | {"text": "worker 1: (it has left)"}):
         cluster._taken((0, "log", {"name": "worker", "values": told}))

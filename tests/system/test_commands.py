@@ -83,6 +83,8 @@ def test_a_server_that_nobody_stands_by_for_says_so_once(tmp_path: Path) -> None
     ("--bind 127.0.0.1:5555", "tcp://HOST:PORT"),
     ("--bind tcp://0.0.0.0:5555", "--insecure"),
     ("--bind tcp://127.0.0.1:65535 --shards 2", "65535 is the last"),
+    ("--dashboard 0.0.0.0:5550", "--dashboard 0.0.0.0:5550: anyone who reaches it could read the figures"),
+    ("--metrics nowhere", "--metrics nowhere: give a port, or HOST:PORT"),
     ("--resume", "name the folder with --checkpoint-dir"),
     ("--checkpoint-dir /dev/null/here", "--checkpoint-dir /dev/null/here"),
 ])  # fmt: skip
@@ -107,6 +109,7 @@ def test_what_ps_serve_cannot_take(words: str, why: str, tmp_path: Path) -> None
     ("--server localhost:5555 SCRIPT", "tcp://HOST:PORT"),
     (f"--server {CLOSED} --resume SCRIPT", "--resume is for the embedded server"),
     (f"--server {CLOSED} --sync sometimes SCRIPT", "--sync sometimes: unknown mode"),
+    (f"--server {CLOSED} --dashboard SCRIPT", "--dashboard is for the embedded server"),
 ])  # fmt: skip
 def test_what_ps_worker_cannot_take(words: str, why: str, script: Callable[[str], str]) -> None:
     path = script("print('it ran')")

@@ -6,12 +6,12 @@ from typing import Any
 
 import click
 
-from narrows.protocols.runtime.flags import COMMAND, run, run_flags
+from narrows.protocols.runtime.flags import COMMAND, Bare, glance_flags, run, run_flags
 from narrows.worker.command.launcher import Launcher
 from narrows.worker.command.options import checked
 
 
-@click.command(context_settings=COMMAND | {"allow_interspersed_args": False})
+@click.command(cls=Bare, context_settings=COMMAND | {"allow_interspersed_args": False})
 @click.option("--server", default=None, help="tcp://HOST:PORT as ps-serve printed it, and after commas its standbys; '' is an "
               "embedded server [what a manager of several machines says, else embedded]")  # fmt: skip
 @click.option("-n", "--nproc", type=int, default=1, help="copies of the script on this machine [1]")
@@ -32,6 +32,7 @@ from narrows.worker.command.options import checked
 @click.option("--fresh", is_flag=True, help="start each worker in an interpreter of its own; else all are forked from one that "
               "has imported torch")  # fmt: skip
 @click.option("-m", "module", is_flag=True, help="run a module instead of a script: -m MODULE ARGS...")
+@glance_flags
 @run_flags
 @click.version_option(package_name="narrows")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT.py|MODULE ARGS...")

@@ -123,6 +123,8 @@ class Launcher:
         for name, value in self.options.run.items():
             words += ["--" + name.replace("_", "-"), str(value)]
         words += ["--checkpoint-dir", self.options.checkpoint_dir or "none", *["--resume"] * self.options.resume]
+        # Said also where they are not given: a variable is ours, and not the embedded server's.
+        words += ["--dashboard=" + self.options.dashboard, "--metrics=" + self.options.metrics]
         env = os.environ | {"NARROWS_EMBEDDED": "1", "PYTHONSAFEPATH": "1"}
         self.embedded = self.children.start(SERVER, words, env, listens={1: "event", 2: "err"}, stdin=True)
 

@@ -34,6 +34,8 @@ class Options:
     resume: bool
     fresh: bool
     key: str
+    dashboard: str
+    metrics: str
     words: list[str]
     run: dict[str, Any]
     place: Place
@@ -78,8 +80,10 @@ def checked(command: tuple[str, ...], module: bool, server: str | None, **flags:
         parse_addresses("--server", options.server)
         if run.get("sync", "ssp") not in MODES:
             Settings(sync=run["sync"]).validated()
-        if options.checkpoint_dir or options.resume:
-            name = "--resume" if options.resume else "--checkpoint-dir"
+        for name in ("checkpoint_dir", "resume", "dashboard", "metrics"):
+            if not getattr(options, name):
+                continue
+            name = f"--{name.replace('_', '-')}"
             raise UsageError(f"{name} is for the embedded server: give it to the ps-serve at {options.server}")
         return options
     defaults = {"workers": options.workers} | ({"shards": options.nproc} if options.group else {})  # a stream each

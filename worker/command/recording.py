@@ -14,7 +14,8 @@ from narrows.protocols.errors import UsageError
 
 MERGING = ("gain", "agreement", "held_back")
 # Of a step's event; the rest is the script's.
-STEP = ("clock", "push_bytes", "pull_bytes", "wait_seconds", "staleness", *MERGING)
+TIMES = ("step_seconds", "encode_seconds", "wait_seconds")
+STEP = ("clock", "push_bytes", "pull_bytes", *TIMES, "staleness", "total_steps", *MERGING)
 
 
 class Recording:
@@ -81,7 +82,8 @@ class Recording:
     def _joined(self, worker: int, parameters: int, clock: int) -> None:
         if not self.parameters:
             self.parameters = parameters
-            told = {name: self.settings[name] for name in ("compress", "workers", "shards")}
+            names = ("compress", "workers", "shards", "local_steps", "fragments")
+            told = {name: self.settings[name] for name in names}
             versions = {"python": sys.version.split()[0]}
             versions |= {name: version(name) for name in ("narrows", "torch", "pyzmq", "numpy")}
             self.note("start", mode=self.settings["sync"], **told, parameters=parameters, versions=versions)

@@ -1,0 +1,98 @@
+"""ps-top: a run in the terminal, while it goes on or from its record."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import click
+
+from narrows.protocols.errors import UsageError
+from narrows.protocols.runtime.flags import COMMAND, DASHBOARD, Bare, dashboard_flag, run
+
+TURN_S = 1.0
+WIDTH = 180  # characters, where the output is no terminal
+
+
+@click.command(cls=Bare, context_settings=COMMAND)
+@click.argument("address", required=False, metavar="[HOST:PORT]")
+@click.option("--record", default="", help="read this record of ps-serve or of ps-worker instead, and follow it")
+@dashboard_flag
+@click.option("--insecure", is_flag=True, help="allow --dashboard on other than loopback addresses")
+@click.option("--once", is_flag=True, help="show it as it is now, and end; so it is where the output is no terminal")
+def command(address: str | None, record: str, dashboard: str, insecure: bool, once: bool) -> int:
+    """Show the run whose page is at HOST:PORT (ps-serve --dashboard), or that of a record; Ctrl-C ends it.
+
+    With --dashboard the record is shown as a page instead.
+    """
+    if bool(address) and bool(record):
+        raise UsageError(f"{address} and --record {record}: give one of the two")
+    if dashboard and not record:
+        raise UsageError("--dashboard: the page of a run that goes on is that of its ps-serve; give --record too")
+    try:
+        return _page(record, dashboard, insecure) if dashboard else _terminal(address or DASHBOARD, record, once)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _frames(address: str, record: str) -> Iterator[dict[str, Any]]:
+    from narrows.ps.glance import reading
+
+    if not record:
+        yield from reading.frames(address)
+        return
+    read = reading.Record(record)
+    read.read()
+    yield read.history.frame()
+    while not read.history.over:
+        time.sleep(TURN_S)
+        if read.read():
+            yield read.history.frame()
+
+
+def _terminal(address: str, record: str, once: bool) -> int:
+    from rich.console import Console
+    from rich.live import Live
+
+    from narrows.ps.glance.screen import screen
+
+    found = _frames(address, record)
+    if once or not sys.stdout.isatty():
+        Console(width=None if sys.stdout.isatty() else WIDTH).print(screen(next(found)))
+        return 0
+    with Live(auto_refresh=False, screen=True) as live:
+        for frame in found:
+            live.update(screen(frame), refresh=True)
+    Console().print(screen(frame))
+    return 0
+
+
+def _page(record: str, dashboard: str, insecure: bool) -> int:
+    """Serve the page of a record until Ctrl-C."""
+    from narrows.ps.glance.reading import Record
+    from narrows.ps.glance.watch import site_address
+    from narrows.ps.glance.web import Frames, Site
+
+    host, port = site_address("--dashboard", dashboard, insecure)
+    read = Record(record)
+    read.read()
+    frames = Frames(read.history.frame)
+    site = Site("--dashboard", host, port, frames, None)
+    click.echo(f"ps-top: {site.told}; Ctrl-C ends it")
+    try:
+        while True:
+            time.sleep(TURN_S)
+            with frames.lock:
+                read.read()
+    finally:
+        site.close()
+
+
+def main() -> None:
+    run(command, "ps-top")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""How an event of a run is said in a sentence, where it has none of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+SHOWN = {
+    "member": "worker {worker} (rank {rank}, {host}) {how} at clock {clock}; {live} live",
+    "discarded": "update {clock} of worker {worker} was discarded on shard {shard}: {why}",
+    "restart": "shard {shard} was restarted: the run goes back from clock {to_clock} to {from_clock}",
+    "checkpoint": "shard {shard}: checkpoint of clock {clock}",
+    "start": "--sync {mode}, --compress {compress}, {workers} workers, {shards} shards",
+    "late": "{age} rounds closed without worker {worker} before clock {clock}",
+    "compress": "worker {worker} codes with {to}, not {from}, from clock {clock} on: {reason}",
+    "privacy": "worker {worker} has spent epsilon {epsilon:.4g} at delta {delta:g}",
+}
+OF_WORKERS = {"member": "worker {worker} {how}", "done": "the run is over"}  # a record of ps-worker says less
+
+
+def sentence(name: str, event: Mapping[str, Any]) -> str:
+    """ "" for an event that is a row of figures."""
+    for table in (SHOWN, OF_WORKERS):
+        try:
+            return table[name].format(**event)
+        except (KeyError, ValueError, TypeError, IndexError):
+            continue
+    return ""

@@ -1,0 +1,256 @@
+"""What a run has come to, from the events of its record: those of ps-serve, and those of ps-worker. No I/O, no clock.
+
+Rules
+- `take` is the only way in, and the record has all that it takes: so a page of a run and one of its record show the same.
+- Everything is bounded: `LANES_MAX`, `POINTS`, `EVENTS`, and the cells of a lane.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from narrows.protocols.summary import STALE, Row, Summary
+from narrows.ps.glance.events import sentence
+from narrows.ps.glance.lanes import CELL_S, CELLS, TIMES, Lane
+
+LANES_MAX = 4096  # members, live or gone; more are not shown
+POINTS = 512  # of a curve: with more, every second one goes
+EVENTS = 200  # the newest
+TEXT = 300  # characters of an event
+POINT_S = 0.5  # from one point of a curve to the next, at first
+RAW_BYTES = 4  # of an fp32 value
+COLUMNS = ("steps", "seconds", "bytes", "loss")
+SILENT = ("summary", "step", "server", "counted", "tree")  # events that are figures, and no news
+DIED = ("died", "restart")  # a shard was started again, or the run went back to a checkpoint
+
+
+class Curve:
+    """Points of `COLUMNS`; however long the run, they cover all of it."""
+
+    def __init__(self) -> None:
+        self.columns: dict[str, list[float]] = {name: [] for name in COLUMNS}
+        self.spacing = POINT_S
+
+    def add(self, point: Mapping[str, float]) -> None:
+        seconds = self.columns["seconds"]
+        if seconds and point["seconds"] < seconds[-1] + self.spacing:
+            return
+        for name, values in self.columns.items():
+            values.append(round(point[name], 6))
+        if len(seconds) > POINTS:
+            self.spacing *= 2
+            for values in self.columns.values():
+                del values[1::2]
+
+
+class History:
+    """Of one run."""
+
+    def __init__(self) -> None:
+        self.run: dict[str, Any] = {}  # what it is
+        self.lanes: dict[tuple[int, ...], Lane] = {}
+        self.hidden: dict[tuple[int, ...], int] = {}  # of a member of this server, how many of its rows have no lane
+        self.curve = Curve()
+        self.events: deque[list[Any]] = deque(maxlen=EVENTS)
+        self.seconds = 0.0  # of the newest event
+        self.moved = 0.0  # when the clock moved last
+        self.parameters = 0
+        self.died = 0
+        self.over = False
+        self.clock = 0
+        self.steppers: dict[int, dict[str, Any]] = {}  # of a record of ps-worker: the summary of each worker so far
+
+    def take(self, event: Mapping[str, Any]) -> None:
+        """One line of a record."""
+        name, self.seconds = event["event"], max(self.seconds, float(event["seconds"]))
+        if name == "summary":
+            self.parameters = event["parameters"] or self.parameters
+            self._heard(event["rows"], event["clock"])
+        elif name == "step":
+            self._stepped(event)
+        elif name in ("run", "start"):
+            self._started(event)
+        elif name == "member":
+            self._member(event)
+        elif name == "done":
+            self.over = True
+        self.died += name in DIED
+        if name not in SILENT and (text := event.get("text") or sentence(name, event)):
+            if name == "checkpoint" and self.events and self.events[-1][1] == name:
+                self.events.pop()  # the newest of a row is enough
+            self.events.append([self.seconds, name, str(text)[:TEXT]])
+
+    def _started(self, event: Mapping[str, Any]) -> None:
+        self.run = {name: value for name, value in event.items() if name not in ("event", "seconds", "text")}
+        self.parameters = event.get("parameters", 0)
+
+    # Members.
+
+    def _heard(self, rows: Iterable[Mapping[str, Any]], clock: int) -> None:
+        """A member's summary, and those of all below it: who is not among these any more is gone. `clock`: that all members had
+        reached then; 0: nobody counts it."""
+        first: tuple[int, ...] | None = None
+        seen = set[tuple[int, ...]]()
+        for row in rows:
+            path = tuple(row["path"])
+            first = path if first is None else first
+            seen.add(path)
+            if path not in self.lanes and len(self.lanes) >= LANES_MAX:
+                continue
+            lane = self.lanes.setdefault(path, Lane(path))
+            lane.hear(row, self.seconds, self.width)
+            if path == first:
+                slowest = clock or min(each.newest["clock"] for each in self.near if each.live)
+                lane.ahead = max(0, row["clock"] - slowest)
+                self.clock, before = max(self.clock, slowest), self.clock
+                self.moved = self.seconds if self.clock > before else self.moved
+        for path, lane in self.lanes.items() if len(seen) > 1 else ():
+            if first is not None and path[: len(first)] == first and path not in seen:
+                lane.live = False
+        self.hidden[first or ()] = len(seen - self.lanes.keys())
+        self._point()
+
+    def _member(self, event: Mapping[str, Any]) -> None:
+        rank = event.get("rank", event["worker"])
+        if event["how"] != "joined":
+            for path, lane in self.lanes.items():
+                lane.live &= path[0] != rank
+
+    def _stepped(self, event: Mapping[str, Any]) -> None:
+        """A step in a record of ps-worker, as the summary that its worker would have sent."""
+        known = self.steppers.setdefault(event["worker"], _blank(event["worker"]))
+        wait = event["wait_seconds"]
+        took = event.get("step_seconds", wait)
+        encode = event.get("encode_seconds", 0.0)
+        known["steps"] += 1
+        known["updates"] += event["clock"] > known["clock"]
+        known["seconds"] += took
+        known["compute_seconds"] += max(0.0, took - encode - wait)
+        known["encode_seconds"] += encode
+        known["wait_seconds"] += wait
+        known["bytes_up"] += event["push_bytes"]
+        known["bytes_down"] += event["pull_bytes"]
+        known["stale"][sum(event["staleness"] > end for end in STALE)] += 1
+        for name in ("clock", "staleness", "held_back", "loss"):
+            known[name] = event.get(name, known[name])
+        known["left_steps"] = max(0, int(event.get("total_steps", 0)) - event["clock"] * self.run.get("local_steps", 1))
+        self._heard([known | {"stale": [*known["stale"]]}], 0)
+
+    @property
+    def width(self) -> float:
+        """Of a cell of a lane now."""
+        width = CELL_S
+        while self.seconds >= CELLS * width:
+            width *= 2
+        return width
+
+    # The run as a whole.
+
+    @property
+    def near(self) -> list[Lane]:
+        """The members of this server; of each link that is its own, the near end."""
+        return [lane for lane in self.lanes.values() if len(lane.path) == 1]
+
+    @property
+    def workers(self) -> list[Lane]:
+        return [lane for lane in self.lanes.values() if not lane.newest["runs"]]
+
+    @property
+    def loss(self) -> float | None:
+        """The mean of the newest of the live workers, or where none is live of all."""
+        found = [lane for lane in self.workers if lane.newest["loss"] is not None]
+        found = [lane for lane in found if lane.live] or found
+        return sum(lane.newest["loss"] for lane in found) / len(found) if found else None
+
+    def total(self, name: str) -> float:
+        return sum((lane.total[name] for lane in self.near), 0.0)
+
+    def _point(self) -> None:
+        if (loss := self.loss) is not None:
+            moved = self.total("bytes_up") + self.total("bytes_down")
+            self.curve.add({"steps": self.steps, "seconds": self.seconds, "bytes": moved, "loss": loss})
+
+    @property
+    def steps(self) -> float:
+        """Optimizer steps of the run: its clock, in those of a worker."""
+        return float(self.clock * self.run.get("local_steps", 1))
+
+    @property
+    def ratio(self) -> float:
+        """How many times as much the same updates would be as fp32; 0: not known."""
+        up = self.total("bytes_up")
+        raw = RAW_BYTES * self.parameters * self.total("updates") / self.run.get("fragments", 1)
+        return raw / up if up else 0.0
+
+    @property
+    def left_seconds(self) -> float | None:
+        """Until the script has taken the steps that it told record() of; None: it has not said, or they are over."""
+        left = [lane.newest["left_steps"] / rate for lane in self.workers if (rate := lane.rate("steps", self.seconds))]
+        return max(left, default=0.0) or None
+
+    def frame(self, now_s: float | None = None) -> dict[str, Any]:
+        """All that a page shows, as JSON: what there is by `now_s` of the run."""
+        self.seconds = max(self.seconds, now_s or 0.0)
+        width, lanes = self.width, [self.lanes[path] for path in sorted(self.lanes)]
+        workers = [lane for lane in lanes if not lane.newest["runs"]]
+        for lane in lanes:
+            lane.cells.fit(width)
+        # The fastest of each stretch of time, and of these one that is seldom exceeded.
+        fast = sorted(filter(None, map(max, *(lane.cells.sums["steps"] for lane in workers), [0.0] * CELLS)))
+        most = fast[9 * len(fast) // 10] if fast else 0.0
+        begun = min((lane.cells.first for lane in workers), default=0)
+        fastest = max((lane.ahead for lane in lanes if lane.live and len(lane.path) == 1), default=0)
+        return {
+            "run": self.run,
+            "seconds": round(self.seconds, 3),
+            "over": self.over,
+            "clock": self.clock,
+            "loss": self.loss,
+            "samples_rate": sum(lane.rate("samples", self.seconds) for lane in self.workers),
+            "steps_rate": max((lane.rate("steps", self.seconds) for lane in self.workers), default=0.0),
+            "left_seconds": self.left_seconds,
+            "bytes_up": self.total("bytes_up"),
+            "bytes_down": self.total("bytes_down"),
+            "ratio": self.ratio,
+            "parameters": self.parameters,
+            "live": sum(lane.live for lane in self.workers),
+            "died": self.died,
+            "hidden": sum(self.hidden.values()) + sum(lane.newest["hidden"] for lane in lanes),
+            "cell_seconds": width,
+            "first_cell": begun,  # before it nobody took a step
+            "cells": min(CELLS, int(self.seconds / width) + 1),
+            "members": [self._shown(lane, fastest, width, most) for lane in lanes],
+            "curve": self.curve.columns,
+            "events": list(self.events),
+        }
+
+    def _shown(self, lane: Lane, fastest: int, width: float, most: float) -> dict[str, Any]:
+        newest = lane.newest
+        return {
+            "path": lane.path,
+            "host": newest["host"],
+            "runs": newest["runs"],
+            "live": lane.live,
+            "quiet_seconds": round(self.seconds - lane.moved, 1),
+            "clock": newest["clock"],
+            "lag": max(0, fastest - lane.ahead) if len(lane.path) == 1 else 0,
+            "step_seconds": [round(lane.each(name), 6) for name in TIMES],
+            "staleness": newest["staleness"],
+            "held_back": newest["held_back"],
+            "loss": newest["loss"],
+            "samples_rate": lane.rate("samples", self.seconds),
+            "round_trip_seconds": newest["round_trip_seconds"],
+            "rate": [newest["rate_up"], newest["rate_down"]],
+            "busy": [round(share, 4) for share in lane.busy],
+            "step_bytes": [round(lane.each("bytes_up")), round(lane.each("bytes_down"))],
+            "bytes": [lane.total["bytes_up"], lane.total["bytes_down"]],
+            "dropped": lane.total["dropped"],
+            "strip": lane.strip(width, most) if not newest["runs"] else None,
+        }
+
+
+def _blank(worker: int) -> dict[str, Any]:
+    told = Row((worker,), "", "", Summary()).told()
+    return told | {"stale": list(told["stale"])}

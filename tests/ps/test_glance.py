@@ -1,0 +1,294 @@
+"""A run at a glance: its history, its page, its metrics. No browser here: tests/system/test_glance.py has one."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import socket
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kit.glance import BEAT_S, RUN, beats, history_of, summary
+from prometheus_client.parser import text_string_to_metric_families
+
+from narrows.protocols.errors import UnreachableError, UsageError
+from narrows.protocols.runtime.flags import DASHBOARD
+from narrows.ps.glance import history as bounds
+from narrows.ps.glance.history import History
+from narrows.ps.glance.lanes import CELLS, LEVELS
+from narrows.ps.glance.reading import Record, frames
+from narrows.ps.glance.screen import screen, strip
+from narrows.ps.glance.watch import Watch, site_address
+from narrows.ps.glance.web import FILES, VISITORS_MAX
+from narrows.worker.command.cli import command as ps_worker
+
+# The history.
+
+
+def test_figures_are_those_of_the_summaries() -> None:
+    frame = history_of(*beats(100, 0, 10), *beats(100, 1, 10)).frame()
+    assert (frame["clock"], frame["bytes_up"], frame["bytes_down"]) == (1000, 200_000, 400_000)
+    assert frame["loss"] == pytest.approx(1 / 1001) and frame["samples_rate"] == pytest.approx(200)
+    assert frame["ratio"] == pytest.approx(4 * 50 * 2000 / 200_000)  # 50 values as fp32, by what was pushed
+    worker = frame["members"][1]
+    assert worker["step_seconds"] == pytest.approx([0.06, 0.02, 0.02]) and worker["busy"][0] == pytest.approx(0.25)
+    assert worker["step_bytes"] == [100, 200] and worker["round_trip_seconds"] == 0.04
+
+
+def test_counters_go_on_where_a_worker_begins_anew() -> None:
+    first = beats(50, 0, 10)
+    again = [
+        summary(60 + at, 0, 500 + int(10 * at), life_s=at, steps=int(10 * at), bytes_up=int(1000 * at))
+        for at in (5, 10)
+    ]
+    frame = history_of(*first, *again).frame()
+    assert frame["bytes_up"] == 50_000 + 10_000 and frame["members"][0]["clock"] == 600
+
+
+def test_a_lane_shows_outages_and_stragglers() -> None:
+    """Worker 1 is slow, and worker 2 is gone for 20 s and comes again."""
+    gone = [
+        *beats(30, 2, 10),
+        *(summary(50 + at, 2, 500 + 10 * at, life_s=at, steps=10 * at) for at in range(5, 51, 5)),
+    ]
+    events = sorted([*beats(100, 0, 10), *beats(100, 1, 2), *gone], key=lambda event: float(event["seconds"]))
+    frame = history_of(*events).frame()
+    fast, slow, away = ([LEVELS.index(level) for level in member["strip"]["steps"]] for member in frame["members"])
+    assert frame["cell_seconds"] == 1.0 and min(fast[1:99]) >= 33
+    assert max(slow[1:99]) <= 9 and min(slow[1:99]) > 0
+    assert max(away[31:49]) == 0 and min(away[2:29]) >= 33 and min(away[52:99]) >= 33
+    waits = frame["members"][0]["strip"]
+    assert {*waits["compute"][1:99]} == {LEVELS[21]} and {*waits["encode"][1:99]} == {LEVELS[7]}
+    assert strip(frame["members"][2]["strip"], frame["cells"])[-25:].strip()
+
+
+def test_members_that_are_gone_are_known() -> None:
+    left = {
+        "event": "member",
+        "seconds": 30.0,
+        "worker": 9,
+        "rank": 1,
+        "host": "h",
+        "how": "expired",
+        "clock": 3,
+        "live": 1,
+    }
+    history = history_of(*beats(20, 0, 10), *beats(20, 1, 10), left)
+    assert [member["live"] for member in history.frame()["members"]] == [True, False]
+    assert history.frame()["events"][-1][2] == "worker 9 (rank 1, h) expired at clock 3; 1 live"
+    history.take(summary(40.0, 1, 5, life_s=1.0))
+    assert history.frame()["members"][1]["live"]
+
+
+def test_below_a_cluster_who_is_not_named_any_more_is_gone() -> None:
+    whole = summary(5.0, 0, 1)
+    whole["rows"] += [summary(5.0, 0, 1, path=(rank,))["rows"][0] for rank in range(3)]
+    fewer = summary(7.5, 0, 2)
+    fewer["rows"] += [summary(7.5, 0, 2, path=(1,))["rows"][0]]
+    found = {tuple(each["path"]): each["live"] for each in history_of(whole, fewer).frame()["members"]}
+    assert found == {(0,): True, (0, 0): False, (0, 1): True, (0, 2): False}
+
+
+def test_time_left_is_that_of_the_slowest() -> None:
+    history = history_of(*beats(100, 0, 10), *beats(100, 1, 4))
+    assert history.frame()["left_seconds"] is None
+    for rank, rate in ((0, 10), (1, 4)):
+        history.take(summary(102.5, rank, int(102.5 * rate), left_steps=100))
+    assert history.frame()["left_seconds"] == pytest.approx(25, rel=0.1)
+
+
+def test_a_long_run_stays_small_and_whole() -> None:
+    history = History()
+    for beat in range(20_000):
+        history.take(summary(BEAT_S * (beat + 1), 0, beat + 1))
+        history.take({"event": "above", "seconds": BEAT_S * (beat + 1), "text": f"{beat} {'x' * 1000}"})
+    frame = history.frame()
+    curve = frame["curve"]
+    assert bounds.POINTS / 2 < len(curve["loss"]) <= bounds.POINTS + 1
+    assert curve["seconds"][0] == BEAT_S and curve["seconds"][-1] > 0.98 * frame["seconds"]
+    assert frame["cells"] <= CELLS and min(map(LEVELS.index, frame["members"][0]["strip"]["steps"])) > 0
+    assert len(frame["events"]) == bounds.EVENTS and all(len(text) <= bounds.TEXT for _, _, text in frame["events"])
+
+
+def test_members_beyond_the_limit_are_only_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounds, "LANES_MAX", 3)
+    frame = history_of(*(summary(2.5, rank, 1) for rank in range(5))).frame()
+    assert len(frame["members"]) == 3 and frame["hidden"] == 2
+
+
+def test_a_frame_of_a_thousand_members_is_made_in_time() -> None:
+    history = history_of(*(summary(BEAT_S * beat, rank, 10 * beat) for beat in range(1, 4) for rank in range(1000)))
+    began = time.process_time()
+    frame = json.dumps(history.frame(), allow_nan=False)
+    took = time.process_time() - began
+    assert took < 1.0 and len(frame) < 2_000_000 and len(json.loads(frame)["members"]) == 1000
+
+
+def test_a_record_that_is_none_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "record.jsonl"
+    for line in (
+        "nonsense",
+        "[]",
+        '{"event": "summary", "seconds": 1}',
+        '{"event": "step", "seconds": 1, "worker": 0}',
+    ):
+        file.write_text(json.dumps(RUN) + "\n" + line + "\n")
+        with pytest.raises(UsageError, match=r"record\.jsonl: line 2 is none of a record"):
+            Record(str(file)).read()
+    with pytest.raises(UsageError, match="No such file"):
+        Record(str(tmp_path / "none")).read()
+
+
+# The page, and metrics.
+
+
+@pytest.fixture
+def watch() -> Iterator[Watch]:
+    watch = Watch()
+    watch.open_sites("0", "127.0.0.1:0", False)
+    for event in (RUN, *beats(20, 0, 10), *beats(20, 1, 10)):
+        watch.history.take(event)
+    yield watch
+    watch.close()
+
+
+def get(url: str, **headers: str) -> tuple[int, dict[str, str], bytes]:
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=10) as answer:
+            return answer.status, dict(answer.headers), answer.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, dict(error.headers), error.read()
+
+
+def test_each_file_of_the_page_is_served_and_nothing_else(watch: Watch) -> None:
+    page, metrics = (site.url for site in watch.sites)
+    for path, (name, kind) in FILES.items():
+        status, headers, body = get(page.rstrip("/") + path)
+        assert status == 200 and headers["Content-Type"] == kind
+        assert body == resources.files("narrows.ps.glance").joinpath("page", name).read_bytes()
+        assert "default-src 'none'" in headers["Content-Security-Policy"]
+    for url in (f"{page}../watch.py", f"{page}page/index.html", f"{page}metrics", metrics, f"{metrics}frame.json"):
+        assert get(url)[0] == 404
+    with pytest.raises(urllib.error.HTTPError, match="501"):
+        urllib.request.urlopen(page, data=b"x", timeout=10)
+
+
+def test_a_page_of_another_name_is_not_told(watch: Watch) -> None:
+    assert get(watch.sites[0].url + "frame.json", Host="evil.example:80")[0] == 403
+    assert get(watch.sites[0].url + "frame.json", Host="localhost:80")[0] == 200
+
+
+def test_the_stream_has_the_frame_and_ends_with_the_run(watch: Watch) -> None:
+    stream = frames(watch.sites[0].url)
+    first = next(stream)
+    assert first["clock"] == watch.history.frame()["clock"] and first["members"][1]["path"] == [1]
+    with watch.lock:
+        watch.history.take({"event": "done", "seconds": 21.0})
+    watch.close()
+    last = [*stream]
+    assert last[-1]["over"]
+    watch.sites.clear()
+
+
+def test_visitors_are_bounded(watch: Watch) -> None:
+    host, port = watch.sites[0].server_address[:2]
+    held = [socket.create_connection((str(host), port), timeout=10) for _ in range(VISITORS_MAX)]
+    try:
+        for each in held[1:]:
+            each.sendall(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert each.recv(1)
+        with socket.create_connection((str(host), port), timeout=10) as more:
+            assert more.recv(1) == b""  # hung up on
+    finally:
+        for each in held:
+            each.close()
+
+
+def test_prometheus_reads_the_metrics(watch: Watch) -> None:
+    status, headers, body = get(watch.sites[1].url + "metrics")
+    assert status == 200 and headers["Content-Type"].startswith("text/plain; version=0.0.4")
+    families = {family.name: family for family in text_string_to_metric_families(body.decode())}
+    samples = {
+        (sample.name, *sorted(sample.labels.values())): sample.value
+        for each in families.values()
+        for sample in each.samples
+    }
+    assert samples["narrows_clock",] == 200 and samples["narrows_members",] == 2
+    assert samples["narrows_link_bytes_total", "1", "1", "up"] == 20_000
+    assert samples["narrows_step_seconds_sum", "0", "1", "compute"] == pytest.approx(12)
+    assert samples["narrows_step_seconds_count", "0", "1", "compute"] == 200
+    assert samples["narrows_staleness_count", "0", "1"] == 200
+    assert samples["narrows_last_clock_timestamp_seconds",] == pytest.approx(watch.began_unix + 20)
+    page = (Path(__file__).parents[2] / "docs/reference.md").read_text()
+    told = set(re.findall(r"^\| `(narrows_\w+)`", page, re.M))
+    named = {name + "_total" if family.type == "counter" else name for name, family in families.items()}
+    assert told == named
+
+
+def test_the_page_asks_no_other_host_and_takes_no_text_as_markup() -> None:
+    folder = resources.files("narrows.ps.glance").joinpath("page")
+    for name, _ in FILES.values():
+        text = folder.joinpath(name).read_text()
+        text = text.removeprefix("/*! https://github.com/leeoniya/uPlot (v1.6.32) */")
+        assert not re.search(r"""https?://|["'(]//\w|@import|\binnerHTML|insertAdjacentHTML|document\.write""", text), (
+            name
+        )
+    own = sum(len(folder.joinpath(name).read_text()) for name in ("index.html", "glance.css", "glance.js"))
+    assert own < 20_000
+
+
+@pytest.mark.parametrize(
+    ("address", "trusted", "found"),
+    [("5550", False, ("127.0.0.1", 5550)), ("localhost:1", False, ("localhost", 1)), ("[::1]:9", False, ("[::1]", 9)),
+     ("0.0.0.0:80", True, ("0.0.0.0", 80)), ("0.0.0.0:80", False, "--keys or --insecure"), (":x", True, "give a port"),
+     ("host", True, "give a port"), ("1:99999", True, "give a port"), ("example.org:80", False, "anyone who reaches it")],
+)  # fmt: skip
+def test_a_page_is_on_loopback_unless_it_may_be_elsewhere(address: str, trusted: bool, found: Any) -> None:
+    if isinstance(found, tuple):
+        assert site_address("--dashboard", address, trusted) == found
+    else:
+        with pytest.raises(UsageError, match=found):
+            site_address("--dashboard", address, trusted)
+
+
+@pytest.mark.parametrize(
+    ("words", "dashboard", "rest"),
+    [("--dashboard task.py --dashboard 7", DASHBOARD, ("task.py", "--dashboard", "7")),
+     ("--dashboard 7 task.py", "7", ("task.py",)), ("-n 2 --dashboard -m task", DASHBOARD, ("task",)),
+     ("--dashboard [::1]:7 task.py", "[::1]:7", ("task.py",)),
+     ("-n 2 task.py --dashboard", "", ("task.py", "--dashboard"))],
+)  # fmt: skip
+def test_the_flag_may_stand_alone(words: str, dashboard: str, rest: tuple[str, ...]) -> None:
+    found = ps_worker.make_context("ps-worker", words.split()).params
+    assert (found["dashboard"], found["command"]) == (dashboard, rest)
+
+
+def test_a_port_that_is_taken_is_named(watch: Watch) -> None:
+    port = watch.sites[0].server_address[1]
+    with pytest.raises(UsageError, match=rf"--dashboard 127\.0\.0\.1:{port}: .*; name another port"):
+        Watch().open_sites(str(port), "", False)
+
+
+def test_nobody_at_an_address_is_said() -> None:
+    with pytest.raises(UnreachableError, match="start ps-serve with --dashboard"):
+        next(frames("127.0.0.1:9"))
+
+
+def test_a_terminal_shows_what_the_page_does() -> None:
+    from rich.console import Console
+
+    odd = summary(20.0, 2, 5)
+    odd["rows"][0]["host"] = "\x1b[2Jgone"  # no coordinator lets that in; a record may have been written by anybody
+    frame = history_of(*beats(20, 0, 10), *beats(20, 1, 10), odd).frame()
+    console = Console(width=180, record=True, file=io.StringIO())
+    console.print(screen(frame))
+    text = console.export_text()
+    assert "clock 200" in text and "worker 1 host" in text and "100 ms" in text and "\x1b" not in text
