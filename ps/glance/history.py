@@ -194,11 +194,14 @@ class History:
         """All that a page shows, as JSON: what there is by `now_s` of the run."""
         self.seconds = max(self.seconds, now_s or 0.0)
         width, lanes = self.width, [self.lanes[path] for path in sorted(self.lanes)]
+        cells = min(CELLS, int(self.seconds / width) + 1)
         workers = [lane for lane in lanes if not lane.newest["runs"]]
         for lane in lanes:
             lane.cells.fit(width)
         # The fastest of each stretch of time, and of these one that is seldom exceeded.
-        fast = sorted(filter(None, map(max, *(lane.cells.sums["steps"] for lane in workers), [0.0] * CELLS)))
+        fast = sorted(
+            filter(None, map(max, *(lane.cells.sums["steps"] for lane in workers), [0.0] * CELLS, [0.0] * CELLS))
+        )
         most = fast[9 * len(fast) // 10] if fast else 0.0
         begun = min((lane.cells.first for lane in workers), default=0)
         fastest = max((lane.ahead for lane in lanes if lane.live and len(lane.path) == 1), default=0)
@@ -219,8 +222,8 @@ class History:
             "died": self.died,
             "hidden": sum(self.hidden.values()) + sum(lane.newest["hidden"] for lane in lanes),
             "cell_seconds": width,
-            "first_cell": begun,  # before it nobody took a step
-            "cells": min(CELLS, int(self.seconds / width) + 1),
+            "first_cell": min(begun, cells - 1),  # before it nobody took a step
+            "cells": cells,
             "members": [self._shown(lane, fastest, width, most) for lane in lanes],
             "curve": self.curve.columns,
             "events": list(self.events),
