@@ -21,8 +21,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from narrows.protocols.errors import UnreachableError, UsageError
 from narrows.protocols.runtime.flags import DASHBOARD
 from narrows.ps.glance import history as bounds
+from narrows.ps.glance.cells import CELLS, LEVELS
 from narrows.ps.glance.history import History
-from narrows.ps.glance.lanes import CELLS, LEVELS
 from narrows.ps.glance.reading import Record, frames
 from narrows.ps.glance.screen import screen, strip
 from narrows.ps.glance.watch import Watch, site_address
