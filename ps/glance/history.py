@@ -12,8 +12,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from narrows.protocols.summary import STALE, Row, Summary
+from narrows.ps.glance.cells import CELL_S, CELLS
+from narrows.ps.glance.cells import strips as strips_of
 from narrows.ps.glance.events import sentence
-from narrows.ps.glance.lanes import CELL_S, CELLS, TIMES, Lane
+from narrows.ps.glance.lanes import TIMES, Lane
 
 LANES_MAX = 4096  # members, live or gone; more are not shown
 POINTS = 512  # of a curve: with more, every second one goes
@@ -33,13 +35,15 @@ class Curve:
         self.columns: dict[str, list[float]] = {name: [] for name in COLUMNS}
         self.spacing = POINT_S
 
-    def add(self, point: Mapping[str, float]) -> None:
+    def due(self, now_s: float) -> bool:
+        """It is time for another point."""
         seconds = self.columns["seconds"]
-        if seconds and point["seconds"] < seconds[-1] + self.spacing:
-            return
+        return not seconds or now_s >= seconds[-1] + self.spacing
+
+    def add(self, point: Mapping[str, float]) -> None:
         for name, values in self.columns.items():
             values.append(round(point[name], 6))
-        if len(seconds) > POINTS:
+        if len(self.columns["seconds"]) > POINTS:
             self.spacing *= 2
             for values in self.columns.values():
                 del values[1::2]
@@ -168,7 +172,7 @@ class History:
         return sum((lane.total[name] for lane in self.near), 0.0)
 
     def _point(self) -> None:
-        if (loss := self.loss) is not None:
+        if self.curve.due(self.seconds) and (loss := self.loss) is not None:
             moved = self.total("bytes_up") + self.total("bytes_down")
             self.curve.add({"steps": self.steps, "seconds": self.seconds, "bytes": moved, "loss": loss})
 
@@ -194,13 +198,12 @@ class History:
         """All that a page shows, as JSON: what there is by `now_s` of the run."""
         self.seconds = max(self.seconds, now_s or 0.0)
         width, lanes = self.width, [self.lanes[path] for path in sorted(self.lanes)]
+        cells = min(CELLS, int(self.seconds / width) + 1)
         workers = [lane for lane in lanes if not lane.newest["runs"]]
         for lane in lanes:
             lane.cells.fit(width)
-        # The fastest of each stretch of time, and of these one that is seldom exceeded.
-        fast = sorted(filter(None, map(max, *(lane.cells.sums["steps"] for lane in workers), [0.0] * CELLS)))
-        most = fast[9 * len(fast) // 10] if fast else 0.0
-        begun = min((lane.cells.first for lane in workers), default=0)
+        begun, strips = strips_of([lane.cells for lane in workers])
+        shown = dict(zip((lane.path for lane in workers), strips, strict=True))
         fastest = max((lane.ahead for lane in lanes if lane.live and len(lane.path) == 1), default=0)
         return {
             "run": self.run,
@@ -220,13 +223,13 @@ class History:
             "hidden": sum(self.hidden.values()) + sum(lane.newest["hidden"] for lane in lanes),
             "cell_seconds": width,
             "first_cell": begun,  # before it nobody took a step
-            "cells": min(CELLS, int(self.seconds / width) + 1),
-            "members": [self._shown(lane, fastest, width, most) for lane in lanes],
+            "cells": cells,
+            "members": [self._shown(lane, fastest, shown.get(lane.path)) for lane in lanes],
             "curve": self.curve.columns,
             "events": list(self.events),
         }
 
-    def _shown(self, lane: Lane, fastest: int, width: float, most: float) -> dict[str, Any]:
+    def _shown(self, lane: Lane, fastest: int, strip: dict[str, str] | None) -> dict[str, Any]:
         newest = lane.newest
         return {
             "path": lane.path,
@@ -247,7 +250,7 @@ class History:
             "step_bytes": [round(lane.each("bytes_up")), round(lane.each("bytes_down"))],
             "bytes": [lane.total["bytes_up"], lane.total["bytes_down"]],
             "dropped": lane.total["dropped"],
-            "strip": lane.strip(width, most) if not newest["runs"] else None,
+            "strip": strip,
         }
 
 

@@ -8,53 +8,20 @@ Rules
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
 from narrows.protocols.summary import Summary
+from narrows.ps.glance.cells import ROWS, Cells
 
-CELLS = 120  # of a lane
-CELL_S = 1.0  # that one is long at first
-LEVELS = "0123456789abcdefghijklmnopqrstuvwxyz"  # of a cell, as one character: 0 is nothing, z all of it
 COUNTERS = (
     *("steps", "updates", "samples", "compute_seconds", "encode_seconds", "wait_seconds", "bytes_up", "bytes_down"),
     *("busy_up_seconds", "busy_down_seconds", "dropped", "seconds"),
 )
 NAMES = ("host", "runs", *(each.name for each in fields(Summary)))
-TIMES = ("compute_seconds", "encode_seconds", "wait_seconds")
+TIMES = ROWS[1:]
 QUIET_S = 10.0  # no step for so long, and for three steps: its rate falls
-
-
-class Cells:
-    """Sums over stretches of time, of `names`; `start`: of the run, in seconds."""
-
-    def __init__(self, names: tuple[str, ...]) -> None:
-        self.width = CELL_S
-        self.sums = {name: array("d", bytes(8 * CELLS)) for name in names}
-
-    def fit(self, width: float) -> None:
-        """Make cells so wide."""
-        while self.width < width:
-            self.width *= 2
-            for sums in self.sums.values():
-                halves = [sums[i] + sums[i + 1] for i in range(0, CELLS, 2)]
-                sums[:] = array("d", [*halves, *[0.0] * (CELLS - len(halves))])
-
-    @property
-    def first(self) -> int:
-        """The first that has something; CELLS: none has."""
-        return next((i for i in range(CELLS) if any(sums[i] for sums in self.sums.values())), CELLS)
-
-    def spread(self, begin_s: float, end_s: float, values: Mapping[str, float]) -> None:
-        """These were gathered evenly from `begin_s` to `end_s`; both lie in the cells."""
-        first, last = int(begin_s / self.width), min(int(end_s / self.width), CELLS - 1)
-        for index in range(first, last + 1):
-            low, high = max(begin_s, index * self.width), min(end_s, (index + 1) * self.width)
-            share = (high - low) / (end_s - begin_s) if end_s > begin_s else 1.0 / (last + 1 - first)
-            for name, sums in self.sums.items():
-                sums[index] += values[name] * share
 
 
 class Lane:
@@ -70,7 +37,7 @@ class Lane:
         self.recent = dict.fromkeys(COUNTERS, 0.0)  # between the two newest summaries with steps between
         self.due = dict.fromkeys(COUNTERS, 0.0)  # since then
         self.ahead = 0  # clocks, of the slowest member of its server when it spoke last
-        self.cells = Cells(("steps", *TIMES))
+        self.cells = Cells()
 
     def hear(self, summary: Mapping[str, Any], now_s: float, width: float) -> None:
         """A summary that came at `now_s`; cells are so wide."""
@@ -93,7 +60,7 @@ class Lane:
         self.cells.fit(width)
         if self.due["steps"] > 0:
             took = sum(self.due[name] for name in TIMES) or self.due["seconds"]
-            self.cells.spread(max(0.0, now_s - max(took, 1e-9)), now_s, self.due)
+            self.cells.spread(max(0.0, now_s - max(took, 1e-9)), now_s, [self.due[name] for name in ROWS])
             self.recent, self.due, self.moved = self.due, dict.fromkeys(COUNTERS, 0.0), now_s
 
     def rate(self, name: str, now_s: float) -> float:
@@ -115,20 +82,3 @@ class Lane:
     def each(self, name: str) -> float:
         """Of a counter, a step."""
         return self.recent[name] / self.recent["steps"] if self.recent["steps"] else 0.0
-
-    def strip(self, width: float, most: float) -> dict[str, str]:
-        """Its cells, a character each: steps beside `most`, those of a fast member; the share of the time that was computing,
-        and that of encoding."""
-        self.cells.fit(width)
-        sums, rows = self.cells.sums, {"steps": "", "compute": "", "encode": ""}
-        for index in range(CELLS):
-            time = sum(sums[name][index] for name in TIMES)
-            rows["steps"] += _level(sums["steps"][index], most)
-            rows["compute"] += _level(sums["compute_seconds"][index], time)
-            rows["encode"] += _level(sums["encode_seconds"][index], time)
-        return {name: text.rstrip("0") for name, text in rows.items()}
-
-
-def _level(part: float, whole: float) -> str:
-    """A part that is there shows, however small."""
-    return LEVELS[max(min(round(35 * part / whole), 35), 1)] if part > 1e-9 and whole > 0 else "0"

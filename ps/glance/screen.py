@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from narrows.ps.command.console import printable
-from narrows.ps.glance.lanes import LEVELS
+from narrows.ps.glance.cells import LEVELS
 
 BARS = " ▁▂▃▄▅▆▇█"
 STRIP = 40  # characters

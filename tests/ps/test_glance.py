@@ -21,8 +21,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from narrows.protocols.errors import UnreachableError, UsageError
 from narrows.protocols.runtime.flags import DASHBOARD
 from narrows.ps.glance import history as bounds
+from narrows.ps.glance.cells import CELLS, LEVELS
 from narrows.ps.glance.history import History
-from narrows.ps.glance.lanes import CELLS, LEVELS
 from narrows.ps.glance.reading import Record, frames
 from narrows.ps.glance.screen import screen, strip
 from narrows.ps.glance.watch import Watch, site_address
@@ -40,6 +40,12 @@ def test_figures_are_those_of_the_summaries() -> None:
     worker = frame["members"][1]
     assert worker["step_seconds"] == pytest.approx([0.06, 0.02, 0.02]) and worker["busy"][0] == pytest.approx(0.25)
     assert worker["step_bytes"] == [100, 200] and worker["round_trip_seconds"] == 0.04
+
+
+def test_a_run_that_has_not_begun_has_a_frame() -> None:
+    for history in (History(), history_of()):
+        frame = history.frame(3.0)
+        assert (frame["clock"], frame["loss"], frame["members"], frame["seconds"]) == (0, None, [], 3.0)
 
 
 def test_counters_go_on_where_a_worker_begins_anew() -> None:
@@ -261,11 +267,14 @@ def test_a_page_is_on_loopback_unless_it_may_be_elsewhere(address: str, trusted:
 
 @pytest.mark.parametrize(
     ("words", "dashboard", "rest"),
-    [("--dashboard task.py --dashboard 7", DASHBOARD, ("task.py", "--dashboard", "7")),
-     ("--dashboard 7 task.py", "7", ("task.py",)), ("-n 2 --dashboard -m task", DASHBOARD, ("task",)),
-     ("--dashboard [::1]:7 task.py", "[::1]:7", ("task.py",)),
-     ("-n 2 task.py --dashboard", "", ("task.py", "--dashboard"))],
-)  # fmt: skip
+    [
+        ("--dashboard task.py --dashboard 7", DASHBOARD, ("task.py", "--dashboard", "7")),
+        ("--dashboard 7 task.py", "7", ("task.py",)),
+        ("-n 2 --dashboard -m task", DASHBOARD, ("task",)),
+        ("--dashboard [::1]:7 task.py", "[::1]:7", ("task.py",)),
+        ("-n 2 task.py --dashboard", "", ("task.py", "--dashboard")),
+    ],
+)
 def test_the_flag_may_stand_alone(words: str, dashboard: str, rest: tuple[str, ...]) -> None:
     found = ps_worker.make_context("ps-worker", words.split()).params
     assert (found["dashboard"], found["command"]) == (dashboard, rest)

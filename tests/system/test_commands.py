@@ -355,7 +355,8 @@ def test_the_record_is_what_the_design_says(tmp_path: Path) -> None:
 
     start, *between, done = events
     versions = start.pop("versions")
-    assert start == {"mode": "ssp", "compress": "topk:0.5+int8", "workers": 2, "shards": 2, "parameters": 10}
+    about = {"mode": "ssp", "compress": "topk:0.5+int8", "workers": 2, "shards": 2, "local_steps": 1, "fragments": 1}
+    assert start == about | {"parameters": 10}
     assert {"python", "narrows", "torch"} <= set(versions)
     members = [
         (event["how"], event["worker"]) for event, kind in zip(between, kinds[1:-1], strict=True) if kind == "member"
@@ -367,6 +368,7 @@ def test_the_record_is_what_the_design_says(tmp_path: Path) -> None:
         for event in own:
             assert event.keys() - {"gain", "agreement"} == {
                 *("held_back", "worker", "clock", "push_bytes", "pull_bytes", "wait_seconds", "staleness", "loss"),
+                *("step_seconds", "encode_seconds"),
                 *(["accuracy"] if event["clock"] == 20 else []),
             }
             assert 0 <= event["staleness"] <= 1 and event["wait_seconds"] >= 0

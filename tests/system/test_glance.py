@@ -34,7 +34,7 @@ def test_the_page_in_chromium() -> None:
             page.open(watch.sites[0].url)
             page.until("return document.body.dataset.frameMs")
             tiles = page.run("return [...document.querySelectorAll('#tiles div')].map((each) => each.textContent)")
-            assert f"clock{watch.history.clock}" in tiles and "workers1000" in tiles
+            assert f"clock{watch.history.clock:,}" in tiles and "workers1000" in tiles
             assert page.run("return document.querySelectorAll('#members tr').length") == 1000
             assert page.run("return document.querySelectorAll('.uplot canvas').length") == 3
             assert page.run("return document.querySelector('#events').textContent").find(EVIL) >= 0

@@ -13,6 +13,7 @@ const scaled = (value, units, base = 1000) => {
   return `${value >= 100 || Number.isInteger(value) ? value.toFixed(0) : value.toPrecision(3)} ${units[unit]}`.trim();
 };
 const count = (value) => scaled(value, ["", "k", "M", "G"]);
+const whole = (value) => value.toLocaleString("en-US", { maximumSignificantDigits: Math.max(3, Math.floor(Math.log10(value || 1)) + 1) });
 const bytes = (value) => scaled(value, ["B", "kB", "MB", "GB", "TB"]);
 const rate = (value) => (value ? scaled(value * 8, ["bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s"]) : "–");
 const brief = (s) => (s >= 1 ? `${s.toPrecision(3)} s` : s >= 1e-3 ? `${(s * 1e3).toPrecision(3)} ms` : s ? `${(s * 1e6).toFixed(0)} µs` : "–");
@@ -42,10 +43,10 @@ function showRun(frame) {
   const { run } = frame;
   put($("mode"), run.summary || [run.mode, run.compress].filter(Boolean).join(", "));
   const tiles = [
-    ["clock", count(frame.clock)],
+    ["clock", whole(frame.clock)],
     ["loss", frame.loss === null ? "–" : frame.loss.toPrecision(4)],
-    ["samples/s", frame.samples_rate ? count(frame.samples_rate) : "–"],
-    ["workers", `${frame.live}${run.workers ? ` of ${Math.max(run.workers, frame.live)}` : ""}`],
+    ["samples/s", frame.samples_rate ? whole(frame.samples_rate) : "–"],
+    ["workers", run.workers > frame.live ? `${frame.live} of ${run.workers}` : String(frame.live)],
     frame.left_seconds === null ? ["running for", long(frame.seconds)] : ["time left", long(frame.left_seconds)],
     ["pushed", bytes(frame.bytes_up)],
     ["pulled", bytes(frame.bytes_down)],

@@ -1,0 +1,65 @@
+"""What a member did in each stretch of time, and how that is shown: as a strip of columns. No I/O, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+CELLS = 120  # of a strip
+CELL_S = 1.0  # that one is long at first
+LEVELS = "0123456789abcdefghijklmnopqrstuvwxyz"  # of a cell, as one character: 0 is nothing, z all of it
+ROWS = ("steps", "compute_seconds", "encode_seconds", "wait_seconds")
+FAST = 0.9  # of all stretches of time, so many are slower than the one that fills a column
+_CHARACTERS = np.frombuffer(LEVELS.encode(), np.uint8)
+
+
+class Cells:
+    """Sums over stretches of time: `sums`, float64[rows, cells]."""
+
+    def __init__(self) -> None:
+        self.width = CELL_S
+        self.sums = np.zeros((len(ROWS), CELLS))
+
+    def fit(self, width: float) -> None:
+        """Make cells so wide."""
+        while self.width < width:
+            self.width *= 2
+            half = CELLS // 2
+            self.sums[:, :half] = self.sums[:, ::2] + self.sums[:, 1::2]
+            self.sums[:, half:] = 0
+
+    def spread(self, begin_s: float, end_s: float, values: Sequence[float]) -> None:
+        """These were gathered evenly from `begin_s` to `end_s`; both lie in the cells."""
+        first, last = int(begin_s / self.width), min(int(end_s / self.width), CELLS - 1)
+        gathered = np.asarray(values, np.float64)
+        for index in range(first, last + 1):
+            low, high = max(begin_s, index * self.width), min(end_s, (index + 1) * self.width)
+            share = (high - low) / (end_s - begin_s) if end_s > begin_s else 1.0 / (last + 1 - first)
+            self.sums[:, index] += gathered * share
+
+
+def strips(members: Sequence[Cells]) -> tuple[int, list[dict[str, str]]]:
+    """The first cell that anybody did something in; of each member its cells, a character each: steps beside those of a fast
+    member, the share of the time that was computing, and that of encoding."""
+    if not members:
+        return 0, []
+    sums = np.stack([each.sums for each in members])
+    steps, time = sums[:, 0], sums[:, 1:].sum(1)
+    fastest = steps.max(0)
+    used = np.flatnonzero(sums.any((0, 1)))
+    stretches = np.sort(fastest[fastest > 0])
+    most = stretches[int(FAST * len(stretches))] if len(stretches) else 0.0
+    parts = {"steps": (steps, most), "compute": (sums[:, 1], time), "encode": (sums[:, 2], time)}
+    told = {name: _levels(part, whole) for name, (part, whole) in parts.items()}
+    rows = zip(*told.values(), strict=True)
+    return int(used[0]) if len(used) else 0, [dict(zip(told, row, strict=True)) for row in rows]
+
+
+def _levels(part: npt.NDArray[np.float64], whole: npt.NDArray[np.float64] | float) -> list[str]:
+    """A part that is there shows, however small."""
+    there = (part > 1e-9) & (np.asarray(whole) > 0)
+    share = np.divide(part, whole, out=np.zeros_like(part), where=there)
+    levels = np.where(there, np.clip(np.rint((len(LEVELS) - 1) * share), 1, len(LEVELS) - 1), 0).astype(np.intp)
+    return [row.tobytes().decode().rstrip("0") for row in _CHARACTERS[levels]]
