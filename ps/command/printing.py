@@ -207,6 +207,7 @@ commands:
 
 def ray(recipe: Recipe) -> str:
     flags = {"workers": (1, recipe.workers), "shards": recipe.shards, "keys": recipe.keys or None}
+    flags |= {"insecure": None if recipe.keys or recipe.host else True, "host": recipe.host or None}
     flags |= {name: value for name, value in recipe.run.items() if name not in flags}
     told = "".join(f"    {name}={value!r},\n" for name, value in flags.items() if value is not None)
     return f'''"""Narrows on Ray: python FILE. It runs where `ray.init` finds the cluster."""

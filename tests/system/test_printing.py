@@ -15,9 +15,10 @@ import click
 import pytest
 import yaml
 from click.testing import CliRunner
+from kit.processes import ROOT
 
 from narrows.protocols.errors import UsageError
-from narrows.protocols.runtime.flags import given
+from narrows.protocols.runtime.flags import RUN_FLAGS, given
 from narrows.protocols.settings import Settings
 from narrows.ps.command import cli as serve
 from narrows.ps.command.printing import FORMATS
@@ -148,6 +149,11 @@ def test_the_script_for_ray_calls_a_function_with_its_own_parameters() -> None:
     told = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
     assert told["workers"] == (1, 4) and told["shards"] == 2 and told["keys"] == os.path.abspath("KEYS")
     assert told["sync"] == "local" and told["local_steps"] == 8
+    (train,) = [
+        node for node in ast.parse((ROOT / "worker" / "ray.py").read_text()).body
+        if isinstance(node, ast.FunctionDef) and node.name == "train"
+    ]  # fmt: skip
+    assert told.keys() <= {each.arg for each in train.args.kwonlyargs} | {name for name, *_ in RUN_FLAGS}
 
 
 @pytest.mark.parametrize(("flags", "why"), [
