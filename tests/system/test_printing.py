@@ -98,6 +98,16 @@ def test_each_command_is_one_that_our_parsers_take(form: str, flags: str) -> Non
         subprocess.run(["bash", "-n"], input=script, text=True, check=True)
 
 
+def test_a_warning_of_slurm_is_another_signal_than_that_of_scancel() -> None:
+    """Else a job that is cancelled asks for a requeue."""
+    text = printed("slurm", FLAGS)
+    (warning,) = re.findall(r"^#SBATCH --signal=B:(\w+)@120$", text, re.M)
+    assert re.findall(r"^trap '(again=1; )?kill -TERM \"\$serve\"' (\w+)", text, re.M) == [
+        ("again=1; ", warning),
+        ("", "TERM"),
+    ]
+
+
 def test_the_flags_arrive() -> None:
     (server, *_) = commands("slurm", printed("slurm", FLAGS))
     params = parsed(server)
