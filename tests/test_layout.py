@@ -25,6 +25,7 @@ OWNERS = {
     "torch": ("ps/optimizers.py", "worker/"),
     "pickle": ("ps/process/journal.py",),  # none on the wire or on disk: that one is in memory that nobody else has
     "cloudpickle": (),
+    "ray": ("worker/ray.py", "worker/keeper.py"),
     "marshal": (),
     "shelve": (),
 }

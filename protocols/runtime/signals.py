@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -16,8 +17,13 @@ TO_ALL = (*ENDING, signal.SIGUSR1)  # what a manager may send to processes that 
 REPEAT_S = 1.0
 
 
-def hear(heard: list[int]) -> None:
-    """Append to `heard` each signal that asks this command to end. nohup keeps what it means."""
+def hear(heard: list[int], embedded: bool = False) -> None:
+    """Append to `heard` each signal that asks this command to end. nohup keeps what it means. One that is embedded in another
+    process is asked by the end of its stdin, and leaves signals to that one."""
+    if embedded:
+        leave_to_parent()
+        threading.Thread(target=_until_stdin_ends, args=(heard,), daemon=True).start()
+        return
     terminals = [fd for fd in (0, 1, 2) if os.isatty(fd)]
     last: dict[int, float] = {}
 
@@ -35,6 +41,12 @@ def hear(heard: list[int]) -> None:
     for number in ENDING:
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, handler)
+
+
+def _until_stdin_ends(heard: list[int]) -> None:
+    while os.read(0, 4096):
+        pass
+    heard.append(signal.SIGTERM)
 
 
 def leave_to_parent() -> None:

@@ -9,7 +9,6 @@ import json
 import os
 import secrets
 import signal
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -81,19 +80,8 @@ class Cluster:
 
     def listen(self) -> None:
         """Hear what this process is told: signals, and the end of stdin where it is embedded."""
-        if EMBEDDED:
-            signals.leave_to_parent()
-        else:
-            signals.hear(self.signals)
+        signals.hear(self.signals, EMBEDDED)
         signal.signal(signal.SIGUSR1, lambda number, frame: self.asked.append(number))
-
-        def until_stdin_ends() -> None:
-            while os.read(0, 4096):
-                pass
-            self.signals.append(signal.SIGTERM)
-
-        if EMBEDDED:
-            threading.Thread(target=until_stdin_ends, daemon=True).start()
 
     def prepare(self) -> None:
         """Begin to import what shards need."""

@@ -35,7 +35,7 @@ def slurm(recipe: Recipe) -> str:
 #SBATCH --time=24:00:00
 #SBATCH --requeue
 #SBATCH --open-mode=append
-#SBATCH --signal=B:TERM@{END_S}
+#SBATCH --signal=B:USR1@{END_S}
 #SBATCH --ntasks=1
 #SBATCH --cpus-per-task={recipe.shards + 1}
 #SBATCH hetjob
@@ -46,20 +46,31 @@ server={server}
 folder=narrows-$SLURM_JOB_ID
 again=
 rm -f "$folder.ready"
+requeue() {{
+    scontrol requeue "$SLURM_JOB_ID"
+    exit 0
+}}
 
 {serve} &
 serve=$!
-trap 'again=1; kill -TERM "$serve"' TERM
+trap 'again=1; kill -TERM "$serve"' USR1
+trap 'kill -TERM "$serve"' TERM  # scancel: without a requeue
 until [ -e "$folder.ready" ] || [ -n "$again" ] || ! kill -0 "$serve" 2>/dev/null; do sleep 1; done
-
+if [ ! -e "$folder.ready" ]; then
+    wait "$serve"
+    code=$?
+    [ -z "$again" ] || requeue
+    exit "$code"
+fi
 srun --het-group=1 {work} &
 workers=$!
 wait -n "$serve" "$workers"  # until one of them ends, or the signal comes
 code=$?
 if [ -n "$again" ]; then
-    wait "$serve" "$workers"
-    scontrol requeue "$SLURM_JOB_ID"
-    exit 0
+    wait "$serve"
+    kill -TERM "$workers" 2>/dev/null  # if they have not heard of its end
+    wait "$workers"
+    requeue
 fi
 # A server without workers ends by itself, and so do workers without a server.
 timeout 60 tail --pid="$serve" -f /dev/null || kill -TERM "$serve"
@@ -207,6 +218,7 @@ commands:
 
 def ray(recipe: Recipe) -> str:
     flags = {"workers": (1, recipe.workers), "shards": recipe.shards, "keys": recipe.keys or None}
+    flags |= {"insecure": None if recipe.keys or recipe.host else True, "host": recipe.host or None}
     flags |= {name: value for name, value in recipe.run.items() if name not in flags}
     told = "".join(f"    {name}={value!r},\n" for name, value in flags.items() if value is not None)
     return f'''"""Narrows on Ray: python FILE. It runs where `ray.init` finds the cluster."""

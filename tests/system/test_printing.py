@@ -15,9 +15,10 @@ import click
 import pytest
 import yaml
 from click.testing import CliRunner
+from kit.processes import ROOT
 
 from narrows.protocols.errors import UsageError
-from narrows.protocols.runtime.flags import given
+from narrows.protocols.runtime.flags import RUN_FLAGS, given
 from narrows.protocols.settings import Settings
 from narrows.ps.command import cli as serve
 from narrows.ps.command.printing import FORMATS
@@ -97,6 +98,16 @@ def test_each_command_is_one_that_our_parsers_take(form: str, flags: str) -> Non
         subprocess.run(["bash", "-n"], input=script, text=True, check=True)
 
 
+def test_a_warning_of_slurm_is_another_signal_than_that_of_scancel() -> None:
+    """Else a job that is cancelled asks for a requeue."""
+    text = printed("slurm", FLAGS)
+    (warning,) = re.findall(r"^#SBATCH --signal=B:(\w+)@120$", text, re.M)
+    assert re.findall(r"^trap '(again=1; )?kill -TERM \"\$serve\"' (\w+)", text, re.M) == [
+        ("again=1; ", warning),
+        ("", "TERM"),
+    ]
+
+
 def test_the_flags_arrive() -> None:
     (server, *_) = commands("slurm", printed("slurm", FLAGS))
     params = parsed(server)
@@ -148,6 +159,11 @@ def test_the_script_for_ray_calls_a_function_with_its_own_parameters() -> None:
     told = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
     assert told["workers"] == (1, 4) and told["shards"] == 2 and told["keys"] == os.path.abspath("KEYS")
     assert told["sync"] == "local" and told["local_steps"] == 8
+    (train,) = [
+        node for node in ast.parse((ROOT / "worker" / "ray.py").read_text()).body
+        if isinstance(node, ast.FunctionDef) and node.name == "train"
+    ]  # fmt: skip
+    assert told.keys() <= {each.arg for each in train.args.kwonlyargs} | {name for name, *_ in RUN_FLAGS}
 
 
 @pytest.mark.parametrize(("flags", "why"), [

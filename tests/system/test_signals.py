@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from kit.processes import BIN, GONE_S, Worker, alive, descendants, environment, serving, started, until
+from kit.processes import BIN, GONE_S, Worker, alive, descendants, environment, finished, serving, started, until
 
 from narrows.protocols.errors import ServerLostError
 
@@ -40,6 +40,12 @@ def test_ps_serve_decides_alone_what_a_signal_to_all_its_processes_means(tmp_pat
         until(lambda: not any(map(alive, pids)), "all processes to be gone", GONE_S)
         assert "was killed" not in server.command.out
     assert (tmp_path / "model.safetensors").exists(), server.command
+
+
+def test_a_ps_worker_that_is_embedded_ends_with_its_stdin(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import time; time.sleep(60)")
+    words = ("ps-worker", "--server", "tcp://127.0.0.1:1", str(tmp_path / "script.py"))
+    assert finished(*words, env={"NARROWS_EMBEDDED": "1"})[0] == 128 + signal.SIGTERM  # its stdin is empty
 
 
 def test_a_terminal_that_is_closed_ends_ps_serve_with_a_checkpoint(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ class Launcher:
         self.console = Console()
 
     def run(self) -> int:
-        signals.hear(self.signals)
+        signals.hear(self.signals, os.environ.pop("NARROWS_EMBEDDED", "") == "1")
         signal.signal(
             signal.SIGUSR1, signal.SIG_IGN
         )  # Slurm sends it as a warning; scripts inherit that, and may handle it

@@ -1,0 +1,177 @@
+"""An actor of Ray that keeps ps-serve or ps-worker running on its node: ray.py makes them.
+
+The command ends with the actor, however that ends, by its stdin.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+import ray
+from ray.util.metrics import Gauge
+
+from narrows.protocols.errors import NarrowsError, ServerLostError, UnreachableError
+
+AGAIN = (UnreachableError.exit_code, ServerLostError.exit_code)  # the server is elsewhere by now, or comes again
+STARTS_MAX = 1000  # of one command, by one life of its actor
+PAUSE_S = 1.0  # before a command is started again
+SERVES_S = 300.0  # a server whose node has to be made first
+LOCK_S = 120.0  # the server of an actor that was killed writes its last checkpoint before another one reads it
+END_S = 60.0
+LINES_MAX = 20  # of stderr, that an error shows
+
+
+@dataclass(frozen=True)
+class Facts:
+    """One actor, as it is now. `pid`: its own, `process`: that of its command, 0 while there is none. `last`: what the newest
+    step of a worker recorded."""
+
+    pid: int
+    process: int
+    node: str
+    starts: int
+    last: Mapping[str, float] = field(default_factory=dict)
+
+
+class Keeper:
+    """An actor that keeps one command running on its node, until that ends for good. Its methods run in threads of their
+    own."""
+
+    def __init__(
+        self, words: Sequence[str], flag: str, follows: Any, label: str, folder: str = "", host: str | None = None
+    ) -> None:
+        """words: "serve" or "work" and the command's flags and arguments. `flag` names the address of the server that
+        `follows` keeps, if there is one. folder: of a server's checkpoints. host: on which a server listens, "" is the node's.
+        label: of its metrics."""
+        self.words, self.flag, self.follows, self.folder = [*words], flag, follows, folder
+        self.host = ray.util.get_node_ip_address() if host == "" else host
+        self.starts = 0
+        self.process: subprocess.Popen[str] | None = None
+        self.last: dict[str, float] = {}
+        self.said: deque[str] = deque(maxlen=LINES_MAX)
+        self.state = threading.Condition()
+        self.serves = ""  # the address, while it does
+        self.over = False
+        self.gauges = {
+            name: Gauge(f"narrows_{name}", description=text, tag_keys=("actor",))
+            for name, text in (("clock", "updates that a worker has completed"), ("push_bytes", "of its newest step"))
+        }
+        self.tags = {"actor": label}
+
+    def facts(self) -> Facts:
+        running = self.process is not None and self.process.poll() is None
+        process = self.process.pid if running and self.process is not None else 0
+        return Facts(os.getpid(), process, ray.get_runtime_context().get_node_id(), self.starts, dict(self.last))
+
+    def address(self) -> str:
+        """Of the server that this one keeps, "" once that has ended for good. Waits until it serves."""
+        with self.state:
+            if not self.state.wait_for(lambda: self.serves or self.over, SERVES_S):
+                raise UnreachableError(
+                    f"the server did not start within {SERVES_S:.0f} s; its last lines: {self._tail()}"
+                )
+            return "" if self.over else self.serves
+
+    def stop(self) -> None:
+        """End the command; a server writes a checkpoint."""
+        self.over = True
+        if self.process is not None and self.process.stdin is not None:
+            self.process.stdin.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(END_S)
+
+    def run(self) -> tuple[int, str]:
+        """Exit code of the command, once it has ended for good, and its last lines."""
+        code = 0
+        for _ in range(STARTS_MAX):
+            server = ray.get(self.follows.address.remote()) if self.follows is not None else ""
+            if self.over or (self.follows is not None and not server):
+                break  # the run is over
+            code = self._once(server)
+            if code >= 0 and code not in AGAIN:
+                break
+            time.sleep(PAUSE_S)
+        with self.state:
+            self.over = True
+            self.state.notify_all()
+        return code, self._tail()
+
+    def _tail(self) -> str:
+        return "; ".join(self.said)
+
+    def _once(self, server: str) -> int:
+        told, tells = os.pipe()
+        serves = self.words[0] == "serve"
+        module = f"narrows.{'ps' if serves else 'worker'}.command.cli"
+        own = ["--bind", f"tcp://{self.host}:0"] if serves else ["--record", f"/dev/fd/{tells}"]
+        handed = self._locked() if serves else tells
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", module, *([self.flag, server] if server else []), *own, *self.words[1:]],
+                env=os.environ | {"NARROWS_EMBEDDED": "1"},
+                stdin=subprocess.PIPE,
+                stdout=tells if serves else None,
+                stderr=subprocess.PIPE,
+                pass_fds=[handed],
+                text=True,
+                start_new_session=True,
+            )
+        finally:
+            for fd in {handed, tells}:
+                os.close(fd)
+        self.starts += 1
+        assert self.process.stderr is not None
+        heard = threading.Thread(target=self._hear_errors, args=(self.process.stderr,), daemon=True)
+        heard.start()
+        with open(told) as lines:
+            self._hear(lines)
+        code = self.process.wait()
+        heard.join(PAUSE_S)
+        with self.state:
+            self.serves = ""
+        return code
+
+    def _locked(self) -> int:
+        """A descriptor that holds the folder of checkpoints for this server: while another one lives, nobody reads it."""
+        Path(self.folder).mkdir(parents=True, exist_ok=True)
+        lock = os.open(Path(self.folder) / ".lock", os.O_RDWR | os.O_CREAT)
+        deadline = time.monotonic() + LOCK_S
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise NarrowsError(f"{self.folder} is another server's: name another checkpoint_dir") from None
+                time.sleep(0.1)
+            else:
+                return lock
+
+    def _hear(self, lines: Iterable[str]) -> None:
+        """Events of a server, or the record of a ps-worker."""
+        for line in lines:
+            event = json.loads(line)
+            if event["event"] == "serves":
+                with self.state:
+                    self.serves = event["address"]
+                    self.state.notify_all()
+            elif event["event"] == "step":
+                self.last = {name: value for name, value in event.items() if isinstance(value, (int, float))}
+                for name, gauge in self.gauges.items():
+                    gauge.set(self.last[name], tags=self.tags)
+
+    def _hear_errors(self, lines: TextIO) -> None:
+        for line in lines:
+            self.said.append(line.rstrip("\n"))
+            print(line, end="", file=sys.stderr, flush=True)
