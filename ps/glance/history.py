@@ -120,7 +120,8 @@ class History:
         rank = event.get("rank", event["worker"])
         if event["how"] != "joined":
             for path, lane in self.lanes.items():
-                lane.live &= path[0] != rank
+                if path[0] == rank and lane.live:
+                    lane.live, lane.how = False, event["how"]
 
     def _stepped(self, event: Mapping[str, Any]) -> None:
         """A step in a record of ps-worker, as the summary that its worker would have sent."""
@@ -236,6 +237,7 @@ class History:
             "host": newest["host"],
             "runs": newest["runs"],
             "live": lane.live,
+            "how": "" if lane.live else lane.how or "gone",
             "quiet_seconds": round(self.seconds - lane.moved, 1),
             "clock": newest["clock"],
             "lag": max(0, fastest - lane.ahead) if len(lane.path) == 1 else 0,

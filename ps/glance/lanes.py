@@ -32,7 +32,7 @@ class Lane:
         self.newest: dict[str, Any] = {}
         self.total = dict.fromkeys(COUNTERS, 0.0)
         self.stale: list[int] = []
-        self.live = True
+        self.live, self.how = True, ""  # and how it went: "left", "expired", "": it is not named any more
         self.began = self.heard = self.moved = 0.0  # seconds of the run: first, and newest, summary; newest step
         self.recent = dict.fromkeys(COUNTERS, 0.0)  # between the two newest summaries with steps between
         self.due = dict.fromkeys(COUNTERS, 0.0)  # since then
@@ -56,7 +56,7 @@ class Lane:
             self.total[name] += value
             self.due[name] = value if anew else self.due[name] + value
         self.newest = {name: summary[name] for name in NAMES}
-        self.heard, self.live = now_s, True
+        self.heard, self.live, self.how = now_s, True, ""
         self.cells.fit(width)
         if self.due["steps"] > 0:
             took = sum(self.due[name] for name in TIMES) or self.due["seconds"]

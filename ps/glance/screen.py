@@ -53,7 +53,7 @@ def _row(member: dict[str, Any], cells: int) -> list[Text]:
     indent, kind = "  " * (len(member["path"]) - 1), "cluster" if member["runs"] else "worker"
     name = f"{indent}{kind} {'.'.join(map(str, member['path']))} {printable(member['host'])}"
     texts = [
-        name + ("" if member["live"] else " gone"),
+        f"{name} {member['how']}".rstrip(),
         strip(member["strip"], cells),
         f"{1e3 * step:.3g} ms" if step else "-",
         *shares,

@@ -15,11 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from kit.glance import BEAT_S, RUN, beats, history_of, summary
 from prometheus_client.parser import text_string_to_metric_families
 
 from narrows.protocols.errors import UnreachableError, UsageError
 from narrows.protocols.runtime.flags import DASHBOARD
+from narrows.ps.command.plot import command as ps_plot
+from narrows.ps.command.top import command as ps_top
 from narrows.ps.glance import history as bounds
 from narrows.ps.glance.cells import CELLS, LEVELS
 from narrows.ps.glance.history import History
@@ -87,7 +90,10 @@ def test_members_that_are_gone_are_known() -> None:
         "live": 1,
     }
     history = history_of(*beats(20, 0, 10), *beats(20, 1, 10), left)
-    assert [member["live"] for member in history.frame()["members"]] == [True, False]
+    assert [(member["live"], member["how"]) for member in history.frame()["members"]] == [
+        (True, ""),
+        (False, "expired"),
+    ]
     assert history.frame()["events"][-1][2] == "worker 9 (rank 1, h) expired at clock 3; 1 live"
     history.take(summary(40.0, 1, 5, life_s=1.0))
     assert history.frame()["members"][1]["live"]
@@ -284,6 +290,23 @@ def test_a_port_that_is_taken_is_named(watch: Watch) -> None:
     port = watch.sites[0].server_address[1]
     with pytest.raises(UsageError, match=rf"--dashboard 127\.0\.0\.1:{port}: .*; name another port"):
         Watch().open_sites(str(port), "", False)
+
+
+def test_commands_show_a_record(tmp_path: Path) -> None:
+    file = tmp_path / "run.jsonl"
+    events = [
+        RUN,
+        *sorted(beats(20, 0, 10) + beats(20, 1, 4), key=lambda each: float(each["seconds"])),
+        {"event": "done", "seconds": 21.0, "text": "the run is over"},
+    ]
+    file.write_text("".join(json.dumps(event) + "\n" for event in events) + '{"event": "not whole')
+    told = CliRunner().invoke(ps_top, ["--record", str(file)])
+    assert told.exit_code == 0 and "clock 80" in told.output and "the run is over" in told.output
+    drawn = CliRunner().invoke(ps_plot, [str(file)])
+    assert drawn.exit_code == 0 and (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+    for words in (["--record", str(file), "127.0.0.1:1"], ["--dashboard=1"], ["--record", str(tmp_path / "none")]):
+        error = CliRunner().invoke(ps_top, words).exception
+        assert isinstance(error, UsageError) and "--" in str(error)
 
 
 def test_nobody_at_an_address_is_said() -> None:
