@@ -225,7 +225,8 @@ class Children:
             for line in stream:
                 text = line.decode(errors="replace").rstrip("\n")
                 if kind != "event":
-                    self.events.put((index, kind, text))
+                    # A progress bar is written over and over: what it ended with is the line.
+                    self.events.put((index, kind, text.rstrip("\r").rpartition("\r")[2]))
                 elif line.endswith(b"\n"):  # else the last line of one that was killed while it wrote it
                     self.events.put(_event(index, text))
 

@@ -10,6 +10,7 @@ import shutil
 import socket
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import click
@@ -132,6 +133,8 @@ def serve(
         cluster.host, cluster.port = checked(cluster.settings, bind, parent, not (keys or insecure), resume, replicas)
         secrets_checked(keys, parent or original.get("parent", ""), parent_key)
         folder = checkpoints.make_folder(checkpoint_dir, resume)
+        if resume and not any(Path(folder).iterdir()):
+            say(f"--resume: {folder} has no checkpoint, so the run begins anew")
         scratch = "" if folder else tempfile.mkdtemp(prefix="narrows-")  # a shard that dies goes on from there
         cluster.ready_file, cluster.lives.keeps = ready_file, journal
         if record:

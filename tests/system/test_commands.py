@@ -422,7 +422,7 @@ def test_two_workers_with_muon_and_adamw(script: Callable[[str], str], tmp_path:
 
 
 def test_progress_is_one_live_line_on_a_terminal(script: Callable[[str], str]) -> None:
-    path = script(SCRIPT % "print('step', step_count())")
+    path = script(SCRIPT % "print('a bar\\rstep', step_count())")
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         [str(BIN / "ps-worker"), path, "30"], env=environment({"TERM": "xterm", "COLUMNS": "100"}),
@@ -444,6 +444,7 @@ def test_progress_is_one_live_line_on_a_terminal(script: Callable[[str], str]) -
         process.wait()
         os.close(ours)
     assert re.search(rb"\] clock \d+ .*loss \d.*\r(\x1b\[1A)?\x1b\[2K", said, re.S), said  # shown, and taken back
+    assert b"a bar" not in said  # what a script's own bar ended with is its line
     assert b"importing torch ..." in said.partition(b"] clock ")[0]  # from the start
     lines = re.sub(rb"\x1b\[[0-9?;]*[a-zA-Z]", b"", said).replace(b"\r", b"\n").decode().split("\n")
     assert [line for line in lines if line.startswith("step ")] == [f"step {step}" for step in range(30)]

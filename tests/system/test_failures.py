@@ -206,13 +206,16 @@ def test_a_server_that_was_killed_goes_on_from_its_checkpoint(tmp_path: Path) ->
         worker.step()
         return written()
 
+    anew = "so the run begins anew"
     with serving(*flags, port=port) as server:
+        assert f"--resume: {tmp_path} has no checkpoint, {anew}" in server.command.out
         worker = Worker(server.address)
         until(stepped, "a checkpoint")
         server.kill()
         reached = worker.clock
     with serving(*flags, port=port) as server:
         joined = until(lambda: re.search(r"joined at clock (\d+)", server.command.out), str(server.command))
+        assert anew not in server.command.out
         again = int(joined[1])
         assert 0 < again <= reached
         worker.step()  # of a clock that is lost: it is not pushed
