@@ -51,7 +51,7 @@ def test_a_ps_worker_that_is_embedded_ends_with_its_stdin(tmp_path: Path) -> Non
         "print('begins', flush=True)\n"
         "try:\n    for _ in range(600): time.sleep(0.1)\nexcept KeyboardInterrupt: print('told', flush=True)\n"
     )
-    words = [str(BIN / "ps-worker"), "--server", "tcp://127.0.0.1:1", str(tmp_path / "script.py")]
+    words = [str(BIN / "ps-worker"), "--fresh", "--server", "tcp://127.0.0.1:1", str(tmp_path / "script.py")]
     env = environment({"NARROWS_EMBEDDED": "1"})
     with subprocess.Popen(words, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as command:
         try:
