@@ -21,7 +21,8 @@ def hear(heard: list[int], embedded: bool = False) -> None:
     """Append to `heard` each signal that asks this command to end. nohup keeps what it means. One that is embedded in another
     process is asked by the end of its stdin, and leaves signals to that one."""
     if embedded:
-        leave_to_parent()
+        for number in ENDING:
+            signal.signal(number, lambda number, frame: None)  # to ignore it would be handed down to scripts
         threading.Thread(target=_until_stdin_ends, args=(heard,), daemon=True).start()
         return
     terminals = [fd for fd in (0, 1, 2) if os.isatty(fd)]
@@ -31,7 +32,7 @@ def hear(heard: list[int], embedded: bool = False) -> None:
         now = time.monotonic()
         if now - last.get(number, -REPEAT_S) >= REPEAT_S:
             heard.append(number)
-        last[number] = now
+            last[number] = now
         if number == signal.SIGHUP:
             nowhere = os.open(os.devnull, os.O_RDWR)
             for fd in terminals:

@@ -158,7 +158,7 @@ def test_every_flag_has_a_variable_and_wins_over_it(
 ) -> None:
     from click.core import ParameterSource
 
-    options = [option for option in command.params if isinstance(option, click.Option)]
+    options = [option for option in command.params if isinstance(option, click.Option) and option.expose_value]
     for option in options:
         monkeypatch.setenv(f"NARROWS_{max(option.opts, key=len).lstrip('-').replace('-', '_').upper()}", "1")
     monkeypatch.setenv("NARROWS_MODULE", "1")  # -m has no long name

@@ -55,6 +55,6 @@ def test_ps_worker_prints_what_a_manager_says_and_a_flag_wins(
     env: dict[str, str], flags: list[str], said: str, told: str, tmp_path: Path
 ) -> None:
     (tmp_path / "script.py").write_text(SAYS)
-    code, out, err = finished("ps-worker", "--rank-variables", *flags, str(tmp_path / "script.py"), env=env)
+    code, out, err = finished("ps-worker", "--fresh", "--rank-variables", *flags, str(tmp_path / "script.py"), env=env)
     assert code == 0 and out == told + "\n"
     assert err.count(" says: ") == 1 and f"ps-worker: {said}" in err

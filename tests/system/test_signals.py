@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from kit.processes import BIN, GONE_S, Worker, alive, descendants, environment, finished, serving, started, until
+from kit.processes import BIN, GONE_S, Worker, alive, descendants, environment, serving, started, until
 
 from narrows.protocols.errors import ServerLostError
 
@@ -43,9 +43,27 @@ def test_ps_serve_decides_alone_what_a_signal_to_all_its_processes_means(tmp_pat
 
 
 def test_a_ps_worker_that_is_embedded_ends_with_its_stdin(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text("import time; time.sleep(60)")
-    words = ("ps-worker", "--server", "tcp://127.0.0.1:1", str(tmp_path / "script.py"))
-    assert finished(*words, env={"NARROWS_EMBEDDED": "1"})[0] == 128 + signal.SIGTERM  # its stdin is empty
+    """Its script is interrupted, and has the signals of any other."""
+    (tmp_path / "script.py").write_text(
+        "import signal, time\n"
+        "assert signal.getsignal(signal.SIGINT) is signal.default_int_handler\n"
+        "assert signal.getsignal(signal.SIGTERM) == signal.getsignal(signal.SIGHUP) == signal.SIG_DFL\n"
+        "print('begins', flush=True)\n"
+        "try:\n    for _ in range(600): time.sleep(0.1)\nexcept KeyboardInterrupt: print('told', flush=True)\n"
+    )
+    words = [str(BIN / "ps-worker"), "--fresh", "--server", "tcp://127.0.0.1:1", str(tmp_path / "script.py")]
+    env = environment({"NARROWS_EMBEDDED": "1"})
+    with subprocess.Popen(words, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as command:
+        try:
+            assert command.stdout is not None and command.stdin is not None
+            assert command.stdout.readline() == "begins\n"
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                command.send_signal(number)  # which it leaves to the process that it is embedded in
+            command.stdin.close()
+            assert command.wait(GONE_S) == 128 + signal.SIGTERM
+            assert command.stdout.read() == "told\n"
+        finally:
+            command.kill()
 
 
 def test_a_terminal_that_is_closed_ends_ps_serve_with_a_checkpoint(tmp_path: Path) -> None:

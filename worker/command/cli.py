@@ -34,7 +34,7 @@ from narrows.worker.command.options import checked
 @click.option("-m", "module", is_flag=True, help="run a module instead of a script: -m MODULE ARGS...")
 @glance_flags
 @run_flags
-@click.version_option(package_name="narrows")
+@click.version_option(package_name="narrows", allow_from_autoenv=False)
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT.py|MODULE ARGS...")
 def command(**flags: Any) -> int:
     """Train SCRIPT.py ARGS... with N workers of a run.
