@@ -50,7 +50,7 @@ def nodes() -> Iterator[Any]:
     """A head without room for workers, and two cities with two places each."""
     from ray.cluster_utils import Cluster
 
-    here = {"include_dashboard": False}
+    here = {"include_dashboard": False, "node_ip_address": "127.0.0.1"}
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "labels": {"role": "server"}, **here})
     cluster.cities = [cluster.add_node(num_cpus=3, labels={"city": city}, **here) for city in ("leipzig", "jena")]
     ray.init(address=cluster.address, log_to_driver=True)
