@@ -45,4 +45,4 @@ def show(name: str, values: dict[str, Any]) -> None:
     if name in FIGURES and "text" not in values:
         return  # a row of a record
     if not EMBEDDED or name in SHOWN_EMBEDDED or values.get("how") == "expired":
-        say(sentence(name, values) or str(values.get("text", values)))
+        say(str(values.get("text", "") or sentence(name, values) or values))
