@@ -300,6 +300,8 @@ class Cluster:
             raise NarrowsError(
                 f"the last checkpoint is missing: {why}; --resume goes on from the newest that all shards have"
             )
+        if clock < 0:  # none was told of in this life of ours: the newest that is there
+            clock = checkpoints.newest(folder, self.settings.shards)
         if clock >= 0:
             try:
                 path = checkpoints.merge(folder, clock, checkpoints.buffers(folder, clock))

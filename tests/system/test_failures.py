@@ -223,6 +223,7 @@ def test_a_server_that_was_killed_goes_on_from_its_checkpoint(tmp_path: Path) ->
         assert again < worker.clock <= again + 6
         worker.close()
         assert server.command.wait() == 0, server.command
+    assert (tmp_path / "model.safetensors").exists(), server.command
     model = small_model()
     model.load_state_dict(load_file(tmp_path / "model.safetensors"))
     assert distance(flat(model), trained_alone(worker.clock)) < 1e-5
