@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from narrows.compression.buffers import read_only
+from narrows.compression.home import Landed
 from narrows.compression.index_codings import STRIDED_RICE, bytes_of, encode_indices
 from narrows.compression.kernels import cpu
 from narrows.compression.kernels.random import RANDOM_BLOCK
@@ -55,16 +56,6 @@ class HostArray(np.ndarray[Any, np.dtype[Any]]):
 
     def is_c_contiguous(self) -> bool:
         return self.flags.c_contiguous
-
-
-class Landed:
-    """A copy to the host that is over when it begins."""
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        """It is there."""
 
 
 def _plain(array: Any) -> Any:

@@ -9,9 +9,8 @@ GPUS = Path("/proc/driver/nvidia/gpus")  # a folder each: no CUDA context is mad
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 # Accelerate, Lightning, MosaicML streaming and others start torch.distributed where they find a world of several, or wait for
 # a MASTER_ADDR: workers of a run are no process group. --rank-variables lets the first three through.
-RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 MISLEADING = {
-    *RANK_VARIABLES,
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE"),
     *("LOCAL_WORLD_SIZE", "GLOBAL_RANK", "NODE_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
     *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMI_SIZE"),
     *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS"),
