@@ -1,0 +1,99 @@
+"""The two cities of ps-serve --print compose, without a container engine: each service is a process in namespaces of its own.
+
+A network of the file is a bridge. A service's name is in /etc/hosts. Its volumes and its /tmp are mounted where it finds them.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import lab
+import pytest
+import yaml
+from click.testing import CliRunner
+from kit.processes import BIN, LIMIT_S, SCRIPT, environment, until
+from safetensors.torch import load_file
+
+from narrows.ps.command import cli as serve
+from narrows.ps.command.recipe import READY
+
+pytestmark = pytest.mark.skipif(bool(lab.available()), reason=lab.available() or "available")
+
+# What an engine does for a container: its names, its volumes, its own /tmp, and nothing of another one.
+INSIDE = """
+mount --bind "$1/hosts" /etc/hosts
+mount -t tmpfs none /run
+mkdir /run/narrows
+mount --bind "$1/run" /run/narrows
+mount --bind "$1/tmp" /tmp
+cd /tmp
+shift
+exec "$@"
+"""
+
+
+def wire(hosts: dict[str, lab.Host], networks: dict[str, list[str]], switch: lab.Host) -> dict[str, dict[str, str]]:
+    """Join the hosts of each network by a bridge in `switch`. Returns their addresses, by network and service."""
+    addresses: dict[str, dict[str, str]] = {}
+    for number, (network, members) in enumerate(networks.items()):
+        lab.ip("-n", switch.netns, "link", "add", f"br{number}", "type", "bridge")
+        lab.ip("-n", switch.netns, "link", "set", f"br{number}", "up")
+        for index, name in enumerate(members):
+            port, address = f"p{number}x{index}", f"10.78.{number}.{index + 1}"
+            pair = ("link", "add", port, "type", "veth", "peer", "name", f"net{number}", "netns", hosts[name].netns)
+            lab.ip("-n", switch.netns, *pair)
+            lab.ip("-n", switch.netns, "link", "set", port, "master", f"br{number}", "up")
+            lab.ip("-n", hosts[name].netns, "address", "add", f"{address}/24", "dev", f"net{number}")
+            lab.ip("-n", hosts[name].netns, "link", "set", f"net{number}", "up")
+            addresses.setdefault(network, {})[name] = address
+    return addresses
+
+
+@contextmanager
+def up(text: str, folder: Path, script: str, args: list[str]) -> Iterator[dict[str, subprocess.Popen[Any]]]:
+    """What `docker compose up` starts, in its order."""
+    document = yaml.safe_load(text)
+    services: dict[str, dict[str, Any]] = document["services"]
+    networks = {net: [name for name in services if net in services[name]["networks"]] for net in document["networks"]}
+    with lab.Lab() as network, ExitStack() as files:
+        hosts = {name: network.host() for name in services}
+        addresses = wire(hosts, networks, network.host())
+        processes: dict[str, subprocess.Popen[Any]] = {}
+        for name, service in services.items():
+            own = folder / name
+            for each in ("run", "tmp"):
+                (own / each).mkdir(parents=True)
+            (own / "tmp" / "train.py").write_text(script)
+            known = {other: where for net in service["networks"] for other, where in addresses[net].items()}
+            (own / "hosts").write_text(
+                "".join(f"{at} {who}\n" for who, at in {**known, "localhost": "127.0.0.1"}.items())
+            )
+            for other, wanted in service.get("depends_on", {}).items():
+                assert wanted == {"condition": "service_healthy"} and READY in services[other]["healthcheck"]["test"]
+                ready = folder / other / "tmp" / Path(READY).name
+                until(lambda ready=ready: ready.exists(), f"{other} to be healthy")
+            words = [str(BIN / service["command"][0]), *service["command"][1:]]
+            words += args if words[-1] == "train.py" else []
+            command = ["unshare", "--mount", "sh", "-e", "-c", INSIDE, "inside", str(own), *words]
+            said = files.enter_context((own / "said").open("w"))
+            processes[name] = hosts[name].popen(command, env=environment(), stdout=said, stderr=said)
+        yield processes
+
+
+@pytest.mark.skipif(not shutil.which("unshare"), reason="needs unshare (util-linux)")
+def test_the_two_cities_of_compose_train_and_end(tmp_path: Path) -> None:
+    flags = ["--workers", "2", "--sync", "ssp", "--compress", "topk:0.11+sign", "--bind", "tcp://0.0.0.0:6001"]
+    text = CliRunner().invoke(serve.command, ["--print", "compose", *flags], standalone_mode=False).output
+    with up(text, tmp_path, SCRIPT % "pass", ["20"]) as processes:
+        deadline = time.monotonic() + LIMIT_S
+        codes = {name: process.wait(max(1.0, deadline - time.monotonic())) for name, process in processes.items()}
+    said = {name: (tmp_path / name / "said").read_text() for name in processes}
+    assert codes == dict.fromkeys(processes, 0), said
+    assert len(processes) == 5 and load_file(tmp_path / "above" / "run" / "model.safetensors")["weight"].shape == (2, 4)
+    assert all("2 of 2 workers done" in said[f"{city}-workers"] for city in ("leipzig", "jena")), said
