@@ -77,7 +77,7 @@ def up(text: str, folder: Path, script: str, args: list[str]) -> Iterator[dict[s
             for other, wanted in service.get("depends_on", {}).items():
                 assert wanted == {"condition": "service_healthy"} and READY in services[other]["healthcheck"]["test"]
                 ready = folder / other / "tmp" / Path(READY).name
-                until(lambda ready=ready: ready.exists(), f"{other} to be healthy")
+                until(ready.exists, f"{other} to be healthy")
             words = [str(BIN / service["command"][0]), *service["command"][1:]]
             words += args if words[-1] == "train.py" else []
             command = ["unshare", "--mount", "sh", "-e", "-c", INSIDE, "inside", str(own), *words]

@@ -12,6 +12,8 @@ import pytest
 from kit.processes import alive, until
 from safetensors.torch import load_file
 
+# Else ray.init turns 127.0.0.1 into the machine's own address, where this cluster does not listen.
+os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
 ray = pytest.importorskip("ray", reason="Ray is not installed here: make test-ray installs it in .venv-ray")
 
 from narrows.protocols.errors import NarrowsError, UsageError  # noqa: E402
