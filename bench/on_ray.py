@@ -5,7 +5,7 @@
 
 Rules
 - Undisturbed and killed have 4 workers from the beginning, as the bytes of a step are divided by their number.
-- Killed: a worker's actor at a third of the steps, at two thirds a node with a worker, and with that all that runs on it.
+- Killed: a worker's actor at a third of the steps, at two thirds a node with workers and without the server.
 - Grown: the run starts with 2 workers, which have no room for more, and at a third of the steps a node comes that has it.
 - A loss is of the held-out bytes, by the model that all end with.
 """
@@ -39,7 +39,7 @@ class Case:
 
     def __init__(self, steps: int, rooms: tuple[int, ...], workers: tuple[int, int]) -> None:
         self.steps, self.workers, self.did = steps, workers, ""
-        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "labels": {"at": "head"}, **HERE})
+        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, **HERE})
         self.nodes = [self.cluster.add_node(num_cpus=room, **HERE) for room in rooms]
         self.most = 0
 
@@ -56,9 +56,9 @@ class Case:
         try:
             with tempfile.TemporaryDirectory() as folder:
                 return train(
-                    TASK, ["--steps", str(self.steps)], workers=self.workers, shards=SHARDS, labels={"at": "head"}, sync="ssp",
-                    staleness=2, compress="topk:0.11+sign", checkpoint_dir=folder, host="127.0.0.1", checkpoint_every=5,
-                    report=self.seen,
+                    TASK, ["--steps", str(self.steps)], workers=self.workers, shards=SHARDS, sync="ssp",
+                    strategy="SPREAD", staleness=2, compress="topk:0.11+sign", checkpoint_dir=folder, host="127.0.0.1",
+                    checkpoint_every=5, report=self.seen,
                 )  # fmt: skip
         finally:
             ray.shutdown()
@@ -72,9 +72,10 @@ class Killed(Case):
             os.kill(progress.workers[1].pid, signal.SIGKILL)
             self.did = "an actor is killed"
         elif self.did == "an actor is killed" and progress.clock >= 2 * third and progress.workers:
-            places = [facts.node for facts in progress.workers.values()]
-            self.cluster.remove_node(next(n for n in self.nodes if n.node_id in places), allow_graceful=False)
-            self.did = "an actor and a node are killed"
+            places = {facts.node for facts in progress.workers.values()} - {f.node for f in progress.servers.values()}
+            for node in [node for node in self.nodes if node.node_id in places][:1]:
+                self.cluster.remove_node(node, allow_graceful=False)
+                self.did = "an actor and a node are killed"
 
 
 class Grown(Case):
@@ -85,7 +86,7 @@ class Grown(Case):
 
 
 CASES: dict[str, Callable[[int], Case]] = {
-    "undisturbed": lambda steps: Case(steps, (3, 3), (4, 4)),
+    "undisturbed": lambda steps: Case(steps, (4, 4), (4, 4)),
     "killed": lambda steps: Killed(steps, (4, 4), (4, 4)),  # one alone has room for all of them
     "grown": lambda steps: Grown(steps, (1, 1), (2, 4)),
 }
