@@ -91,9 +91,10 @@ class LinkMeter:
 
     @property
     def round_trip_ns(self) -> int:
-        """0: not measured."""
+        """0: not measured. Where a clock stood still meanwhile the sum is not positive, and the shortest heartbeat stands in."""
         up, down = self.up.delays, self.down.delays
-        return max(0, up.least + down.least) if up.rows and down.rows else 0
+        both = up.least + down.least if up.rows and down.rows else 0
+        return both if both > 0 else self.road.least
 
     def beat(self, echo_ns: int, received_ns: int, sent_ns: int, now_ns: int) -> None:
         """An answer to a heartbeat, as HeartbeatAck has it; `echo_ns` 0: it was not asked for."""

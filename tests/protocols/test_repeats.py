@@ -30,6 +30,15 @@ def test_the_clock_of_another_process_is_no_delay() -> None:
     assert anew.meter.read().up_bytes == 0
 
 
+def test_where_a_clock_stood_still_the_shortest_heartbeat_is_the_round_trip() -> None:
+    """The server had no core for a second: its answers seem to have been sent before they were asked for."""
+    meter = LinkMeter()
+    for behind, road_ms in ((0, 25), (NS, 22)):
+        for now in range(NS, 2 * NS, NS // 4):
+            meter.beat(now, now + 10 * MS - behind, now + 10 * MS, now + road_ms * MS)
+    assert meter.round_trip_ns == 22 * MS
+
+
 def offer(peer: int) -> m.Offer:
     return m.Offer(0, peer, 1, 0, 0, 0, 1, 0, 1, 0.5, False, RAW, bytes(4))
 
