@@ -91,7 +91,7 @@ class LinkMeter:
 
     @property
     def round_trip_ns(self) -> int:
-        """0: not measured. Where a clock stood still meanwhile the sum is not positive, and the shortest heartbeat stands in."""
+        """0: not measured. The shortest heartbeat stands in where a clock stood still: then the sum is not positive."""
         up, down = self.up.delays, self.down.delays
         both = up.least + down.least if up.rows and down.rows else 0
         return both if both > 0 else self.road.least
