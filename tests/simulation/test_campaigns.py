@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
@@ -39,6 +38,7 @@ from narrows.ps.shard import Shard
 from narrows.ps.store import Store
 from simulation.actors import CLOCKS, Bug, Disk, Kit, planted
 from simulation.campaigns import MODES, Case, Fault, Run, case_of
+from simulation.hunt import hunt
 from simulation.mirrors import Violation
 from simulation.network import Faults, Random
 from simulation.scenario import play
@@ -357,16 +357,7 @@ def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> No
     which, case, complaint = PLANTED[bug]
     kit = planted(which, monkeypatch)
     with pytest.raises(Violation, match=complaint):
-        _until_found(kit, case, complaint)
-
-
-def _until_found(kit: Kit, case: Callable[[int], Case], complaint: str) -> None:
-    for seed in range(PLANTED_SEEDS):
-        try:
-            Run(case(seed), kit).run()
-        except Violation as violation:
-            if re.search(complaint, str(violation)):  # not only what follows from it
-                raise
+        hunt(bug, lambda seed: Run(case(seed), kit).run(), PLANTED_SEEDS, complaint)
 
 
 def test_a_late_need_for_weights_moves_no_member_that_has_a_state() -> None:

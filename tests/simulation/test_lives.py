@@ -18,6 +18,7 @@ from narrows.ps.server import Server
 from narrows.ps.store import Store
 from simulation.actors import Bug, Disk, Kit, planted
 from simulation.campaigns import Case, Run, case_of
+from simulation.hunt import hunt
 from simulation.lives import Kept
 from simulation.mirrors import Violation
 from simulation.trees import Tree, fault_case
@@ -156,9 +157,4 @@ def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> No
     which, case, complaint = PLANTED[bug]
     kit = planted(which, monkeypatch)
     with pytest.raises(Violation, match=complaint):
-        _until_found(kit, case)
-
-
-def _until_found(kit: Kit, case: Callable[[int], Case]) -> None:
-    for seed in range(PLANTED_SEEDS):
-        Run(case(seed), kit).run()
+        hunt(bug, lambda seed: Run(case(seed), kit).run(), PLANTED_SEEDS)

@@ -9,6 +9,7 @@ from narrows.protocols.cluster.meeting import Meeting
 from narrows.protocols.cluster.roster import Roster
 from narrows.protocols.cluster.run import Decision, Seat
 from simulation.actors import planted
+from simulation.hunt import hunt
 from simulation.meetings import Hall
 from simulation.mirrors import Violation
 
@@ -55,9 +56,4 @@ def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> No
     decision, complaint = PLANTED[bug]
     planted(decision, monkeypatch)
     with pytest.raises(Violation, match=complaint):
-        _until_found()
-
-
-def _until_found() -> None:
-    for seed in range(PLANTED_SEEDS):
-        Hall(seed).run()
+        hunt(bug, lambda seed: Hall(seed).run(), PLANTED_SEEDS)

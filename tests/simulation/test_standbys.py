@@ -17,6 +17,7 @@ from narrows.ps import copies
 from narrows.ps.copies import Original
 from narrows.ps.standby import Standby
 from simulation.actors import PLANS
+from simulation.hunt import hunt
 from simulation.mirrors import Violation
 from simulation.network import MS
 from simulation.standbys import LEASE_S, Shard, Theatre
@@ -201,14 +202,11 @@ PLANTED: dict[str, tuple[type, str, Any]] = {
 def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(*PLANTED[bug])
     with pytest.raises(Violation):
-        _until_found()
-
-
-def _until_found() -> None:
-    contested().run()
-    parted().run()
-    for seed in range(PLANTED_RUNS):
-        Theatre(seed).run()
+        hunt(
+            bug,
+            lambda number: (contested, parted)[number]().run() if number < 2 else Theatre(number - 2).run(),
+            PLANTED_RUNS,
+        )
 
 
 def test_who_has_declared_votes_before_its_place_is_here_and_once() -> None:

@@ -18,6 +18,7 @@ from narrows.ps.reports import Reports
 from narrows.ps.server import HAPPENS, Server
 from simulation.actors import Process
 from simulation.campaigns import MODES, Run, case_of
+from simulation.hunt import hunt
 from simulation.mirrors import Violation
 from simulation.trees import Tree, fault_case
 from simulation.twins import Twin
@@ -93,9 +94,4 @@ def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> No
         where, name, what, raising=False
     )
     with pytest.raises((Violation, KeyError)):
-        _until_found()
-
-
-def _until_found() -> None:
-    for seed in range(PLANTED_SEEDS):
-        Run(case_of(seed)).run()
+        hunt(bug, lambda seed: Run(case_of(seed)).run(), PLANTED_SEEDS)
