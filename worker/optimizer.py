@@ -51,6 +51,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._building = False
         self.state = self.inner.state
         self.max_grad_norm = max_grad_norm
+        if session.watch is not None:
+            session.watch.begins(self, self.inner, model)
         self._session = session.current()
         if isinstance(self._session, session.Connected):
             self._engine = self._session.attach(model, self.inner, max_grad_norm or 0.0, accumulate if overlap else 0)
