@@ -24,7 +24,7 @@ from narrows.compression import ErrorFeedback, parse
 from narrows.worker.flat import FlatModel, FloatArray
 from narrows.worker.optimizers import each_of
 
-CHECK = "NARROWS_CHECK"  # the variable: SPECs to encode an update with
+WATCH = "NARROWS_WATCH"  # the variable: SPECs to encode an update with; not for processes that the script starts
 STEPS = 2
 BESIDE_MAX = 100  # steps of an optimizer beside the wrapped one, without one of that: the script ends then
 HEAD = 4096  # values of each gradient that are compared
@@ -64,7 +64,7 @@ class Watch:
 
     @staticmethod
     def of_environment(tell: Tell) -> Watch | None:
-        specs = os.environ.get(CHECK, "")
+        specs = os.environ.pop(WATCH, "")
         return Watch(specs.split(), tell) if specs else None
 
     def _say(self, what: str, **values: Any) -> None:
@@ -72,6 +72,7 @@ class Watch:
 
     def begins(self, wrapper: torch.optim.Optimizer, inner: torch.optim.Optimizer, model: torch.nn.Module) -> None:
         """A DistributedOptimizer is made; it has not joined yet."""
+        os.environ.pop(WATCH, None)  # of a process that was forked from one that had it
         self.wrapper, self.model, self.parts = wrapper, model, each_of(inner)
         owned = {id(p) for group in inner.param_groups for p in group["params"]}
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}

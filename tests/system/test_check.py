@@ -72,6 +72,7 @@ def test_a_good_script_is_fine(check: Callable[..., tuple[int, list[str], str]])
     assert told(lines, "fine") == ["2 workers made 2 steps each"] and not told(lines, "broken")
     assert told(lines, "parameters") == ["74 trainable in 6 tensors"] and told(lines, "optimizer") == ["AdamW of 74"]
     assert told(lines, "buffers") == ["3 of the module, 0.1 kB: those of the lowest rank hold for all"]
+    assert [line.count(" as ") for line in told(lines, "a push")] == [3]
     rows = [line.split("  ")[0] for line in lines if line.startswith("--sync")]
     assert rows[0] == "--sync ssp --compress topk:0.5+int8" and rows[1] == "--sync bsp" and len(rows) == 5
     assert lines.count("finally") == 2 and "swallowed" not in lines
@@ -145,8 +146,13 @@ RULES: list[tuple[list[Told], str]] = [
     ([worker(), worker()], "the same samples"),
     ([worker(steps=first(inputs=[])), worker(steps=first(inputs=[]))], "the same samples"),
     ([worker(), worker(steps=first(inputs=["b"]))], "the same gradients of other samples"),
-    ([worker(), worker(steps=OTHER.steps[:1])], "worker 1 called step() 1 times, and worker 0 2 times"),
+    (
+        [worker(), worker(steps=OTHER.steps[:1])],
+        "worker 1 called step() once, worker 0 twice: leave no step to one rank",
+    ),
     ([worker(steps=first()[:1]), worker(steps=OTHER.steps[:1])], "the script ended after 1 of the 2 steps"),
+    ([worker(steps=[]), worker(steps=[])], "no worker called step()"),
+    ([worker(steps=[]), OTHER], "worker 0 called step() never, worker 1 twice"),
     ([worker(steps=first(random="r")), worker(steps=first(inputs=["b"], gradients="h", random="r"))], "(dropout)"),
     ([worker(), worker(steps=OTHER.steps, model={"frozen": {"base": "2"}, "unowned": []})], "the frozen base differ"),
     ([worker(model={"frozen": {}, "unowned": ["a", "b", "c", "d"]}), OTHER], "no optimizer has a, b, c and 1 more"),

@@ -50,7 +50,7 @@ class Check(Launcher):
         self.began_s = self.ahead_s = time.monotonic()  # the newest step of any worker
 
     def _environment(self) -> dict[str, str]:
-        return super()._environment() | {"NARROWS_CHECK": " ".join(self.specs)}
+        return super()._environment() | {"NARROWS_WATCH": " ".join(self.specs)}
 
     def _recorded(self, index: int, kind: str, event: dict[str, Any]) -> None:
         if kind != "check":
@@ -86,15 +86,15 @@ class Check(Launcher):
                 worker.kill()
                 self.codes[index] = worker.wait() or 0
         self.console.close()
-        if self.signals:
-            return 0
+        if self.signals or self.broken:  # the server's own end is said
+            return next((code for code, _ in self.errors.values()), 0)
         faults, notices = (findings.found(rules, self.told) for rules in (findings.FAULTS, findings.NOTICES))
-        lines = findings.facts(self.told)
+        lines = findings.facts(self.told, self.options.run)
         if self.link is not None:
             lines += findings.times(self.told, self.link, self.name, self.given)
         lines += [*(f"broken       {each}" for each in faults), *(f"notice       {each}" for each in notices)]
-        for line in lines or ["nothing is known: the script ended before it made a DistributedOptimizer"]:
+        for line in (
+            lines if faults else [*lines, f"fine         {WORKERS} workers made {len(self.told[0].steps)} steps each"]
+        ):
             self.console.out(line)
-        if not faults:
-            self.console.out(f"fine         {WORKERS} workers made {findings.STEPS} steps each")
         return UsageError.exit_code if faults else 0

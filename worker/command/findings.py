@@ -16,8 +16,9 @@ from narrows.compression import predict
 from narrows.protocols.settings import Settings
 
 STEPS = 2  # of worker/watch.py, which needs torch
+TIMES = ("never", "once", "twice")  # up to STEPS
 SHOWN = 3  # names of tensors in a sentence
-STALENESS = 16  # the highest bound that is suggested
+STALENESS = 8  # the highest bound that is suggested
 # Beside the flags that were given: what README's table suggests for links, from wide to narrow. S is chosen for the link.
 SUGGESTED: tuple[dict[str, Any], ...] = (
     {"sync": "bsp"},
@@ -157,11 +158,16 @@ def uneven(workers: Workers) -> str:
     few, many = counts.index(min(counts)), counts.index(max(counts))
     if counts[few] == counts[many] or not _undisturbed(workers):
         return ""
-    called = f"called step() {counts[few]} times" if counts[few] else "never called step()"
     return (
-        f"worker {few} {called}, and worker {many} {counts[many]} times: leave no step to one rank (if rank() == 0), and give "
-        "each worker as many"
+        f"worker {few} called step() {TIMES[counts[few]]}, worker {many} {TIMES[counts[many]]}: leave no step to one rank (if "
+        "rank() == 0), and give each worker as many"
     )
+
+
+def never(workers: Workers) -> str:
+    if any(told.steps for told in workers) or not _undisturbed(workers):
+        return ""
+    return "no worker called step() of what DistributedOptimizer(...) returned: call it after backward(), once a batch"
 
 
 def same_samples(workers: Workers) -> str:
@@ -214,7 +220,7 @@ def without_gradient(workers: Workers) -> str:
 
 def ended_early(workers: Workers) -> str:
     counts = {len(told.steps) for told in workers}
-    if counts == {STEPS} or len(counts) > 1 or not _undisturbed(workers):
+    if counts in ({0}, {STEPS}) or len(counts) > 1 or not _undisturbed(workers):
         return ""
     return (
         f"the script ended after {max(counts)} of the {STEPS} steps that are looked at: give it more samples or steps"
@@ -222,7 +228,7 @@ def ended_early(workers: Workers) -> str:
 
 
 FAULTS: tuple[Rule, ...] = (
-    *(errors, failed, not_distributed, wrapped_steps, beside, unowned, not_finite, uneven),
+    *(errors, failed, not_distributed, wrapped_steps, beside, unowned, not_finite, uneven, never),
     *(same_samples, same_gradients, other_frozen),
 )
 NOTICES: tuple[Rule, ...] = (same_randomness, without_gradient, ended_early)
@@ -235,8 +241,8 @@ def found(rules: Sequence[Rule], workers: Workers) -> list[str]:
 # What a run costs.
 
 
-def facts(workers: Workers) -> list[str]:
-    """Lines of what the first worker gave DistributedOptimizer."""
+def facts(workers: Workers, run: dict[str, Any]) -> list[str]:
+    """Lines of what the first worker gave DistributedOptimizer, and of what a run with these flags sends of it."""
     model = next((told.model for told in workers if told.model), None)
     if model is None:
         return []
@@ -249,10 +255,12 @@ def facts(workers: Workers) -> list[str]:
     count, size = model["buffers"]
     if count:
         lines.append(f"buffers      {count} of the module, {_bytes(size)}: those of the lowest rank hold for all")
-    lines += [
-        f"an update    {_bytes(size)} as {spec}, encoded in {_ms(second)}"
-        for spec, (size, second) in _coded(workers).items()
-    ]
+    coded, settings = _coded(workers), Settings(**run).validated()
+    ways = [(coded[spec][0], way, spec) for way, spec in
+            (("up", settings.compress), ("down", settings.compress_down)) if spec in coded]  # fmt: skip
+    if ways:
+        told = ", ".join(f"{_bytes(size / settings.fragments)} {way} as {spec}" for size, way, spec in ways)
+        lines.append(f"a push       {told}; {_bytes(coded['dense'][0])} as fp32")
     seconds = _compute_s(workers)
     if seconds is not None:
         lines.append(
@@ -267,7 +275,7 @@ def times(workers: Workers, link: predict.Link, name: str, given: dict[str, Any]
     if not coded or compute_s is None:
         return [f"link {name}: no time is known, for the workers did not make {STEPS} steps"]
     rows = []
-    for flags in [*([given] if given else []), *SUGGESTED]:
+    for flags in [*([given] if given else []), *(flags for flags in SUGGESTED if flags != given)]:
         settings = Settings(**flags | {"workers": len(workers)}).validated()
         costs = [coded.get(spec) for spec in (settings.compress, settings.compress_down)]
         if costs[0] is None or costs[1] is None:
