@@ -425,7 +425,7 @@ def test_progress_is_one_live_line_on_a_terminal(script: Callable[[str], str]) -
     path = script(SCRIPT % "print('a bar\\rstep', step_count())")
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
-        [str(BIN / "ps-worker"), path, "30"], env=environment({"TERM": "xterm", "COLUMNS": "100"}),
+        [str(BIN / "ps-worker"), "-n", "2", path, "30"], env=environment({"TERM": "xterm", "COLUMNS": "100"}),
         stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
     )  # fmt: skip
     os.close(theirs)
@@ -447,8 +447,10 @@ def test_progress_is_one_live_line_on_a_terminal(script: Callable[[str], str]) -
     assert b"a bar" not in said  # what a script's own bar ended with is its line
     assert b"importing torch ..." in said.partition(b"] clock ")[0]  # from the start
     lines = re.sub(rb"\x1b\[[0-9?;]*[a-zA-Z]", b"", said).replace(b"\r", b"\n").decode().split("\n")
-    assert [line for line in lines if line.startswith("step ")] == [f"step {step}" for step in range(30)]
-    assert any(line.startswith("1 of 1 workers done") for line in lines)
+    for index in (0, 1):  # each line says whose it is, on a terminal
+        own = [line for line in lines if line.startswith(f"worker {index}: step ")]
+        assert own == [f"worker {index}: step {step}" for step in range(30)]
+    assert any(line.startswith("2 of 2 workers done") for line in lines)
 
 
 def test_two_machines_that_come_one_after_the_other(tmp_path: Path) -> None:
@@ -469,7 +471,8 @@ def test_two_machines_that_come_one_after_the_other(tmp_path: Path) -> None:
             r"^ps-serve: the model at clock 40 is in (checkpoints/\S+/model\.safetensors)$", command.out, re.M
         )
         assert path, command
-        reported = dict(re.findall(r"worker (\d): test accuracy (\S+)", "".join(worker.out for worker in workers)))
+        said = re.findall(r"test accuracy (\S+) \(rank (\d)\)", "".join(worker.out for worker in workers))
+        reported = {rank: accuracy for accuracy, rank in said}
     assert float(reported[left[-1]]) == pytest.approx(accuracy_of(tmp_path / path[1]), abs=1e-4)
 
 

@@ -8,7 +8,6 @@ import click
 
 from narrows.protocols.errors import UsageError
 from narrows.protocols.runtime.flags import COMMAND, Bare, glance_flags, run, run_flags
-from narrows.worker.command.checking import Check
 from narrows.worker.command.launcher import Launcher
 from narrows.worker.command.options import checked
 
@@ -52,7 +51,11 @@ def command(check: bool, link: str | None, **flags: Any) -> int:
     """
     if link and not check:
         raise UsageError("--link says how long a step takes there: give --check too")
-    return (Check(link, **flags) if check else Launcher(checked(**flags))).run()
+    if not check:
+        return Launcher(checked(**flags)).run()
+    from narrows.worker.command.checking import Check  # and Numba, which other commands leave to their children
+
+    return Check(link, **flags).run()
 
 
 def main() -> None:

@@ -29,8 +29,9 @@ class Console:
                 console=Terminal(stderr=True), transient=True, auto_refresh=False, redirect_stdout=sys.stdout.isatty()
             )
 
-    def out(self, line: str) -> None:
-        print(line, flush=True)
+    def out(self, line: str, of: str = "") -> None:
+        """A line of a script's stdout. `of`: whose, which a terminal is shown; a pipe or a file gets the line as it is."""
+        print(of + line if sys.stdout.isatty() else line, flush=True)
 
     def err(self, line: str) -> None:
         print(line, file=sys.stderr, flush=True)

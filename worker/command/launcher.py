@@ -73,8 +73,8 @@ class Launcher:
         self.broken = False  # the run cannot go on
         self.telling: list[threading.Thread] = []
         self.signals: list[int] = []
-        self.recording = Recording(options.record)
         self.console = Console()
+        self.recording = Recording(options.record, self.console.say)
 
     def run(self) -> int:
         signals.hear(self.signals, os.environ.pop("NARROWS_EMBEDDED", "") == "1")
@@ -229,10 +229,10 @@ class Launcher:
                 self.console.doing(text)
             case (_, "noted", {"what": what, "values": values}):
                 self.recording.note("server", what=what, **values)
-            case (_, "out", line):
-                self.console.out(line)
+            case (index, "out", line):
+                self.console.out(line, self._whose(index))
             case (index, "err", line):
-                self.console.err(f"worker {index}: {line}" if index >= 0 and self.options.nproc > 1 else line)
+                self.console.err(self._whose(index) + line)
             case (index, "error", {"code": code, "text": text}):
                 self._failed(index, code, text)
                 # An embedded server's run cannot start without this worker.
@@ -241,6 +241,10 @@ class Launcher:
                 self._exited(index, code)
             case (index, kind, event):
                 self._recorded(index, kind, event)
+
+    def _whose(self, index: int) -> str:
+        """How a line of this child begins."""
+        return f"worker {index}: " if index >= 0 and self.options.nproc > 1 else ""
 
     def _recorded(self, index: int, kind: str, event: dict[str, Any]) -> None:
         if kind == "hello":

@@ -6,11 +6,11 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from typing import Any
 
-from narrows.protocols.errors import UsageError
+from narrows.protocols.runtime.records import open_record
 
 MERGING = ("gain", "agreement", "held_back")
 # Of a step's event; the rest is the script's.
@@ -21,11 +21,8 @@ STEP = ("clock", "push_bytes", "pull_bytes", *TIMES, "staleness", "total_steps",
 class Recording:
     """Events in, one JSON object a line out (design: "The commands"). Without a path only the figures are kept."""
 
-    def __init__(self, path: str) -> None:
-        try:
-            self.file = open(path, "w") if path else None  # noqa: SIM115 - closed by close
-        except OSError as error:
-            raise UsageError(f"--record {path}: {error.strerror}") from None
+    def __init__(self, path: str, say: Callable[[str], None]) -> None:
+        self.file = open_record(path, say) if path else None
         self.began = time.monotonic()
         self.settings: dict[str, Any] = {}
         self.parameters = 0
