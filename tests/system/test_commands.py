@@ -453,6 +453,34 @@ def test_progress_is_one_live_line_on_a_terminal(script: Callable[[str], str]) -
     assert any(line.startswith("2 of 2 workers done") for line in lines)
 
 
+def test_a_breakpoint_talks_to_the_terminal(script: Callable[[str], str]) -> None:
+    """Though the script's stdout is a pipe of ps-worker; nothing of the run's progress is in between."""
+    path = script(SCRIPT % "mine = 40 + step_count()\n    if step_count() == 2: breakpoint()")
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [str(BIN / "ps-worker"), path, "3"], env=environment({"TERM": "dumb"}), stdin=theirs, stdout=theirs, stderr=theirs,
+        start_new_session=True,
+    )  # fmt: skip
+    os.close(theirs)
+    said, asked = b"", [(b"(Pdb) ", b"p 'it is', mine\n"), (b"('it is', 42)", b"c\n")]
+    deadline = time.monotonic() + LIMIT_S
+    try:
+        while time.monotonic() < deadline and select.select([ours], [], [], deadline - time.monotonic())[0]:
+            try:
+                said += os.read(ours, 1 << 16)
+            except OSError:
+                break
+            if asked and asked[0][0] in said:
+                os.write(ours, asked.pop(0)[1])
+        assert process.wait(LIMIT_S) == 0 and not asked, said
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+        os.close(ours)
+    assert b"a worker is in the debugger" in said and b"] clock" not in said.partition(b"(Pdb) ")[2], said
+
+
 def test_two_machines_that_come_one_after_the_other(tmp_path: Path) -> None:
     """README: ps-serve, then a ps-worker each; the server's model is the one that the last to finish reported on."""
     digits = str(ROOT / "bench" / "tasks" / "digits.py")

@@ -29,6 +29,7 @@ class Recording:
         self.steps = 0
         self.updates = 0  # pushed by all workers
         self.clocks: dict[int, int] = {}
+        self.gone: set[int] = set()  # workers that have ended
         self.last: dict[int, dict[str, float]] = {}
         self.up: dict[int, int] = {}
         self.down: dict[int, int] = {}
@@ -85,11 +86,13 @@ class Recording:
             versions |= {name: version(name) for name in ("narrows", "torch", "pyzmq", "numpy")}
             self.note("start", mode=self.settings["sync"], **told, parameters=parameters, versions=versions)
         self.clocks[worker] = clock
+        self.gone.discard(worker)
         self.before[worker] = self.up.get(worker, 0), self.down.get(worker, 0)
         self.up[worker], self.down[worker] = self.before[worker]
         self.note("member", worker=worker, how="joined")
 
     def ended(self, worker: int, code: int) -> None:
+        self.gone.add(worker)
         if worker in self.clocks:
             self.note("member", worker=worker, how="expired" if code else "left")
 
@@ -102,7 +105,8 @@ class Recording:
         return {name: sum(each) / len(each) for name, each in sorted(values.items())}
 
     def progress(self) -> str:
-        return f"[{self.seconds:6.1f} s] clock {min(self.clocks.values())}  {_figures(self.averages(), '  ')}".rstrip()
+        here = [clock for worker, clock in self.clocks.items() if worker not in self.gone] or self.clocks.values()
+        return f"[{self.seconds:6.1f} s] clock {min(here)}  {_figures(self.averages(), '  ')}".rstrip()
 
     def done(self, codes: list[int]) -> str:
         """Write the last line of the record; return the last one for the console."""
