@@ -2,11 +2,7 @@
 
 Rules
 - The densest rung that costs (nearly) nothing is best: what a rung leaves out costs loss, what is hidden costs no time.
-- A clock of a worker with at most `window` updates in flight takes
-
-      max(own, up, down, (own + round trip + up + down) / window),   own = computing + encoding
-
-  for it overlaps with window - 1 others: with window 1 (bound 0) it is the sum, with more the greatest once that hides it.
+- How long a clock takes with a rung says predict.py.
 - A choice, once made, is left only for one that is better by a margin, time after time; a way back takes longer each time.
 """
 
@@ -18,6 +14,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from narrows.compression.errors import SpecError
+from narrows.compression.predict import clock_s
 from narrows.compression.spec import parse
 
 FLOOR = 0.004  # of fp32's bytes, unless auto:FLOOR says another: docs/results.md says what 1/210 costs
@@ -185,7 +182,7 @@ class Auto:
         down_bytes = self.down_fixed.value if self.down_fixed else down.bytes * self.count
         up_s = up_bytes / (self.up_rate or self.down_rate).value
         down_s = down_bytes / (self.down_rate or self.up_rate).value
-        return max(own, up_s, down_s, (own + self.round_trip.value + up_s + down_s) / self.window)
+        return clock_s(own, up_s, down_s, self.round_trip.value, self.window)
 
     def clock(self, seen: Clock) -> Switch | None:
         """Take in one more clock, and decide."""

@@ -131,7 +131,10 @@ class Engine:
         self.sync = self._sync(overlap)
         packed = plan.packed()
         link.declare(packed)
-        self.wait(lambda: self._started, START_LIMIT_S, "the server to admit this worker")
+        others = (
+            "the server" if settings.workers == 1 else f"all of {settings.workers} workers, which the run begins with"
+        )
+        self.wait(lambda: self._started, START_LIMIT_S, others)
         self.sync.ready(START_LIMIT_S)
         self._spread()
 

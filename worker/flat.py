@@ -193,10 +193,14 @@ class FlatModel(Flat):
         missing = sum(1 for g in optimizer.param_groups for p in g["params"] if p.requires_grad) - len(named)
         if missing:
             raise UsageError(
-                f"the optimizer has {missing} parameters that are not in the model given to DistributedOptimizer"
+                f"the optimizer has {missing} parameters that are not in the model given to DistributedOptimizer: give both "
+                "the same model, and make the optimizer after the last change of its parameters"
             )
         if not named:
-            raise UsageError("the optimizer has no trainable parameter of the model given to DistributedOptimizer")
+            raise UsageError(
+                "the optimizer has no trainable parameter of the model given to DistributedOptimizer: make it of "
+                "model.parameters() that require a gradient"
+            )
         self.specs = tuple(TensorSpec(name, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in named)
         super().__init__([name for name, _ in named], [p for _, p in named], Plan(self.specs, "", ()).offsets())
         index = {id(p): i for i, (_, p) in enumerate(named)}

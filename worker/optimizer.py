@@ -51,6 +51,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._building = False
         self.state = self.inner.state
         self.max_grad_norm = max_grad_norm
+        if session.watch is not None:
+            session.watch.begins(self, self.inner, model)
         self._session = session.current()
         if isinstance(self._session, session.Connected):
             self._engine = self._session.attach(model, self.inner, max_grad_norm or 0.0, accumulate if overlap else 0)
@@ -63,6 +65,26 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
         """The constructor of torch sets it; `inner` keeps its own."""
+
+    @property
+    def clock(self) -> int:
+        """The run's clock, as `narrows.worker.clock()`."""
+        return self._session.clock
+
+    @property
+    def staleness(self) -> int:
+        """Clocks that the newest step was ahead of the state that it was computed on; 0 alone."""
+        return self._engine.sync.staleness if self._engine is not None else 0
+
+    @property
+    def bytes_up(self) -> int:
+        """Bytes of whole messages that this worker has sent so far."""
+        return self._session.link.bytes_up if self._session.link is not None else 0
+
+    @property
+    def bytes_down(self) -> int:
+        """Bytes of whole messages that this worker has got so far."""
+        return self._session.link.bytes_down if self._session.link is not None else 0
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of the run: returns the closure's loss, if one is given."""

@@ -7,7 +7,6 @@ At exit a session that the script did not finish is finished, or, after an error
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import signal
 import socket
@@ -18,7 +17,7 @@ import traceback
 import uuid
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 import torch
 
@@ -30,7 +29,7 @@ from narrows.protocols.modes import Rule
 from narrows.protocols.runtime.keys import Secret, member_key
 from narrows.protocols.settings import Settings
 from narrows.protocols.timing import Timing
-from narrows.worker import home
+from narrows.worker import home, telling
 from narrows.worker.admission import let_in
 from narrows.worker.ending import leave_when_told
 from narrows.worker.engine import Engine
@@ -40,6 +39,9 @@ from narrows.worker.group import Group, GroupEndedError
 from narrows.worker.hub import Hub
 from narrows.worker.hub import joined as through_first
 from narrows.worker.runner import Link, tell_left
+from narrows.worker.telling import say as _say
+from narrows.worker.telling import tell as _tell
+from narrows.worker.watch import Watch
 
 
 def warm_up(say: Callable[[str], None]) -> None:
@@ -212,19 +214,18 @@ class Connected:
 
 _session: Alone | Connected | None = None
 _forwarding = Forwarding()
+watch = Watch.of_environment(_tell)  # of a script that ps-worker --check looks at
 _failed = False
-_launcher: TextIO | None = None  # where ps-worker listens, if it started us
 _orphaned = threading.Event()  # that ps-worker has ended
 
 
 def current() -> Alone | Connected:
     """The session of this process; opens it."""
-    global _session, _launcher
+    global _session
     if _session is None:
         address = os.environ.get("NARROWS_SERVER", "")
         if address:
-            record_fd = os.environ.pop("NARROWS_RECORD_FD", "")
-            _launcher = os.fdopen(int(record_fd), "w") if record_fd else None
+            telling.find()
             _install_hook()
             leave_when_told()
             _session = Connected(address)
@@ -232,25 +233,6 @@ def current() -> Alone | Connected:
         else:
             _session = Alone()
     return _session
-
-
-def _tell(event: str, **values: Any) -> None:
-    """One line of JSON to ps-worker."""
-    global _launcher
-    if _launcher is not None:
-        try:
-            _launcher.write(json.dumps({"event": event, **values}) + "\n")
-            _launcher.flush()
-        except OSError:
-            _launcher = None  # it is gone
-
-
-def _say(text: str) -> None:
-    """Once on the console of all workers of this ps-worker."""
-    if _launcher is not None:
-        _tell("say", text=text)
-    else:
-        print(f"ps-worker: {text}", file=sys.stderr)
 
 
 def _watch_launcher(address: str, token: str, key: Secret | None) -> None:
@@ -280,7 +262,7 @@ def _end(error: NarrowsError) -> NoReturn:
         traceback.print_exception(error)
     if isinstance(error, GroupEndedError):
         time.sleep(LAST_S)  # the other process ends first, ps-worker says how, and ends this one
-    if _launcher is None:
+    if not telling.find():
         print(f"ps-worker: {error}", file=sys.stderr)
     _tell("error", code=error.exit_code, text=str(error))
     sys.stdout.flush()
@@ -299,7 +281,7 @@ def _install_hook() -> None:
             if isinstance(_session, Connected):
                 _session.link.close()
             _end(error)
-        if _launcher is None or not isinstance(error, KeyboardInterrupt):
+        if not telling.find() or not isinstance(error, KeyboardInterrupt):
             before(kind, error, trace)
 
     sys.excepthook = hook

@@ -160,7 +160,7 @@ class Shards:
         """Until every shard's state may be computed on with the present clock."""
         before = time.monotonic()
         ready = lambda: self.count > 0 and all(x.may_compute for x in self.exchanges)  # noqa: E731
-        self.wait(ready, limit_s, f"a state for clock {self.clock}")
+        self.wait(ready, limit_s, f"a state for clock {self.clock}, which the slowest worker decides")
         self.wait_s = time.monotonic() - before
 
     def wait_window(self) -> None:

@@ -19,10 +19,12 @@ from narrows.protocols.errors import NarrowsError, UsageError
 from narrows.worker.group import Group
 from narrows.worker.hub import OF_SHARD
 from narrows.worker.runner import Link
+from narrows.worker.telling import say
 
 # A script calls these on all ranks at once; the last one also where it ends.
 CALLS = ("DistributedOptimizer()", "step()", "eval() or shared()", "state_dict()", "load_state_dict()", "finish()")
 HEARD_LIMIT_S = 60.0  # what one rank has heard all have heard within this
+SAY_S = 10.0  # from one line about a wait to the next
 ENDED_S = 2.0  # another rank has ended: why that was is told within this
 
 
@@ -44,12 +46,16 @@ class Waiting:
     def until(self, done: Callable[[], bool], limit_s: float, what: str) -> None:
         """Handle events until `done`, on all ranks of a group. Raises NarrowsError after `limit_s`, and the error that ended
         the session."""
-        began = time.monotonic()
+        began = said = time.monotonic()
         while True:
             while not done() and not self._of_run:
-                left = began + limit_s - time.monotonic()
+                now = time.monotonic()
+                left = began + limit_s - now
                 if left <= 0:
                     raise NarrowsError(f"waited {limit_s:.0f} s for {what}")
+                if now - said >= SAY_S:
+                    said = now
+                    say(f"waiting for {what}, {now - began:.0f} s so far ...")
                 if self.group is not None:
                     self.group.waits()
                 self._take(min(left, 1.0))

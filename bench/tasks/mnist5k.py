@@ -98,7 +98,7 @@ def main(args: argparse.Namespace) -> None:
         outputs = model(test_x)
     accuracy = (outputs.argmax(1) == test_y).float().mean().item()
     record(accuracy=accuracy, loss=F.cross_entropy(outputs, test_y).item())
-    print((f"worker {rank()}: " if world_size() > 1 else "") + f"test accuracy {accuracy:.4f}")
+    print(f"test accuracy {accuracy:.4f}" + (f" (rank {rank()})" if world_size() > 1 else ""))
 
 
 if __name__ == "__main__":

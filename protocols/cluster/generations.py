@@ -31,6 +31,7 @@ class Generations(Decision):
         self.checkpoint, self.checkpoint_ns = -1, -1  # the newest asked for, and when; no tick has come: -1
         self.taken: Counter[str] = Counter()  # workers that are not waited for, by the key that said so
         self.rejoin_ns = 0  # when members were last told to join again, 0: never
+        self.waits_for_all = False
         self.finished_once = False
         self.over_version = 0  # of the first ledger that says so
 
@@ -65,6 +66,10 @@ class Generations(Decision):
     def _gathered(self, now_ns: int) -> bool:
         declared = self.run.declared
         return bool(declared) and (len(declared) >= self.needed or self._waited(now_ns))
+
+    def resumed(self) -> None:
+        """A user goes on with this run: it starts with as many workers as a new one, whoever was there before."""
+        self.waits_for_all = True
 
     def _waited(self, now_ns: int) -> bool:
         """Who has to join again has had a lease for it."""
@@ -123,7 +128,7 @@ class Generations(Decision):
         """Begin to count, with the first tick."""
         if self.checkpoint_ns < 0:
             self.checkpoint_ns = now_ns
-            self.rejoin_ns = now_ns if self.run.restart_clock >= 0 else self.rejoin_ns
+            self.rejoin_ns = now_ns if self.run.restart_clock >= 0 and not self.waits_for_all else self.rejoin_ns
 
     def tick(self, now_ns: int, version: int) -> bool:
         """End, or ask for a checkpoint, where it is time for that; `version`: of the ledger that will say so."""

@@ -119,16 +119,16 @@ class Cluster:
     def start_shard(self, index: int, replay: bool = False) -> None:
         """Start a shard; the second time on the port that it had, where it was (`replay`) or from its checkpoints."""
         shards = self.moving.target if self.moving.strange(index) else self.settings.shards
+        # One that has keys while workers train has them from a checkpoint.
+        again = self.lives.restarts > 0 or (self.address > "" and not self.moving.strange(index))
         told = self.told | {
             "index": index,
             "settings": asdict(replace(self.settings, shards=shards)),
             "bind": f"tcp://{self.host}:{self.ports.get(index, self.first_port(index))}",
             "coordinator": self.process_0(index),
             "away": [*self.moving.away.items()],
-            # One that has keys while workers train has them from a checkpoint.
-            "resume": self.told["resume"]
-            or self.lives.restarts > 0
-            or (self.address > "" and not self.moving.strange(index)),
+            "resume": self.told["resume"] or again,
+            "again": again,
             "replay": replay,
             "done": sorted(self.done),
             "follows": self.follows.get(index, ""),

@@ -20,6 +20,7 @@ from narrows.protocols.errors import UsageError
 from narrows.protocols.modes import Rule
 from narrows.protocols.robust import Robust
 from narrows.protocols.runtime.flags import given
+from narrows.protocols.runtime.records import open_record
 from narrows.protocols.settings import Settings
 from narrows.ps.command.cluster import Cluster
 from narrows.ps.command.console import EMBEDDED, say
@@ -138,7 +139,7 @@ def serve(
         scratch = "" if folder else tempfile.mkdtemp(prefix="narrows-")  # a shard that dies goes on from there
         cluster.ready_file, cluster.lives.keeps = ready_file, journal
         if record:
-            cluster.glance.open_record(record)
+            cluster.glance.record = open_record(record, say)
         cluster.glance.open_sites(dashboard, metrics, bool(keys or insecure))
         cluster.told = {
             "first_epoch": time.time_ns() // 1_000_000 << 10,  # greater than in any earlier life of this run

@@ -50,12 +50,6 @@ class Watch:
     def watched(self) -> bool:
         return self.record is not None or bool(self.sites)
 
-    def open_record(self, path: str) -> None:
-        try:
-            self.record = open(path, "w")  # noqa: SIM115 - closed by close
-        except OSError as error:
-            raise UsageError(f"--record {path}: {error.strerror}") from None
-
     def open_sites(self, dashboard: str, metrics: str, trusted: bool) -> None:
         """Raises UsageError for addresses that are none, or are taken."""
         page = site_address("--dashboard", dashboard, trusted) if dashboard else None

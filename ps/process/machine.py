@@ -53,6 +53,7 @@ class Process:
     first_epoch: int
     checkpoint_dir: str
     resume: bool
+    again: bool = False  # a shard of this server has begun anew: the workers that were there come back
     keeps: bool = True  # checkpoints outlive the run: the last one is written too
     secret: str = ""  # of the shards of this server: who reports must know it
     parent: str = ""  # address of process 0 of the server above, where there is one
@@ -156,6 +157,8 @@ def machine(process: Process, port: int, lent: Callable[[], bool], own: Secret |
             _, facts = checkpoints.read(folder, 0, restart, only=())
             first_epoch = max(first_epoch, facts.get("epoch", 0) + RUN_EPOCHS)  # a clock may have been set back
         coordinator = Coordinator(settings, first_epoch, restart, child, keys_that_fit(), dict(process.away))
+        if not process.again:
+            coordinator.generations.resumed()
         if facts:
             coordinator.roster.adopt(facts["plan"])
             coordinator.buffers.packed = facts["buffers"]

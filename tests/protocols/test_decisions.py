@@ -202,6 +202,23 @@ def test_it_goes_back_to_the_newest_checkpoint_that_all_shards_have() -> None:
     assert (run.restart_clock, run.generation, decision.needed, run.seats) == (4, run.epoch, 1, {})
 
 
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_resumed_run_waits_for_its_workers_and_one_whose_shard_began_anew_for_a_lease(resumed: bool) -> None:
+    run = Run(Settings(workers=2, shards=1).validated(), 1, restart_clock=4)
+    decision = generations(run)
+    if resumed:
+        decision.resumed()
+    decision.wake(NS)
+    member(run)
+    report(run, 0)
+    assert not decision.decide(NS), "the other one may come"
+    assert decision.decide(NS + int(3 * run.settings.lease * NS)) != resumed
+    if resumed:
+        member(run)
+        report(run, 0)
+        assert decision.decide(100 * NS)
+
+
 def test_one_checkpoint_at_a_time() -> None:
     run = run_of(checkpoint_every=1.0)
     decision = generations(run)

@@ -15,6 +15,7 @@ from kit.liars import LIAR, TAUGHT
 from kit.scripts import run
 
 from narrows.protocols.effects import Log
+from narrows.protocols.runtime.records import open_record
 from narrows.protocols.settings import Settings
 from narrows.ps.beside import EVERY, Beside
 from narrows.ps.command.cluster import Cluster
@@ -103,7 +104,7 @@ def test_it_is_taken_where_a_flag_asks_for_it_and_the_tree_shows_it(flags: dict[
 
 def test_a_record_has_each_event_of_the_shards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cluster = Cluster(Settings(workers=3, robust="cosine").validated())
-    cluster.glance.open_record(str(tmp_path / "record.jsonl"))
+    cluster.glance.record = open_record(str(tmp_path / "record.jsonl"), print)
     values = {"worker": 1, "shard": 0, "clock": 49, "cosine": 0.5, "overlap": 1.0, "left_out": 0, "shortened": 2}
     for told in (values, values | {"text": "worker 1: (it has left)"}):
         cluster._taken((0, "log", {"name": "worker", "values": told}))

@@ -169,7 +169,7 @@ def recorded(
         patch.setattr(session, "_tell", tell)
         told.append((0, {"event": "hello", "settings": {f: getattr(settings, f) for f in settings.__slots__}}))
         started.together(lambda worker: train(STEPS, make))
-    recording = Recording(str(path))
+    recording = Recording(str(path), print)
     for worker, event in told:
         recording.take(worker, event)
     recording.done([0] * settings.workers)

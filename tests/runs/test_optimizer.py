@@ -106,6 +106,30 @@ def test_groups_state_and_defaults_are_those_of_the_inner_optimizer() -> None:
         assert "DistributedOptimizer" in repr(optimizer)
 
 
+def test_what_an_optimizer_says_of_its_run() -> None:
+    def script(worker: int) -> tuple[int, int, int, int]:
+        model = build()
+        optimizer = DistributedOptimizer(SGD(model.parameters()), model)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model, step, worker, 2).backward()
+            optimizer.step()
+            assert optimizer.clock == clock() == step + 1 and 0 <= optimizer.staleness <= 1
+        optimizer.finish()
+        return flat(model).size, optimizer.bytes_up, optimizer.bytes_down, optimizer.clock
+
+    with run(Settings(sync="ssp", workers=2)) as started:
+        told = started.together(script)
+        links = [each.link for each in started.sessions]
+    for (size, up, down, steps), link in zip(told, links, strict=True):
+        assert up == link.bytes_up > 3 * 4 * size and down == link.bytes_down and steps >= 3  # this link counts one way
+    with alone():
+        model = build()
+        optimizer = DistributedOptimizer(SGD(model.parameters()), model)
+        optimizer.step()
+        assert (optimizer.clock, optimizer.staleness, optimizer.bytes_up, optimizer.bytes_down) == (1, 0, 0, 0)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_one_worker_takes_the_steps_of_its_own_optimizer_in_every_mode(mode: str) -> None:
     """Ho et al. 2013, sec. 3: a replica that reads its own writes is never behind itself, whatever the staleness."""

@@ -281,7 +281,7 @@ def test_epsilon_is_in_the_record_and_said_at_the_end(monkeypatch: pytest.Monkey
     pytest.importorskip("opacus")
     from narrows.worker import session
 
-    recording, told = Recording(""), list[dict[str, Any]]()
+    recording, told = Recording("", print), list[dict[str, Any]]()
     noted: list[tuple[str, dict[str, Any]]] = []
     monkeypatch.setattr(recording, "note", lambda event, **values: noted.append((event, values)))
     monkeypatch.setattr(session, "_tell", lambda event, **values: told.append({"event": event, **values}))

@@ -425,7 +425,7 @@ def test_progress_is_one_live_line_on_a_terminal(script: Callable[[str], str]) -
     path = script(SCRIPT % "print('a bar\\rstep', step_count())")
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
-        [str(BIN / "ps-worker"), path, "30"], env=environment({"TERM": "xterm", "COLUMNS": "100"}),
+        [str(BIN / "ps-worker"), "-n", "2", path, "30"], env=environment({"TERM": "xterm", "COLUMNS": "100"}),
         stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
     )  # fmt: skip
     os.close(theirs)
@@ -447,8 +447,38 @@ def test_progress_is_one_live_line_on_a_terminal(script: Callable[[str], str]) -
     assert b"a bar" not in said  # what a script's own bar ended with is its line
     assert b"importing torch ..." in said.partition(b"] clock ")[0]  # from the start
     lines = re.sub(rb"\x1b\[[0-9?;]*[a-zA-Z]", b"", said).replace(b"\r", b"\n").decode().split("\n")
-    assert [line for line in lines if line.startswith("step ")] == [f"step {step}" for step in range(30)]
-    assert any(line.startswith("1 of 1 workers done") for line in lines)
+    for index in (0, 1):  # each line says whose it is, on a terminal
+        own = [line for line in lines if line.startswith(f"worker {index}: step ")]
+        assert own == [f"worker {index}: step {step}" for step in range(30)]
+    assert any(line.startswith("2 of 2 workers done") for line in lines)
+
+
+def test_a_breakpoint_talks_to_the_terminal(script: Callable[[str], str]) -> None:
+    """Though the script's stdout is a pipe of ps-worker; nothing of the run's progress is in between."""
+    path = script(SCRIPT % "mine = 40 + step_count()\n    if step_count() == 2: breakpoint()")
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [str(BIN / "ps-worker"), path, "3"], env=environment({"TERM": "dumb"}), stdin=theirs, stdout=theirs, stderr=theirs,
+        start_new_session=True,
+    )  # fmt: skip
+    os.close(theirs)
+    said, asked = b"", [(b"(Pdb) ", b"p 'it is', mine\n"), (b"('it is', 42)", b"c\n")]
+    deadline = time.monotonic() + LIMIT_S
+    try:
+        while time.monotonic() < deadline and select.select([ours], [], [], deadline - time.monotonic())[0]:
+            try:
+                said += os.read(ours, 1 << 16)
+            except OSError:
+                break
+            if asked and asked[0][0] in said:
+                os.write(ours, asked.pop(0)[1])
+        assert process.wait(LIMIT_S) == 0 and not asked, said
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+        os.close(ours)
+    assert b"a worker is in the debugger" in said and b"] clock" not in said.partition(b"(Pdb) ")[2], said
 
 
 def test_two_machines_that_come_one_after_the_other(tmp_path: Path) -> None:
@@ -469,7 +499,8 @@ def test_two_machines_that_come_one_after_the_other(tmp_path: Path) -> None:
             r"^ps-serve: the model at clock 40 is in (checkpoints/\S+/model\.safetensors)$", command.out, re.M
         )
         assert path, command
-        reported = dict(re.findall(r"worker (\d): test accuracy (\S+)", "".join(worker.out for worker in workers)))
+        said = re.findall(r"test accuracy (\S+) \(rank (\d)\)", "".join(worker.out for worker in workers))
+        reported = {rank: accuracy for accuracy, rank in said}
     assert float(reported[left[-1]]) == pytest.approx(accuracy_of(tmp_path / path[1]), abs=1e-4)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from narrows.protocols.errors import UsageError
 from narrows.protocols.runtime.flags import COMMAND, Bare, glance_flags, run, run_flags
 from narrows.worker.command.launcher import Launcher
 from narrows.worker.command.options import checked
@@ -31,17 +32,30 @@ from narrows.worker.command.options import checked
 @click.option("--resume", is_flag=True, help="go on from the newest checkpoint in --checkpoint-dir, if it has one")
 @click.option("--fresh", is_flag=True, help="start each worker in an interpreter of its own; else all are forked from one that "
               "has imported torch")  # fmt: skip
+@click.option(
+    "--check",
+    is_flag=True,
+    help="make two steps with two workers on this machine, and say what is wrong with the script",
+)
+@click.option("--link", default=None, metavar="RATE,DELAY", help="with --check: say how long a step takes on such a link, e.g. "
+              "100mbit,20ms")  # fmt: skip
 @click.option("-m", "module", is_flag=True, help="run a module instead of a script: -m MODULE ARGS...")
 @glance_flags
 @run_flags
 @click.version_option(package_name="narrows", allow_from_autoenv=False)
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT.py|MODULE ARGS...")
-def command(**flags: Any) -> int:
+def command(check: bool, link: str | None, **flags: Any) -> int:
     """Train SCRIPT.py ARGS... with N workers of a run.
 
     Each flag has a variable, NARROWS_<FLAG>, for example NARROWS_SERVER; the flag wins.
     """
-    return Launcher(checked(**flags)).run()
+    if link and not check:
+        raise UsageError("--link says how long a step takes there: give --check too")
+    if not check:
+        return Launcher(checked(**flags)).run()
+    from narrows.worker.command.checking import Check  # and Numba, which other commands leave to their children
+
+    return Check(link, **flags).run()
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 PLAIN_S = 2.0
 LIVE_S = 0.25
+AGAIN_S = 60.0  # the same text within this is another worker's
 
 
 class Console:
@@ -19,7 +20,8 @@ class Console:
     def __init__(self) -> None:
         self.live: Any = None
         self.due = 0.0
-        self.done: set[str] = set()
+        self.told: dict[str, float] = {}  # when a text was
+        self.quiet = False  # a worker is in a debugger, which has the terminal
         if sys.stderr.isatty():
             from rich.console import Console as Terminal
             from rich.live import Live
@@ -29,8 +31,9 @@ class Console:
                 console=Terminal(stderr=True), transient=True, auto_refresh=False, redirect_stdout=sys.stdout.isatty()
             )
 
-    def out(self, line: str) -> None:
-        print(line, flush=True)
+    def out(self, line: str, of: str = "") -> None:
+        """A line of a script's stdout. `of`: whose, which a terminal is shown; a pipe or a file gets the line as it is."""
+        print(of + line if sys.stdout.isatty() else line, flush=True)
 
     def err(self, line: str) -> None:
         print(line, file=sys.stderr, flush=True)
@@ -38,11 +41,16 @@ class Console:
     def say(self, sentence: str) -> None:
         self.err(f"ps-worker: {sentence}")
 
-    def doing(self, text: str) -> None:
-        """Show what is being done (...) that the run has to wait for, or what was; once."""
-        if text in self.done:
+    def doing(self, text: str, quiet: bool = False) -> None:
+        """Show what is being done (...) that the run has to wait for, or what was; of several workers that say the same, once.
+        `quiet`: show nothing of the run's progress from now on."""
+        now = time.monotonic()
+        before, self.told[text] = self.told.get(text, -AGAIN_S), now
+        if quiet:
+            self.close()
+            self.quiet = True
+        if now - before < AGAIN_S:
             return
-        self.done.add(text)
         if self.live is None or not text.endswith("..."):
             self.say(text)
         else:
@@ -52,7 +60,7 @@ class Console:
     def progress(self, line: str) -> None:
         """Show how far the run is, unless that was just shown."""
         now = time.monotonic()
-        if now < self.due:
+        if now < self.due or self.quiet:
             return
         if self.live is None:
             self.err(line)

@@ -73,14 +73,13 @@ class Launcher:
         self.broken = False  # the run cannot go on
         self.telling: list[threading.Thread] = []
         self.signals: list[int] = []
-        self.recording = Recording(options.record)
         self.console = Console()
+        self.recording = Recording(options.record, self.console.say)
 
     def run(self) -> int:
         signals.hear(self.signals, os.environ.pop("NARROWS_EMBEDDED", "") == "1")
-        signal.signal(
-            signal.SIGUSR1, signal.SIG_IGN
-        )  # Slurm sends it as a warning; scripts inherit that, and may handle it
+        # Slurm sends it as a warning; scripts inherit that, and may handle it.
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         if self.options.place.manager:
             self.console.say(str(self.options.place))
         parent_fd, our_fd = os.pipe()  # its end tells the workers that we ended, however that was
@@ -137,7 +136,8 @@ class Launcher:
     def _environment(self) -> dict[str, str]:
         """All workers share this."""
         threads = str(max(1, (os.cpu_count() or 1) // self.options.nproc))
-        return ALLOCATOR | dict.fromkeys(THREADS, threads) | os.environ | {"PYTHONUNBUFFERED": "1"}
+        own = dict.fromkeys(THREADS, threads) | surroundings.debugger()
+        return ALLOCATOR | own | os.environ | {"PYTHONUNBUFFERED": "1"}
 
     def _own_environment(self, index: int) -> dict[str, str]:
         options = self.options
@@ -225,14 +225,13 @@ class Launcher:
                     self.console.say(f"each worker starts in an interpreter of its own: {why}")
             case (_, "serves", {"address": address}):
                 self.server = address
-            case (_, "say", {"text": text}):
-                self.console.doing(text)
+            case (_, "say", said):
+                self.console.doing(said["text"], "quiet" in said)
             case (_, "noted", {"what": what, "values": values}):
                 self.recording.note("server", what=what, **values)
-            case (_, "out", line):
-                self.console.out(line)
-            case (index, "err", line):
-                self.console.err(f"worker {index}: {line}" if index >= 0 and self.options.nproc > 1 else line)
+            case (index, "out" | "err" as kind, line):
+                of = f"worker {index}: " if index >= 0 and self.options.nproc > 1 else ""
+                self.console.out(line, of) if kind == "out" else self.console.err(of + line)
             case (index, "error", {"code": code, "text": text}):
                 self._failed(index, code, text)
                 # An embedded server's run cannot start without this worker.

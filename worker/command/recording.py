@@ -6,11 +6,11 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from typing import Any
 
-from narrows.protocols.errors import UsageError
+from narrows.protocols.runtime.records import open_record
 
 MERGING = ("gain", "agreement", "held_back")
 # Of a step's event; the rest is the script's.
@@ -21,17 +21,15 @@ STEP = ("clock", "push_bytes", "pull_bytes", *TIMES, "staleness", "total_steps",
 class Recording:
     """Events in, one JSON object a line out (design: "The commands"). Without a path only the figures are kept."""
 
-    def __init__(self, path: str) -> None:
-        try:
-            self.file = open(path, "w") if path else None  # noqa: SIM115 - closed by close
-        except OSError as error:
-            raise UsageError(f"--record {path}: {error.strerror}") from None
+    def __init__(self, path: str, say: Callable[[str], None]) -> None:
+        self.file = open_record(path, say) if path else None
         self.began = time.monotonic()
         self.settings: dict[str, Any] = {}
         self.parameters = 0
         self.steps = 0
         self.updates = 0  # pushed by all workers
         self.clocks: dict[int, int] = {}
+        self.gone: set[int] = set()  # workers that have ended
         self.last: dict[int, dict[str, float]] = {}
         self.up: dict[int, int] = {}
         self.down: dict[int, int] = {}
@@ -88,11 +86,13 @@ class Recording:
             versions |= {name: version(name) for name in ("narrows", "torch", "pyzmq", "numpy")}
             self.note("start", mode=self.settings["sync"], **told, parameters=parameters, versions=versions)
         self.clocks[worker] = clock
+        self.gone.discard(worker)
         self.before[worker] = self.up.get(worker, 0), self.down.get(worker, 0)
         self.up[worker], self.down[worker] = self.before[worker]
         self.note("member", worker=worker, how="joined")
 
     def ended(self, worker: int, code: int) -> None:
+        self.gone.add(worker)
         if worker in self.clocks:
             self.note("member", worker=worker, how="expired" if code else "left")
 
@@ -105,7 +105,8 @@ class Recording:
         return {name: sum(each) / len(each) for name, each in sorted(values.items())}
 
     def progress(self) -> str:
-        return f"[{self.seconds:6.1f} s] clock {min(self.clocks.values())}  {_figures(self.averages(), '  ')}".rstrip()
+        here = [clock for worker, clock in self.clocks.items() if worker not in self.gone] or self.clocks.values()
+        return f"[{self.seconds:6.1f} s] clock {min(here)}  {_figures(self.averages(), '  ')}".rstrip()
 
     def done(self, codes: list[int]) -> str:
         """Write the last line of the record; return the last one for the console."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -37,6 +39,13 @@ def device(wanted: str, index: int, copies: int, group: bool, there: list[str]) 
     if not number and copies > 1 and there:
         return {"NARROWS_DEVICE": kind, VISIBLE: there[index % len(there)]}
     return {"NARROWS_DEVICE": wanted}
+
+
+def debugger() -> dict[str, str]:
+    """With a terminal breakpoint() talks to it, though the script's own stdin is empty and its stdout is ours."""
+    if not (sys.platform == "linux" and sys.stdin is not None and sys.stdin.isatty()):
+        return {}
+    return {"PYTHONBREAKPOINT": "narrows.worker.debugging.enter", "NARROWS_TTY": os.ttyname(sys.stdin.fileno())}
 
 
 def without_ranks(env: Mapping[str, str]) -> dict[str, str]:

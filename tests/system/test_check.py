@@ -1,0 +1,186 @@
+"""`ps-worker --check`: what it finds in scripts, in real processes; each rule of worker/command/findings.py by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.processes import finished
+
+from narrows.protocols.errors import UsageError
+from narrows.worker import watch
+from narrows.worker.command import findings
+from narrows.worker.command.cli import command
+from narrows.worker.command.findings import FAULTS, NOTICES, STEPS, Told, found
+
+SCRIPT = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from narrows.worker import DistributedOptimizer, rank, sampler
+
+torch.manual_seed(3)
+data = TensorDataset(torch.randn(64, 4), torch.randn(64, 2))
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2))
+inner = torch.optim.AdamW({parameters}, lr=0.1)
+optimizer = DistributedOptimizer(inner, model)
+torch.manual_seed(rank())
+try:
+    for step, (x, y) in enumerate(DataLoader(data, 4, {sampler})):
+        optimizer.zero_grad()
+        loss = {loss}
+        loss.backward()
+        try:
+            {step}
+        except Exception:
+            print("swallowed")
+finally:
+    print("finally")
+"""
+GOOD = {
+    "parameters": "model.parameters()",
+    "sampler": "sampler=sampler(data, 4)",
+    "loss": "(model(x) - y).square().mean()",
+    "step": "optimizer.step()",
+}
+
+
+@pytest.fixture
+def check(tmp_path: Path) -> Callable[..., tuple[int, list[str], str]]:
+    """Exit code, lines of stdout and stderr of a check of SCRIPT with something else in it."""
+
+    def run(*flags: str, **other: str) -> tuple[int, list[str], str]:
+        path = tmp_path / "script.py"
+        path.write_text(SCRIPT.format(**GOOD | other))
+        code, out, err = finished("ps-worker", "--check", *flags, str(path))
+        return code, out.splitlines(), err
+
+    return run
+
+
+def told(lines: list[str], kind: str) -> list[str]:
+    return [line.removeprefix(kind).strip() for line in lines if line.startswith(kind)]
+
+
+def test_a_good_script_is_fine(check: Callable[..., tuple[int, list[str], str]]) -> None:
+    """It ends after two steps of 16, its `finally` runs, and nothing else saw how it ended."""
+    flags = ("--sync", "ssp", "--compress", "topk:0.5+int8", "--link", "100mbit,20ms", "-n", "4")
+    code, lines, err = check(*flags)
+    assert code == 0, err
+    assert told(lines, "fine") == ["2 workers made 2 steps each"] and not told(lines, "broken")
+    assert told(lines, "parameters") == ["74 trainable in 6 tensors"] and told(lines, "optimizer") == ["AdamW of 74"]
+    assert told(lines, "buffers") == ["3 of the module, 0.1 kB: those of the lowest rank hold for all"]
+    assert [line.count(" as ") for line in told(lines, "a push")] == [3]
+    rows = [line.split("  ")[0] for line in lines if line.startswith("--sync")]
+    assert rows[0] == "--sync ssp --compress topk:0.5+int8" and rows[1] == "--sync bsp" and len(rows) == 5
+    assert lines.count("finally") == 2 and "swallowed" not in lines
+
+
+@pytest.mark.parametrize(("other", "sentences"), [
+    ({"parameters": "torch.nn.Linear(4, 2).parameters()"},
+     ["the optimizer has 2 parameters that are not in the model given to DistributedOptimizer: give both the same model"]),
+    ({"sampler": "", "loss": "model(x).sum() / (1 - step)"},
+     ["worker 0: the gradient of 0.weight is not finite in step 2",
+      "all workers read the same samples in step 1: give the DataLoader sampler=sampler(dataset, batch)"]),
+])  # fmt: skip
+def test_a_broken_script_is_told_why(
+    check: Callable[..., tuple[int, list[str], str]], other: dict[str, str], sentences: list[str]
+) -> None:
+    code, lines, err = check(**other)
+    broken = told(lines, "broken")
+    assert code == 2 and len(broken) == len(sentences), (lines, err)
+    for line, sentence in zip(broken, sentences, strict=True):
+        assert line.startswith(sentence)
+
+
+@pytest.mark.parametrize(("words", "why"), [
+    ("--check --server tcp://127.0.0.1:1", "leave out --server"),
+    ("--check --group", "leave out --group"),
+    ("--check --link wide", "--link 'wide' is no link: give its rate and one way's delay, as in 100mbit,20ms"),
+    ("--link 1mbit,1ms", "give --check too"),
+])  # fmt: skip
+def test_flags_that_make_no_sense(words: str, why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        command.main([*words.split(), __file__], standalone_mode=False)
+
+
+def test_a_script_without_a_wrapped_optimizer_ends() -> None:
+    """Hooks of torch see it step."""
+    events = list[tuple[str, dict[str, Any]]]()
+    seen = watch.Watch([], lambda event, **values: events.append((event, values)))
+    p = torch.nn.Parameter(torch.ones(2))
+    p.grad = torch.ones(2)
+    adam = torch.optim.Adam([p])
+    for _ in range(STEPS):
+        adam.step()
+    with pytest.raises(watch.Checked):
+        adam.step()
+    seen.close()
+    adam.step()
+    worker = Told()
+    for _, event in events:
+        worker.take(event.pop("what"), event)
+    assert found(FAULTS, [worker, worker]) == [
+        "no DistributedOptimizer was made, so each worker trains alone and nothing is shared: write optimizer = "
+        "DistributedOptimizer(Adam(...), model)"
+    ]
+
+
+# The rules.
+
+
+def worker(**other: Any) -> Told:
+    model = {"frozen": {"base": "1"}, "unowned": []}
+    steps = [{"number": 1 + i, "inputs": ["a"], "random": "", "gradients": "g"} for i in range(STEPS)]
+    return Told(**{"model": model, "steps": steps, "done": {"without": []}} | other)
+
+
+def first(**other: Any) -> list[dict[str, Any]]:
+    return [worker().steps[0] | other, *worker().steps[1:]]
+
+
+OTHER = worker(steps=first(inputs=["b"], gradients="h"))
+RULES: list[tuple[list[Told], str]] = [
+    ([worker(), worker()], "the same samples"),
+    ([worker(steps=first(inputs=[])), worker(steps=first(inputs=[]))], "the same samples"),
+    ([worker(), worker(steps=first(inputs=["b"]))], "the same gradients of other samples"),
+    (
+        [worker(), worker(steps=OTHER.steps[:1])],
+        "worker 1 called step() once, worker 0 twice: leave no step to one rank",
+    ),
+    ([worker(steps=first()[:1]), worker(steps=OTHER.steps[:1])], "the script ended after 1 of the 2 steps"),
+    ([worker(steps=[]), worker(steps=[])], "no worker called step()"),
+    ([worker(steps=[]), OTHER], "worker 0 called step() never, worker 1 twice"),
+    ([worker(steps=first(random="r")), worker(steps=first(inputs=["b"], gradients="h", random="r"))], "(dropout)"),
+    ([worker(), worker(steps=OTHER.steps, model={"frozen": {"base": "2"}, "unowned": []})], "the frozen base differ"),
+    ([worker(model={"frozen": {}, "unowned": ["a", "b", "c", "d"]}), OTHER], "no optimizer has a, b, c and 1 more"),
+    ([worker(beside=[{"optimizer": "SGD", "wrapped": False}]), OTHER], "SGD steps outside of DistributedOptimizer"),
+    (
+        [worker(beside=[{"optimizer": "SGD", "wrapped": True}]), OTHER],
+        "step() of the SGD that DistributedOptimizer wraps",
+    ),
+    ([worker(costs=[{"loss": float("nan")}]), OTHER], "worker 0 recorded a loss of nan"),
+    ([worker(done={"without": ["head"]}), OTHER], "head had no gradient in 2 steps"),
+    ([worker(code=1), OTHER], "worker 0 failed before step 2 was over"),
+    ([worker(error="no such key"), OTHER], "no such key"),
+]
+
+
+def test_all_is_well() -> None:
+    assert not found(FAULTS + NOTICES, [worker(), OTHER]) and STEPS == watch.STEPS
+
+
+@pytest.mark.parametrize(("workers", "part"), RULES)
+def test_each_rule(workers: list[Told], part: str) -> None:
+    """And none says what another one does."""
+    (sentence,) = found(FAULTS + NOTICES, workers)
+    assert part in sentence
+
+
+def test_the_specs_that_are_encoded() -> None:
+    assert findings.specs([{"sync": "ssp", "compress": "auto"}, {"sync": "ssp", "compress": "int8"}]) == [
+        "dense",
+        "int8",
+    ]

@@ -1,0 +1,100 @@
+"""ps-worker --check: two workers make two steps of the script, and what they told is said (findings.py)."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from narrows.compression.predict import Link
+from narrows.protocols.errors import UsageError
+from narrows.worker.command import findings
+from narrows.worker.command.findings import Told
+from narrows.worker.command.launcher import Launcher
+from narrows.worker.command.options import checked
+
+WORKERS = 2
+LIMIT_S = 1800.0  # for what the script does before its first step, too
+BEHIND_S = 20.0  # a worker that is behind another by a step for so long, or for twice what came before, makes none
+DEFAULTS = {"sync": "bsp", "push": "update"}  # where no flag of a run is given: any optimizer, and nobody runs ahead
+# Of a run that is not looked at, or that has one worker.
+OFF: dict[str, Any] = {
+    "resume": False,
+    "checkpoint_dir": "",
+    "record": "",
+    "restarts": 0,
+    "dashboard": "",
+    "metrics": "",
+}
+
+
+class Check(Launcher):
+    """`flags`: those of ps-worker."""
+
+    def __init__(self, link: str | None, **flags: Any) -> None:
+        for name in ("server", "group"):
+            if flags[name]:
+                raise UsageError(f"--check starts two workers and a server on this machine: leave out --{name}")
+        try:
+            self.link = Link.parse(link) if link else None
+        except ValueError as error:
+            raise UsageError(f"--link {error}") from None
+        self.name = link or ""
+        options = checked(**flags | OFF | {"server": "", "nproc": WORKERS, "workers": None})
+        run = options.run
+        self.given = {name: value for name, value in run.items() if name not in ("workers", "shards")}
+        if not self.given:
+            run |= DEFAULTS
+        self.specs = findings.specs([run, *(findings.SUGGESTED if self.link else ())])
+        super().__init__(options)
+        self.told = [Told() for _ in range(WORKERS)]
+        self.began_s = self.ahead_s = time.monotonic()  # the newest step of any worker
+
+    def _environment(self) -> dict[str, str]:
+        return super()._environment() | {"NARROWS_WATCH": " ".join(self.specs)}
+
+    def _recorded(self, index: int, kind: str, event: dict[str, Any]) -> None:
+        if kind != "check":
+            if kind == "step":
+                self.told[index].costs.append(dict(event))
+            super()._recorded(index, kind, event)
+            return
+        self.told[index].take(event.pop("what"), event)
+        if len(self.told[index].steps) > min(len(told.steps) for told in self.told):
+            self.ahead_s = max(self.ahead_s, time.monotonic())
+
+    @property
+    def _running(self) -> bool:
+        now_s, counts = time.monotonic(), [len(told.steps) for told in self.told]
+        behind_s = max(BEHIND_S, 2 * (self.ahead_s - self.began_s))
+        stuck = min(counts) < max(counts) and now_s - self.ahead_s > behind_s
+        return super()._running and not stuck and now_s - self.began_s < LIMIT_S
+
+    def _failed(self, index: int, code: int, text: str) -> None:
+        if index >= 0:
+            self.told[index].error = text
+            self.errors[index] = (code, text)
+        else:
+            super()._failed(index, code, text)
+
+    def _say_ended(self, index: int, code: int, group: Any) -> None:
+        self.told[index].code = code
+
+    def _summary(self) -> int:
+        """Say what was found."""
+        for index, worker in self.workers.items():
+            if index not in self.codes:
+                worker.kill()
+                self.codes[index] = worker.wait() or 0
+        self.console.close()
+        if self.signals or self.broken:  # the server's own end is said
+            return next((code for code, _ in self.errors.values()), 0)
+        faults, notices = (findings.found(rules, self.told) for rules in (findings.FAULTS, findings.NOTICES))
+        lines = findings.facts(self.told, self.options.run)
+        if self.link is not None:
+            lines += findings.times(self.told, self.link, self.name, self.given)
+        lines += [*(f"broken       {each}" for each in faults), *(f"notice       {each}" for each in notices)]
+        for line in (
+            lines if faults else [*lines, f"fine         {WORKERS} workers made {len(self.told[0].steps)} steps each"]
+        ):
+            self.console.out(line)
+        return UsageError.exit_code if faults else 0

@@ -1,0 +1,242 @@
+"""What a script of `ps-worker --check` does in its first steps; ps-worker compares the workers (worker/command/findings.py).
+
+Rules
+- Each fact is an event "check", told at once: a worker that hangs or fails has told what came before.
+- After STEPS steps the script ends where it would take another one, by a SystemExit: `finally` blocks run, `except
+  Exception` does not see it.
+- Hooks of torch see an optimizer that DistributedOptimizer does not wrap, so a script that has none is told too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
+
+from narrows.compression import ErrorFeedback, parse
+from narrows.worker.flat import FlatModel, FloatArray
+from narrows.worker.optimizers import each_of
+
+WATCH = "NARROWS_WATCH"  # the variable: SPECs to encode an update with; not for processes that the script starts
+STEPS = 2
+BESIDE_MAX = 100  # steps of an optimizer beside the wrapped one, without one of that: the script ends then
+HEAD = 4096  # values of each gradient that are compared
+SAMPLE = 1 << 24  # values of an update that are encoded, of a larger model
+ENCODED = 3  # times
+
+Tell = Callable[..., None]
+
+
+class Checked(SystemExit):
+    """The check has seen enough of this script."""
+
+
+class Watch:
+    """Of this process. `tell(event, **values)`: one line to ps-worker."""
+
+    def __init__(self, specs: list[str], tell: Tell) -> None:
+        self.specs, self.tell = specs, tell
+        self.wrapper: torch.optim.Optimizer | None = None
+        self.model = torch.nn.Module()
+        self.parts: tuple[torch.optim.Optimizer, ...] = ()  # that the wrapper has
+        self.steps = self.beside = 0
+        self.within = False  # a step of the wrapper
+        self.over = False
+        self.absent: set[str] = set()  # parameters that have had no gradient yet
+        self.before: FloatArray | None = None  # the weights before the first step
+        self.lost_s = 0.0  # on looking, since the step before
+        self.forward = Forward()
+        self.hooks = (
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        )
+
+    def close(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+    @staticmethod
+    def of_environment(tell: Tell) -> Watch | None:
+        specs = os.environ.pop(WATCH, "")
+        return Watch(specs.split(), tell) if specs else None
+
+    def _say(self, what: str, **values: Any) -> None:
+        self.tell("check", what=what, **values)
+
+    def begins(self, wrapper: torch.optim.Optimizer, inner: torch.optim.Optimizer, model: torch.nn.Module) -> None:
+        """A DistributedOptimizer is made; it has not joined yet."""
+        os.environ.pop(WATCH, None)  # of a process that was forked from one that had it
+        self.wrapper, self.model, self.parts = wrapper, model, each_of(inner)
+        owned = {id(p) for group in inner.param_groups for p in group["params"]}
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.absent = {name for name, p in trained.items() if id(p) in owned}
+        self._say(
+            "model",
+            trainable=sum(p.numel() for p in trained.values()),
+            tensors=len(trained),
+            frozen={name: fingerprint([p]) for name, p in model.named_parameters() if not p.requires_grad},
+            frozen_values=sum(p.numel() for p in model.parameters() if not p.requires_grad),
+            unowned=[name for name, p in trained.items() if id(p) not in owned],
+            buffers=[sum(1 for _ in model.buffers()), sum(b.numel() * b.element_size() for b in model.buffers())],
+            optimizers=[[type(each).__name__, _size(each)] for each in self.parts],
+        )
+        self.forward.watch(model)
+
+    # Steps.
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], values: dict[str, Any]) -> Any:
+        if self.over:
+            raise Checked(0)
+        engine = getattr(self.wrapper, "_engine", None)
+        if optimizer is not self.wrapper:
+            if not self.within and (
+                self.wrapper is None or engine is not None
+            ):  # else it is tried while the engine is made
+                self._beside(optimizer)
+            return None
+        began, self.within = time.perf_counter(), True
+        if self.before is None and engine is not None:
+            self.before = _sample(engine.flat)
+        seen = self.forward.close()
+        closure = args[1] if len(args) > 1 else values.get("closure")
+        self._say("step", number=self.steps + 1, **seen, **({} if closure else self._gradients()))
+        self.lost_s += time.perf_counter() - began
+        return ((optimizer, self._seeing(closure)), {}) if closure else None
+
+    def _seeing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure of a step, which has its gradients once it has been called."""
+
+        def seeing() -> Any:
+            loss, began = closure(), time.perf_counter()
+            self._say("gradients", **self.forward.close(), **self._gradients(loss))
+            self.lost_s += time.perf_counter() - began
+            return loss
+
+        return seeing
+
+    def _gradients(self, loss: Any = None) -> dict[str, Any]:
+        """What is told of the gradients that are there. Raises Checked where one is not finite."""
+        heads = list[torch.Tensor]()
+        for name, p in self.model.named_parameters():
+            if p.grad is None:
+                continue
+            self.absent.discard(name)
+            values = p.grad.coalesce().values() if p.grad.is_sparse else p.grad
+            if not torch.isfinite(values).all():
+                shown = float(loss) if loss is not None else None
+                self._say("not finite", number=self.steps + 1, gradient=name, loss=shown)
+                self.over = True
+                raise Checked(0)
+            heads.append(values.detach().reshape(-1)[:HEAD])
+        some = not self.steps and any(bool(head.any()) for head in heads)
+        return {"gradients": fingerprint(heads) if some else ""}
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if optimizer is not self.wrapper:
+            return
+        self.within, self.steps = False, self.steps + 1
+        if self.steps == STEPS:
+            self.over = True
+            self._say("done", without=sorted(self.absent), lost_seconds=self.lost_s, encoded=self._encoded())
+            raise Checked(0)
+        self.lost_s = 0.0
+
+    def _beside(self, optimizer: torch.optim.Optimizer) -> None:
+        """A step that is not shared."""
+        wrapped = any(optimizer is part for part in self.parts)
+        self.beside += 1
+        self._say("beside", optimizer=type(optimizer).__name__, wrapped=wrapped)
+        if self.beside > (STEPS if wrapped or self.wrapper is None else BESIDE_MAX):
+            self.over = True
+            raise Checked(0)
+
+    def _encoded(self) -> dict[str, list[float]]:
+        """By SPEC: bytes of an update of this model, and the seconds that it takes to encode it."""
+        engine = getattr(self.wrapper, "_engine", None)
+        if engine is None or self.before is None:
+            return {}
+        update = _sample(engine.flat) - self.before
+        times = engine.flat.size / update.size
+        costs = dict[str, list[float]]()
+        for spec in self.specs:
+            coder, seconds, payload = ErrorFeedback(parse(spec), update.size), list[float](), memoryview(b"")
+            for _ in range(ENCODED):
+                began = time.perf_counter()
+                payload = coder.encode(update)
+                seconds.append(time.perf_counter() - began)
+            costs[spec] = [len(payload) * times, min(seconds) * times]
+        return costs
+
+
+class Forward:
+    """What goes into the outermost forward passes, with gradients, of a model or of parts of it, up to a step."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.inputs = list[str]()
+        self.random = ""  # the states of the generators before the first of them
+        self.drew = False  # they were others after it
+        self.hooks = list[Any]()
+
+    def watch(self, model: torch.nn.Module) -> None:
+        for module in model.modules():
+            self.hooks.append(module.register_forward_pre_hook(self._enters, with_kwargs=True))
+            self.hooks.append(module.register_forward_hook(self._leaves, always_call=True))
+
+    def close(self) -> dict[str, Any]:
+        """What was seen. A later step is not looked at: it is timed."""
+        if not self.inputs:
+            return {}
+        for hook in self.hooks:
+            hook.remove()
+        seen = {"inputs": self.inputs, "random": self.random if self.drew else ""}
+        self.inputs = []
+        return seen
+
+    def _enters(self, module: torch.nn.Module, args: Any, values: Any) -> None:
+        self.depth += 1
+        if self.depth > 1 or not torch.is_grad_enabled():
+            return
+        self.random = self.random or _generators()
+        self.inputs.append(fingerprint(tree_leaves((args, values))))
+
+    def _leaves(self, module: torch.nn.Module, args: Any, out: Any) -> None:
+        self.depth -= 1
+        if not self.depth and self.random:
+            self.drew = self.drew or _generators() != self.random
+
+
+def fingerprint(leaves: Iterable[Any]) -> str:
+    """A hash of the tensors among these, 16 digits; "": there is none."""
+    digest, any_ = hashlib.blake2b(digest_size=8), False
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and leaf.numel():
+            any_ = True
+            digest.update(f"{leaf.dtype}{list(leaf.shape)}".encode())
+            digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest() if any_ else ""
+
+
+def _generators() -> str:
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_initialized():
+        states.append(torch.cuda.get_rng_state())
+    return fingerprint(states)
+
+
+def _size(optimizer: torch.optim.Optimizer) -> int:
+    return sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+
+
+def _sample(flat: FlatModel) -> FloatArray:
+    """A copy of the first weights, at most SAMPLE of them."""
+    out = np.empty(min(flat.size, SAMPLE), np.float32)
+    flat.read_keys(flat.begin, out)
+    return out
