@@ -26,7 +26,9 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in self.attend(self.norm_1(x)).chunk(3, 2))
+        q, k, v = (
+            part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in self.attend(self.norm_1(x)).chunk(3, 2)
+        )
         x = x + self.project(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
         return x + self.mlp(self.norm_2(x))
 
@@ -75,8 +77,8 @@ def main(steps: int, batch: int, accumulate: int, lr: float, dtype: str, compile
     forward = torch.compile(model) if compiled else model
     data = Windows()
     rows = endless(DataLoader(data, batch, sampler=sampler(data, accumulate * batch)))  # 3
-    for step in range(steps):
-        for _ in range(accumulate):
+    for _step in range(steps):
+        for _part in range(accumulate):
             with torch.autocast("cpu", DTYPES[dtype], enabled=dtype != "float32"):
                 loss = forward(next(rows)["input_ids"]) / accumulate
             scaler.scale(loss).backward()
