@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -65,7 +66,7 @@ print("whole", json.dumps([rank(), [batch.tolist() for _, batch in zip(range(STE
 """
 
 
-def lines(word: str, text: str) -> list[list]:
+def lines(word: str, text: str) -> list[list[Any]]:
     return [json.loads(found) for found in re.findall(rf"^{word} (.*)$", text, re.M)]
 
 

@@ -186,13 +186,14 @@ class Container(torch.optim.Optimizer):
 
 
 def test_a_container_of_optimizers_is_its_optimizers() -> None:
+    contained: Any = lambda net: Container(list(muon_adamw(net)))  # noqa: E731
     with run(SSP1):
         net = build()
         inner = muon_adamw(net)
         optimizer = DistributedOptimizer(Container(list(inner)), net)
         assert all(a is b for a, b in zip(optimizer.param_groups, optimizer.inner.param_groups, strict=True))
         assert [group["lr"] for group in optimizer.param_groups] == [g["lr"] for o in inner for g in o.param_groups]
-    assert distance(trained(SSP1, lambda net: Container(list(muon_adamw(net)))), by_hand(muon_adamw)) < CLOSE
+    assert distance(trained(SSP1, contained), by_hand(muon_adamw)) < CLOSE
 
 
 @pytest.mark.parametrize("make", [muon_adamw, sgd_adamw, two_sgd])
