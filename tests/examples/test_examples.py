@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -33,7 +34,9 @@ PUBLIC = re.compile(rf"\bnarrows\b|\b({'|'.join(worker.__all__)})\(")
 def ends(words: list[str], workers: int, name: str) -> tuple[list[float], str]:
     """The figure that each worker printed, and all that was said."""
     script = [str(EXAMPLES / f"{name}.py"), "--steps", str(STEPS), "--batch", str(2 * BATCHES[name] // workers)]
-    done = subprocess.run([*words, *script], capture_output=True, text=True, timeout=LIMIT_S)
+    # One thread, as each of two workers on two cores has: several that share busy cores wait for each other for minutes.
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*words, *script], capture_output=True, text=True, timeout=LIMIT_S, env=env)
     assert done.returncode == 0, done.stderr
     return [float(value) for value in re.findall(r"^(?:loss|accuracy) ([0-9.]+)", done.stdout, re.M)], done.stderr
 
