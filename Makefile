@@ -15,7 +15,7 @@ help:
 	@echo 'make demo         install, then train digits: 4 workers, 2 shards, bounded staleness, 1 % of each update sent'
 	@echo 'make test         install, run the same job quickly, then all tests'
 	@echo 'make check        ruff, ruff format and mypy --strict'
-	@echo 'make examples     install trainers (Hugging Face, Accelerate, Lightning, peft) apart, and run examples/ with them'
+	@echo 'make examples     install trainers and loaders (Hugging Face, Lightning, torchtitan, litdata, ...) apart, and run examples/ with them'
 	@echo 'make fuzz         every decoder under coverage-guided fuzzing, FUZZ_SECONDS=60 each; installs atheris'
 	@echo 'make bench-peers  install torchft and hivemind for bench/wan.py, each in a .venv-* of its own'
 	@echo 'make test-ray     install Ray in .venv-ray, and test narrows.worker.ray there'
@@ -67,9 +67,12 @@ bench-peers: .venv-torchft/installed .venv-hivemind/installed
 .venv-%/installed: pyproject.toml constraints.txt | .venv/bin/pip
 	.venv/bin/python -m venv .venv-$*
 	.venv-$*/bin/python -m pip install -c constraints.txt -e '.[$*$(WITH_$*)]'
+	$(THEN_$*)
 	touch $@
 
 WITH_ray := ,dev
+# litdata asks for it, for images alone. PyPI's is made for CUDA: beside a torch for the CPU it breaks whoever imports it.
+THEN_examples := .venv-examples/bin/python -m pip uninstall -q -y torchvision
 
 test-ray: .venv-ray/installed
 	.venv-ray/bin/python -P -m narrows.compression

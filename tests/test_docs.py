@@ -1,10 +1,15 @@
 """The house rules of the pages: how long they are, that what they name is there, and how no sentence begins."""
 
+import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from narrows import worker
+from narrows.worker import DistributedOptimizer
 
 ROOT = Path(__file__).resolve().parent.parent
 LINES_MAX = {"README.md": 130, "docs/architecture.md": 200}
@@ -95,6 +100,22 @@ def test_each_guarantee_names_a_test_that_is_there() -> None:
     assert len(named) == len(rows) > 20
     for file, name in named:
         assert not file or f"def {name}(" in (ROOT / file).read_text("utf-8"), f"{file} has no {name}"
+
+
+def public() -> dict[str, Any]:
+    """What narrows.worker has for scripts, as docs/api.md writes it."""
+    methods = {f".{name}": value for name, value in vars(DistributedOptimizer).items() if inspect.isroutine(value)}
+    found = {name: getattr(worker, name) for name in worker.__all__} | methods
+    return {name: value for name, value in found.items() if not name.startswith("._")}
+
+
+@pytest.mark.parametrize("name", public())
+def test_each_public_name_and_argument_is_on_the_page_of_the_api(name: str) -> None:
+    signature = inspect.signature(public()[name])
+    asked = {each.name for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD} - {"self"}
+    page = (ROOT / "docs/api.md").read_text("utf-8")
+    (said,) = re.findall(rf"^(?:\| )?`{re.escape(name)}\(([^`]*)\)`", page, re.M)
+    assert asked <= {*re.findall(r"\w+", said)}
 
 
 @pytest.mark.parametrize("path", pages())

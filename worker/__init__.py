@@ -16,6 +16,7 @@ __all__ = [
     "local_rank",
     "rank",
     "record",
+    "resumable",
     "sampler",
     "step_count",
     "world_size",
@@ -25,9 +26,15 @@ if TYPE_CHECKING:
     from narrows.worker.datasets import sampler
     from narrows.worker.machine import device, local_rank
     from narrows.worker.optimizer import DistributedOptimizer
+    from narrows.worker.resuming import resumable
     from narrows.worker.session import clock, rank, record, step_count, world_size
 else:
-    HOMES = {"DistributedOptimizer": "optimizer", "device": "machine", "local_rank": "machine", "sampler": "datasets"}
+    HOMES = {
+        **dict.fromkeys(("device", "local_rank"), "machine"),
+        "DistributedOptimizer": "optimizer",
+        "resumable": "resuming",
+        "sampler": "datasets",
+    }
 
     def __getattr__(name):
         """On first use: ps-worker is in this package too, and need not wait for torch."""

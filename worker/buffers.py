@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from narrows.protocols.plan import BUFFERS_BYTES_MAX, DTYPES, NamedArray, pack_arrays, unpack_arrays
+from narrows.worker.flat import plain
 from narrows.worker.runner import say
 
 LONG_BUFFERS = (
@@ -57,13 +58,13 @@ def pack_buffers(model: torch.nn.Module) -> bytes:
         dtype = str(buffer.dtype).removeprefix("torch.")
         if name in kept and dtype in DTYPES and buffer.layout == torch.strided:
             flat = buffer.detach().cpu().contiguous().reshape(-1)
-            arrays[name] = (dtype, tuple(buffer.shape), flat.view(torch.uint8).numpy().tobytes())
+            arrays[plain(name)] = (dtype, tuple(buffer.shape), flat.view(torch.uint8).numpy().tobytes())
     return pack_arrays(arrays) if arrays else b""
 
 
 def load_buffers(model: torch.nn.Module, packed: bytes) -> None:
     """Set the buffers of `model` that `packed` has under the same name and shape. Raises RemoteProtocolError."""
-    mine = dict(model.named_buffers(remove_duplicate=False))
+    mine = {plain(name): buffer for name, buffer in model.named_buffers(remove_duplicate=False)}
     with torch.no_grad():
         for name, (dtype, shape, raw) in unpack_arrays(packed).items():
             if name in mine and tuple(mine[name].shape) == shape and raw:

@@ -184,12 +184,17 @@ class Flat:
                 target.copy_(gradient.reshape(-1)[low - at : high - at])
 
 
+def plain(name: str) -> str:
+    """The name of a tensor in the model that torch.compile was given: a run's model is what an uncompiled one loads."""
+    return name.replace("_orig_mod.", "")
+
+
 class FlatModel(Flat):
     """Parameters of `model` that `optimizer` steps."""
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         position = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
-        named = [(name, p) for name, p in model.named_parameters() if id(p) in position and p.requires_grad]
+        named = [(plain(name), p) for name, p in model.named_parameters() if id(p) in position and p.requires_grad]
         missing = sum(1 for g in optimizer.param_groups for p in g["params"] if p.requires_grad) - len(named)
         if missing:
             raise UsageError(
@@ -205,9 +210,9 @@ class FlatModel(Flat):
         super().__init__([name for name, _ in named], [p for _, p in named], Plan(self.specs, "", ()).offsets())
         index = {id(p): i for i, (_, p) in enumerate(named)}
         self.aliases = tuple(
-            (name, index[id(p)])
+            (plain(name), index[id(p)])
             for name, p in model.named_parameters(remove_duplicate=False)
-            if id(p) in index and name != self.names[index[id(p)]]
+            if id(p) in index and plain(name) != self.names[index[id(p)]]
         )
         self.model = model
         self.group_of = [position[id(p)] for p in self.parameters]

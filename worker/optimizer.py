@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -16,7 +16,8 @@ from narrows.worker.updates import clipped_step
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
-    """Wraps `inner`, which steps the parameters of `model`: one optimizer, or a list of them, each with its own parameters.
+    """Wraps `inner`, which steps the parameters of `model`: one optimizer, or a list or container of them, each with its own
+    parameters.
 
     It shares param_groups, state and defaults with `inner` by reference, so schedulers, gradient accumulation, clipping and
     AMP work on it as on any optimizer. Run as plain python it does what `inner` does.
@@ -35,7 +36,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def __init__(
         self,
-        inner: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        inner: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
         model: torch.nn.Module,
         *,
         overlap: bool = False,

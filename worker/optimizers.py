@@ -8,7 +8,7 @@ Rules
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -18,14 +18,15 @@ from narrows.protocols.modes import ELEMENTWISE
 
 
 def as_one(
-    inner: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], model: torch.nn.Module
+    inner: torch.optim.Optimizer | Iterable[torch.optim.Optimizer], model: torch.nn.Module
 ) -> torch.optim.Optimizer:
     """One optimizer is itself. Raises UsageError for several that cannot step together; `model` names their parameters."""
-    if not isinstance(inner, Sequence):
+    if not isinstance(inner, Iterable):  # a container of optimizers, such as torchtitan's, is one too
         return inner
-    if not inner:
+    each = tuple(inner)
+    if not each:
         raise UsageError("DistributedOptimizer got an empty list: give it at least one optimizer")
-    return inner[0] if len(inner) == 1 else Optimizers(inner, model)
+    return each[0] if len(each) == 1 else Optimizers(each, model)
 
 
 def each_of(inner: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:

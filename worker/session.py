@@ -105,7 +105,7 @@ class Connected:
             self.rank = joined.rank + joined.world_size * self.group.rank
             self.world_size = joined.world_size * self.group.size
         for name in os.environ.get("NARROWS_SETS", "").split():
-            os.environ[name] = str(self.rank if name == "RANK" else self.world_size)
+            os.environ[name] = str(self.world_size if name == "WORLD_SIZE" else self.rank)
         self.settings = Settings.unpacked(joined.settings)
         self.engine: Engine | None = None
         self._pending: dict[str, Any] = {}

@@ -1,7 +1,9 @@
-"""The sampler of a run: shares of each epoch, by the run's clock."""
+"""The sampler of a run, and loaders that go on with it: shares of each epoch, by the run's clock."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,8 @@ from torch.utils.data import DataLoader
 
 from narrows.protocols.errors import UsageError
 from narrows.protocols.settings import Settings
-from narrows.worker import DistributedOptimizer, sampler
+from narrows.worker import DistributedOptimizer, resumable, sampler
+from narrows.worker.resuming import superfluous
 
 SAMPLES, BATCH = 103, 8
 
@@ -68,3 +71,110 @@ def test_alone_it_has_all() -> None:
             sampler([], 2)
         with pytest.raises(UsageError, match="batch=0"):
             sampler(range(7), 0)
+
+
+class Stream:
+    """A loader that keeps its place, as StatefulDataLoader does: 13 batches an epoch, 0 to 12, 100 to 112 and so on."""
+
+    def __init__(self) -> None:
+        self.epoch, self.place = 0, 0
+        self.fetched = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.place < 13:
+            self.place += 1
+            self.fetched += 1
+            yield 100 * self.epoch + self.place - 1
+        self.epoch, self.place = self.epoch + 1, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.place = state["epoch"], state["place"]
+
+
+def streamed(steps: int, batches: int, folder: Path) -> tuple[list[int], int]:
+    """What this worker trained on in so many steps, and how many batches it has fetched."""
+    model, stream = build(), Stream()
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model)
+    rows = resumable(stream, folder, batches=batches, every=5)
+    seen: list[int] = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        for _ in range(batches):
+            seen.append(next(rows))
+            loss_of(model, step).backward()
+        optimizer.step()
+    return seen, stream.fetched
+
+
+WHOLE = [100 * epoch + place for epoch in range(10) for place in range(13)]
+
+
+@pytest.mark.parametrize("batches", [1, 3])
+def test_a_loader_goes_on_where_the_run_does(batches: int, tmp_path: Path) -> None:
+    with run(Settings(sync="async", workers=1)) as started:
+        seen, _ = streamed(17, batches, tmp_path)
+        started.expire(0)
+        started.join()
+        again, fetched = streamed(4, batches, tmp_path)
+        assert seen + again == WHOLE[: 21 * batches]
+        assert fetched == (17 - 15 + 4) * batches, "it was loaded, and only two steps were read past"
+        started.expire(1)
+        started.join()
+        for path in tmp_path.iterdir():
+            path.unlink()
+        assert streamed(1, batches, tmp_path)[0] == WHOLE[21 * batches : 22 * batches], (
+            "without a state it reads past all"
+        )
+
+
+def test_a_run_that_goes_back_deletes_what_is_ahead_of_it(tmp_path: Path) -> None:
+    """As after a checkpoint of clock 12: the states of steps 15 and 20 are of another future."""
+    with run(Settings(sync="async", workers=1)):
+        streamed(21, 1, tmp_path)
+    ahead = {"loader-0-of-1.step-15.pt", "loader-0-of-1.step-20.pt"}
+    assert ahead <= {path.name for path in tmp_path.iterdir()}
+    with run(Settings(sync="async", workers=1)) as started:
+        streamed(12, 1, tmp_path / "other")
+        for path in (tmp_path / "other").iterdir():
+            path.rename(tmp_path / path.name)
+        started.expire(0)
+        started.join()
+        assert streamed(1, 1, tmp_path)[0] == WHOLE[12:13]
+    assert not ahead & {path.name for path in tmp_path.iterdir()}
+
+
+@pytest.mark.parametrize("every", [1, 7])
+def test_few_states_are_kept_and_none_is_far_before_any_clock(every: int) -> None:
+    kept: list[int] = []
+    for newest in range(every, 200 * every, every):
+        kept.append(newest)
+        kept = [step for step in kept if step not in superfluous(kept)]
+        assert len(kept) <= 2 * (newest // every).bit_length()
+        for clock in range(newest):
+            passed = clock - max([step for step in kept if step <= clock], default=0)
+            assert passed < max(every, newest - clock + 1), (newest, clock, kept)
+
+
+def test_what_cannot_be_resumed_is_said(tmp_path: Path) -> None:
+    class Empty(Stream):
+        def __iter__(self) -> Iterator[int]:
+            return iter(())
+
+    plain: Any = DataLoader([1, 2], 1)  # type: ignore[arg-type]
+    with run(Settings(sync="async", workers=1)) as started:
+        with pytest.raises(UsageError, match="a DataLoader, which has no state_dict"):
+            resumable(plain, tmp_path)
+        with pytest.raises(UsageError, match="batches=0"):
+            resumable(Stream(), tmp_path, batches=0)
+        started.become(0)
+        with pytest.raises(UsageError, match="before DistributedOptimizer was made"):
+            next(resumable(Stream(), tmp_path))
+        model = build()
+        DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model)
+        with pytest.raises(UsageError, match="the loader of worker 0 has no batch"):
+            next(resumable(Empty(), tmp_path))
+    with alone():
+        assert next(resumable(Stream(), tmp_path)) == 0

@@ -1153,6 +1153,39 @@ def test_a_joiner_starts_from_the_buffers_of_the_lowest_rank() -> None:
     assert np.array_equal(flat(joiner), flat(nets[0]))
 
 
+# A compiled model.
+
+
+def test_a_model_is_compiled_before_or_after_it_is_wrapped() -> None:
+    """Tensors have their names in the model itself, so a worker that compiles and one that does not are of one run."""
+
+    def compiled(net: nn.Module) -> Any:
+        return torch.compile(net, backend="eager", fullgraph=True)
+
+    def steps(net: nn.Module, optimizer: Any) -> Array:
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss_of(net, step).backward()
+            optimizer.step()
+        return flat(net)
+
+    net = normed()
+    expected = steps(net, ADAMW(net.parameters()))
+    for before in (True, False):
+        with run(SSP1) as started:
+            net = normed()
+            inner: Any = compiled(net) if before else net
+            optimizer: Any = DistributedOptimizer(ADAMW(net.parameters()), inner)
+            assert distance(steps(inner if before else compiled(net), optimizer), expected) < EQUAL
+            optimizer._engine._send_buffers()
+            started.join()
+            joiner = normed(seed=5)
+            DistributedOptimizer(ADAMW(joiner.parameters()), joiner)
+            assert np.array_equal(flat(joiner), flat(net))
+            assert torch.equal(joiner.get_buffer("1.running_mean"), net.get_buffer("1.running_mean"))
+
+
 # Alone.
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -172,6 +172,28 @@ def test_a_list_of_one_is_that_one() -> None:
             (only,) = optimizers = inner(net)
             optimizer = DistributedOptimizer(optimizers, net)
             assert optimizer.inner is only and optimizer.param_groups is only.param_groups
+
+
+class Container(torch.optim.Optimizer):
+    """As torchtitan's: its one group has all parameters and no rate, and it iterates over its optimizers."""
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        self.optimizers = optimizers
+        super().__init__([p for one in optimizers for group in one.param_groups for p in group["params"]], {})
+
+    def __iter__(self) -> Iterator[torch.optim.Optimizer]:
+        return iter(self.optimizers)
+
+
+def test_a_container_of_optimizers_is_its_optimizers() -> None:
+    contained: Any = lambda net: Container(list(muon_adamw(net)))  # noqa: E731
+    with run(SSP1):
+        net = build()
+        inner = muon_adamw(net)
+        optimizer = DistributedOptimizer(Container(list(inner)), net)
+        assert all(a is b for a, b in zip(optimizer.param_groups, optimizer.inner.param_groups, strict=True))
+        assert [group["lr"] for group in optimizer.param_groups] == [g["lr"] for o in inner for g in o.param_groups]
+    assert distance(trained(SSP1, contained), by_hand(muon_adamw)) < CLOSE
 
 
 @pytest.mark.parametrize("make", [muon_adamw, sgd_adamw, two_sgd])

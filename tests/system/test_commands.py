@@ -174,17 +174,17 @@ ABOVE = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "127.
 
 
 @pytest.mark.parametrize(("flags", "above", "told"), [
-    (["--rank-variables"], {}, ["0 0 2 none 0", "1 1 2 none 1"]),
-    (["--rank-variables"], ABOVE, ["10 2 16 none 2", "11 3 16 none 3"]),
-    ([], {}, ["none none none none 0", "none none none none 1"]),
-    ([], ABOVE, ["none none none none 2", "none none none none 3"]),
+    (["--rank-variables"], {}, ["0 0 0 2 none 0", "1 1 1 2 none 1"]),
+    (["--rank-variables"], ABOVE, ["10 10 2 16 none 2", "11 11 3 16 none 3"]),
+    ([], {}, ["none none none none none 0", "none none none none none 1"]),
+    ([], ABOVE, ["none none none none none 2", "none none none none none 3"]),
 ])  # fmt: skip
 def test_ranks_are_those_of_the_launcher_above_and_shown_where_they_are_asked_for(
     flags: list[str], above: dict[str, str], told: list[str], script: Callable[[str], str]
 ) -> None:
     path = script(
         "import os\nfrom narrows.worker import local_rank\n"
-        "names = 'RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_ADDR'\n"
+        "names = 'RANK', 'GLOBAL_RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_ADDR'\n"
         "print(*(os.environ.get(name, 'none') for name in names), local_rank())"
     )
     code, out, _ = finished("ps-worker", "--server", CLOSED, "-n", "2", *flags, path, env=above)
@@ -340,7 +340,10 @@ def test_a_failing_worker_is_named_and_the_others_finish(script: Callable[[str],
 
 
 def test_the_record_is_what_the_design_says(tmp_path: Path) -> None:
-    module = SCRIPT % "assert os.environ['RANK'] == str(rank()) and os.environ['WORLD_SIZE'] == '2'"
+    module = (
+        SCRIPT
+        % "assert os.environ['RANK'] == os.environ['GLOBAL_RANK'] == str(rank()) and os.environ['WORLD_SIZE'] == '2'"
+    )
     (tmp_path / "my_module.py").write_text(module + "record(accuracy=rank())\nprint(sys.argv[1:])\n")
     flags = "-n 2 --shards 2 --sync ssp --staleness 1 --compress topk:0.5+int8 --record run.jsonl --rank-variables"
     flags += " -m my_module 20 --workers 9"

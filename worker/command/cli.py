@@ -22,8 +22,8 @@ from narrows.worker.command.options import checked
               "copies [0]")  # fmt: skip
 @click.option("--device", default="auto", help="auto, cpu or cuda[:i]: what the script sees; by auto and cuda each copy has "
               "one GPU [auto]")  # fmt: skip
-@click.option("--rank-variables", is_flag=True, help="set RANK, LOCAL_RANK and WORLD_SIZE for the script: libraries that find "
-              "them may start torch.distributed")  # fmt: skip
+@click.option("--rank-variables", is_flag=True, help="set RANK, GLOBAL_RANK, LOCAL_RANK and WORLD_SIZE for the script: "
+              "libraries that find them may start torch.distributed")  # fmt: skip
 @click.option("--record", default="", help="write one JSON object a line to this file")
 @click.option("--key", default="", help="the file that ps-serve keys add made for this machine [none]")
 @click.option("--connect-timeout", type=float, default=30.0, help="seconds until a server must have answered [30]")

@@ -159,12 +159,16 @@ class Launcher:
         local = str(place.local_rank * count + index)
         if not self.options.rank_variables:
             return {"NARROWS_LOCAL_RANK": local}
+        rank = str((place.rank or 0) * count + index)
         return {
-            "RANK": str((place.rank or 0) * count + index),
+            "RANK": rank,
+            "GLOBAL_RANK": rank,  # of litdata
             "LOCAL_RANK": local,
             "WORLD_SIZE": str((place.world_size or 1) * count),
             "NARROWS_SETS": " ".join(
-                name for name, told in (("RANK", place.rank), ("WORLD_SIZE", place.world_size)) if told is None
+                names
+                for names, told in (("RANK GLOBAL_RANK", place.rank), ("WORLD_SIZE", place.world_size))
+                if told is None
             ),
         }
 

@@ -1,0 +1,110 @@
+"""Where a worker's loader goes on when the run does: its states, by step, in a folder.
+
+A run that resumes goes back to the clock of a checkpoint, which no worker chooses or is told of before. So a worker keeps
+states of several steps, loads the newest that is not ahead of the run, and reads past what the run has used since.
+Rules
+- Going back by a steps reads past fewer than a steps, or fewer than `every`, whichever is more.
+- The number of files grows with the logarithm of the steps.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from narrows.protocols.errors import UsageError
+from narrows.worker import session
+from narrows.worker.session import rank, step_count, world_size
+
+
+def resumable(loader: Any, folder: str | os.PathLike[str], *, batches: int = 1, every: int = 50) -> Iterator[Any]:
+    """Batches of `loader`, epoch after epoch without end, from the step on that the run is at.
+
+    loader: has state_dict() and load_state_dict(), as StatefulDataLoader of torchdata and StreamingDataLoader of litdata have.
+    Its dataset is this worker's share already. A DataLoader with `sampler(dataset, batch)` goes on by itself.
+    folder: for the states of this worker's loader; one for all workers will do. batches: of a step. every: steps from one state
+    to the next.
+
+    Iterate it after DistributedOptimizer was made. A worker of another rank, or of a run of another size, finds no state of its
+    share, and reads past all that the run has used. Raises UsageError.
+    """
+    if not (hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")):
+        raise UsageError(
+            f"resumable got a {type(loader).__name__}, which has no state_dict: give it a StatefulDataLoader of "
+            "torchdata, or use a DataLoader with sampler(dataset, batch)"
+        )
+    if batches < 1 or every < 1:
+        raise UsageError(f"resumable(batches={batches}, every={every}): give positive numbers")
+    return _read(loader, Path(folder), batches, every)
+
+
+def _read(loader: Any, folder: Path, batches: int, every: int) -> Iterator[Any]:
+    ours = session.current()
+    if ours.link is not None and ours.engine is None:
+        raise UsageError(
+            "resumable was read before DistributedOptimizer was made: nobody knows the run's step until then"
+        )
+    step, states = step_count(), States(folder)
+    at = states.load(step, loader)
+    passing = (step - at) * batches
+    while True:
+        empty = True
+        for batch in loader:
+            empty = False
+            if passing:
+                passing -= 1
+                continue
+            yield batch
+            before, step = step, step_count()
+            if step // every > before // every:
+                states.save(step, loader.state_dict())
+        if empty:
+            raise UsageError(f"the loader of worker {rank()} has no batch: give each of {world_size()} workers a share")
+
+
+class States:
+    """Those of this worker's loader. A file is whole or absent."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.stem = folder, f"loader-{rank()}-of-{world_size()}.step-"
+
+    def load(self, step: int, loader: Any) -> int:
+        """Give the loader its newest state that is not ahead of `step`, and return the step of it: 0 is its beginning. What is
+        ahead the run has not done, and is deleted."""
+        kept = self._steps()
+        for ahead in [other for other in kept if other > step]:
+            self._path(ahead).unlink()
+        at = max([other for other in kept if other <= step], default=0)
+        if at:
+            loader.load_state_dict(torch.load(self._path(at), weights_only=True))
+        return at
+
+    def save(self, step: int, state: Any) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        new = self._path(step).with_suffix(".new")
+        torch.save(state, new)
+        new.replace(self._path(step))
+        for between in superfluous(self._steps()):
+            self._path(between).unlink()
+
+    def _path(self, step: int) -> Path:
+        return self.folder / f"{self.stem}{step}.pt"
+
+    def _steps(self) -> list[int]:
+        return sorted(int(path.stem.rpartition("-")[2]) for path in self.folder.glob(f"{self.stem}*.pt"))
+
+
+def superfluous(steps: Sequence[int]) -> list[int]:
+    """Those of ascending steps whose neighbours are no further apart than the later one is from the newest: they may go."""
+    kept, gone = [0], []
+    for step, after in pairwise(steps):
+        if after - kept[-1] <= steps[-1] - after:
+            gone.append(step)
+        else:
+            kept.append(step)
+    return gone
