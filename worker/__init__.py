@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 __all__ = [
     "DistributedOptimizer",
+    "Embedding",
     "clock",
     "device",
     "local_rank",
@@ -23,11 +24,13 @@ __all__ = [
 
 if TYPE_CHECKING:
     from narrows.worker.datasets import sampler
+    from narrows.worker.embedding import Embedding
     from narrows.worker.machine import device, local_rank
     from narrows.worker.optimizer import DistributedOptimizer
     from narrows.worker.session import clock, rank, record, step_count, world_size
 else:
-    HOMES = {"DistributedOptimizer": "optimizer", "device": "machine", "local_rank": "machine", "sampler": "datasets"}
+    HOMES = {"DistributedOptimizer": "optimizer", "Embedding": "embedding", "sampler": "datasets"}
+    HOMES |= dict.fromkeys(("device", "local_rank"), "machine")
 
     def __getattr__(name):
         """On first use: ps-worker is in this package too, and need not wait for torch."""
