@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from narrows.protocols.errors import IncompatibleError, RemoteProtocolError
@@ -149,7 +149,7 @@ class Plan:
             ("optimizer", self.optimizer or "none (--push update)", other.optimizer or "none (--push update)"),
             ("parameter groups", self.groups, other.groups),
             ("max_grad_norm", self.max_grad_norm, other.max_grad_norm),
-            ("embedding tables", self.tables, other.tables),
+            ("embedding tables", *([replace(table, seed=0) for table in plan.tables] for plan in (self, other))),
         ):
             if mine != yours:
                 raise IncompatibleError(f"{what}: this worker has {yours}, the run has {mine}; use the run's")

@@ -30,7 +30,8 @@ class Embedding(torch.nn.Embedding):
     Run as plain python it is torch.nn.Embedding(..., sparse=True). In a run this process holds no table: `weight` has no row.
     A forward pass asks the shards for the rows of its indices, and waits for them; step() pushes gradients of these rows alone.
     The server steps them, by the class and the hyper-parameters of the optimizer that has `weight`: SGD without momentum,
-    Adagrad or SparseAdam. `seed`: the first values of all rows follow from it, in a run and alone; give each table its own.
+    Adagrad or SparseAdam. `seed`: the first values of all rows follow from it, in a run and alone; None: torch's generator
+    gives one. In a run that of the first worker counts.
 
     Raises UsageError for sparse=False, and for a forward pass before DistributedOptimizer was made or after the run.
     """
@@ -42,7 +43,7 @@ class Embedding(torch.nn.Embedding):
         *,
         sparse: bool = True,
         std: float = 1.0,
-        seed: int = 0,
+        seed: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -52,6 +53,7 @@ class Embedding(torch.nn.Embedding):
             )
         self.of_run = session.of_run()
         rows = 0 if self.of_run else num_embeddings
+        seed = int(torch.randint(1 << 62, ())) if seed is None else seed
         weight = torch.empty(rows, embedding_dim)
         for begin in range(0, rows, block := max(1, FRAME_VALUES // embedding_dim)):
             numbers = np.arange(begin, min(begin + block, rows), dtype=np.uint64)

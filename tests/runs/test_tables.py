@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from kit.in_process import store_of
 from kit.scripts import run
 from torch import nn
 
-from narrows.protocols.errors import IncompatibleError, UsageError
+from narrows.protocols.errors import UsageError
 from narrows.protocols.settings import Settings
 from narrows.worker import DistributedOptimizer, Embedding, session
 
@@ -97,7 +95,7 @@ def script(kind: str, worker: int, of: int) -> tuple[torch.Tensor, torch.Tensor]
         whole = model.table(torch.arange(ROWS))
         head = model.head.weight.clone()
     optimizer.finish()
-    with pytest.raises(UsageError, match="model.safetensors"):
+    with pytest.raises(UsageError, match=r"model\.safetensors"):
         model(batch(0)[0])
     return whole, head
 
