@@ -35,7 +35,7 @@ def measure(mode: str, rows: int, dim: int, steps: int, workers: int, shards: in
     with tempfile.TemporaryDirectory() as folder:
         record = Path(folder) / "record"
         command = [sys.executable, "-m", "narrows.worker.command.cli", "-n", str(workers), "--shards", str(shards)]
-        task = ["bench/tasks/rows.py", "--rows", str(rows), "--dim", str(dim), "--steps", str(steps)]
+        task = ["bench/tasks/bags.py", "--rows", str(rows), "--dim", str(dim), "--steps", str(steps)]
         launch.run([*command, *MODES[mode], "--checkpoint-dir", "none", "--record", str(record), *task], limit_s)
         lines = [json.loads(line) for line in record.read_text().splitlines()]
     found = [line for line in lines if line["event"] == "step" and "touched" in line]
