@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Protocol
 
 import numpy as np
@@ -11,7 +12,11 @@ import torch
 from narrows.compression.rows import first_values
 from narrows.protocols.errors import UsageError
 from narrows.protocols.wire import FRAME_VALUES
-from narrows.worker import session
+
+
+def of_run() -> bool:
+    """This process is a worker of a run: session.py opens one for the same variable."""
+    return bool(os.environ.get("NARROWS_SERVER"))
 
 
 class Holder(Protocol):
@@ -51,7 +56,7 @@ class Embedding(torch.nn.Embedding):
             raise UsageError(
                 "Embedding(sparse=False): rows travel as rows; use torch.nn.Embedding for a dense gradient"
             )
-        self.of_run = session.of_run()
+        self.of_run = of_run()
         rows = 0 if self.of_run else num_embeddings
         seed = int(torch.randint(1 << 62, ())) if seed is None else seed
         weight = torch.empty(rows, embedding_dim)

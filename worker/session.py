@@ -234,11 +234,6 @@ def current() -> Alone | Connected:
     return _session
 
 
-def of_run() -> bool:
-    """This process is a worker of a run. Opens no session."""
-    return isinstance(_session, Connected) or (_session is None and bool(os.environ.get("NARROWS_SERVER")))
-
-
 def _tell(event: str, **values: Any) -> None:
     """One line of JSON to ps-worker."""
     global _launcher
