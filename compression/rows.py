@@ -10,6 +10,7 @@ Little endian. A header of 20 bytes, so that the values are aligned where their 
 Body: float32[kept, dim], then the index section (index_codings.py) of `kept` rising rows of the shard.
 """
 
+import math
 import struct
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ from narrows.compression.index_codings import INDEX_CODINGS, encode_indices
 from narrows.compression.value_codings import CHUNK
 
 LAYOUT_VERSION = 1
+KEPT_MAX = 1 << 19  # rows of one payload: indices may take no byte, and memory is asked for by no more
 HEADER = struct.Struct("<BBHIIII")
 GOLDEN = 0x9E3779B97F4A7C15  # splitmix64 (Steele et al. 2014)
 WORD = (1 << 64) - 1
@@ -57,7 +59,7 @@ def decode(payload: Payload) -> Rows:
             f"rows have layout version {version} and index coding {coding}, which this side does not read"
         )
     at = HEADER.size + 4 * kept * dim
-    if not 0 < kept <= count or not at <= data.size <= at + INDEX_CODINGS[coding].bytes_max(kept, count):
+    if not 0 < kept <= min(count, KEPT_MAX) or not at <= data.size <= at + INDEX_CODINGS[coding].bytes_max(kept, count):
         raise PayloadError(f"rows are corrupt: {data.size} bytes cannot be {kept} of {count} rows of {dim} values")
     read = INDEX_CODINGS[coding].open(data[at:], parameter, kept, count)
     indices: IndexArray = np.empty(kept, np.uint32)
@@ -71,8 +73,9 @@ def check(payload: Payload, count: int, finite: bool) -> float:
     if count:
         raise PayloadError(f"rows have no keys, and these are said to have {count}")
     values = decode(payload).values
-    squared = float(np.square(values, dtype=np.float64).sum())
-    if finite and not np.isfinite(squared):
+    with np.errstate(invalid="ignore"):
+        squared = float(np.square(values, dtype=np.float64).sum())
+    if finite and not math.isfinite(squared):
         raise NonFinitePayloadError("a row holds NaN or infinity")
     return squared
 

@@ -72,8 +72,7 @@ class Table:
         self.touched += fresh.size
         if "initial_accumulator_value" in rates:
             self.state["sum"][fresh] = rates["initial_accumulator_value"]
-        with np.errstate(over="ignore", invalid="ignore"):
-            self.values[at] += STEPS[self.spec.optimizer](self, at, gradient, rates)
+        self.values[at] += STEPS[self.spec.optimizer](self, at, gradient, rates)
 
     def arrays(self) -> Arrays:
         """What is held: uint32 places, which rise, and the values and state there; copies."""
@@ -169,7 +168,10 @@ class Tables:
         for number, (table, rates) in enumerate(zip(self.tables, unpack_rates(packed, self.specs), strict=True)):
             table.steps += 1
             if number in by_table:
-                table.step(*_summed(by_table[number]), rates)
+                with np.errstate(
+                    over="ignore", invalid="ignore"
+                ):  # as torch: what overflows shows where it is computed on
+                    table.step(*_summed(by_table[number]), rates)
 
     def arrays(self) -> Arrays:
         """What a checkpoint holds."""

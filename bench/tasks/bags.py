@@ -18,7 +18,7 @@ class Bag(nn.Module):
         self.head = nn.Linear(dim, 1)
 
     def forward(self, keys: torch.Tensor) -> torch.Tensor:
-        return self.head(self.table(keys).mean(1)).squeeze(1)
+        return torch.squeeze(self.head(self.table(keys).mean(1)), 1)
 
 
 def drawn(rows: int, count: int, bag: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -29,7 +29,7 @@ class Bags(nn.Module):
         return torch.squeeze(self.head(torch.tanh(self.table(indices).sum(1))), 1)
 
 
-def _beside(table: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> Callable[[Bags], Optimizers]:
+def _beside(table: Callable[[list[torch.Tensor]], torch.optim.Optimizer]) -> Callable[[Bags], Optimizers]:
     return lambda model: [torch.optim.SGD(model.head.parameters(), lr=0.1), table([model.table.weight])]
 
 

@@ -134,7 +134,7 @@ def loss_after(settings: Settings, steps: int = 150) -> float:
 
     with pytest.MonkeyPatch.context() as patch, run(settings) as started:
         patch.setattr(embedding, "of_run", lambda: True)
-        return max(started.together(script))
+        return max(cast(list[float], started.together(script)))
 
 
 def test_late_and_sparse_updates_beside_rows_train_as_well() -> None:
