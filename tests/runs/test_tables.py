@@ -111,7 +111,7 @@ def test_a_shard_that_is_thawed_goes_on_with_its_rows(tmp_path: Path) -> None:
 
 
 def loss_after(settings: Settings, steps: int = 150) -> float:
-    """At the end of a run, on the batches that it was trained on, of rows that a planted table explains."""
+    """At the end of a run, on batches that it was not trained on, of bags that a planted table explains."""
     planted = torch.Generator().manual_seed(8)
     truth = torch.randn(ROWS, generator=planted)
 
@@ -127,7 +127,7 @@ def loss_after(settings: Settings, steps: int = 150) -> float:
             torch.autograd.backward(nn.functional.mse_loss(model(indices), wanted(indices)))
             optimizer.step()
         with optimizer.shared(), torch.no_grad():
-            indices = torch.cat([batch(step)[0] for step in range(steps, steps + 20)])
+            indices = torch.cat([batch(step)[0] for step in range(200, 220)])
             loss = nn.functional.mse_loss(model(indices), wanted(indices)).item()
         optimizer.finish()
         return loss
@@ -138,9 +138,9 @@ def loss_after(settings: Settings, steps: int = 150) -> float:
 
 
 def test_late_and_sparse_updates_beside_rows_train_as_well() -> None:
-    one = loss_after(Settings(sync="bsp"))
+    untrained, one = loss_after(Settings(sync="bsp"), steps=0), loss_after(Settings(sync="bsp"))
     two = loss_after(Settings(sync="ssp", compress="topk:0.2+int8", workers=2, shards=2))
-    assert two <= 1.05 * one < 0.1
+    assert untrained - two >= 0.98 * (untrained - one) > 0.3
 
 
 HERE = 31  # rows of the table on shard 0 of 2
