@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -67,6 +67,10 @@ class Embedding(torch.nn.Embedding):
         self.num_embeddings, self.std, self.seed = num_embeddings, float(std), seed
         self._holder: Holder | None = None
         self._number = -1
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy is of no run."""
+        return self.__dict__ | {"_holder": None}
 
     def held_by(self, holder: Holder, number: int) -> None:
         """From now on its rows are those of table `number` there."""

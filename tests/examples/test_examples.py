@@ -20,7 +20,7 @@ LIMIT_S = 300.0
 LOSS_MAX = 1.02  # of that alone
 ACCURACY_LEAST = -0.01  # beside that alone
 # Batch of a worker: alone it has that of two.
-BATCHES = {"hf_trainer": 16, "accelerate_loop": 8, "lightning_module": 32, "lora": 16}
+BATCHES = {"hf_trainer": 16, "accelerate_loop": 8, "lightning_module": 32, "lora": 16, "clicks": 256}
 
 
 def ends(words: list[str], workers: int, name: str) -> tuple[list[float], str]:
