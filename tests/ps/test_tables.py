@@ -14,6 +14,7 @@ from narrows.protocols.errors import IncompatibleError
 from narrows.protocols.plan import Plan, TensorSpec
 from narrows.protocols.tables import TableSpec
 from narrows.protocols.wire import pack
+from narrows.ps.changes import FloatArray
 from narrows.ps.process import checkpoints
 from narrows.ps.tables import Tables
 
@@ -28,7 +29,7 @@ def pushed(tables: Tables, at: list[int], value: float) -> tuple[float, codecs.P
     return 1.0, codecs.Piece(codecs.ROWS, 4, 4, payload)
 
 
-def first(numbers: list[int]) -> rows.FloatArray:
+def first(numbers: list[int]) -> FloatArray:
     return rows.first_values(np.array(numbers, np.uint64), SPEC.dim, SPEC.seed, SPEC.std)
 
 
