@@ -57,8 +57,8 @@ def slower(optimizer: torch.optim.Optimizer) -> None:
         group["lr"] *= 0.95
 
 
-def alone(kind: str, steps: int, scheduled: bool = True) -> Bags:
-    """What one process ends with on the whole batch."""
+def alone(kind: str, steps: int, scheduled: bool = True, lost: int = -1) -> Bags:
+    """What one process ends with on the whole batch; one that does all but take the step `lost`."""
     model = Bags()
     with torch.sparse.check_sparse_tensor_invariants():  # torch warns where nobody says
         each = OPTIMIZERS[kind](model)
@@ -68,6 +68,6 @@ def alone(kind: str, steps: int, scheduled: bool = True) -> Bags:
                 if scheduled:
                     slower(optimizer)
             torch.autograd.backward(loss_of(model, step))
-            for optimizer in each:
+            for optimizer in each if step != lost else ():
                 optimizer.step()
     return model

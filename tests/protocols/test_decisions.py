@@ -613,6 +613,10 @@ def test_a_machine_hears_why_the_keys_stay_where_they_are() -> None:
     assert (room.over, room.code) == (True, m.RefuseCode.INCOMPATIBLE) and "no bound" in room.text
     room = house.says("b", SHARDS_MAX)
     assert (room.over, room.code) == (True, 1) and "from 1 to" in room.text
+    house, table = House(), TableSpec("t", 9, 1, 0, 1.0, "SGD")
+    house.ours.roster.adopt(Plan((TensorSpec("w", (9,), "float32"),), "", ((0,),), tables=(table,)).packed())
+    room = house.says("a")
+    assert (room.over, room.code) == (True, m.RefuseCode.INCOMPATIBLE) and "rows stay on their shards" in room.text
 
 
 def test_a_user_takes_shards_of_machines_away_and_adds_none_beyond_them() -> None:

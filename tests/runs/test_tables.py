@@ -11,7 +11,7 @@ import pytest
 import torch
 from kit import in_process
 from kit.bags import DIM, OPTIMIZERS, ROWS, Bags, alone, batch, loss_of, slower
-from kit.scripts import Run, run
+from kit.scripts import Run, run, tree
 from torch import nn
 
 from narrows.compression import codecs, rows
@@ -60,9 +60,9 @@ def trained(kind: str, settings: Settings, between: Callable[[Run, int, int], No
         return cast(Ends, started.together(script))
 
 
-def check_ends(ends: Ends, kind: str) -> None:
+def check_ends(ends: Ends, kind: str, lost: int = -1) -> None:
     """They are those of one process on the whole batch."""
-    model = alone(kind, STEPS)
+    model = alone(kind, STEPS, lost=lost)
     for table, head in ends:
         assert torch.allclose(table, model.table.weight, atol=2e-6)
         assert torch.allclose(head, model.head.weight, atol=2e-6)
@@ -108,6 +108,24 @@ def test_a_shard_that_is_thawed_goes_on_with_its_rows(tmp_path: Path) -> None:
 
     check_ends(trained("Adagrad", Settings(sync="bsp", workers=2, shards=2), between), "Adagrad")
     assert len(thawed) == 2 * STEPS
+
+
+def test_who_joins_again_asks_again_and_drops_what_it_computed() -> None:
+    """Its lease runs out while rows are on their way that it has asked for in advance."""
+    ends = trained(
+        "SGD", Settings(sync="bsp", shards=2), lambda started, _, step: started.expire(0) if step == 6 else None
+    )
+    check_ends(ends, "SGD", lost=6)
+
+
+def test_a_cluster_below_another_has_no_tables() -> None:
+    root = in_process.Cluster(Settings(sync="ssp"))
+    below = in_process.Cluster(Settings(sync="bsp"), root, "below")
+    with pytest.MonkeyPatch.context() as patch, tree(root, below) as started:
+        patch.setattr(embedding, "of_run", lambda: True)
+        model = Bags()
+        with pytest.raises(RuntimeError, match="leave out --parent"):
+            started.together(lambda _: DistributedOptimizer(OPTIMIZERS["SGD"](model), model))
 
 
 def loss_after(settings: Settings, steps: int = 150) -> float:
