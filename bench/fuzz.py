@@ -27,7 +27,7 @@ import click
 import launch
 import numpy as np
 
-from narrows.compression import PayloadError, SpecError, codecs, ladder, parse
+from narrows.compression import PayloadError, SpecError, codecs, ladder, parse, rows
 from narrows.protocols import messages as m
 from narrows.protocols import summary
 from narrows.protocols.addresses import parse_address
@@ -35,6 +35,7 @@ from narrows.protocols.errors import NarrowsError
 from narrows.protocols.plan import Plan, TensorSpec, pack_arrays, unpack_arrays
 from narrows.protocols.robust import Robust
 from narrows.protocols.settings import Settings
+from narrows.protocols.tables import TableSpec
 from narrows.protocols.wire import decode, encode, pack, unpack
 from narrows.ps.folding import unpack_hyper
 
@@ -119,9 +120,32 @@ def payload(data: bytes) -> None:
     assert (out[:guard] == 0.25).all() and (out[guard + count :] == 0.25).all(), "written outside"
 
 
+def row_seeds() -> Iterator[bytes]:
+    for count, kept in ((1, 1), (700, 3), (700, 700), ((1 << 32) - 1, 64)):
+        at = np.linspace(0, count - 1, kept).astype(np.uint32)
+        for dim in (0, 1, 3):
+            yield rows.encode(2, count, at, _values(kept * dim).reshape(kept, dim) if dim else None)
+
+
+def of_rows(data: bytes) -> None:
+    """Rows of a table, or an ask for them."""
+    try:
+        found = rows.decode(data)
+        codecs.check(codecs.Piece(codecs.ROWS, 7, 7, data), finite=True)
+    except PayloadError as error:
+        raise Refused from error
+    at = found.indices.astype(np.int64)
+    assert (np.diff(at) > 0).all() and 0 <= at[0] <= at[-1] < found.count, "these are not rising rows of the table"
+    again = rows.decode(
+        rows.encode(found.table, found.count, found.indices, found.values if found.values.size else None)
+    )
+    assert (again.indices == found.indices).all() and (again.values == found.values).all()
+
+
 def packed_seeds() -> Iterator[bytes]:
-    plan = Plan((TensorSpec("a", (2, 3), "float32"), TensorSpec("b", (5,), "bfloat16")), "", ((0, 1),))
-    hyper = pack([pack([{"lr": 0.1}]), [1]])
+    tables = (TableSpec("c", 10, 3, 1, 0.5, "SparseAdam"),)
+    plan = Plan((TensorSpec("a", (2, 3), "float32"), TensorSpec("b", (5,), "bfloat16")), "", ((0, 1),), tables=tables)
+    hyper = pack([pack([{"lr": 0.1}]), [1], pack([{"lr": 0.1}])])
     rows = [summary.Row((), "", "", summary.Summary()), summary.Row((0, 1), "a", "", summary.Summary(loss=1.0))]
     seeds = (
         *(Settings().validated().packed(), plan.packed(), pack_arrays({}), hyper),
@@ -177,6 +201,7 @@ class Target(NamedTuple):
 TARGETS = {
     "frames": Target(frames, frame_seeds),
     "payload": Target(payload, payload_seeds),
+    "rows": Target(of_rows, row_seeds),
     "packed": Target(packed, packed_seeds),
     "text": Target(text, text_seeds),
 }
@@ -255,7 +280,7 @@ def fuzz(name: str, seconds: int, folder: Path) -> None:
 @click.option("--without-atheris", is_flag=True, help="random mutations of the seeds alone")
 @click.option("--inside", is_flag=True, hidden=True)
 def main(names: tuple[str, ...], seconds: int, without_atheris: bool, inside: bool) -> None:
-    """Fuzz decoders: frames, payload, packed, text; all by default."""
+    """Fuzz decoders: frames, payload, rows, packed, text; all by default."""
     if inside:
         fuzz(names[0], seconds, launch.OUT / "fuzz" / names[0])
     failed = []

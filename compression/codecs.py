@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from narrows.compression import payload as coded
+from narrows.compression import rows
 from narrows.compression.buffers import FloatArray
 from narrows.compression.errors import NonFinitePayloadError, PayloadError
 
@@ -16,6 +17,7 @@ Payload = bytes | bytearray | memoryview
 
 RAW = 0  # little-endian float32, one for each key: what `dense` sends, so that nothing is copied
 CODED = 1  # a payload that describes itself (payload.py)
+ROWS = 2  # rows of a table (rows.py), which have no keys: to an array of keys they add nothing
 VOID = -1  # in the place of values that count for nothing; it never travels
 
 
@@ -86,18 +88,19 @@ def _check_void(payload: Payload, count: int, finite: bool) -> float:
     raise PayloadError("nothing travels as nothing")
 
 
-def _add_void(payload: Payload, weight: float, out: FloatArray) -> None:
-    """It has no values."""
+def _add_nothing(payload: Payload, weight: float, out: FloatArray) -> None:
+    """It has no values of keys."""
 
 
-def _put_void(payload: Payload, weight: float, out: FloatArray) -> None:
+def _put_nothing(payload: Payload, weight: float, out: FloatArray) -> None:
     out.fill(0.0)
 
 
 CODECS: dict[int, Codec] = {
     RAW: Codec(_check_raw, coded.add_raw, _put_raw),
     CODED: Codec(_check_coded, coded.accumulate, _put_coded),
-    VOID: Codec(_check_void, _add_void, _put_void),
+    ROWS: Codec(rows.check, _add_nothing, _put_nothing),
+    VOID: Codec(_check_void, _add_nothing, _put_nothing),
 }
 
 

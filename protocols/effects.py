@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from narrows.protocols.messages import Message, Offer, Roster, State
+from narrows.protocols.messages import Buffer, Message, Offer, Roster, State
 
 NS = 1_000_000_000  # one second, in the unit of every `now_ns`
 
@@ -141,6 +141,15 @@ class MasterArrived:
 
 
 @dataclass(frozen=True, slots=True)
+class RowsArrived:
+    """Member: the rows that were asked for, float32[rows, dim] as bytes."""
+
+    shard: int
+    request: int
+    payload: Buffer
+
+
+@dataclass(frozen=True, slots=True)
 class PushSettled:
     """Member: update `clock` is in the shard's model."""
 
@@ -273,7 +282,7 @@ class Drop:
 ServerEffect = Send | Tell | Log | Checkpoint | Load | Stop
 CopyEffect = Send | Tell | Log | Serve | Stop
 OfRun = Joined | Started | Turned | Held | Moved | BuffersWanted | BuffersTold | LinkSeen | ServerGone | Failed | Left
-OfShard = GiveWeights | StatePart | StateArrived | MasterArrived | PushSettled
+OfShard = GiveWeights | StatePart | StateArrived | MasterArrived | RowsArrived | PushSettled
 OfPeers = RosterNews | OfferArrived | AdoptAsked | PeerEnded | PeerLost | PeersSettled
 MemberEffect = Send | Tell | OfRun | OfShard | OfPeers
 PeerSay = SendOffer | AskModel | SayEnded | SayOver | Drop

@@ -231,7 +231,8 @@ class FirstWeights(Message):
 
 @dataclass(frozen=True, slots=True)
 class Push(Message):
-    """Worker to shard: one part of update `clock`, keys [begin, end). Part 0 carries `hyper`."""
+    """Worker to shard: one part of update `clock`, keys [begin, end). Part 0 carries `hyper`. Rows of tables are parts without
+    keys, after all others."""
 
     worker: int
     epoch: int
@@ -241,7 +242,7 @@ class Push(Message):
     begin: int
     end: int
     samples: int
-    hyper: bytes  # msgpack of the optimizer's plain hyper-parameters (pushed gradients), or empty
+    hyper: bytes  # msgpack of the plain hyper-parameters (pushed gradients, and rows of tables), or empty
     codec: int
     payload: Buffer
 
@@ -321,6 +322,29 @@ class State(Message):
     gain: float = 1.0
     ahead: float = 1.0
     agreement: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RowsAsk(Message):
+    """Worker to shard: rows of a table, as soon as they may be computed on with `clock` and all my updates before it are in.
+    An ask is a read: said again, it is answered again."""
+
+    worker: int
+    epoch: int
+    request: int  # the answer repeats it
+    clock: int
+    payload: Buffer  # the table and its rows (compression/rows.py), without values
+
+
+@dataclass(frozen=True, slots=True)
+class Rows(Message):
+    """Shard to worker: the answer to that ask, float32[rows, dim] in its order."""
+
+    worker: int
+    epoch: int
+    request: int
+    sent_ns: int
+    payload: Buffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -688,6 +712,8 @@ KINDS: dict[int, type[Message]] = {
     9: Pull,
     10: State,
     17: Follow,
+    20: RowsAsk,
+    21: Rows,
     11: Heartbeat,
     12: HeartbeatAck,
     13: Leave,
@@ -727,5 +753,5 @@ def beside(message: Message) -> bool:
 
 
 # What a server's runner puts the send time into: the machine made it before it folded and published.
-TIMED = (PushAck, State, HeartbeatAck)
+TIMED = (PushAck, State, Rows, HeartbeatAck)
 KIND_OF = {message: number for number, message in KINDS.items()}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from narrows.protocols.errors import IncompatibleError, RemoteProtocolError
+from narrows.protocols.tables import TABLES_MAX, TableSpec
 from narrows.protocols.wire import FIELDS_BYTES_MAX, HEADER_BYTES_MAX, pack, unpack
 
 KEYS_MAX = 1 << 40  # parameters of one model
@@ -59,7 +60,7 @@ class Plan:
     `groups[g]` are the tensor indices of parameter group g; each tensor is in one group. `optimizer` is the class name
     in torch.optim, or "" where the server does not need one (pushed updates). `max_grad_norm` <= 0: none. `aliases` are
     further names of shared tensors, each with its index: a whole checkpoint has them all. `degree`: how an update grows with
-    the gradient, from 0 (AdamW) to 1 (SGD).
+    the gradient, from 0 (AdamW) to 1 (SGD). `tables` are beside the tensors: their rows are no keys.
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -68,6 +69,7 @@ class Plan:
     max_grad_norm: float = 0.0
     aliases: tuple[tuple[str, int], ...] = ()
     degree: float = 1.0
+    tables: tuple[TableSpec, ...] = ()
 
     @property
     def size(self) -> int:
@@ -84,14 +86,15 @@ class Plan:
         tensors = [[t.name, list(t.shape), t.dtype] for t in self.tensors]
         groups = [list(group) for group in self.groups]
         aliases = [list(alias) for alias in self.aliases]
-        return pack([tensors, self.optimizer, groups, self.max_grad_norm, aliases, self.degree])
+        tables = [[getattr(table, name) for name in TableSpec.__slots__] for table in self.tables]
+        return pack([tensors, self.optimizer, groups, self.max_grad_norm, aliases, self.degree, tables])
 
     @staticmethod
     def unpacked(packed: bytes) -> Plan:
         """Raises RemoteProtocolError where `packed` is no plan."""
         value: Any = unpack(packed)
         try:
-            tensors, optimizer, groups, norm, aliases, degree = value
+            tensors, optimizer, groups, norm, aliases, degree, tables = value
             plan = Plan(
                 tuple(_spec(*row) for row in tensors),
                 _text(optimizer),
@@ -99,11 +102,18 @@ class Plan:
                 float(norm),
                 tuple((_text(name), _count(i)) for name, i in aliases),
                 float(degree),
+                tuple(_table(*row) for row in tables),
             )
         except (TypeError, ValueError):
             raise RemoteProtocolError(
-                "a plan is a list of tensors, an optimizer, its groups, a norm, a list of aliases and a degree"
+                "a plan is a list of tensors, an optimizer, its groups, a norm, a list of aliases, a degree and tables"
             ) from None
+        for table in plan.tables:
+            table.check()
+        if len(plan.tables) > TABLES_MAX or sum(table.rows * table.dim for table in plan.tables) > KEYS_MAX:
+            raise RemoteProtocolError(
+                f"a model has at most {TABLES_MAX} tables of {KEYS_MAX} values in all, this plan has {len(plan.tables)}"
+            )
         if not 0 < plan.size <= KEYS_MAX or not 0 <= plan.max_grad_norm < float("inf"):
             raise RemoteProtocolError(
                 f"a model has 1 to {KEYS_MAX} parameters and a finite norm, this plan has {plan.size} and "
@@ -112,6 +122,7 @@ class Plan:
         if not 0 <= plan.degree <= 1:
             raise RemoteProtocolError(f"the degree of an optimizer is from 0 to 1, this plan has {plan.degree}")
         names = [tensor.name for tensor in plan.tensors] + [name for name, _ in plan.aliases]
+        names += [table.name for table in plan.tables]
         if len(set(names)) != len(names) or any(i >= len(plan.tensors) for _, i in plan.aliases):
             raise RemoteProtocolError("two tensors of the plan have one name, or a name has no tensor")
         if sorted(i for group in plan.groups for i in group) != list(range(len(plan.tensors))):
@@ -138,6 +149,7 @@ class Plan:
             ("optimizer", self.optimizer or "none (--push update)", other.optimizer or "none (--push update)"),
             ("parameter groups", self.groups, other.groups),
             ("max_grad_norm", self.max_grad_norm, other.max_grad_norm),
+            ("embedding tables", *([replace(table, seed=0) for table in plan.tables] for plan in (self, other))),
         ):
             if mine != yours:
                 raise IncompatibleError(f"{what}: this worker has {yours}, the run has {mine}; use the run's")
@@ -169,6 +181,10 @@ def _spec(name: object, shape: Any, dtype: object) -> TensorSpec:
     if len(shape) > EXTENTS_MAX:
         raise ValueError
     return TensorSpec(_text(name), tuple(map(_count, shape)), _text(dtype))
+
+
+def _table(name: object, rows: object, dim: object, seed: object, std: object, optimizer: object) -> TableSpec:
+    return TableSpec(_text(name), _count(rows), _count(dim), _count(seed), float(std), _text(optimizer))  # type: ignore[arg-type]
 
 
 def _text(value: object) -> str:

@@ -27,10 +27,12 @@ class FirstWeights:
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """x += weight * update, of one after the other. `of`: of each, the worker (or gain.GONE) and its share of the mean."""
+    """x += weight * update, of one after the other. `of`: of each, the worker (or gain.GONE) and its share of the mean. Rows of
+    tables are stepped along the sum of share * gradient; `rates`: with these hyper-parameters, b"": not at all."""
 
     terms: Terms
     of: tuple[tuple[int, float], ...]
+    rates: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +46,15 @@ class Outer:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of the script's optimizer along shrink * the sum of weight * gradient. `scale`: of its learning rate."""
+    """One step of the script's optimizer along shrink * the sum of weight * gradient. `scale`: of its learning rate. Rows of
+    tables are stepped along the sum of scale * weight * gradient; `rates` as in `Fold`."""
 
     terms: Terms
     hyper: bytes
     absent: tuple[int, ...]
     scale: float = 1.0
     shrink: float = 1.0
+    rates: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

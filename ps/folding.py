@@ -35,12 +35,23 @@ Shares = tuple[float, ...]
 Clip = Callable[[Terms, int], float | None]  # of the mean of a clock, once the norm over all shards is known
 
 
-def unpack_hyper(packed: bytes) -> tuple[bytes, tuple[int, ...]]:
-    """(packed groups, tensors without a gradient)."""
+def unpack_hyper(packed: bytes) -> tuple[bytes, tuple[int, ...], bytes]:
+    """(packed groups, tensors without a gradient, packed hyper-parameters of rows or b"")."""
     match unpack(packed):
-        case [bytes(groups), list(absent)] if all(type(tensor) is int for tensor in absent):
-            return groups, tuple(absent)
-    raise RemoteProtocolError("hyper-parameters are packed groups and a list of tensors without a gradient")
+        case [bytes(groups), list(absent), *more] if all(type(tensor) is int for tensor in absent):
+            match more:
+                case []:
+                    return groups, tuple(absent), b""
+                case [bytes(rates)]:
+                    return groups, tuple(absent), rates
+    raise RemoteProtocolError(
+        "hyper-parameters are packed groups, a list of tensors without a gradient and, of rows, packed hyper-parameters"
+    )
+
+
+def rates_of(update: Update) -> bytes:
+    """The hyper-parameters of rows that came with an update, b"": none did."""
+    return unpack_hyper(update[0].hyper)[2] if update[0].hyper else b""
 
 
 class Folding(Protocol):
@@ -65,7 +76,7 @@ class AtOnce:
     def __init__(self, mode: Mode, inbox: Inbox, keys: Keys, gain: Gain, screen: Screen) -> None:
         self.mode, self.inbox, self.keys, self.gain, self.screen = mode, inbox, keys, gain, screen
         self.folded: dict[int, deque[tuple[int, float, int]]] = {}  # by worker: clock, weight, publication that has it
-        self.hypers = Hypers()
+        self.hypers, self.rates = Hypers(), Hypers()  # of keys, and of rows
 
     def accept(self, seat: Seat, update: Update, publication: int) -> list[Change]:
         (factor,) = self.screen.factors([(seat.worker, seat.clock, update)])
@@ -82,19 +93,27 @@ class AtOnce:
 
     def _change(self, seat: Seat, update: Update, weight: float, share: float, factor: float) -> Change:
         rule = self.mode.rule
+        said = rates_of(update)
+        rates = self._hold(self.rates, seat, said) if said else b""
         if rule is Rule.ADD:
-            return Fold(((weight, update),), ((seat.worker, share),))
+            return Fold(((weight, update),), ((seat.worker, share),), rates)
         if rule is Rule.OUTER:
             return Outer(((weight, update),), self.keys)
         if rule is Rule.MIX:
             return FirstWeights(update)  # the last model, of one worker for all
-        said, absent = unpack_hyper(update[0].hyper)
-        hyper = self.hypers.hold(seat.worker, said)
-        if hyper != said and seat.worker not in self.hypers.struck:
-            self.hypers.struck.add(seat.worker)
+        said, absent, _ = unpack_hyper(update[0].hyper)
+        hyper = self._hold(self.hypers, seat, said)
+        # The optimizer's state sees what is shortened.
+        return Step(((factor, update),), hyper, absent, scale=share, rates=rates)
+
+    def _hold(self, hypers: Hypers, seat: Seat, said: bytes) -> bytes:
+        """Those that this update is stepped with; it is told where they are not its own."""
+        hyper = hypers.hold(seat.worker, said)
+        if hyper != said and seat.worker not in hypers.struck:
+            hypers.struck.add(seat.worker)
             told = {"worker": seat.worker, "clock": seat.clock, "shard": self.screen.index}
             self.screen.logs.append(Log("hyper", told | {"text": FAR_OFF.format(self.screen.index, seat.worker)}))
-        return Step(((factor, update),), hyper, absent, scale=share)  # the optimizer's state sees what is shortened
+        return hyper
 
     def weight(self, seat: Seat, clock: int) -> float | None:
         return next((weight for at, weight, _ in self.folded.get(seat.worker, ()) if at == clock), 0.0)
@@ -107,6 +126,7 @@ class AtOnce:
         for worker in self.folded.keys() - self.inbox.seats.keys():
             del self.folded[worker]
         self.hypers.members(self.inbox.seats)
+        self.rates.members(self.inbox.seats)
         return iter(())
 
 
@@ -164,7 +184,7 @@ class Barrier:
             shrink = clip(terms, clock)  # where nothing is left here too: the other shards wait for our norm
             if shrink is None:
                 return None
-            changes = [Step(terms, *self._hyper(terms), shrink=shrink)] if terms else []
+            changes = [Step(terms, *self._hyper(terms), shrink=shrink, rates=self._rates(terms))] if terms else []
         elif terms:
             changes = [self._fold(terms, shares) if self.mode.rule is Rule.ADD else Outer(terms, self.turn(clock))]
         del self.closing[clock]
@@ -174,7 +194,7 @@ class Barrier:
         workers = [update[0].worker for _, update in terms]  # type: ignore[attr-defined]
         seated = [worker if worker in self.inbox.seats else GONE for worker in workers]
         scaled = tuple((share * self.gain.factor, update) for share, update in terms)
-        return Fold(scaled, tuple(zip(seated, shares, strict=True)))
+        return Fold(scaled, tuple(zip(seated, shares, strict=True)), self._rates(terms))
 
     def _terms(self, clock: int, pairs: list[m.Pair]) -> tuple[Terms, Shares]:
         """Of a set: each update that counts with its weight, and with its share before it was shortened."""
@@ -197,9 +217,17 @@ class Barrier:
     def _hyper(self, terms: Terms) -> tuple[bytes, tuple[int, ...]]:
         """Hyper-parameters that most agree with, and the tensors that no one has a gradient of."""
         values = [unpack_hyper(update[0].hyper) for _, update in terms]  # type: ignore[attr-defined]
-        said = [hyper for hyper, _ in values]
+        absent = tuple(sorted(set.intersection(*(set(absent) for _, absent, _ in values))))
+        return self._agreed([hyper for hyper, *_ in values]), absent
+
+    def _rates(self, terms: Terms) -> bytes:
+        """Hyper-parameters of rows that most agree with, b"": nobody has named any."""
+        said = [rates for _, update in terms if (rates := rates_of(update))]  # type: ignore[arg-type]
+        return self._agreed(said) if said else b""
+
+    def _agreed(self, said: list[bytes]) -> bytes:
         self.hyper_differs |= any(hyper != said[0] for hyper in said)
-        return said[most_agreed(said)], tuple(sorted(set.intersection(*(set(absent) for _, absent in values))))
+        return said[most_agreed(said)]
 
     def drop(self, keep: Callable[[int, int], bool]) -> Iterator[tuple[int, int]]:
         for update, by_worker in list(self.held.items()):

@@ -41,7 +41,8 @@ class Mean:
         wanted: dict[Keys, Pieces] = {}
         for weight, update in terms:
             for piece in update:
-                wanted.setdefault((piece.begin, piece.end), []).append((weight, piece))
+                if piece.codec != codecs.ROWS:  # which have no keys
+                    wanted.setdefault((piece.begin, piece.end), []).append((weight, piece))
         if not all(_same(self.taken.get(keys, []), pieces) for keys, pieces in wanted.items()):
             self._sum(terms)
             self.taken = wanted

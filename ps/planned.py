@@ -42,6 +42,7 @@ from narrows.ps.looks import Looks
 from narrows.ps.publications import Publications
 from narrows.ps.screen import Check, Screen
 from narrows.ps.store import ServerOptimizer, Store, assume_lent
+from narrows.ps.tables import Tables
 from narrows.ps.upward import Upward
 
 
@@ -96,6 +97,7 @@ class Planned:
             lent=means.lent,
             gain=gain,
             cut=robust.cut,
+            tables=Tables(plan.tables, index, settings.shards),
         )
         checks: list[Check] = []
         if settings.max_update_norm > 0:
@@ -147,9 +149,9 @@ class Planned:
         self.written = self.min_clock if recut else -1
 
     def arrays(self, ledger: m.Ledger) -> dict[str, FloatArray]:
-        """What a checkpoint holds; views. The last one of a cluster has what is owed above, for nothing is pushed any more. An
-        earlier one has not: what was pushed after it would count twice."""
-        arrays = self.store.arrays()
+        """What a checkpoint holds: views, and copies of rows. The last one of a cluster has what is owed above, for nothing is
+        pushed any more. An earlier one has not: what was pushed after it would count twice."""
+        arrays = self.store.arrays() | self.store.tables.arrays()
         if self.upward.child and ledger.over and not ledger.above:
             arrays[OWED] = self.above.kept.owes(self.store.x)
         return arrays

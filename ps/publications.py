@@ -45,6 +45,7 @@ class Child:
     patience: Patience
     sent: dict[int, Sent] = field(default_factory=dict)  # publications that it has not acknowledged
     again: dict[int, Sent] = field(default_factory=dict)  # those of them that are to be sent once more
+    asks: dict[int, m.RowsAsk] = field(default_factory=dict)  # for rows, not answered yet, by request
     pull: m.Pull | None = None  # of the master copy, not answered yet
     request: int = 0  # the newest of those
     doubt: bool = False  # what was sent may not have left

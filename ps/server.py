@@ -24,6 +24,7 @@ from narrows.protocols.member.member import Member
 from narrows.ps.events import Event, Kind
 from narrows.ps.membership import Membership
 from narrows.ps.reports import COORDINATOR
+from narrows.ps.service import OfWorkers
 from narrows.ps.shard import Shard
 
 FOR_COORDINATOR = (m.Hello, m.Declare, m.Heartbeat, m.Leave, m.Buffers, m.BuffersAsk, m.Report, m.Join)
@@ -205,7 +206,7 @@ class Server:
             effects = self.shard.handle_ledger(message, now_ns)
         else:
             effects = self.shard.handle(peer, message, now_ns)
-            if coordinator is not None and isinstance(message, (m.Push, m.Follow, m.Pull, m.FirstWeights)):
+            if coordinator is not None and isinstance(message, OfWorkers):
                 coordinator.roster.heard(message.worker, now_ns)
         return self._route(effects, now_ns)
 

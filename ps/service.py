@@ -3,6 +3,7 @@
 Rules
 - At once: an accepted push is folded and acked FOLDED. With a barrier it is acked HELD, and folded when the ledger closes
   a clock over a set that names it; what no set ever will, since its worker left, is discarded, named and counted.
+- An ask for rows is kept until the state that it may be answered from is there.
 - What a message says is checked before anything changes.
 """
 
@@ -15,11 +16,12 @@ from narrows.compression import codecs
 from narrows.protocols import messages as m
 from narrows.protocols.effects import Send, ServerEffect
 from narrows.protocols.modes import Rule
+from narrows.protocols.tables import ASKS_MAX
 from narrows.ps.folding import Barrier, unpack_hyper
 from narrows.ps.inbox import Seat, check_part
 from narrows.ps.planned import Planned
 
-OfWorkers = m.Push | m.Follow | m.Pull | m.FirstWeights
+OfWorkers = m.Push | m.Follow | m.Pull | m.FirstWeights | m.RowsAsk
 
 
 class Service:
@@ -37,6 +39,9 @@ class Service:
             return [], self._first_weights(seat, message, ledger)
         if isinstance(message, m.Follow):
             self.publications.follow(seat, message, now_ns)
+            return self.serve(seat, ledger, now_ns), False
+        if isinstance(message, m.RowsAsk):
+            self._ask(seat, message)
             return self.serve(seat, ledger, now_ns), False
         self.publications.pull(seat, message)
         # Who waits for the last model needs not be waited for.
@@ -68,8 +73,14 @@ class Service:
             return [], False
         if (squared := check_part(push, self.store.whole)) == math.inf:
             push, squared = replace(push, codec=codecs.VOID, payload=b""), 0.0
-        if push.part == 0 and self.store.optimizer is not None:
-            self.store.optimizer.check(unpack_hyper(push.hyper)[0])
+        if push.codec == codecs.ROWS:
+            self.store.tables.opened(push.payload)
+        if push.part == 0 and (push.hyper or self.store.optimizer is not None):
+            hyper, _, rates = unpack_hyper(push.hyper)
+            if self.store.optimizer is not None:
+                self.store.optimizer.check(hyper)
+            if rates:
+                self.store.tables.check_rates(rates)
         self.inbox.add(seat, push, planned.turn(push.clock), squared)
         if isinstance(planned.folding, Barrier) and push.clock == seat.taken and planned.mode.rule is not Rule.ADD:
             planned.folding.early(push.part)
@@ -80,7 +91,26 @@ class Service:
             effects += [self._ack(seat, clock, now_ns), *logs]
             for each in self.inbox.seats.values() if self.store.publication != made else ():
                 effects += self.serve(each, ledger, now_ns)
-        return effects, seat.clock != began
+        return [*effects, *self._rows(seat, now_ns)], seat.clock != began
+
+    def _ask(self, seat: Seat, ask: m.RowsAsk) -> None:
+        """Keep it until it may be answered. One too many is not kept: it is said again."""
+        self.store.tables.opened(ask.payload, asks=True)
+        asks = self.publications.child(seat).asks
+        if ask.request in asks or len(asks) < ASKS_MAX:
+            asks[ask.request] = ask
+
+    def _rows(self, seat: Seat, now_ns: int) -> list[Send]:
+        """All rows that this member has asked for and may compute on: its own updates before that clock are in, and those of
+        others as far as the bound asks for."""
+        planned, asks = self.planned, self.publications.child(seat).asks
+        may = [a for a in asks.values() if a.clock <= seat.clock and planned.mode.allows(a.clock, planned.min_clock)]
+        effects = []
+        for ask in may:
+            del asks[ask.request]
+            values = self.store.tables.read(ask.payload)
+            effects.append(Send(seat.peer, m.Rows(seat.worker, seat.epoch, ask.request, now_ns, values)))
+        return effects
 
     def _ack(self, seat: Seat, clock: int, now_ns: int) -> Send:
         weight = self.planned.folding.weight(seat, clock)
@@ -96,7 +126,7 @@ class Service:
             wanted = not self.means.child or planned.above.wants_weights
             asks = (child.follow.credit or child.pull) and ledger.initialiser == seat.worker != planned.weights_from
             return [Send(seat.peer, m.NeedWeights(seat.worker, seat.epoch))] if wanted and asks else []
-        effects: list[ServerEffect] = [*self.publications.serve(seat, now_ns)]
+        effects: list[ServerEffect] = [*self.publications.serve(seat, now_ns), *self._rows(seat, now_ns)]
         settled = seat.settled if planned.mode.barrier else planned.min_clock
         if child.pull is None or child.pull.clock > settled:
             return effects

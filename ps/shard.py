@@ -22,7 +22,7 @@ from narrows.ps.changes import FloatArray
 from narrows.ps.inbox import Inbox
 from narrows.ps.planned import Means, Planned, pairs
 from narrows.ps.reports import Reports
-from narrows.ps.service import Service
+from narrows.ps.service import OfWorkers, Service
 
 UNDECIDED = m.Ledger(0, 0, -1, 0, False, -1, (), 0, (), (), (), -1, False, -1, b"")
 
@@ -59,7 +59,10 @@ class Shard:
     @property
     def nbytes(self) -> int:
         """Of the arrays, which are nearly all of it."""
-        return sum(each.nbytes for each in self.planned.store.arrays().values()) if self.planned is not None else 0
+        if self.planned is None:
+            return 0
+        store = self.planned.store
+        return sum(each.nbytes for each in store.arrays().values()) + store.tables.nbytes
 
     @property
     def retired(self) -> bool:
@@ -192,7 +195,7 @@ class Shard:
 
     def handle(self, peer: bytes, message: m.Message, now_ns: int) -> list[ServerEffect]:
         """Return the effects of a worker's message. Raises RemoteProtocolError for one that is none, with nothing changed."""
-        if not isinstance(message, (m.Push, m.Follow, m.Pull, m.FirstWeights)):
+        if not isinstance(message, OfWorkers):
             raise RemoteProtocolError(f"a shard takes no {type(message).__name__}")
         seat = self.inbox.seats.get(message.worker)
         if seat is None or message.epoch != seat.epoch:

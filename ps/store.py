@@ -7,6 +7,7 @@ Rules
   buffer instead of the lent one. Nobody ever sees a buffer change under a message.
 - Reduction is in the order given (worker id), in float32, weight times value then added: bit for bit repeatable.
 - A lossy downlink keeps its residual as x - p: one for the shard, not one for each child.
+- Rows of tables are beside the keys (tables.py): changes step them too, and no publication has them.
 - What is exchanged in fragments (Streaming DiLoCo, 2501.18512) changes x and p at their keys alone, and the momentum too.
 """
 
@@ -25,6 +26,7 @@ from narrows.protocols.messages import CREDIT_MAX
 from narrows.ps.changes import Change, FirstWeights, FloatArray, Fold, Load, Outer, Publish, Rebase, Step, Terms
 from narrows.ps.gain import Gain
 from narrows.ps.mean import Mean, Trimmed
+from narrows.ps.tables import Tables
 
 DELTAS_MAX = CREDIT_MAX  # publications kept encoded: a child further behind gets the whole state
 DELTA_BYTES_RATIO = 1.0  # kept deltas never hold more bytes than this share of the dense state
@@ -68,9 +70,11 @@ class Store:
         lent: Callable[[], bool] = assume_lent,
         gain: Gain | None = None,
         cut: float = 0.0,
+        tables: Tables | None = None,
     ) -> None:
         self.begin, self.end = begin, end
         self.size = end - begin
+        self.tables = tables or Tables()
         self.gain = gain or Gain(self.size)  # told of each update that is added
         self.lent = lent
         self.down = parse(codings[-1]).contraction()  # x - p is its error feedback
@@ -136,6 +140,12 @@ class Store:
                 codecs.add(piece, weight, x, self.begin)
             # As it was folded: one that was shortened counts as long as it is now.
             self.gain.saw(worker, share, share * gain, before, x[self.gain.at])
+        shares = [share for _, share in change.of]
+        self._fold_rows(shares, change.terms, change.rates)
+
+    def _fold_rows(self, weights: Sequence[float], terms: Terms, rates: bytes) -> None:
+        pieces = [(weight, piece) for weight, (_, update) in zip(weights, terms, strict=True) for piece in update]
+        self.tables.fold([each for each in pieces if each[1].codec == codecs.ROWS], rates)
 
     def _outer(self, change: Outer) -> None:
         assert self.outer is not None and self.momentum is not None
@@ -153,6 +163,7 @@ class Store:
         if change.shrink < 1.0:
             mean *= np.float32(change.shrink)
         self.optimizer.step(self._own_x(), mean, change.hyper, change.absent, change.scale)
+        self._fold_rows([change.scale * weight for weight, _ in change.terms], change.terms, change.rates)
         self.mean.clear()
 
     def _rebase(self, change: Rebase) -> None:
@@ -163,6 +174,7 @@ class Store:
 
     def _load(self, change: Load) -> None:
         arrays = change.arrays
+        self.tables.load(arrays)
         self._begin(arrays["x"].copy(), arrays["p"].copy(), change.publication)
         if "gain" in arrays:
             self.gain.load(arrays["gain"])
@@ -173,7 +185,7 @@ class Store:
             self.optimizer.load({n[len(prefix) :]: v for n, v in arrays.items() if n.startswith(prefix)})
 
     def arrays(self) -> dict[str, FloatArray]:
-        """Everything a checkpoint holds of this shard; views."""
+        """Everything a checkpoint holds of the keys of this shard; views."""
         arrays = {"x": self.x, "p": self.p}
         if self.gain.agreement:
             arrays["gain"] = self.gain.state()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 __all__ = [
     "DistributedOptimizer",
+    "Embedding",
     "clock",
     "device",
     "local_rank",
@@ -24,6 +25,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from narrows.worker.datasets import sampler
+    from narrows.worker.embedding import Embedding
     from narrows.worker.machine import device, local_rank
     from narrows.worker.optimizer import DistributedOptimizer
     from narrows.worker.resuming import resumable
@@ -32,6 +34,7 @@ else:
     HOMES = {
         **dict.fromkeys(("device", "local_rank"), "machine"),
         "DistributedOptimizer": "optimizer",
+        "Embedding": "embedding",
         "resumable": "resuming",
         "sampler": "datasets",
     }

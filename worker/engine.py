@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -32,6 +33,7 @@ from narrows.worker.runner import Link
 from narrows.worker.shards import START_LIMIT_S
 from narrows.worker.shared import Shared
 from narrows.worker.slices import Cut, Slice
+from narrows.worker.tables import Tables, dense_of
 from narrows.worker.tuning import Tuning
 from narrows.worker.updates import Updates, clipped_step
 from narrows.worker.waiting import Waiting
@@ -110,7 +112,9 @@ class Engine:
         self.link, self.settings, self.mode = link, settings, settings.mode()
         self.waiting = Waiting(link, group, self._handle)
         self.model, self.inner, self.max_grad_norm = model, inner, max_grad_norm
-        self.flat = FlatModel(model, inner)
+        self.tables = Tables(model, inner)
+        self.tables.check(group is not None, bool(overlap), max_grad_norm)
+        self.flat = FlatModel(model, self.dense, self.tables.weights)
         self.privacy = Privacy.of(settings)
         if self.privacy is not None:
             self.privacy.check(model)
@@ -124,12 +128,11 @@ class Engine:
         self.finished = self.left = self._started = False
         self.shared = Shared(self)
         gradients = self.mode.rule is Rule.OPTIMIZER
-        declared = (rebuilt_by(inner), max_grad_norm) if gradients else ("", 0.0)
-        self.degree = degree_of(inner)
+        declared = (rebuilt_by(self.dense), max_grad_norm) if gradients else ("", 0.0)
         # The degree is of a cluster's steps too, which are updates to a server above.
-        plan = (self.slice or self.flat).plan(*declared, self.degree)
+        plan = (self.slice or self.flat).plan(*declared, degree_of(self.dense))
         self.sync = self._sync(overlap)
-        packed = plan.packed()
+        packed = replace(plan, tables=tuple(self.tables.specs)).packed()
         link.declare(packed)
         others = (
             "the server" if settings.workers == 1 else f"all of {settings.workers} workers, which the run begins with"
@@ -137,6 +140,7 @@ class Engine:
         self.wait(lambda: self._started, START_LIMIT_S, others)
         self.sync.ready(START_LIMIT_S)
         self._spread()
+        self.tables.begin(self)
 
     def _why_host(self) -> str:
         """Why the arrays of this worker stay on the host in this mode, "": they need not."""
@@ -176,6 +180,11 @@ class Engine:
         return (Merging if mode.merges else Updates)(self, arrays)
 
     @property
+    def dense(self) -> torch.optim.Optimizer:
+        """What steps parameters, without the optimizers of tables alone."""
+        return dense_of(self.inner, self.model, self.tables)
+
+    @property
     def group(self) -> Group | None:
         """Of which this process is one rank."""
         return self.waiting.group
@@ -207,6 +216,8 @@ class Engine:
             self._send_buffers()
         elif isinstance(event, e.BuffersTold):
             self.shared.heard(event.packed)
+        elif isinstance(event, e.RowsArrived):
+            self.tables.arrived(event)
         elif isinstance(event, e.Left):
             self.left = True
         else:

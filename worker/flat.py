@@ -7,7 +7,7 @@ optimizer does not have are not.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -190,21 +190,24 @@ def plain(name: str) -> str:
 
 
 class FlatModel(Flat):
-    """Parameters of `model` that `optimizer` steps."""
+    """Parameters of `model` that `optimizer` steps, but for those whose ids are `apart`: the tables that servers hold."""
 
-    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        position = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, apart: Collection[int] = ()) -> None:
+        groups = [[p for p in group["params"] if id(p) not in apart] for group in optimizer.param_groups]
+        position = {id(p): g for g, group in enumerate(groups) for p in group}
         named = [(plain(name), p) for name, p in model.named_parameters() if id(p) in position and p.requires_grad]
-        missing = sum(1 for g in optimizer.param_groups for p in g["params"] if p.requires_grad) - len(named)
+        missing = sum(p.requires_grad for group in groups for p in group) - len(named)
         if missing:
             raise UsageError(
                 f"the optimizer has {missing} parameters that are not in the model given to DistributedOptimizer: give both "
                 "the same model, and make the optimizer after the last change of its parameters"
             )
         if not named:
+            beside = " beside its embedding tables: add one, such as a bias"
+            untrained = ": make it of model.parameters() that require a gradient"
             raise UsageError(
-                "the optimizer has no trainable parameter of the model given to DistributedOptimizer: make it of "
-                "model.parameters() that require a gradient"
+                f"the optimizer has no trainable parameter of the model given to DistributedOptimizer"
+                f"{beside if apart else untrained}"
             )
         self.specs = tuple(TensorSpec(name, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in named)
         super().__init__([name for name, _ in named], [p for _, p in named], Plan(self.specs, "", ()).offsets())

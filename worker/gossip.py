@@ -26,6 +26,7 @@ from narrows.protocols.gossip.outer import outer
 from narrows.protocols.keys import parts
 from narrows.protocols.member.member import Member
 from narrows.worker.arrays import Arrays
+from narrows.worker.degree import degree_of
 from narrows.worker.flat import Array, FloatArray
 from narrows.worker.shards import START_LIMIT_S, WAIT_LIMIT_S, Shards
 from narrows.worker.updates import clipped_step
@@ -58,7 +59,9 @@ class Gossiping:
         if self.mode.local_steps > 1:
             return None
         return Gain(
-            gossip_sample(self.engine.flat.size), self.engine.degree, max(self.engine.settings.update_gain, 0.0)
+            gossip_sample(self.engine.flat.size),
+            degree_of(self.engine.inner),
+            max(self.engine.settings.update_gain, 0.0),
         )
 
     def _driver(self, worker: int, round: int) -> Driver:

@@ -153,16 +153,21 @@ class Gradients(Updates):
         clock, absent = self.shards.clock, self.arrays.flat.absent()
         if self.engine.hides:
             absent = []  # a tensor without a gradient gets noise as well: which these are may depend on the data
-        hyper = pack([hyper_of(self.engine.inner), absent])
+        tables = self.engine.tables
+        hyper = pack([hyper_of(self.engine.dense), absent, *([rates] if (rates := tables.rates()) else [])])
+        rows = tables.pieces() or [[] for _ in self.shards.ours]
         keys = [exchange.turn(clock) for exchange in self.shards.exchanges]
         if not self.shards.tuning.up_raw or self.engine.privacy is not None:
-            self.send("gradient", keys, [self.arrays.gradients(each, clock) for each in keys], hyper=hyper)
+            self.send("gradient", keys, [self.arrays.gradients(each, clock) for each in keys], hyper=hyper, rows=rows)
             return
-        for shard, ours in zip(self.shards.ours, keys, strict=True):
+        for shard, ours, more in zip(self.shards.ours, keys, rows, strict=True):
             cuts = list(parts(*ours))
+            count = len(cuts) + len(more)
             for part, cut in enumerate(cuts):  # each as soon as it is read
                 (piece,) = self.arrays.home.raw_pieces(self.arrays.gradients(cut, clock), cut[0], [cut])
-                self.shards.send_part(shard, part, len(cuts), piece, hyper)
+                self.shards.send_part(shard, part, count, piece, hyper)
+            for part, piece in enumerate(more, len(cuts)):
+                self.shards.send_part(shard, part, count, piece)
         self.shards.pushed()
 
     def flush(self) -> Array:

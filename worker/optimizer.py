@@ -95,7 +95,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             assert isinstance(self._session, session.Alone)
             self._session.clock += 1
             return loss
-        if sum(p.requires_grad for p in parameters) > len(self._engine.flat.parameters):
+        apart = self._engine.tables.weights
+        if sum(p.requires_grad and id(p) not in apart for p in parameters) > len(self._engine.flat.parameters):
             raise UsageError(
                 "a parameter that was frozen when the run began now requires a gradient, and no other worker has it: "
                 "freeze parameters after DistributedOptimizer was made, not before"
@@ -115,7 +116,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "a GradScaler changes gradients between backward() and step(), but with overlap=True they have left "
                 "already: leave out overlap=True, or train in bfloat16, which needs no scaler"
             )
+        if self._engine is not None and self._engine.tables.specs:
+            raise UsageError(
+                "a GradScaler does not find the gradients of an embedding table on the servers: train in bfloat16, which "
+                "needs no scaler"
+            )
         return self._engine is not None and self._engine.slice is not None  # where each rank unscales its own
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Rows of embedding tables are parameters of no optimizer, but their gradients go too."""
+        super().zero_grad(set_to_none)
+        if self._engine is not None:
+            self._engine.tables.drop()
 
     def step_samples(self, samples: int) -> None:
         """Weight of the next push among the workers': the samples it was computed on (default 1)."""

@@ -185,9 +185,16 @@ class Shards:
 
     # Pushing.
 
-    def push(self, updates: Sequence[Array], dense: bool = False, hyper: bytes = b"") -> None:
-        """Send the update of the present clock: of each shard, the keys whose turn it is. Raises NonFiniteError, with nothing
-        sent and nothing changed, for values that cannot be coded; GroupEndedError where they are another rank's."""
+    def push(
+        self,
+        updates: Sequence[Array],
+        dense: bool = False,
+        hyper: bytes = b"",
+        rows: Sequence[Sequence[Piece]] = (),
+    ) -> None:
+        """Send the update of the present clock: of each shard, the keys whose turn it is, and after them `rows` of tables.
+        Raises NonFiniteError, with nothing sent and nothing changed, for values that cannot be coded; GroupEndedError where
+        they are another rank's."""
         began = time.monotonic()
         encoded: list[Sequence[Piece]] = []
         error: Exception = GroupEndedError("another process of this group has values that are not finite")
@@ -205,8 +212,8 @@ class Shards:
             raise error
         self.tuning.encoded(time.monotonic() - began)
         samples, coding = self.samples_pending or self.samples, self._next_coding()
-        for (shard, exchange), pieces in zip(self._each, encoded, strict=True):
-            self.say(shard, exchange.push(pieces, samples, coding, hyper))
+        for (shard, exchange), pieces, more in zip(self._each, encoded, rows or [()] * len(encoded), strict=True):
+            self.say(shard, exchange.push(pieces, samples, coding, hyper, more))
         self._said()
 
     def send_part(self, shard: int, index: int, count: int, piece: Piece, hyper: bytes = b"") -> None:

@@ -18,6 +18,8 @@ from narrows.protocols import effects as e
 from narrows.protocols.effects import MemberEffect
 from narrows.protocols.errors import NarrowsError
 from narrows.protocols.keys import Keys
+from narrows.protocols.member.replica import Piece
+from narrows.protocols.wire import pack
 from narrows.worker.arrays import Arrays
 from narrows.worker.flat import Array, FloatArray
 from narrows.worker.shards import WAIT_LIMIT_S, Shards
@@ -108,6 +110,7 @@ class Updates:
         if self.composed == self.shards.epoch:
             return False
         self.local_step = self.shards.samples_pending = 0
+        self.engine.tables.drop()
         self.ready()
         return True
 
@@ -133,11 +136,20 @@ class Updates:
         """What the keys whose turn it is have moved by."""
         clock, turn = self.shards.clock, self.shards.clock // self.mode.fragments
         keys = [exchange.turn(clock) for exchange in self.shards.exchanges]
-        self.send("update", keys, [self.arrays.moved(each, turn) for each in keys], dense=dense)
+        tables = self.engine.tables
+        hyper = pack([b"", [], rates]) if not dense and (rates := tables.rates()) else b""  # the last update is no step
+        values = [self.arrays.moved(each, turn) for each in keys]
+        self.send("update", keys, values, dense=dense, hyper=hyper, rows=[] if dense else tables.pieces())
         self.local_step = 0
 
     def send(
-        self, what: str, keys: Sequence[Keys], values: Sequence[Array], dense: bool = False, hyper: bytes = b""
+        self,
+        what: str,
+        keys: Sequence[Keys],
+        values: Sequence[Array],
+        dense: bool = False,
+        hyper: bytes = b"",
+        rows: Sequence[Sequence[Piece]] = (),
     ) -> None:
         """Push these values of the keys of each shard, clipped and with noise where that is asked for. Raises NarrowsError
         where they cannot be coded."""
@@ -145,7 +157,7 @@ class Updates:
         try:
             if privacy is not None:
                 privacy.hide(values)
-            self.shards.push(values, dense, hyper)
+            self.shards.push(values, dense, hyper, rows)
         except NonFiniteError as error:
             tensors = [self.arrays.where_not_finite(each[0], ours) for each, ours in zip(keys, values, strict=True)]
             named = [tensor for tensor in tensors if tensor != "the residual"]

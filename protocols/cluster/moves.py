@@ -118,6 +118,8 @@ class Moves(Decision):
             return f"--sync {mode.name} has no bound, so there is no clock that all workers come to"
         if self.run.settings.quorum > 0 or mode.streams:
             return "with --quorum, --fragments or --merge-delay updates of several clocks are under way"
+        if self.roster.plan is not None and self.roster.plan.tables:
+            return "its model has an embedding table, whose rows stay on their shards"
         if self.above.child or self._levels:
             return "this run has two levels"
         return "the run is over" if self.run.over else ""

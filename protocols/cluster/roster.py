@@ -21,6 +21,7 @@ from narrows.protocols.messages import RefuseCode, check_name
 from narrows.protocols.modes import ELEMENTWISE, Rule
 from narrows.protocols.plan import Plan
 from narrows.protocols.settings import contradiction
+from narrows.protocols.tables import why_not
 from narrows.protocols.wire import unpack
 
 LEASE_STEPS = 3  # a lease is never under three measured steps
@@ -127,8 +128,11 @@ class Roster(Decision):
                 return str(error)
         if self.run.mode.rule is Rule.OPTIMIZER and plan.optimizer not in ELEMENTWISE:
             return f"the server cannot rebuild optimizer {plan.optimizer[:60]!r}: use --push update"
-        if plan.size > self.keys_max:
-            return f"the model has {plan.size} parameters, and the server's memory holds {self.keys_max} at most"
+        if plan.tables and (why := why_not(self.run.settings, self.run.mode, self.above.child)):
+            return why
+        # Of a key the server holds two values, of a row one, and its optimizer's.
+        if (size := plan.size + sum(table.size for table in plan.tables) // 2) > self.keys_max:
+            return f"the model has {size} parameters, and the server's memory holds {self.keys_max} at most"
         return ""
 
     def admit(self, seat: Seat, address: str, now_ns: int) -> None:

@@ -112,9 +112,18 @@ class Exchange(Generic[A]):
         where = (index, count, piece.begin, piece.end, samples, b"" if index else hyper)
         return m.Push(self.worker, self.epoch, self.clock, *where, piece.codec, piece.payload)
 
-    def push(self, pieces: Sequence[Piece], samples: int, coding: str = "", hyper: bytes = b"") -> Says:
-        """The whole update of the present clock, as the replica encoded it; and what follows from it."""
-        parts = [self.part(index, len(pieces), piece, samples, hyper) for index, piece in enumerate(pieces)]
+    def push(
+        self,
+        pieces: Sequence[Piece],
+        samples: int,
+        coding: str = "",
+        hyper: bytes = b"",
+        rows: Sequence[Piece] = (),
+    ) -> Says:
+        """The whole update of the present clock, as the replica encoded it, and what follows from it. `rows` of tables go
+        along, and are in no replica."""
+        every = [*pieces, *rows]
+        parts = [self.part(index, len(every), piece, samples, hyper) for index, piece in enumerate(every)]
         if self.mode.rule is not Rule.OPTIMIZER:
             self.own[self.clock] = pieces
         return [*parts, *self.pushed(coding)]

@@ -6,6 +6,7 @@ Rules
 - Publications are numbered. A difference is taken once the one before it is here, a whole state if it is newer; what comes
   early is kept, what comes twice is dropped. So nothing that arrives is given up, however late it is.
 - Follow says what is here. It is said again where nothing comes for a while; the shard knows what to send again, and when.
+- An ask for rows is a read: it is repeated until one answer is here.
 - Silence settles nothing, and neither does a refusal: a push in flight when the member must join again may have been folded,
   and its ack lost. It is given up, never given back, or it could be folded a second time.
 """
@@ -42,6 +43,15 @@ class PushRecord:
     repeated: bool = False  # so an ack may be of an earlier copy, and tells nothing of the link
 
 
+@dataclass(slots=True)
+class Asked:
+    """Rows that are on their way. times: as often as they were asked for."""
+
+    ask: m.RowsAsk
+    sent_ns: int
+    times: int = 1
+
+
 class Session:
     """Of a member that has its place in the run. What it is to say is handed to it as messages; see `Exchange`."""
 
@@ -60,6 +70,7 @@ class Session:
         self.pulled: dict[int, Parts] = {}  # of its answer, by the requests that it had
         self.pull_ns = 0  # when it was last asked for, or a part of it came
         self.heard_ns = 0  # the same, of the next publication
+        self.asks: dict[int, Asked] = {}  # for rows, by request
 
     @property
     def at_rest(self) -> bool:
@@ -105,11 +116,18 @@ class Session:
             del self.pulled[min(self.pulled)]
         return self.pull
 
+    def _rows_ask(self, ask: m.RowsAsk, now_ns: int) -> m.Message:
+        self.asks[ask.request] = Asked(ask, now_ns)
+        return ask
+
     # Messages.
 
     def receive(self, message: m.Message, now_ns: int) -> list[MemberEffect]:
         """The effects of an answer of the shard; none for one of an earlier epoch."""
-        if not isinstance(message, (m.NeedWeights, m.PushAck, m.State, m.Buffers)) or message.epoch != self.epoch:
+        if (
+            not isinstance(message, (m.NeedWeights, m.PushAck, m.State, m.Buffers, m.Rows))
+            or message.epoch != self.epoch
+        ):
             return []
         if isinstance(message, m.Buffers):
             return [*([e.BuffersWanted()] if message.clock < 0 else []), e.BuffersTold(bytes(message.payload))]
@@ -117,6 +135,8 @@ class Session:
             return self._acked(message, now_ns)
         if isinstance(message, m.State):
             return self._state(message, now_ns)
+        if isinstance(message, m.Rows):
+            return self._rows(message, now_ns)
         # A late one may come to a member that has had a state since.
         return [e.GiveWeights(self.shard)] if self.waits and self.have < 0 else []
 
@@ -192,12 +212,21 @@ class Session:
         self.pulled.clear()
         return [e.MasterArrived(self.shard, pull.clock, tuple(parts[part] for part in sorted(parts)))]
 
+    def _rows(self, rows: m.Rows, now_ns: int) -> list[MemberEffect]:
+        """One answer is taken to each ask."""
+        if self.asks.pop(rows.request, None) is None:
+            return []
+        self.meter.down.passed(rows.sent_ns, now_ns, len(rows.payload))
+        return [e.RowsArrived(self.shard, rows.request, rows.payload)]
+
     # Time.
 
     def repeat_soon(self) -> None:
         """The connection is another one, or nothing was taken for a while: what was not answered may be lost, either way."""
         for record in self.pushes.values():
             record.sent_ns = LONG_AGO_NS
+        for asked in self.asks.values():
+            asked.sent_ns = LONG_AGO_NS
         self.heard_ns = self.pull_ns = LONG_AGO_NS
         self.lost = True
 
@@ -210,6 +239,11 @@ class Session:
                 effects += [Send(self.shard, message) for message in record.messages]
         if self.follow is not None and self.waits and now_ns - self.heard_ns >= self.timing.request_retry_ns:
             effects += self.say([self.follow], now_ns)
+        for asked in self.asks.values():
+            # Each answer may be a frame, and at a barrier it waits for the slowest: from one ask to the next it has longer.
+            if now_ns - asked.sent_ns >= min(asked.times, PATIENCE_MAX) * self.timing.answer_ns(FRAME_BYTES):
+                asked.sent_ns, asked.times = now_ns, asked.times + 1
+                effects.append(Send(self.shard, asked.ask))
         if self.pull is not None:
             # Each copy of the answer is a model: from one to the next it is waited for longer.
             wait_ns = min(len(self.pulled), PATIENCE_MAX) * self.timing.answer_ns(FRAME_BYTES)
@@ -222,4 +256,5 @@ PREPARE: dict[type[m.Message], Callable[[Session, Any, int], m.Message]] = {
     m.Push: Session._push,
     m.Follow: Session._follow,
     m.Pull: Session._pull,
+    m.RowsAsk: Session._rows_ask,
 }

@@ -16,8 +16,8 @@ import re
 import struct
 import time
 import zlib
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,12 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
+from narrows.compression.rows import first_values
 from narrows.protocols.errors import IncompatibleError, UsageError
 from narrows.protocols.keys import overlaps, split
 from narrows.protocols.plan import DTYPES, NamedArray, Plan, unpack_arrays
+from narrows.protocols.tables import TableSpec
+from narrows.ps import tables
 from narrows.ps.changes import Load
 from narrows.ps.recut import recut
 
@@ -35,11 +38,43 @@ KEPT = (
     3  # the newest, which some shards may not have yet; the one that all share; the one before it, if that is damaged
 )
 DEFAULT = "checkpoints"  # a run's folder is made in it where none is named
+NamedBlocks = tuple[str, tuple[int, ...], "Blocks"]  # as NamedArray
 _NAME = re.compile(r"shard-(\d+)\.clock-(\d+)\.safetensors")
 _BYTES = "bytes."  # facts that are bytes are arrays of this name: a header is no place for megabytes
 
 
-def _write(path: Path, tensors: Mapping[str, NamedArray], metadata: dict[str, str]) -> None:
+class Blocks:
+    """The values of table `number` out of the checkpoints of all shards, float32[rows, dim]: a block at a time, so that nobody
+    holds the table. Raises IncompatibleError at the end, where a file is not what was written."""
+
+    def __init__(self, folder: Path, clock: int, shards: int, number: int, spec: TableSpec) -> None:
+        self.paths = [path_of(folder, shard, clock) for shard in range(shards)]
+        self.prefix, self.spec = f"{tables.PREFIX}{number}.", spec
+
+    def __len__(self) -> int:
+        return 4 * self.spec.rows * self.spec.dim
+
+    def __iter__(self) -> Iterator[memoryview]:
+        spec, shards, name = self.spec, len(self.paths), f"{self.prefix}values"
+        with ExitStack() as stack:
+            files = [stack.enter_context(safe_open(path, framework="numpy")) for path in self.paths]
+            held = [file.get_tensor(f"{self.prefix}rows").astype(np.int64) * shards + i for i, file in enumerate(files)]
+            values, read_to, sums = [file.get_slice(name) for file in files], [0] * shards, [0] * shards
+            for begin in range(0, spec.rows, spec.ask_rows_max):
+                numbers = np.arange(begin, min(begin + spec.ask_rows_max, spec.rows), dtype=np.uint64)
+                block, fresh = np.empty((numbers.size, spec.dim), np.float32), np.ones(numbers.size, np.bool_)
+                for i, rows in enumerate(held):
+                    first, read_to[i] = read_to[i], int(np.searchsorted(rows, begin + numbers.size))
+                    at, part = rows[first : read_to[i]] - begin, np.ascontiguousarray(values[i][first : read_to[i]])
+                    block[at], fresh[at], sums[i] = part, False, zlib.crc32(_named(part)[2], sums[i])
+                block[fresh] = first_values(numbers[fresh], spec.dim, spec.seed, spec.std)
+                yield block.reshape(-1).view(np.uint8).data
+            for path, file, found in zip(self.paths, files, sums, strict=True):
+                if json.loads(file.metadata()["narrows"])["crc32"][name] != found:
+                    raise IncompatibleError(f"{path} is damaged: table {spec.name!r} is not what was written")
+
+
+def _write(path: Path, tensors: Mapping[str, NamedArray | NamedBlocks], metadata: dict[str, str]) -> None:
     """Write a safetensors file. By hand: its own writer knows NumPy's dtypes only, and bfloat16 is none of them."""
     header: dict[str, Any] = {"__metadata__": metadata}
     ordered = sorted(tensors.items(), key=lambda item: (-DTYPES[item[1][0]][0], item[0]))  # so that all are aligned
@@ -54,10 +89,11 @@ def _write(path: Path, tensors: Mapping[str, NamedArray], metadata: dict[str, st
         with open(temporary, "wb") as file:
             file.write(struct.pack("<Q", len(packed)) + packed)
             for _, (_, _, raw) in ordered:
-                file.write(raw)
+                for part in raw if isinstance(raw, Blocks) else (raw,):
+                    file.write(part)
             size = file.tell()
         publish(temporary, path, size)
-    except OSError:
+    except (OSError, IncompatibleError):
         temporary.unlink(missing_ok=True)  # a full disk needs the room
         raise
 
@@ -250,11 +286,15 @@ def read_for(
         return Load(arrays, int(facts["publication"])), False
     plan = Plan.unpacked(facts["plan"])
     ranges, (begin, end) = split(plan.size, count), split(plan.size, shards)[shard]
-    needed = {index for index, *_ in overlaps(ranges, begin, end)}
+    # Rows of tables are dealt out one by one, so each shard has some of those of every other.
+    needed = {*range(count)} if plan.tables else {index for index, *_ in overlaps(ranges, begin, end)}
     for index in needed:
         fetch(index)
     before = [(keys, read(folder, index, clock)[0] if index in needed else {}) for index, keys in enumerate(ranges)]
-    return Load(recut(plan, before, (begin, end)), int(facts["publication"])), True
+    arrays = recut(plan, before, (begin, end))
+    if plan.tables:
+        arrays |= tables.recut([each for _, each in before], len(plan.tables), shard, shards)
+    return Load(arrays, int(facts["publication"])), True
 
 
 def _bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
@@ -278,7 +318,8 @@ def merge(folder: Path, clock: int, buffers: dict[str, NamedArray]) -> Path:
     """Write model.safetensors from the shards' checkpoints of `clock`; return its path."""
     flat = []
     facts: dict[str, Any] = {}
-    for shard in range(shards_of(folder, clock)):
+    shards = shards_of(folder, clock)
+    for shard in range(shards):
         arrays, facts = read(folder, shard, clock, only=("x",))
         flat.append(arrays["x"])
     whole = np.concatenate(flat)
@@ -286,10 +327,13 @@ def merge(folder: Path, clock: int, buffers: dict[str, NamedArray]) -> Path:
     if whole.size != plan.size:
         raise IncompatibleError(f"the checkpoints of clock {clock} in {folder} have {whole.size} keys, not {plan.size}")
     offsets = plan.offsets()
-    tensors = dict(buffers)
+    tensors: dict[str, NamedArray | NamedBlocks] = dict(buffers)
     for i, tensor in enumerate(plan.tensors):
         tensors[tensor.name] = _as_on_workers(whole[offsets[i] : offsets[i + 1]], tensor.shape, tensor.dtype)
     tensors |= {name: tensors[plan.tensors[i].name] for name, i in plan.aliases}
+    for number, spec in enumerate(plan.tables):
+        blocks = Blocks(folder, clock, shards, number, spec)
+        tensors[spec.name] = "float32", (spec.rows, spec.dim), blocks
     path = folder / "model.safetensors"
     _write(path, tensors, {"format": "pt", "narrows": json.dumps({"clock": clock})})
     return path

@@ -25,7 +25,7 @@ ACCURACY_LEAST = -0.01  # beside that alone
 # Batch of a worker: alone it has that of two.
 BATCHES = {
     "hf_trainer": 16, "accelerate_loop": 8, "lightning_module": 32, "lora": 16, "gpt": 8, "cnn": 32, "litdata_stream": 16,
-    "titan": 8,
+    "titan": 8, "clicks": 256,
 }  # fmt: skip
 MORE = {"litdata_stream": ["--rank-variables"], "titan": ["--push", "update"]}  # flags
 PUBLIC = re.compile(rf"\bnarrows\b|\b({'|'.join(worker.__all__)})\(")

@@ -25,6 +25,7 @@ from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.messages import Wish
 from narrows.protocols.plan import BUFFERS_BYTES_MAX, Plan, TensorSpec, pack_arrays
 from narrows.protocols.settings import SHARDS_MAX, Settings
+from narrows.protocols.tables import TableSpec
 from narrows.protocols.wire import HEADER_BYTES_MAX, encode, pack
 
 FILES = sorted(Path(coordinator.__file__).parent.glob("*.py"))
@@ -346,11 +347,14 @@ def said(effects: list[ServerEffect]) -> list[m.Message]:
     return [each.message for each in effects if isinstance(each, Send) and each.peer != b""]
 
 
-def test_a_model_that_the_server_has_no_memory_for_is_refused_by_its_size() -> None:
+@pytest.mark.parametrize("rows", [0, 4])
+def test_a_model_that_the_server_has_no_memory_for_is_refused_by_its_size(rows: int) -> None:
+    """It holds two values of a parameter, and one of a row and one of its optimizer's state."""
     ours = door(keys_max=5)
+    tables = (TableSpec("t", rows, 1, 0, 1.0, "Adagrad"),) if rows else ()
     for worker, size in enumerate((6, 5)):
         ours.handle(b"peer", m.Hello(f"{worker}", "here"), 0)
-        plan = Plan((TensorSpec("w", (size,), "float32"),), "", ((0,),))
+        plan = Plan((TensorSpec("w", (size - rows,), "float32"),), "", ((0,),), tables=tables)
         answers = said(ours.handle(b"peer", m.Declare(worker, ours.run.epoch, plan.packed()), 0))
         assert (len(ours.declared) == 1) == (size == 5)
         if size == 6:
@@ -626,6 +630,10 @@ def test_a_machine_hears_why_the_keys_stay_where_they_are() -> None:
     assert (room.over, room.code) == (True, m.RefuseCode.INCOMPATIBLE) and "no bound" in room.text
     room = house.says("b", SHARDS_MAX)
     assert (room.over, room.code) == (True, 1) and "from 1 to" in room.text
+    house, table = House(), TableSpec("t", 9, 1, 0, 1.0, "SGD")
+    house.ours.roster.adopt(Plan((TensorSpec("w", (9,), "float32"),), "", ((0,),), tables=(table,)).packed())
+    room = house.says("a")
+    assert (room.over, room.code) == (True, m.RefuseCode.INCOMPATIBLE) and "rows stay on their shards" in room.text
 
 
 def test_a_user_takes_shards_of_machines_away_and_adds_none_beyond_them() -> None:

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import numpy as np
 import pytest
 
-from narrows.compression import ErrorFeedback, ladder, parse
-from narrows.compression.codecs import raw_pieces
+from narrows.compression import ErrorFeedback, ladder, parse, rows
+from narrows.compression.codecs import ROWS, Piece, raw_pieces
 from narrows.compression.replica import HostReplica
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
@@ -34,6 +34,7 @@ from narrows.protocols.modes import Rule
 from narrows.protocols.plan import Plan, TensorSpec, pack_arrays
 from narrows.protocols.runtime.clock import Awake
 from narrows.protocols.settings import Settings
+from narrows.protocols.tables import TableSpec, rows_of
 from narrows.protocols.timing import Timing
 from narrows.protocols.wire import pack, unpack
 from narrows.ps.changes import Load
@@ -46,7 +47,7 @@ from narrows.ps.reports import COORDINATOR
 from narrows.ps.server import Server
 from narrows.ps.shard import Shard
 from simulation.lives import Kept, Kill
-from simulation.mirrors import RATE, FloatArray, Violation
+from simulation.mirrors import RATE, TABLE_ROWS, FloatArray, Violation, rows_given
 from simulation.network import Simulator
 
 CLOCKS = 20
@@ -56,7 +57,9 @@ KEYS = 7  # of the model: shards of three and four, parts of two
 PART_KEYS = 2
 TIMING = Timing(join_retry_ns=NS // 4, request_retry_ns=NS // 2, bytes_per_second=1 << 30)
 FIRST = np.arange(KEYS, dtype=np.float32)
-HYPER = pack([pack([{"lr": RATE}]), []])
+RATES = pack([{"lr": RATE}])
+HYPER = pack([RATES, []])
+TABLE = TableSpec("table", TABLE_ROWS, 1, 0, 0.0, "SGD")
 BUFFERS = pack_arrays({"mean": ("uint8", (1,), b"1")})
 _PLAN = Plan((TensorSpec("w", (KEYS,), "float32"),), "SGD", ((0,),))
 PLANS = {norm: replace(_PLAN, max_grad_norm=norm).packed() for norm in (0.0, 1.5)}
@@ -588,6 +591,8 @@ class Worker:
         self.steps = 0
         self.finishing = self.ended = False
         self.asked: set[int] = set()  # shards that were asked for the last model
+        self.tables = Plan.unpacked(run.plan).tables
+        self.rows_at, self.rows_due = -1, set[int]()  # the clock that rows were asked for, and which shards owe them
         self.leapt_ns = 0
         self.awake = Awake(self._wall)
         run.sim.start(self, self.name)
@@ -657,8 +662,23 @@ class Worker:
                 return
             elif self.run_clock >= self.run.clocks:
                 self.finishing = True
-            else:
+            elif self._has_rows():
                 self._compute()
+            else:
+                return
+
+    def _has_rows(self) -> bool:
+        """All rows of the table are here for this clock; else they are asked for."""
+        if self.tables and self.rows_at != self.clock:
+            self.rows_at, self.rows_due = self.clock, {*range(len(self.exchanges))}
+            for shard in sorted(self.rows_due):
+                count = self._rows_on(shard)
+                asked = rows.encode(0, count, np.arange(count, dtype=np.uint32))
+                self._say(shard, [m.RowsAsk(self.worker, self.epoch, self.clock, self.clock, asked)])
+        return not self.rows_due
+
+    def _rows_on(self, shard: int) -> int:
+        return rows_of(TABLE_ROWS, shard, len(self.exchanges))
 
     def _event(self, event: MemberEffect) -> None:
         checker = self.run.checker
@@ -683,6 +703,8 @@ class Worker:
                 checker.state_arrived(self, event.shard, exchange.publication, pulled)
             elif isinstance(event, e.MasterArrived) and exchange.shared is not None:
                 checker.model_arrived(self, event.shard, exchange.shared.tobytes())
+        elif isinstance(event, e.RowsArrived) and event.request == self.rows_at:
+            self.rows_due.discard(event.shard)
         elif isinstance(event, e.BuffersWanted):
             self._apply(self.member.buffers(BUFFERS, self.clock))
         elif isinstance(event, e.Failed):
@@ -698,6 +720,7 @@ class Worker:
         self.exchanges = [Exchange(self.mode, replica, self.whole) for replica in self.replicas]
         self.worker, self.epoch = event.worker, event.epoch
         self.computed = self.finishing = False
+        self.rows_at, self.rows_due = -1, set()
         self.asked.clear()
         begun = [exchange.begin(event.worker, event.epoch, event.clock) for exchange in self.exchanges]
         self.run.checker.worker_started(self)
@@ -747,8 +770,12 @@ class Worker:
         for shard, exchange in enumerate(self.exchanges):
             begin, end = exchange.turn(clock)
             pieces = exchange.replica.encode(values[begin:end], clock)
-            hyper = HYPER if self.mode.rule is Rule.OPTIMIZER else b""
-            self._say(shard, exchange.push(pieces, samples, hyper=hyper))
+            hyper, more = HYPER if self.mode.rule is Rule.OPTIMIZER else b"", list[Piece]()
+            if self.tables:
+                hyper, end = pack([RATES, [], RATES]), exchange.replica.end
+                at, gradient = rows_given((self.worker, self.epoch, clock))
+                more = [Piece(ROWS, end, end, rows.encode(0, self._rows_on(shard), at, gradient))]
+            self._say(shard, exchange.push(pieces, samples, hyper=hyper, rows=more))
         run.worker_pushed(self)
 
     def _finish(self) -> None:

@@ -18,9 +18,11 @@ from narrows.protocols import messages as m
 from narrows.protocols.effects import NS
 from narrows.protocols.errors import NarrowsError
 from narrows.protocols.modes import Rule
+from narrows.protocols.plan import Plan
 from narrows.protocols.settings import Settings
+from narrows.protocols.tables import why_not
 from narrows.protocols.wire import decode, encode
-from simulation.actors import CLOCKS, PART_KEYS, PLANS, SCALED, STRANGER, Disk, Kit, Process, Worker
+from simulation.actors import CLOCKS, PART_KEYS, PLANS, SCALED, STRANGER, TABLE, Disk, Kit, Process, Worker
 from simulation.invariants import Checker
 from simulation.lives import Kill, killed
 from simulation.mirrors import BOTH, DOWN, UP, FloatArray, Violation
@@ -99,11 +101,18 @@ class Case:
     stranger: bool = False  # somebody says again what workers say, with other values, under their numbers
     liar: int = -1  # the worker whose updates lead against those of the others
     leaps: tuple[Leap, ...] = ()
+    rows: bool = False  # the model has an embedding table
 
 
 def case_of(seed: int, restart: bool = False, kills: bool = False) -> Case:
     """`restart`: a shard fails, and begins anew from a checkpoint. `kills`: some are killed, and go on from their journals."""
     return _more(_case_of(seed, restart), Random(~seed), kills)
+
+
+def with_rows(case: Case) -> Case:
+    """The same of a model with an embedding table, where such a run may have one."""
+    allowed = not why_not(case.settings, case.settings.mode(), levels=False) and not case.max_grad_norm
+    return replace(case, rows=allowed)
 
 
 def _more(case: Case, random: Random, kills: bool) -> Case:
@@ -191,7 +200,7 @@ def _case_of(seed: int, restart: bool) -> Case:
     )
 
 
-OF_WORKERS = (m.Push, m.Follow, m.Pull, m.Heartbeat, m.FirstWeights)
+OF_WORKERS = (m.Push, m.Follow, m.Pull, m.Heartbeat, m.FirstWeights, m.RowsAsk)
 
 
 def forged(message: m.Message) -> m.Message:
@@ -217,6 +226,8 @@ class Run:
         self.case, self.kit = case, kit or Kit()
         self.settings = case.settings
         self.plan = SCALED if case.scaled else PLANS[case.max_grad_norm]
+        if case.rows:
+            self.plan = replace(Plan.unpacked(self.plan), tables=(TABLE,)).packed()
         self.sim: Simulator[m.Message] = Simulator(case.seed, case.faults, TICK_NS, trace)
         self.disk = Disk(slow_ns=case.slow_ns)
         if case.torn:

@@ -7,6 +7,8 @@
     sets          every shard closes each clock over the set that the coordinator closed, which holds all live members
     quorum        or so many of them, once the grace is over and not later; it holds every update that is on all shards
     own writes    a state has all own updates that it says are settled; who leaves has every update of its own in the model
+    rows          of a table are those that the log gives; who is sent them for clock c has all own updates before c in
+                  them, and those of others before c - s
     publications  of one number are bit-identical, on a shard and in every worker that pulled them
     the model     is, after every event and bit for bit, what the log gives: for a barrier the sum in worker-id order
     progress      no wait is longer than a lease and the repeats of what was lost; every run ends
@@ -60,6 +62,7 @@ class Checker:
         self.given = Given()
         self.made: dict[tuple[int, int], int] = {}  # worker, epoch -> its clock, as it knows itself
         self.pulls: dict[tuple[int, int, int, int], int] = {}  # shard, worker, epoch, request -> clock
+        self.asks: dict[tuple[int, int, int, int], int] = {}  # the same, for rows
         self.follows: dict[tuple[int, int, int], m.Follow] = {}  # shard, worker, epoch -> the newest that has come
         self.mirrors: dict[int, Mirror] = {}
         self.disk: dict[tuple[int, int, int], Held] = {}  # shard, clock, shards
@@ -101,6 +104,9 @@ class Checker:
             before = self.follows.get(who)
             if before is None or (message.clock >= before.clock and message.have >= before.have):
                 self.follows[who] = message
+
+        elif isinstance(message, m.RowsAsk):
+            self.asks[process.index, message.worker, message.epoch, message.request] = message.clock
 
     def settled(self, worker: Worker, event: e.PushSettled) -> None:
         push = (worker.worker, worker.epoch, event.clock)
@@ -205,6 +211,8 @@ class Checker:
                         self._on_state(mirror, effect.message)
                     elif isinstance(effect.message, m.PushAck):
                         self._on_ack(mirror, effect.message)
+                    elif isinstance(effect.message, m.Rows):
+                        self._on_rows(mirror, effect.message)
         self._went_back(process, effects)
 
     def _on_state(self, mirror: Mirror, state: m.State) -> None:
@@ -240,6 +248,16 @@ class Checker:
             raise Violation(f"{where} is not publication {number}")  # what deltas come to is seen where they arrive
         if not self.mode.barrier:
             self._on_contains(mirror, state, where)
+
+    def _on_rows(self, mirror: Mirror, rows: m.Rows) -> None:
+        clock = self.asks[mirror.index, rows.worker, rows.epoch, rows.request]
+        for worker, epoch, joined in mirror.process.shard.ledger.members:
+            own = (worker, epoch) == (rows.worker, rows.epoch)
+            least = clock if own else clock - self.bound if self.bound is not None else joined
+            for each in range(joined, max(joined, least)):
+                if (worker, epoch, each) not in mirror.held.folded:
+                    raise Violation(f"rows for clock {clock} of worker {rows.worker} lack {(worker, epoch, each)}")
+        self.run.sim.struck["rows sent"] += 1
 
     def _on_contains(self, mirror: Mirror, state: m.State, where: str) -> None:
         """A worker learns which of its own updates are in, and at which weight."""

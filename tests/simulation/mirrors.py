@@ -34,11 +34,19 @@ FloatArray = npt.NDArray[np.float32]
 PushId = tuple[int, int, int]  # worker, epoch, clock
 CLOSE = 1e-4  # a gain is measured in float32, by differences of the weights
 RATE = 0.5  # of the server's optimizer, plain SGD
+TABLE_ROWS = 48  # of an embedding table, where a run has one: rows of one value
 BOTH, UP, DOWN = "both", "up", "down"  # ways of a link that are cut
 
 
 class Violation(AssertionError):
     """An invariant does not hold."""
+
+
+def rows_given(push: PushId) -> tuple[npt.NDArray[np.uint32], FloatArray]:
+    """The rows of each shard that an update touches, one of which all updates do, and float32[2, 1]: whole numbers."""
+    worker, epoch, clock = push
+    at = np.array([0, 1 + (5 * worker + 3 * epoch + clock) % (TABLE_ROWS // 3 - 1)], np.uint32)
+    return at, np.array([[1], [1 + clock % 3]], np.float32)
 
 
 @dataclass(slots=True)
@@ -65,6 +73,7 @@ class Held:
         default_factory=dict
     )  # of these, by worker and epoch, in their order
     shown: dict[PushId, int] = field(default_factory=dict)  # the publication that first has it
+    table: FloatArray = field(default_factory=lambda: np.zeros((TABLE_ROWS, 1), np.float32))
     publication: int = -1
     closed: int = 0  # clocks (barrier)
     gain: float = 1.0  # of a mean of updates
@@ -82,6 +91,7 @@ class Held:
             self,
             x=self.x.copy(),
             momentum=self.momentum.copy(),
+            table=self.table.copy(),
             folded=self.folded.copy(),
             clocks={who: clocks.copy() for who, clocks in self.clocks.items()},
             shown=self.shown.copy(),
@@ -151,16 +161,31 @@ class Mirror:
             case FirstWeights(pieces):
                 self._first_weights(pieces)
             case Fold(terms, of):
-                self._fold(self._pushes(terms), of)
+                pushes = self._pushes(terms)
+                self._fold(pushes, of)
+                self._rows([(share, push) for (_, push), (_, share) in zip(pushes, of, strict=True)])
             case Outer(terms, keys):
                 self._outer(self._pushes(terms), keys)
             case Step(terms, _, _, scale, shrink):
                 at_once = None if self.mode.barrier else scale
-                self.held.x -= np.float32(RATE * scale) * self._true_mean(self._pushes(terms, at_once), shrink)
+                pushes = self._pushes(terms, at_once)
+                self.held.x -= np.float32(RATE * scale) * self._true_mean(pushes, shrink)
+                self._rows([(scale * weight, push) for weight, push in pushes])
             case Publish():
                 self._publish(checksum)
 
+    def _rows(self, pushes: list[tuple[float, PushId]]) -> None:
+        """One step of plain SGD along the weighted sum of their rows."""
+        total = np.zeros_like(self.held.table)
+        for weight, push in pushes if self.case.rows else ():
+            at, values = rows_given(push)
+            total[at] += np.float32(weight) * values
+        self.held.table += np.float32(-RATE) * total
+
     def compare(self, event: Event, source: str) -> None:
+        for table in self.store.tables.tables:
+            if not np.array_equal(table.values, self.held.table[: table.count]):  # those that none touched are 0
+                raise Violation(f"shard {self.index} has rows {table.values}, the log gives {self.held.table}")
         if self.store.publication >= 0 and self.store.x.tobytes() != self.held.x.tobytes():
             what = f"{event.kind.name} {type(event.message).__name__ if event.message is not None else ''} {source}"
             raise Violation(f"shard {self.index} holds {self.store.x} after {what}, the log gives {self.held.x}")

@@ -1,0 +1,80 @@
+"""Rows of tables on a shard and in its checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from narrows.compression import PayloadError, codecs, rows
+from narrows.compression.errors import NonFinitePayloadError
+from narrows.protocols.errors import IncompatibleError
+from narrows.protocols.plan import Plan, TensorSpec
+from narrows.protocols.tables import TableSpec
+from narrows.protocols.wire import pack
+from narrows.ps.changes import FloatArray
+from narrows.ps.process import checkpoints
+from narrows.ps.tables import Tables
+
+SPEC = TableSpec("t", 1000, 3, 5, 0.5, "SGD")
+PLAN = Plan((TensorSpec("w", (4,), "float32"),), "", ((0,),), tables=(SPEC,))
+RATES = pack([{"lr": 1.0}])
+
+
+def pushed(tables: Tables, at: list[int], value: float) -> tuple[float, codecs.Piece]:
+    values = np.full((len(at), SPEC.dim), value, np.float32)
+    payload = rows.encode(0, tables.tables[0].count, np.array(at, np.uint32), values)
+    return 1.0, codecs.Piece(codecs.ROWS, 4, 4, payload)
+
+
+def first(numbers: list[int]) -> FloatArray:
+    return rows.first_values(np.array(numbers, np.uint64), SPEC.dim, SPEC.seed, SPEC.std)
+
+
+def test_first_values_are_normal_and_follow_from_the_row_alone() -> None:
+    many = first([*range(20_000)])
+    assert abs(many.mean()) < 0.01 and abs(many.std() - SPEC.std) < 0.01
+    assert abs(np.corrcoef(many[:-1].ravel(), many[1:].ravel())[0, 1]) < 0.02
+    assert np.array_equal(first([7, 19_999]), many[[7, 19_999]])
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_row_that_is_not_finite_is_none(value: float) -> None:
+    piece = pushed(Tables([SPEC]), [3], value)[1]
+    codecs.check(piece)
+    with pytest.raises(NonFinitePayloadError):
+        codecs.check(piece, finite=True)
+    with pytest.raises(PayloadError, match="no keys"):
+        codecs.check(piece._replace(begin=0))
+
+
+def test_a_row_in_two_updates_is_summed_and_stepped_once() -> None:
+    tables = Tables([SPEC], 1, 2)
+    tables.fold([pushed(tables, [3, 8], 0.25), pushed(tables, [8], 0.5)], RATES)
+    tables.fold([pushed(tables, [3], 9.0)], b"")  # nobody has said how
+    table = tables.tables[0]
+    assert np.allclose(table.read(np.array([2, 3, 8])), first([5, 7, 17]) - [[0.0], [0.25], [0.75]])
+    assert (table.touched, table.steps, tables.nbytes) == (2, 1, 2 * 12)
+
+
+def test_the_file_of_the_model_has_all_rows_and_shows_damage(tmp_path: Path) -> None:
+    """It is written a block at a time, out of the rows that each shard holds."""
+    wanted = first([*range(SPEC.rows)])
+    for shard in range(2):
+        tables = Tables([SPEC], shard, 2)
+        tables.fold([pushed(tables, [0, 4, 499], 0.5)], RATES)
+        wanted[[shard, 8 + shard, 998 + shard]] -= 0.5
+        x = np.zeros(2, np.float32)
+        facts = {"publication": 1, "shards": 2, "plan": PLAN.packed(), "buffers": b"", "epoch": 1}
+        checkpoints.write(tmp_path, shard, 9, {"x": x, "p": x, **tables.arrays()}, facts)
+    assert np.array_equal(load_file(checkpoints.merge(tmp_path, 9, {}))["t"], wanted)
+    damaged = checkpoints.path_of(tmp_path, 1, 9)
+    raw = bytearray(damaged.read_bytes())
+    at = raw.index(wanted[999].tobytes())
+    raw[at] ^= 1
+    damaged.write_bytes(raw)
+    with pytest.raises(IncompatibleError, match="table 't' is not what was written"):
+        checkpoints.merge(tmp_path, 9, {})
+    assert not [*tmp_path.glob("*.tmp")]
