@@ -15,7 +15,7 @@ from narrows.protocols.planning.cost import Costs, Indices
 from narrows.protocols.planning.network import Array
 
 GROUP_SHARPNESS = 3  # of the maximum over groups
-PATIENCE = 12  # moves that lose, one after the other
+PATIENCE = 4  # moves that lose, one after the other
 LOOKED_AT = 128  # places at a time: n hosts have n^2 gains
 LEAST = 1e-12  # of a power sum: roots of 0 have no slope
 GAINS = 1e-9

@@ -73,12 +73,12 @@ class Network:
         measured = document.get("measured_unix_s")
         return cls(
             hosts,
-            _off_diagonal(_matrix(delay, "delay_s", (n, n), 0.0)),
-            np.stack([_matrix(table, "bits_per_second", (n, n), POSITIVE) for table in tables]) / 8,
+            _pairs(delay, "delay_s", n, 0.0),
+            np.stack([_pairs(table, "bits_per_second", n, POSITIVE) for table in tables]) / 8,
             sizes,
-            _matrix(document.get("compute", [1.0] * n), "compute", (n,), POSITIVE),
-            _matrix(document.get("memory_bytes", [None] * n), "memory_bytes", (n,), 0.0, whole=np.inf),
-            _off_diagonal(_matrix(document.get("price_per_byte", [[0.0] * n] * n), "price_per_byte", (n, n), 0.0)),
+            _array(document.get("compute", [1.0] * n), "compute", (n,), POSITIVE),
+            _array(document.get("memory_bytes", [None] * n), "memory_bytes", (n,), 0.0, unknown=np.inf),
+            _off_diagonal(_pairs(document.get("price_per_byte", [[0.0] * n] * n), "price_per_byte", n, 0.0)),
             None if measured is None else float(measured),
         )
 
@@ -93,31 +93,37 @@ def from_places(places: Mapping[str, Any], hosts_each: Sequence[int]) -> Network
         raise UsageError(f"{len(order)} places and {len(hosts_each)} counts of hosts; give one count for each place")
     at = np.repeat(np.arange(len(order)), hosts_each)
     shape = (len(order), len(order))
-    rate = _matrix(places["bandwidth_gbps"], "bandwidth_gbps", shape, POSITIVE)[np.ix_(at, at)] * 1e9
+    rate = _array(places["bandwidth_gbps"], "bandwidth_gbps", shape, POSITIVE)[np.ix_(at, at)] * 1e9
     return Network.parse(
         {
             "format": FORMAT,
             "hosts": [f"{name}-{k}" for name, count in zip(order, hosts_each, strict=True) for k in range(count)],
-            "delay_s": _matrix(places["delay_ms"], "delay_ms", shape, 0.0)[np.ix_(at, at)] / 1e3,
+            "delay_s": _array(places["delay_ms"], "delay_ms", shape, 0.0)[np.ix_(at, at)] / 1e3,
             "rates": [{"message_bytes": 1, "bits_per_second": rate}],
         }
     )
 
 
-def _matrix(value: Any, name: str, shape: tuple[int, ...], least: float, whole: float = math.nan) -> Array:
-    """`value` as float64 of `shape`; null is `whole`. A NaN, or a value below `least`, is an error off the diagonal."""
+def _array(value: Any, name: str, shape: tuple[int, ...], least: float, unknown: float = math.nan) -> Array:
+    """`value` as float64 of `shape`; null is `unknown`. UsageError where a value is below `least`, or NaN."""
     try:
         found = np.array(value, np.float64)
     except (TypeError, ValueError):
         raise UsageError(f"{name} of the network holds something that is no number") from None
     if found.shape != shape:
         raise UsageError(f"{name} of the network has shape {found.shape}; {shape} is needed")
-    if len(shape) == 2:
-        np.fill_diagonal(found, 1.0)
-    found = np.where(np.isnan(found), whole, found)
+    found = np.where(np.isnan(found), unknown, found)
     if not (found >= least).all():
-        raise UsageError(f"{name} of the network has a value below {least:g}, or null for a pair")
+        raise UsageError(f"{name} of the network has a value below {least:g}, or none where one is needed")
     return found
+
+
+def _pairs(value: Any, name: str, n: int, least: float) -> Array:
+    """`value` as (n, n); what it has on the diagonal does not matter, and becomes 1."""
+    found = np.array(value, object)
+    if found.shape == (n, n):
+        np.fill_diagonal(found, 1.0)
+    return _array(found.tolist(), name, (n, n), least)
 
 
 def _off_diagonal(matrix: Array) -> Array:
