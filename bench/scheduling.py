@@ -1,6 +1,6 @@
 """Layouts of pipelines on the five networks of 2206.01288: our search beside the paper's, and what minding compute gains.
 
-    python bench/scheduling.py                      # all tables; about 6 minutes of one core
+    python bench/scheduling.py                      # all tables; about 4 minutes of one core
     python bench/scheduling.py --evaluations 100    # a look
     python bench/scheduling.py --only sizes
 
@@ -9,7 +9,7 @@ Rules
   and matchings included, whether it was kept or not. Gains that guide moves are sums over links, and are none in either.
 - The networks are facts of the authors' repository (DS3Lab/DT-FM, cda948f, its scheduler's cases 0 to 4), the job is their
   GPT3-XL: 24 layers, 8 stages of 8 replicas, 0.65 GB of gradients a stage, 0.471 GB of activations a replica. We took no code.
-- `paper` restates the paper's search: 100 random layouts; then two parents, five hosts of the one's partition into the other's,
+- `paper` restates the paper's search (sec. 3.4): 100 random layouts; then two parents, five hosts of the one's partition into the other's,
   cycles of moves by the paper's gain, and the worse parent makes room for a child that is no worse.
 - "contiguous" has hosts in the order of the table, "random" is the mean of 20 layouts. Seconds are of the process, one core.
 """
@@ -194,7 +194,7 @@ def sizes() -> None:
 
 @click.command(help=__doc__)
 @click.option("--seeds", default=10, show_default=True)
-@click.option("--evaluations", default=500, show_default=True, help="of each search; the authors' script has 5000")
+@click.option("--evaluations", default=300, show_default=True, help="of each search; the authors' script has 5000")
 @click.option("--only", type=click.Choice(["networks", "compute", "sizes"]))
 def main(seeds: int, evaluations: int, only: str | None) -> None:
     tables: dict[str, Callable[[], None]] = {

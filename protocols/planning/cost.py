@@ -1,4 +1,4 @@
-"""What a layout costs an iteration: the model of "Decentralized training of foundation models" (2206.01288, sec. 3).
+"""What a layout costs an iteration: the model of "Decentralized training of foundation models" (2206.01288, eqs. 1 to 4).
 
 A layout has a group of hosts for each stage. Its seconds are those of the slowest group's data parallel exchange, of every
 boundary between neighbouring stages, forth and back, and of computing. `Costs.arrange` finds the order of the groups and who

@@ -1,4 +1,4 @@
-"""Cyclic moves of hosts between groups, by the gain of 2206.01288, sec. 3: fast links go between groups, into pipelines.
+"""Cyclic moves of hosts between groups, by the gain of 2206.01288, sec. 3.4: fast links go between groups, into pipelines.
 
 From each group the host with the fastest link inside it leaves, for the group to which its mean link is slowest: all who move
 there in its place have faster ones. A cycle ends where it began, so groups keep their sizes. Its best beginning is kept, closed

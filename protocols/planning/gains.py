@@ -17,7 +17,7 @@ from narrows.protocols.planning.network import Array
 GROUP_SHARPNESS = 3  # of the maximum over groups
 PATIENCE = 4  # moves that lose, one after the other
 LOOKED_AT = 128  # places at a time: n hosts have n^2 gains
-LEAST = 1e-12  # of a power sum: roots of 0 have no slope
+LEAST = 1e-16  # of a power sum, whose terms are at most 1: a smaller one is noise of a difference
 GAINS = 1e-9
 
 
@@ -25,39 +25,39 @@ class Places:
     """Hosts on their places: stage after stage, then those without a part. `total` is the smooth cost."""
 
     def __init__(self, costs: Costs, order: Indices, sharpness: int) -> None:
-        self.job, self.order, self.sharpness = costs.job, order, sharpness
-        self.powers = _power(costs.links, sharpness)
-        self.tolls = costs.job.money_s * costs.tolls
-        self.exchange = (
-            costs.exchange(costs.depth) / costs.job.replicas
-        )  # the mean over a group's hosts, not the slowest
-        self.group_tolls = costs.job.money_s * costs.depth * costs.layer_tolls / 2
-        # A host without memory for its share is as slow as if it had to fetch it.
-        share = costs.job.layers / costs.job.stages
-        self.slowness = _power(np.maximum(1 / costs.speed, share / np.maximum(costs.room, 0.5)), GROUP_SHARPNESS)
-        self.layers_s = costs.job.layers * costs.job.layer_s * (1 + (costs.job.stages - 1) / costs.job.micro_batches)
-        if not costs.job.layer_s and (costs.room < share).any():
-            self.layers_s = float(costs.job.layers)
-        places = np.arange(len(order))
-        self.stage = np.minimum(places // costs.job.replicas, costs.job.stages)
-        self.used = costs.job.stages * costs.job.replicas
+        job = costs.job
+        self.job, self.order, self.sharpness = job, order, sharpness
+        self.link_s, self.powers = _scaled(costs.links, sharpness)
+        self.tolls = job.money_s * costs.tolls
+        self.exchange_s = float(costs.exchange(costs.depth).max()) or 1.0
+        # The mean over a group's hosts, not the slowest: a sum of pairs.
+        self.exchange = costs.exchange(costs.depth) / (self.exchange_s * job.replicas**2)
+        self.group_tolls = job.money_s * costs.depth * costs.layer_tolls / 2
+        # A host that has no memory for an even share is as much slower as it holds less.
+        slowness = np.maximum(1, job.layers / (job.stages * np.maximum(costs.room, 0.5))) / costs.speed
+        slow_s, self.slowness = _scaled(slowness, GROUP_SHARPNESS)
+        layer_s = job.layer_s or (self.link_s if (slowness > 1).any() else 0.0)
+        self.layers_s = job.layers * layer_s * slow_s * (1 + (job.stages - 1) / job.micro_batches)
+        self.used = job.stages * job.replicas
+        self.stage = np.minimum(np.arange(len(order)) // job.replicas, job.stages)
+
+    def _grid(self) -> Indices:
+        return self.order[: self.used].reshape(self.job.stages, self.job.replicas)
 
     def _sums(self) -> tuple[Array, Array, Array]:
-        """Power sums of each boundary, means of each group's exchange, power sums of each group's slowness."""
-        grid = self.order[: self.used].reshape(self.job.stages, self.job.replicas)
-        groups = (grid[:, :, None], grid[:, None, :])
+        """Power sums of each boundary, means of each group's exchange, power means of each group's slowness."""
+        grid = self._grid()
         boundaries = self.powers[grid[:-1], grid[1:]].sum(1)
-        return boundaries, self.exchange[groups].sum((1, 2)), self.slowness[grid].mean(1)
+        return boundaries, self.exchange[grid[:, :, None], grid[:, None, :]].sum((1, 2)), self.slowness[grid].mean(1)
 
     def total(self) -> float:
-        grid = self.order[: self.used].reshape(self.job.stages, self.job.replicas)
-        boundaries, exchanges, slowness = self._sums()
-        tolls = self.tolls[grid[:-1], grid[1:]].sum() + self.group_tolls[grid[:, :, None], grid[:, None, :]].sum()
+        grid, (boundaries, exchanges, slowness) = self._grid(), self._sums()
         return float(
-            _root(boundaries, self.sharpness).sum()
-            + _root(_power(exchanges, GROUP_SHARPNESS).sum(), GROUP_SHARPNESS)
-            + self.layers_s / (1 / _root(slowness, GROUP_SHARPNESS)).sum()
-            + tolls
+            self.link_s * _root(boundaries, self.sharpness).sum()
+            + self.exchange_s * _root(_power(exchanges, GROUP_SHARPNESS).sum(), GROUP_SHARPNESS)
+            + self.layers_s / _speed(slowness).sum()
+            + self.tolls[grid[:-1], grid[1:]].sum()
+            + self.group_tolls[grid[:, :, None], grid[:, None, :]].sum()
         )
 
     def gains(self, free: Indices) -> Array:
@@ -68,39 +68,47 @@ class Places:
         replicas, stage, hosts = self.job.replicas, self.stage[free], self.order[free]
         boundaries, exchanges, slowness = self._sums()
         moved = np.zeros((len(free), len(free)))  # [a, b]: the place of a has the host of b
-        for side, first in ((-replicas, 0), (replicas, 1)):
-            at = np.flatnonzero((free + side >= 0) & (free + side < self.used) & (free < self.used))
+        for side, first in ((-replicas, -1), (replicas, 0)):  # the boundary before a place, and the one after it
+            at = np.flatnonzero((free < self.used) & (free + side >= 0) & (free + side < self.used))
             other = self.order[free[at] + side]
-            old = boundaries[stage[at] - 1 + first][:, None]
+            old = boundaries[stage[at] + first][:, None]
             new = old - self.powers[other, hosts[at]][:, None] + self.powers[np.ix_(other, hosts)]
-            moved[at] += _root(new, self.sharpness) - _root(old, self.sharpness)
+            moved[at] += self.link_s * (_root(new, self.sharpness) - _root(old, self.sharpness))
             moved[at] += self.tolls[np.ix_(other, hosts)] - self.tolls[other, hosts[at]][:, None]
         at = np.flatnonzero(free < self.used)
-        grid = self.order[: self.used].reshape(self.job.stages, replicas)
-        here = (stage[at][:, None], np.arange(len(free))[None, :])
-        own = (stage[at], at)
-        for matrix, smooth in ((self.exchange, True), (self.group_tolls, False)):
-            if not smooth and not self.job.money_s:
-                continue
-            to = matrix[grid][:, :, hosts].sum(1)  # (stages, k): a host's sum over a group
-            change = 2 * (to[here] - matrix[np.ix_(hosts[at], hosts)] - to[own][:, None])
-            if smooth:
-                old = exchanges[stage[at]][:, None]
-                every = _power(exchanges, GROUP_SHARPNESS).sum()
-                new = every - _power(old, GROUP_SHARPNESS) + _power(old + change, GROUP_SHARPNESS)
-                change = _root(new, GROUP_SHARPNESS) - _root(every, GROUP_SHARPNESS)
-            moved[at] += change
+        group = stage[at]
+        old = exchanges[group][:, None]
+        new = np.maximum(old + self._joined(self.exchange, at, group, hosts), 0.0)
+        every = _power(exchanges, GROUP_SHARPNESS).sum()
+        power = _root(every - _power(old, GROUP_SHARPNESS) + _power(new, GROUP_SHARPNESS), GROUP_SHARPNESS)
+        moved[at] += self.exchange_s * (power - _root(every, GROUP_SHARPNESS))
+        if self.job.money_s:
+            moved[at] += self._joined(self.group_tolls, at, group, hosts)
         if self.layers_s:
-            speed = 1 / _root(slowness, GROUP_SHARPNESS)
+            speed = _speed(slowness)
             change = (self.slowness[hosts][None, :] - self.slowness[hosts[at]][:, None]) / replicas
-            faster = 1 / _root(slowness[stage[at]][:, None] + change, GROUP_SHARPNESS) - speed[stage[at]][:, None]
-            moved[at] += self.layers_s / np.maximum(speed.sum() + faster, LEAST) - self.layers_s / speed.sum()
+            together = speed.sum() - speed[group][:, None] + _speed(slowness[group][:, None] + change)
+            moved[at] += self.layers_s / together - self.layers_s / speed.sum()
         swapped: Array = moved + moved.T
-        swapped[stage[:, None] == stage[None, :]] = np.inf
-        swapped[(np.abs(free[:, None] - free[None, :]) == replicas) & (np.maximum.outer(free, free) < self.used)] = (
-            np.inf
-        )
+        within = stage[:, None] == stage
+        beside = (np.abs(free[:, None] - free) == replicas) & (np.maximum.outer(free, free) < self.used)
+        swapped[within | beside] = np.inf
         return swapped
+
+    def _joined(self, matrix: Array, at: Indices, group: Indices, hosts: Indices) -> Array:
+        """What the sum of a group's pairs changes when the host at one of `at` gives its place to each of `hosts`."""
+        to = matrix[self._grid()][:, :, hosts].sum(1)  # (stages, k): from all of a group to a host
+        return 2 * (to[group] - matrix[np.ix_(hosts[at], hosts)] - to[group, at][:, None])
+
+
+def _scaled(values: Array, sharpness: int) -> tuple[float, Array]:
+    """The largest of `values`, and powers of them as parts of it: powers of small numbers vanish."""
+    scale = float(values.max()) or 1.0
+    return scale, _power(values / scale, sharpness)
+
+
+def _speed(slowness: Array) -> Array:
+    return 1 / _root(slowness, GROUP_SHARPNESS)
 
 
 def _power(values: Array, sharpness: int) -> Array:

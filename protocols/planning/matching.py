@@ -1,4 +1,4 @@
-"""Who sends to whom between two groups, and in which order groups stand: the two inner problems of 2206.01288, sec. 3."""
+"""Who sends to whom between two groups, and in which order groups stand: the two inner problems of 2206.01288, sec. 3.3."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _two_opt(between: Array) -> list[int]:
         old_left, old_right = np.diag(left), np.diag(right)
         gain = np.triu(left + right - old_left[:, None] - old_right[None, :], 1)
         i, j = divmod(int(gain.argmin()), count)
-        if gain[i, j] > -1e-12:
+        if gain[i, j] >= -TIE * between.max():
             break
         order[i : j + 1] = order[i : j + 1][::-1].copy()
     return [int(index) for index in order]

@@ -37,7 +37,7 @@ class Network:
     measured_unix_s: float | None = None
 
     def transfer_s(self, message_bytes: float) -> Array:
-        """(n, n) seconds of one message: delay + bytes / rate (2206.01288, sec. 3), the rate that of its size.
+        """(n, n) seconds of one message: delay + bytes / rate (2206.01288, eq. 3), the rate that of its size.
 
         Between two measured sizes the rate is linear in the logarithm of the size, outside them it is the nearest one's.
         """

@@ -1,4 +1,4 @@
-"""Finds a cheap layout: the two-level search of 2206.01288, sec. 3, with more local moves.
+"""Finds a cheap layout: the two-level search of 2206.01288, sec. 3.4, with more local moves.
 
 Above: a population of balanced partitions into groups, crossed with each other and mutated. Below: `Costs.arrange`, which finds
 order and matchings. Between both, `Descent` moves hosts by gains, and only its result is priced. A layout that is priced is

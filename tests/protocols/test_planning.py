@@ -64,7 +64,7 @@ def sent_s(network: Network, a: int, b: int, message_bytes: float) -> float:
 
 
 def reference(network: Network, job: Job, grid: list[list[int]], depths: Indices) -> float:
-    """The cost of a layout, with a loop for each sum: docs/planning.md, "What a layout costs"."""
+    """The cost of a layout, with a loop for each sum: docs/planning.md, "The cost of a layout"."""
     exchange, money, stage_s = 0.0, 0.0, []
     for group, depth in zip(grid, depths, strict=True):
         sent = depth * job.layer_bytes / job.replicas
@@ -233,6 +233,20 @@ def test_a_seed_repeats_its_plan_and_seeds_differ() -> None:
     assert (one.layout.grid != other.layout.grid).any()
 
 
+def test_a_plan_does_not_depend_on_the_units() -> None:
+    """All seconds a thousandth, and speeds 128 times as high: powers of two, so that every sum is the same."""
+    network, small = drawn(1, 12), 2.0**-10
+    what = job(4, 2, money_s=0.0)
+    other = replace(
+        network, delay_s=network.delay_s * small, rates=network.rates / small, compute=network.compute * 2.0**7
+    )
+    found = plan(network, what, evaluations=30)
+    scaled = plan(other, replace(what, layer_s=what.layer_s * 2.0**7 * small), evaluations=30)
+    assert found.evaluations == 30 < partitions_count(12, what)
+    assert (found.layout.grid == scaled.layout.grid).all()
+    assert scaled.prediction.seconds == found.prediction.seconds * small
+
+
 def test_a_plan_that_minds_compute_is_faster_than_a_blind_one() -> None:
     """16 hosts in two cities, every second one 4 times slower."""
     places = {"order": ["a", "b"], "delay_ms": [[1, 11], [11, 1]], "bandwidth_gbps": [[5, 1.12], [1.12, 5]]}
@@ -307,7 +321,7 @@ def test_a_long_path_cannot_be_shortened_by_a_reversal() -> None:
     order = shortest_path(between)
     assert sorted(order) == list(range(len(between)))
     for i, j in combinations(range(len(order) + 1), 2):
-        assert length(between, order[:i] + order[i:j][::-1] + order[j:]) >= length(between, order) - 1e-9
+        assert length(between, order[:i] + order[i:j][::-1] + order[j:]) >= length(between, order) - 1e-7
 
 
 def test_a_rate_depends_on_the_size_of_a_message() -> None:
