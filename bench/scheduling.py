@@ -9,8 +9,8 @@ Rules
   and matchings included, whether it was kept or not. Gains that guide moves are sums over links, and are none in either.
 - The networks are facts of the authors' repository (DS3Lab/DT-FM, cda948f, its scheduler's cases 0 to 4), the job is their
   GPT3-XL: 24 layers, 8 stages of 8 replicas, 0.65 GB of gradients a stage, 0.471 GB of activations a replica. We took no code.
-- `paper` restates the paper's search (sec. 3.4): 100 random layouts; then two parents, five hosts of the one's partition into the other's,
-  cycles of moves by the paper's gain, and the worse parent makes room for a child that is no worse.
+- `paper` restates the paper's search (sec. 3.4): 100 random layouts; then two parents, five hosts of the one's partition into
+  the other's, cycles of moves by the paper's gain, and the worse parent makes room for a child that is no worse.
 - "contiguous" has hosts in the order of the table, "random" is the mean of 20 layouts. Seconds are of the process, one core.
 """
 
