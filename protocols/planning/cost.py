@@ -167,7 +167,7 @@ class Costs:
         missing = int(np.maximum(depths - self.room[grid].min(1), 0).sum())
         seconds = exchange_s + pipeline_s + compute_s
         total = seconds + job.money_s * money + MISSING_S * missing
-        return Prediction(total, seconds, exchange_s, pipeline_s, compute_s, money, missing)
+        return Prediction(float(total), seconds, exchange_s, pipeline_s, compute_s, float(money), missing)
 
     def _group_s(self, groups: Indices, depths: Indices) -> Array:
         """(stages,) seconds of each group's exchange: those of the host whose links take longest together."""
