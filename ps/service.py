@@ -68,7 +68,7 @@ class Service:
             return [], False
         if (squared := check_part(push, self.store.whole)) == math.inf:
             push, squared = replace(push, codec=codecs.VOID, payload=b""), 0.0
-        if push.part == 0 and self.store.optimizer is not None:
+        if push.part == 0 and push.samples and self.store.optimizer is not None:
             self.store.optimizer.check(unpack_hyper(push.hyper)[0])
         self.inbox.add(seat, push, planned.turn(push.clock), squared)
         if isinstance(planned.folding, Barrier) and push.clock == seat.taken and planned.mode.rule is not Rule.ADD:

@@ -14,6 +14,7 @@ __all__ = [
     "clock",
     "device",
     "local_rank",
+    "ranges",
     "rank",
     "record",
     "sampler",
@@ -22,12 +23,18 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from narrows.worker.datasets import sampler
+    from narrows.worker.datasets import ranges, sampler
     from narrows.worker.machine import device, local_rank
     from narrows.worker.optimizer import DistributedOptimizer
     from narrows.worker.session import clock, rank, record, step_count, world_size
 else:
-    HOMES = {"DistributedOptimizer": "optimizer", "device": "machine", "local_rank": "machine", "sampler": "datasets"}
+    HOMES = {
+        "DistributedOptimizer": "optimizer",
+        "device": "machine",
+        "local_rank": "machine",
+        "ranges": "datasets",
+        "sampler": "datasets",
+    }
 
     def __getattr__(name):
         """On first use: ps-worker is in this package too, and need not wait for torch."""

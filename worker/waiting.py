@@ -21,7 +21,15 @@ from narrows.worker.hub import OF_SHARD
 from narrows.worker.runner import Link
 
 # A script calls these on all ranks at once; the last one also where it ends.
-CALLS = ("DistributedOptimizer()", "step()", "eval() or shared()", "state_dict()", "load_state_dict()", "finish()")
+CALLS = (
+    "DistributedOptimizer()",
+    "ranges()",
+    "step()",
+    "eval() or shared()",
+    "state_dict()",
+    "load_state_dict()",
+    "finish()",
+)
 HEARD_LIMIT_S = 60.0  # what one rank has heard all have heard within this
 ENDED_S = 2.0  # another rank has ended: why that was is told within this
 
