@@ -234,7 +234,7 @@ class Shard:
         seats = (*self.inbox.seats.values(), *self.inbox.gone.values())
         begun = planned.asked if planned is not None else -1
         self.saved = self.saved if self.saved[0] == begun else (begun, version)
-        saved = planned.saved if planned is not None and self.saved[1] > self.reports.seen else ()
+        news = self.saved[1] > self.reports.seen
         return m.Report(
             shard=self.index,
             port=self.port,
@@ -255,8 +255,8 @@ class Shard:
             bytes_up=self.moved[0],
             bytes_down=self.moved[1],
             host=self.means.host,
-            saved=saved,
-            saved_at=begun if saved else -1,
+            saved=planned.saved if planned is not None and news else (),
+            saved_at=begun if news else -1,
             from_above=above.place.epoch if above.ready and above.place is not None else 0,
             finishing=self.service.all_finishing() if self.service is not None else (),
             finishes=planned.upward.finishes if planned is not None else 0,

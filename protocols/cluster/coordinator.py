@@ -216,7 +216,7 @@ class Coordinator:
             effects += self._broadcast(now_ns)
         elif report.generation == self.run.generation:
             self.rounds.heard(report, now_ns)
-            self.ranges.heard(report)
+            effects += self.ranges.heard(report)
         if self.run.complete:
             effects += self.roster.greet(now_ns)
         return [*effects, *self._settle(now_ns), *self.roster.readies(self.buffers.packed)]

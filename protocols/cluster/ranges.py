@@ -6,7 +6,8 @@ Rules
   or a check leaves it out, counts here: the next worker would fare no better with the same samples.
 - A range of a worker that is gone goes back once it is known whether its update is in. With a barrier that update is on all
   shards or on none. Folded at once it may be on some alone: the range is torn, and counts as done twice when it is done.
-- With each checkpoint goes what is not done in it. Folded at once, each shard says which updates are in its part.
+- With each checkpoint goes what is not done in it. Folded at once, each shard says which updates are in its part, and until
+  all have said so nothing is handed out: what is done in a checkpoint is known by what was handed out before it.
 """
 
 from __future__ import annotations
@@ -105,6 +106,8 @@ class Ranges(Decision):
         self.answers: dict[int, m.Range] = {}  # by worker: the newest
         self.kept: dict[int, bytes] = {}  # by the clock of a checkpoint: what is done in it, packed
         self.saved: dict[int, dict[int, dict[int, int]]] = {}  # by that and the shard: which updates are in it
+        self.due: set[int] = set()  # shards that have not said so of the newest one: nothing is handed out meanwhile
+        self.waiting: dict[int, m.RangeAsk] = {}  # who has asked meanwhile
         self.said: list[ServerEffect] = []
 
     # Handing out.
@@ -117,6 +120,9 @@ class Ranges(Decision):
         if not seat.epoch or (last is not None and ask.number < last.number):
             return []
         if last is None or ask.number > last.number:
+            if self.due:
+                self.waiting[seat.worker] = ask
+                return []
             if why := self._unfit(seat, ask):
                 return [Send(seat.peer, m.Refuse(m.RefuseCode.INCOMPATIBLE, seat.worker, seat.epoch, why))]
             last = self.answers[seat.worker] = self._answer(seat, ask)
@@ -193,18 +199,26 @@ class Ranges(Decision):
         if not gone.held:
             del self.gone[worker]
 
-    def heard(self, report: m.Report) -> None:
+    def heard(self, report: m.Report) -> list[ServerEffect]:
         """A shard of the present generation says what has arrived there, of those who are gone too."""
         for worker, clock in report.arrived if self.gone else ():
             gone = self.gone.get(worker)
             if gone is not None and gone.epoch > self.run.generation:
                 gone.arrived[report.shard] = max(gone.arrived[report.shard], clock)
-        if report.saved_at in self.kept:
-            self.saved.setdefault(report.saved_at, {})[report.shard] = dict(report.saved)
+        if report.saved_at not in self.kept:
+            return []
+        self.saved.setdefault(report.saved_at, {})[report.shard] = dict(report.saved)
+        if report.saved_at == max(self.kept):
+            self.due.discard(report.shard)
+        if self.due or not self.waiting:
+            return []
+        waiting, self.waiting = self.waiting, {}
+        return [effect for worker, ask in waiting.items() for effect in self.hear(self.run.seats[worker], ask)]
 
     def left(self, seat: Seat, how: str) -> None:
         """Asked before `Rounds` forgets it, and before there is an epoch without it."""
         self.answers.pop(seat.worker, None)
+        self.waiting.pop(seat.worker, None)
         self.ahead.pop(seat.worker, None)
         held = self.held.pop(seat.worker, [])
         if not held:
@@ -221,7 +235,7 @@ class Ranges(Decision):
     def decide(self, now_ns: int) -> bool:
         """Keep what is done at a checkpoint that was asked for. Asked before the next clock closes."""
         clock = self.generations.checkpoint
-        if self.work.samples and clock == self.rounds.min_clock and clock not in self.kept:
+        if clock == self.rounds.min_clock and clock not in self.kept:
             self._keep(clock)
         return False
 
@@ -242,6 +256,7 @@ class Ranges(Decision):
         numbers = [work.samples, work.size, work.next, work.over]
         twice, bound = (chain(*sorted(each)) for each in (work.twice.items(), rows))
         lists: list[Iterable[int]] = [numbers, sorted(work.back), sorted(work.torn), twice, bound]
+        self.due = {*range(self.run.shards)} if not barrier else set()
         self.kept[clock] = pack([array("q", each).tobytes() for each in lists])
 
     def packed(self, clock: int) -> bytes:
@@ -276,7 +291,7 @@ class Ranges(Decision):
         heapify(work.back)
 
     def anew(self) -> None:
-        for table in (self.held, self.ahead, self.gone, self.answers):
+        for table in (self.held, self.ahead, self.gone, self.answers, self.waiting, self.due):
             table.clear()
         clock = self.run.restart_clock
         saved = self.saved.get(clock, {})
