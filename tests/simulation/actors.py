@@ -255,7 +255,10 @@ class Host(Protocol):
     disk: Disk
     servers: dict[int, Process]
     over: bool
-    work: Work | None  # ranges of samples, where workers take some
+
+    @property
+    def ranges(self) -> Work | None:
+        """Of samples, where workers take some."""
 
     @property
     def parent(self) -> Host | None:
@@ -667,8 +670,8 @@ class Worker:
                 self._push()
             elif not all(x.may_compute for x in self.exchanges):
                 return
-            elif self.run.work is not None:
-                return self._take(self.run.work)
+            elif self.run.ranges is not None:
+                return self._take(self.run.ranges)
             elif self.run_clock >= self.run.clocks:
                 self.finishing = True
             else:
@@ -793,8 +796,8 @@ class Worker:
         run, clock = self.run, self.clock
         self.computed = False
         self.steps += 1
-        if run.work is not None:
-            run.work.pushed((self.worker, self.epoch, clock), tuple(self.rows))
+        if run.ranges is not None:
+            run.ranges.pushed((self.worker, self.epoch, clock), tuple(self.rows))
             if not self.rows:
                 run.checker.pushed(self, clock, np.zeros(KEYS, np.float32), 0)
                 for shard, exchange in enumerate(self.exchanges):

@@ -229,7 +229,7 @@ class Run:
         self.plan = SCALED if case.scaled else PLANS[case.max_grad_norm]
         self.sim: Simulator[m.Message] = Simulator(case.seed, case.faults, TICK_NS, trace)
         self.disk = Disk(slow_ns=case.slow_ns)
-        self.work = Work(self, case.epochs, case.settings.workers) if case.epochs else None
+        self.ranges = Work(self, case.epochs, case.settings.workers) if case.epochs else None
         if case.torn:
             assert case.restart is not None
             # Of the one that begins anew, which looks at what it has, or of another, which finds out when it reads it.
