@@ -217,27 +217,33 @@ class Ranges(Decision):
 
     def left(self, seat: Seat, how: str) -> None:
         """Asked before `Rounds` forgets it, and before there is an epoch without it."""
-        self.answers.pop(seat.worker, None)
-        self.waiting.pop(seat.worker, None)
-        self.ahead.pop(seat.worker, None)
-        held = self.held.pop(seat.worker, [])
-        if not held:
+        worker = seat.worker
+        if worker in self.held:
+            self._settle_of(worker)
+        for table in (self.answers, self.waiting, self.ahead):
+            table.pop(worker, None)
+        if not (held := self.held.pop(worker, [])):
             return
-        last = m.CLOCK_MAX
+        last = seat.last if seat.leaving else m.CLOCK_MAX  # from there on it has pushed nothing
         if self.rounds.mode.barrier:  # of what is in no set, the next one takes the oldest, and the rest is dropped
-            last = self.rounds.final(seat)
-            self.work.give_back(index for clock, index in held if clock >= last)
-        held = [bound for bound in held if bound[0] < last]
-        self.gone[seat.worker] = Gone(held, self.run.epoch + 1, [*self.rounds.progress[seat.worker].arrived])
+            last = min(last, self.rounds.final(seat))
+        self.work.give_back(index for clock, index in held if clock >= last)
+        if held := [bound for bound in held if bound[0] < last]:
+            self.gone[worker] = Gone(held, self.run.epoch + 1, [*self.rounds.progress[worker].arrived])
 
     # Checkpoints.
 
     def decide(self, now_ns: int) -> bool:
-        """Keep what is done at a checkpoint that was asked for. Asked before the next clock closes."""
+        """Keep what is done at a checkpoint that was asked for, before the next clock closes."""
         clock = self.generations.checkpoint
         if clock == self.rounds.min_clock and clock not in self.kept:
             self._keep(clock)
         return False
+
+    def fields(self, shard: int) -> dict[str, object]:
+        """Nothing. The end of a run asks for a checkpoint, too, and decides nothing more."""
+        self.decide(0)
+        return {}
 
     def _keep(self, clock: int) -> None:
         self._settle()

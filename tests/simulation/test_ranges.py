@@ -16,7 +16,7 @@ from simulation.campaigns import RANGES_EVERY, Case, Run, case_of, of_epochs
 from simulation.mirrors import Violation
 from simulation.test_lives import _until_found
 
-RUNS = {"plain": 9, "restarts": 6, "kills": 6}
+RUNS = {"plain": 5, "restarts": 4, "kills": 4}
 
 
 def case(seed: int) -> Case:

@@ -7,10 +7,14 @@ import os
 import re
 import signal
 from collections import Counter
+from itertools import islice
 from pathlib import Path
 
+import pytest
 from kit.logs import folded, telling
-from kit.processes import alive, serving, started, until
+from kit.processes import Worker, alive, serving, started, until
+
+from narrows.worker import ranges, session
 
 SAMPLES, SIZE = 4_000, 8
 TWICE_MOST = 0.02
@@ -76,3 +80,23 @@ def test_no_sample_is_left_out_where_two_of_four_workers_are_killed_and_one_come
     print(f"ranges of each worker: {each}; {len(twice)} samples twice in a shard; ps-serve says: {found[0]}")
     assert len(by_shard) == 2 and all({*counts} == {*range(SAMPLES)} for counts in by_shard)
     assert len(twice) == SIZE * int(found[1]) <= TWICE_MOST * SAMPLES
+
+
+@pytest.mark.parametrize("sync", ["bsp", "ssp"])
+def test_a_run_that_is_resumed_does_the_rest(sync: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its worker leaves in the midst of the second epoch, and the run ends with a checkpoint."""
+    seen: list[int] = []
+    said = ""
+    for some, more in ((18, ()), (100, ("--resume",))):
+        with serving("--sync", sync, "--shards", "2", "--checkpoint-dir", str(tmp_path), *more) as server:
+            worker = Worker(server.address)
+            monkeypatch.setattr(session, "_session", worker.session)
+            work = ranges(103, SIZE, epochs=2)
+            for rows in islice(work, some):
+                seen += [work.epoch * 103 + row for row in rows.tolist()]
+                worker.step()
+            worker.close()
+            assert server.command.wait() == 0, server.command
+            said += server.command.out
+    assert sorted(seen) == list(range(2 * 103))
+    assert [said.count(f"epoch {epoch}: 103 samples in 13 ranges, 0 ranges done twice") for epoch in (0, 1)] == [1, 1]
