@@ -22,9 +22,11 @@ from narrows.protocols.modes import Mode
 
 
 class Update(list[m.Push]):
-    """One of a worker: its parts in order. `length`: its L2 norm, or a bound on it (codecs.check); it was known anyhow."""
+    """One of a worker: its parts in order. `length`: its L2 norm, or a bound on it (codecs.check); it was known anyhow. `empty`:
+    it has no samples, and no values."""
 
     length = 0.0
+    empty = False
 
 
 @dataclass(slots=True)
@@ -129,5 +131,6 @@ class Inbox:
         del seat.partial[seat.clock]
         seat.samples = pieces[0].samples
         update = Update(pieces[part] for part in sorted(pieces))
+        update.empty = not seat.samples
         update.length = math.sqrt(sum(seat.squared.pop((seat.clock, part)) for part in pieces))
         return update

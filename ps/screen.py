@@ -72,7 +72,7 @@ class Screen:
             self.beside.saw(looks, factors)
             found = {look[:2]: factor for look, factor in zip(looks, factors, strict=True)}
         for worker, clock, update in updates:
-            if (worker, clock) not in found and update[0].samples:
+            if (worker, clock) not in found and not update.empty:
                 self._leave_out(worker, clock)
             (self.out.add if not found.get((worker, clock)) else self.out.discard)(worker)
         return [found.get((worker, clock), 0.0) for worker, clock, _ in updates]

@@ -236,7 +236,7 @@ class Ranges(Decision):
     def decide(self, now_ns: int) -> bool:
         """Keep what is done at a checkpoint that was asked for, before the next clock closes."""
         clock = self.generations.checkpoint
-        if clock == self.rounds.min_clock and clock not in self.kept:
+        if clock == self.rounds.min_clock and clock not in self.kept and self.run.complete:
             self._keep(clock)
         return False
 

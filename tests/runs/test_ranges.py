@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.groups import groups
 from kit.in_process import Cluster
 from kit.scripts import Run, alone, build, distance, flat, loss_of, run, tree
 
@@ -227,6 +228,28 @@ def test_workers_of_a_cluster_are_told_of_the_sampler() -> None:
         DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
         with pytest.raises(RuntimeError, match=r"use sampler\(\)"):
             next(ranges(SAMPLES, SIZE))
+
+
+@pytest.mark.parametrize("mode", ["bsp", "async", "local"])
+def test_the_ranks_of_a_group_share_each_range(mode: str) -> None:
+    """One of a single sample, the last of 103, is all ranks' where the group has it."""
+    with groups(Settings(workers=2, shards=2, **MODES[mode]), (2, 1)) as started:
+
+        def script(member: int, rank: int) -> list[int]:
+            model = build()
+            optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model)
+            rows_of: list[int] = []
+            for rows in ranges(SAMPLES, 6):
+                optimizer.zero_grad()
+                loss_of(model, len(rows_of)).backward()
+                optimizer.step()
+                rows_of += rows.tolist()
+            optimizer.finish()
+            return rows_of
+
+        told = started.together(script)
+    times = Counter(row for rows in told.values() for row in rows)
+    assert {*times} == {*range(SAMPLES)} and times.total() <= SAMPLES + 1
 
 
 def test_alone_it_has_all() -> None:
