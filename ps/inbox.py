@@ -22,8 +22,8 @@ from narrows.protocols.modes import Mode
 
 
 class Update(list[m.Push]):
-    """One of a worker: its parts in order. `length`: its L2 norm, or a bound on it (codecs.check); it was known anyhow. `empty`:
-    it has no samples, and no values."""
+    """One of a worker: its parts in order. `length`: its L2 norm, or a bound on it (codecs.check); it was known anyhow.
+    `empty`: it has no samples, and no values."""
 
     length = 0.0
     empty = False

@@ -339,7 +339,7 @@ class Coordinator:
             self.lines[shard] = Line(self.moves.offered[shard][0])
         ledgers = [self._ledger(shard, now_ns) for shard in self.lines]
         self.lines = {shard: line for shard, line in self.lines.items() if shard < self.run.shards}
-        told = [*self.rounds.tell(), *self.moves.tell(), *self.guests.tell()]
+        told = [*self.rounds.tell(), *self.ranges.tell(), *self.moves.tell(), *self.guests.tell()]
         return [*told, *ledgers, *self.meeting.introductions(), *self.moves.words()]
 
     def _ledger(self, shard: int, now_ns: int) -> Send:

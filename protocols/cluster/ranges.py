@@ -108,7 +108,7 @@ class Ranges(Decision):
         self.saved: dict[int, dict[int, dict[int, int]]] = {}  # by that and the shard: which updates are in it
         self.due: set[int] = set()  # shards that have not said so of the newest one: nothing is handed out meanwhile
         self.waiting: dict[int, m.RangeAsk] = {}  # who has asked meanwhile
-        self.said: list[ServerEffect] = []
+        self.said: list[Log] = []
 
     # Handing out.
 
@@ -126,8 +126,12 @@ class Ranges(Decision):
             if why := self._unfit(seat, ask):
                 return [Send(seat.peer, m.Refuse(m.RefuseCode.INCOMPATIBLE, seat.worker, seat.epoch, why))]
             last = self.answers[seat.worker] = self._answer(seat, ask)
-        told, self.said = self.said, []
-        return [*told, Send(seat.peer, m.Range(seat.worker, seat.epoch, last.number, last.index, last.over))]
+        return [*self.tell(), Send(seat.peer, m.Range(seat.worker, seat.epoch, last.number, last.index, last.over))]
+
+    def tell(self) -> list[Log]:
+        """Which epochs are over."""
+        said, self.said = self.said, []
+        return said
 
     def _unfit(self, seat: Seat, ask: m.RangeAsk) -> str:
         """Why this worker cannot have a range, "" where it can."""
@@ -222,14 +226,16 @@ class Ranges(Decision):
             self._settle_of(worker)
         for table in (self.answers, self.waiting, self.ahead):
             table.pop(worker, None)
-        if not (held := self.held.pop(worker, [])):
-            return
+        held = self.held.pop(worker, [])
         last = seat.last if seat.leaving else m.CLOCK_MAX  # from there on it has pushed nothing
-        if self.rounds.mode.barrier:  # of what is in no set, the next one takes the oldest, and the rest is dropped
+        if (
+            held and self.rounds.mode.barrier
+        ):  # of what is in no set, the next one takes the oldest, and the rest is dropped
             last = min(last, self.rounds.final(seat))
         self.work.give_back(index for clock, index in held if clock >= last)
         if held := [bound for bound in held if bound[0] < last]:
             self.gone[worker] = Gone(held, self.run.epoch + 1, [*self.rounds.progress[worker].arrived])
+        self._settle()
 
     # Checkpoints.
 
