@@ -16,7 +16,7 @@ from simulation.campaigns import RANGES_EVERY, Case, Run, case_of, of_epochs
 from simulation.mirrors import Violation
 from simulation.test_lives import _until_found
 
-RUNS = {"plain": 5, "restarts": 4, "kills": 4}
+RUNS = {"plain": 4, "restarts": 3, "kills": 3}
 
 
 def case(seed: int) -> Case:

@@ -82,13 +82,12 @@ def test_no_sample_is_left_out_where_two_of_four_workers_are_killed_and_one_come
     assert len(twice) == SIZE * int(found[1]) <= TWICE_MOST * SAMPLES
 
 
-@pytest.mark.parametrize("sync", ["bsp", "ssp"])
-def test_a_run_that_is_resumed_does_the_rest(sync: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_is_resumed_does_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its worker leaves in the midst of the second epoch, and the run ends with a checkpoint."""
     seen: list[int] = []
     said = ""
     for some, more in ((18, ()), (100, ("--resume",))):
-        with serving("--sync", sync, "--shards", "2", "--checkpoint-dir", str(tmp_path), *more) as server:
+        with serving("--sync", "ssp", "--shards", "2", "--checkpoint-dir", str(tmp_path), *more) as server:
             worker = Worker(server.address)
             monkeypatch.setattr(session, "_session", worker.session)
             work = ranges(103, SIZE, epochs=2)
