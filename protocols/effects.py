@@ -181,6 +181,15 @@ class BuffersTold:
 
 
 @dataclass(frozen=True, slots=True)
+class RangeTold:
+    """Member: the answer to ask `number` for a range; as in `Range`."""
+
+    number: int
+    index: int
+    over: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """Member: the session is over. `code` is a `RefuseCode`."""
 
@@ -281,7 +290,20 @@ class Drop:
 
 ServerEffect = Send | Tell | Log | Checkpoint | Load | Stop
 CopyEffect = Send | Tell | Log | Serve | Stop
-OfRun = Joined | Started | Turned | Held | Moved | BuffersWanted | BuffersTold | LinkSeen | ServerGone | Failed | Left
+OfRun = (
+    Joined
+    | Started
+    | Turned
+    | Held
+    | Moved
+    | BuffersWanted
+    | BuffersTold
+    | RangeTold
+    | LinkSeen
+    | ServerGone
+    | Failed
+    | Left
+)
 OfShard = GiveWeights | StatePart | StateArrived | MasterArrived | RowsArrived | PushSettled
 OfPeers = RosterNews | OfferArrived | AdoptAsked | PeerEnded | PeerLost | PeersSettled
 MemberEffect = Send | Tell | OfRun | OfShard | OfPeers

@@ -232,7 +232,7 @@ class FirstWeights(Message):
 @dataclass(frozen=True, slots=True)
 class Push(Message):
     """Worker to shard: one part of update `clock`, keys [begin, end). Part 0 carries `hyper`. Rows of tables are parts without
-    keys, after all others."""
+    keys, after all others. `samples` 0: there is no update, and no payload; its worker takes part in the clock all the same."""
 
     worker: int
     epoch: int
@@ -423,6 +423,33 @@ class BuffersAsk(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class RangeAsk(Message):
+    """Worker to coordinator: which samples may I compute on for my update `clock`? The ranges of all epochs are counted
+    through: each epoch of `samples` has ceil(samples / size), the last one shorter. `holds`: so many of those that were handed
+    out for this clock will be in it; the others go back. Asked again under the same number, it has the same answer."""
+
+    worker: int
+    epoch: int
+    number: int  # of this ask, from 1 on
+    clock: int
+    holds: int
+    samples: int
+    size: int
+    limit: int  # only ranges before this one
+
+
+@dataclass(frozen=True, slots=True)
+class Range(Message):
+    """Coordinator to worker: the answer to that ask. `over`: all ranges before its limit are done."""
+
+    worker: int
+    epoch: int
+    number: int
+    index: int  # of the range, -1: there is none now
+    over: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Refuse(Message):
     """Server to worker, one sentence. `epoch` is the one refused (0: none), so that a late refusal is known as such."""
 
@@ -501,6 +528,8 @@ class Report(Message):
     bytes_up: int = 0  # to above, and from there
     bytes_down: int = 0
     host: Name = ""  # where members find a shard that is on another machine than shard 0
+    saved: Pairs = ()  # worker, clock: what of it is in the checkpoint of `saved_at` (where updates are folded at once)
+    saved_at: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -721,6 +750,8 @@ KINDS: dict[int, type[Message]] = {
     15: Refuse,
     16: Buffers,
     18: BuffersAsk,
+    60: RangeAsk,
+    61: Range,
     24: Ledger,
     25: Report,
     26: Roster,
@@ -743,7 +774,7 @@ KINDS: dict[int, type[Message]] = {
     36: Ping,
 }
 # What a member says of itself goes over a connection of its own: behind a large push a heartbeat would come after its lease.
-CONTROL = (Hello, Declare, Heartbeat, Leave, Vote)
+CONTROL = (Hello, Declare, Heartbeat, Leave, Vote, RangeAsk)
 OF_COPIES = (Copy, Copying, View, Vote)  # between a server, its standby, and the members that choose
 
 

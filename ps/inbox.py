@@ -22,9 +22,11 @@ from narrows.protocols.modes import Mode
 
 
 class Update(list[m.Push]):
-    """One of a worker: its parts in order. `length`: its L2 norm, or a bound on it (codecs.check); it was known anyhow."""
+    """One of a worker: its parts in order. `length`: its L2 norm, or a bound on it (codecs.check); it was known anyhow.
+    `empty`: it has no samples, and no values."""
 
     length = 0.0
+    empty = False
 
 
 @dataclass(slots=True)
@@ -38,7 +40,7 @@ class Seat:
     settled: int  # and below this in the published state, or min_clock is here, before which it was no member
     name: bytes = b""  # of its routing ids
     peer: bytes = b""
-    samples: int = 0
+    samples: int = -1  # of its newest update, -1: it has made none
     news: int = 0  # the first report that tells of its last update
     partial: dict[int, dict[int, m.Push]] = field(default_factory=dict)
     squared: dict[tuple[int, int], float] = field(
@@ -47,13 +49,16 @@ class Seat:
 
 
 def check_part(message: m.Push | m.FirstWeights, keys: Keys) -> float:
-    """Raise RemoteProtocolError unless it is a part of values of these keys; their squared norm, inf: not all are finite."""
+    """Raise RemoteProtocolError unless it is a part of values of these keys; their squared norm, inf: not all are finite,
+    or there are none."""
     inside = keys[0] <= message.begin <= message.end <= keys[1]
     if not inside or not 0 <= message.part < message.parts <= m.PARTS_MAX:
         raise RemoteProtocolError(
             f"part {message.part} of {message.parts}, keys [{message.begin}, {message.end}), is not within "
             f"this shard's [{keys[0]}, {keys[1]})"
         )
+    if isinstance(message, m.Push) and not message.samples:
+        return math.inf  # there is no update
     try:
         return codecs.check(message, finite=True)
     except NonFinitePayloadError:
@@ -69,6 +74,7 @@ class Inbox:
         self.index, self.mode = index, mode
         self.epoch = 0
         self.seats: dict[int, Seat] = {}
+        self.gone: dict[int, Seat] = {}  # of which the coordinator does not know yet how far they came
         self.discarded = 0
 
     def members(self, ledger: m.Ledger, min_clock: int) -> list[Log]:
@@ -79,7 +85,8 @@ class Inbox:
         live = {row[0] for row in ledger.members}
         logs = []
         for worker in self.seats.keys() - live:
-            for clock, pieces in self.seats.pop(worker).partial.items():
+            self.gone[worker] = gone = self.seats.pop(worker)
+            for clock, pieces in gone.partial.items():
                 logs.append(self.discard(worker, clock, f"{len(pieces)} of its parts had come"))
         for place, (worker, epoch, clock) in enumerate(ledger.members):
             if worker not in self.seats:
@@ -98,7 +105,7 @@ class Inbox:
 
     def samples(self, newest: int) -> list[tuple[int, int]]:
         """Each worker with its last known samples; unknown ones count as `newest`."""
-        return [(worker, seat.samples or newest) for worker, seat in self.seats.items()]
+        return [(worker, seat.samples if seat.samples >= 0 else newest) for worker, seat in self.seats.items()]
 
     def add(self, seat: Seat, push: m.Push, keys: Keys, squared: float = 0.0) -> None:
         """Take one part of an update that is not accepted yet, and carries these keys; `squared`: its norm. Raises
@@ -108,7 +115,7 @@ class Inbox:
                 f"update {push.clock} of worker {seat.worker}, whose clock is {seat.clock}: "
                 f"at most {self.mode.window} may be in flight"
             )
-        if not 0 < push.samples <= m.CLOCK_MAX:
+        if not 0 <= push.samples <= m.CLOCK_MAX:
             raise RemoteProtocolError(f"{push.samples} samples")
         pieces = seat.partial.get(push.clock, {}) | {push.part: push}
         whole = len(pieces) >= push.parts and not covers([(each.begin, each.end) for each in pieces.values()], *keys)
@@ -124,5 +131,6 @@ class Inbox:
         del seat.partial[seat.clock]
         seat.samples = pieces[0].samples
         update = Update(pieces[part] for part in sorted(pieces))
+        update.empty = not seat.samples
         update.length = math.sqrt(sum(seat.squared.pop((seat.clock, part)) for part in pieces))
         return update

@@ -122,6 +122,7 @@ class Planned:
         self.folds = 0  # since the last publication, where clocks publish nothing (async)
         self.written = -1  # the clock of the newest checkpoint
         self.asked = -1  # and of the newest that the runner was asked for
+        self.saved: m.Pairs = ()  # worker, clock: what of it is in that one, where updates are folded at once
         self.writes = False  # a checkpoint, before the clocks after it may be folded: the next tick goes on
 
     @property
@@ -253,6 +254,8 @@ class Planned:
 
     def _checkpoint(self) -> Checkpoint:
         self.written = self.asked = self.min_clock
+        seats = self.inbox.seats.values() if not self.mode.barrier else ()
+        self.saved = tuple((seat.worker, seat.clock) for seat in seats)
         return Checkpoint(self.min_clock)
 
     # The run above.

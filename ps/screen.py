@@ -2,7 +2,7 @@
 
 Rules
 - One that is not finite is left out, in every run, and so is one that is absurdly long (`Far` in limit.py): its bytes were
-  looked at when they came (inbox.py).
+  looked at when they came (inbox.py). One without samples has no values: it is left out, and is not told of.
 - Each check gives a factor: 1, less, or 0 for an update that is left out. The product counts.
 - `Limit` (limit.py) looks at the length of an update, `Directions` (directions.py) at where it leads.
 - Whose updates are left out or shortened is named, once for each reason.
@@ -53,7 +53,7 @@ class Screen:
         """Of each (worker, its samples) in a mean."""
         if not self.alike:
             total = sum(count for _, count in samples)
-            return [count / total for _, count in samples]
+            return [count / max(1, total) for _, count in samples]
         counting = sum(worker not in self.out for worker, _ in samples)
         return [1 / max(1, counting)] * len(samples)
 
@@ -71,8 +71,8 @@ class Screen:
                 factors = [a * b for a, b in zip(factors, check.factors(looks), strict=True)]
             self.beside.saw(looks, factors)
             found = {look[:2]: factor for look, factor in zip(looks, factors, strict=True)}
-        for worker, clock, _ in updates:
-            if (worker, clock) not in found:
+        for worker, clock, update in updates:
+            if (worker, clock) not in found and not update.empty:
                 self._leave_out(worker, clock)
             (self.out.add if not found.get((worker, clock)) else self.out.discard)(worker)
         return [found.get((worker, clock), 0.0) for worker, clock, _ in updates]

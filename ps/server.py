@@ -27,7 +27,7 @@ from narrows.ps.reports import COORDINATOR
 from narrows.ps.service import OfWorkers
 from narrows.ps.shard import Shard
 
-FOR_COORDINATOR = (m.Hello, m.Declare, m.Heartbeat, m.Leave, m.Buffers, m.BuffersAsk, m.Report, m.Join)
+FOR_COORDINATOR = (m.Hello, m.Declare, m.Heartbeat, m.Leave, m.Buffers, m.BuffersAsk, m.RangeAsk, m.Report, m.Join)
 OF_CLUSTERS = (m.Offer, m.OfferAck, m.Ended, m.Adopt, m.Ping)  # that gossip with this one
 
 

@@ -75,7 +75,7 @@ class Service:
             push, squared = replace(push, codec=codecs.VOID, payload=b""), 0.0
         if push.codec == codecs.ROWS:
             self.store.tables.opened(push.payload)
-        if push.part == 0 and (push.hyper or self.store.optimizer is not None):
+        if push.part == 0 and push.samples and (push.hyper or self.store.optimizer is not None):
             hyper, _, rates = unpack_hyper(push.hyper)
             if self.store.optimizer is not None:
                 self.store.optimizer.check(hyper)

@@ -46,6 +46,7 @@ class Shard:
         self.reports = Reports(self._report_of)
         self.told: tuple[object, ...] = ()  # `_standing` as of the newest report
         self.owed: FloatArray | None = None  # to the run above, by the generation before
+        self.saved = (-1, 0)  # the newest checkpoint that was begun, and the first report that tells what is in it
 
     @property
     def above(self) -> Above:
@@ -125,7 +126,13 @@ class Shard:
         return [*effects, Load(ledger.restart_clock)]
 
     def _members(self) -> list[Log]:
+        known, seats = self.inbox.gone, self.inbox.seats.copy()
         logs, planned = self.inbox.members(self.ledger, self.min_clock), self.planned
+        self.inbox.gone = {
+            worker: seat for worker, seat in known.items() if worker in seats or seat.news > self.reports.seen
+        }
+        for worker in seats.keys() & self.inbox.gone.keys():
+            self.inbox.gone[worker].news = self.reports.version + 1
         if planned is None:
             return logs
         planned.publications.members()
@@ -226,7 +233,11 @@ class Shard:
         return self.reports.send(now_ns)
 
     def _report_of(self, version: int) -> m.Report:
-        self.told, planned, above, seats = self._standing, self.planned, self.above, self.inbox.seats.values()
+        self.told, planned, above = self._standing, self.planned, self.above
+        seats = (*self.inbox.seats.values(), *self.inbox.gone.values())
+        begun = planned.asked if planned is not None else -1
+        self.saved = self.saved if self.saved[0] == begun else (begun, version)
+        news = self.saved[1] > self.reports.seen
         return m.Report(
             shard=self.index,
             port=self.port,
@@ -247,6 +258,8 @@ class Shard:
             bytes_up=self.moved[0],
             bytes_down=self.moved[1],
             host=self.means.host,
+            saved=planned.saved if planned is not None and news else (),
+            saved_at=begun if news else -1,
             from_above=above.place.epoch if above.ready and above.place is not None else 0,
             finishing=self.service.all_finishing() if self.service is not None else (),
             finishes=planned.upward.finishes if planned is not None else 0,

@@ -15,6 +15,7 @@ __all__ = [
     "clock",
     "device",
     "local_rank",
+    "ranges",
     "rank",
     "record",
     "resumable",
@@ -24,7 +25,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from narrows.worker.datasets import sampler
+    from narrows.worker.datasets import ranges, sampler
     from narrows.worker.embedding import Embedding
     from narrows.worker.machine import device, local_rank
     from narrows.worker.optimizer import DistributedOptimizer
@@ -35,6 +36,7 @@ else:
         **dict.fromkeys(("device", "local_rank"), "machine"),
         "DistributedOptimizer": "optimizer",
         "Embedding": "embedding",
+        "ranges": "datasets",
         "resumable": "resuming",
         "sampler": "datasets",
     }

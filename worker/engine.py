@@ -45,6 +45,7 @@ class Sync(Protocol):
     """What a mode makes of a step. Its owner hands it events while it waits for something."""
 
     local_step: int  # since the last clock
+    steps: int  # that the script has taken
     late: int  # rounds that closed without us and that nobody was told of yet (--quorum)
 
     @property
@@ -237,6 +238,7 @@ class Engine:
         self.waiting.calls("step()")
         self.waiting.poll()
         loss = self.sync.step(closure)
+        self.sync.steps += 1
         self._spread()
         return loss
 
@@ -261,6 +263,21 @@ class Engine:
         """The next push weighs as the samples of all ranks."""
         if self.slice is not None and self.slice.counted:
             self.sync.weigh(self.slice.counted)
+
+    def take(self, samples: int, size: int, limit: int) -> int:
+        """See Taking.take. Raises UsageError for a mode whose updates do not say which samples are in them."""
+        if not isinstance(self.sync, Updates):
+            raise UsageError(
+                "ranges(): under --sync gossip no server knows which updates are in the model: use sampler()"
+            )
+        if self.mode.streams:
+            raise UsageError(
+                "ranges(): with --fragments, --merge-delay or --merge-alpha a step is in several updates; use sampler(), or "
+                "leave out the flag"
+            )
+        index = self.sync.taking.take(samples, size, limit)
+        self._spread()
+        return index
 
     def weigh(self, samples: int) -> None:
         """The gradient of this step was computed on so many samples."""
@@ -290,6 +307,8 @@ class Engine:
             return
         self.waiting.poll()
         self.meet("finish()")
+        if isinstance(self.sync, Updates):
+            self.sync.taking.give_back()
         self.shared.end(self.sync.flush())  # what the others flush included
         self._send_buffers()
         self.leave(self.sync.final_clock)

@@ -48,7 +48,7 @@ class Gossiping:
         self.shards = Shards(engine.link, engine.mode, self.arrays, engine.tuning, engine.wait)
         self.gain, self.outer = self._gain(), outer(engine.settings)
         self.driver = self._driver(-1, 0)
-        self.local_step = 0
+        self.local_step = self.steps = 0
         self.wait_s = 0.0
         self.staleness = 0
         self.kept: Array | None = None  # our model, while the first weights are on their way to us again

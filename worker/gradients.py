@@ -118,13 +118,20 @@ class Gradients(Updates):
             self.overlap.drop()
         return super().resume()
 
+    def idle(self) -> None:
+        if self.overlap is not None:
+            self.overlap.drop()
+        super().idle()
+        if self.overlap is not None and self.overlap.target is None:
+            self.overlap.open(self.arrays.landing(self.shards.clock))
+
     def step(self, closure: Callable[[], Any] | None) -> Any:
         if not self.told_overwritten and (tensor := self.engine.flat.overwritten()):
             self.told_overwritten = True
             say(OVERWRITTEN.format(tensor))
         if self.overlap is None:
             self.shards.wait_window()
-        if self.resume() and closure is None:
+        if self.resume() and self.drops(closure):
             return None
         loss = None
         if closure is not None:

@@ -33,7 +33,7 @@ from narrows.worker.runner import Command, Commands, Events, Link, say
 
 # A rank learns of these, each with what it says but for messages, which follow as frames of their own.
 EVENTS: tuple[type[Any], ...] = (
-    *(e.Started, e.Moved, e.Held, e.BuffersWanted, e.BuffersTold, e.Left, e.LinkSeen, e.Failed),
+    *(e.Started, e.Moved, e.Held, e.BuffersWanted, e.BuffersTold, e.RangeTold, e.Left, e.LinkSeen, e.Failed),
     *(e.GiveWeights, e.StatePart, e.StateArrived, e.MasterArrived, e.PushSettled),
 )
 OF_SHARD = (e.GiveWeights, e.StatePart, e.StateArrived, e.MasterArrived, e.PushSettled)

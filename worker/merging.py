@@ -34,16 +34,27 @@ class Merging(Updates):
             self.shards.need(self.unmerged[-1] + 1)  # so that it comes under this step too
         pushes = self.local_step + 1 >= self.mode.local_steps
         self.shards.wait_window() if pushes else self.engine.waiting.agree()
-        if self.resume() and closure is None:
+        if self.resume() and self.drops(closure):
             return None
         loss = self.inner_step(closure)
         self.shards.wait_s = 0.0
         if self._merge_due() and pushes:
             self.push()
-            self.unmerged.append(self.shards.clock - 1)
-            self._merge_due()
+            self._pushed()
         self.seen_missed()
         return loss
+
+    def _pushed(self) -> None:
+        self.unmerged.append(self.shards.clock - 1)
+        self._merge_due()
+
+    def idle(self) -> None:
+        self.shards.wait_window()
+        if self.resume() or not self._merge_due():
+            return
+        self.push() if self.local_step else self.shards.skip()
+        self._pushed()
+        self.seen_missed()
 
     def _merge_due(self) -> bool:
         """Merge the clocks whose delay is over. False where this worker had to join again."""

@@ -86,6 +86,9 @@ class Commands:
     def ask_buffers(self, clock: int) -> None:
         self.call(lambda member, now: member.ask_buffers(clock))
 
+    def ask_range(self, ask: m.RangeAsk) -> None:
+        self.call(lambda member, now: member.say(0, [ask], now))
+
     def leave(self, clock: int) -> None:
         self.call(lambda member, now: member.leave(clock, now))
 

@@ -65,6 +65,7 @@ class Alone:
     engine: Engine | None = None
 
     clock = 0
+    taken = 0  # ranges of samples
 
     @property
     def step_count(self) -> int:

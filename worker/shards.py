@@ -50,6 +50,7 @@ class Shards:
         self.count = 0  # of all shards
         self.clock = 0
         self.worker, self.epoch = -1, 0
+        self.place = 0  # our epoch at the server: as long as this life goes on, another one after each move of keys
         self.samples = 1 if group is None else group.size  # of a push
         self.samples_pending = 0  # and of the next one alone
         self.wait_s = 0.0  # in the newest step
@@ -90,6 +91,7 @@ class Shards:
         if not event.again or len(event.ranges) != self.count:
             self._cut(event)
         self.worker, self.epoch, self.samples_pending, self.clock = event.worker, event.epoch, 0, event.clock
+        self.place = event.epoch
         for shard, exchange in self._each:
             begun = exchange.begin(*_place(event))
             self.say(shard, begun if follow else [])
@@ -112,7 +114,7 @@ class Shards:
 
     def _moved(self, event: e.Moved) -> None:
         """The keys are cut anew. All that was pushed is in, so nothing is given up, and this life goes on."""
-        before, self.clock = self.exchanges, event.clock
+        before, self.clock, self.place = self.exchanges, event.clock, event.epoch
         self._cut(event)
         for shard, exchange in self._each:
             going = exchange.go_on(event, before) if self.group is None else exchange.begin(*_place(event))
@@ -226,6 +228,13 @@ class Shards:
         for shard, exchange in self._each:
             self.say(shard, exchange.pushed(coding))
         self._said()
+
+    def skip(self) -> None:
+        """An update without values: this worker takes part in the present clock, and has computed nothing."""
+        coding = self._next_coding()
+        for shard, exchange in self._each:
+            self.say(shard, exchange.skip(coding))
+        self.clock += 1
 
     def _next_coding(self) -> str:
         """What published states are to be coded with after this clock; updates may be coded with another compressor too."""

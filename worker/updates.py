@@ -8,6 +8,7 @@ Rules
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +24,12 @@ from narrows.protocols.wire import pack
 from narrows.worker.arrays import Arrays
 from narrows.worker.flat import Array, FloatArray
 from narrows.worker.shards import WAIT_LIMIT_S, Shards
+from narrows.worker.taking import Taking
 
 if TYPE_CHECKING:
     from narrows.worker.engine import Engine
+
+IDLE_S = 0.1  # from one ask for samples to the next, where none are left and nobody waits
 
 
 def clipped_step(
@@ -56,7 +60,8 @@ class Updates:
         self.engine, self.mode, self.arrays = engine, engine.mode, arrays
         self.shards = Shards(engine.link, engine.mode, arrays, engine.tuning, engine.wait, engine.group)
         engine.waiting.missing = lambda: self.shards.missed
-        self.local_step = 0
+        self.local_step = self.steps = 0
+        self.taking = Taking(self)
         self.moved = False  # a step was taken since all of the replica was composed
         self.composed = 0  # the epoch of the life that the replica is of
         self.missed = 0  # rounds that closed without us, in this life
@@ -86,6 +91,7 @@ class Updates:
 
     def handle(self, event: MemberEffect) -> None:
         self.shards.handle(event)
+        self.taking.handle(event)
 
     def ready(self, limit_s: float = WAIT_LIMIT_S) -> None:
         """Wait for what the present clock needs, and compose."""
@@ -114,18 +120,33 @@ class Updates:
         self.ready()
         return True
 
+    def drops(self, closure: Callable[[], Any] | None) -> bool:
+        """A step in which this worker joined again is left out: it has a gradient already, or samples that others have now."""
+        return closure is None or self.taking.ask is not None
+
     # Steps.
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
         pushes = self.local_step + 1 >= self.mode.local_steps
         self.shards.wait_window() if pushes else self.engine.waiting.agree()
-        if self.resume() and closure is None:
+        if self.resume() and self.drops(closure):
             return None  # what p.grad holds was computed on a replica of the life before: it would break the bound
         loss = self.inner_step(closure)
         if pushes:
             self.push()
             self.ready()
         return loss
+
+    def idle(self) -> None:
+        """Take part in the present clock with what there is: local steps so far, or nothing. Where nobody waits for this
+        worker, it waits a little."""
+        if self.mode.bound is None:
+            time.sleep(IDLE_S)
+            return
+        self.shards.wait_window()
+        if not self.resume():
+            self.push() if self.local_step else self.shards.skip()
+            self.ready()
 
     def inner_step(self, closure: Callable[[], Any] | None) -> Any:
         self.local_step += 1

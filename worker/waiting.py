@@ -22,7 +22,15 @@ from narrows.worker.runner import Link
 from narrows.worker.telling import say
 
 # A script calls these on all ranks at once; the last one also where it ends.
-CALLS = ("DistributedOptimizer()", "step()", "eval() or shared()", "state_dict()", "load_state_dict()", "finish()")
+CALLS = (
+    "DistributedOptimizer()",
+    "ranges()",
+    "step()",
+    "eval() or shared()",
+    "state_dict()",
+    "load_state_dict()",
+    "finish()",
+)
 HEARD_LIMIT_S = 60.0  # what one rank has heard all have heard within this
 SAY_S = 10.0  # from one line about a wait to the next
 ENDED_S = 2.0  # another rank has ended: why that was is told within this

@@ -19,6 +19,7 @@ from narrows.protocols.cluster.generations import Generations
 from narrows.protocols.cluster.guests import Guest, Guests
 from narrows.protocols.cluster.meeting import Meeting
 from narrows.protocols.cluster.moves import Moves
+from narrows.protocols.cluster.ranges import Ranges
 from narrows.protocols.cluster.roster import Roster
 from narrows.protocols.cluster.rounds import Rounds
 from narrows.protocols.cluster.run import NO_KEY, Decision, Key, Run, Seat
@@ -67,11 +68,12 @@ class Coordinator:
         self.buffers = RunBuffers(run, rounds)
         self.above = above = Above(run, rounds, child)
         self.generations = Generations(run, rounds, above)
+        self.ranges = Ranges(run, rounds, self.generations, above)
         self.meeting = meeting = Meeting(run)
         self.roster = Roster(run, rounds, above, meeting, keys_max)
         self.moves = moves = Moves(run, rounds, above, self.generations, self.roster, away or {})
         self.guests = Guests(run, moves)
-        kept = (self.generations, rounds, meeting, above, self.roster, moves, self.guests)
+        kept = (self.generations, self.ranges, rounds, meeting, above, self.roster, moves, self.guests)
         self.decisions: tuple[Decision, ...] = kept
 
     # For a runner, or a machine beside it.
@@ -123,7 +125,7 @@ class Coordinator:
             return [*self._settle(now_ns), Send(peer, self.guests.room(message.token, self.version))]
         if isinstance(message, m.Leave):
             return [Send(peer, m.LeaveAck(message.token)), *self._leave(message, key, now_ns)]
-        if not isinstance(message, (m.Declare, m.Heartbeat, m.Buffers, m.BuffersAsk)):
+        if not isinstance(message, (m.Declare, m.Heartbeat, m.Buffers, m.BuffersAsk, m.RangeAsk)):
             raise RemoteProtocolError(f"a coordinator takes no {type(message).__name__}")
         rows = unpacked(message.summary) if isinstance(message, m.Heartbeat) else ()
         seat = self.roster.seated(peer, message, now_ns)
@@ -133,6 +135,8 @@ class Coordinator:
             return self._declare(seat, message, now_ns)
         if isinstance(message, m.Heartbeat):
             return [*self._heartbeat(seat, message, now_ns), *self._seen(seat, rows)]
+        if isinstance(message, m.RangeAsk):
+            return self.ranges.hear(seat, message)
         return self.buffers.hear(seat, message, now_ns)
 
     def _declare(self, seat: Seat, declare: m.Declare, now_ns: int) -> list[ServerEffect]:
@@ -212,6 +216,7 @@ class Coordinator:
             effects += self._broadcast(now_ns)
         elif report.generation == self.run.generation:
             self.rounds.heard(report, now_ns)
+            effects += self.ranges.heard(report)
         if self.run.complete:
             effects += self.roster.greet(now_ns)
         return [*effects, *self._settle(now_ns), *self.roster.readies(self.buffers.packed)]
@@ -240,8 +245,7 @@ class Coordinator:
         if run.over or back < 0:
             goes_on = f"--resume goes on from clock {back}" if back >= 0 else "no checkpoint is on all shards"
             text = f"{who}, and shard {first} with it: {goes_on}"
-            code = m.RefuseCode.SERVER_LOST
-            return [*self.roster.refuse_all(code, text), Stop(code, text)]
+            return [*self.roster.refuse_all(m.RefuseCode.SERVER_LOST, text), Stop(m.RefuseCode.SERVER_LOST, text)]
         if self.moves.may_stay:
             self.moves.call_off(who)  # which is said below
         self.generations.go_back(first, now_ns, first)
@@ -305,8 +309,7 @@ class Coordinator:
             effects += self._broadcast(now_ns)
         if (guest := self.guests.lost(now_ns)) is not None:
             effects += self._lose(guest, now_ns)
-        effects += self._settle(now_ns)
-        effects += self.roster.probes(now_ns)
+        effects += [*self._settle(now_ns), *self.roster.probes(now_ns)]
         for shard, report in sorted(self.reports.items()):
             line = self.lines[shard]
             unseen = report.ledger_seen < self.version or report.generation != self.run.generation
@@ -336,14 +339,12 @@ class Coordinator:
             self.lines[shard] = Line(self.moves.offered[shard][0])
         ledgers = [self._ledger(shard, now_ns) for shard in self.lines]
         self.lines = {shard: line for shard, line in self.lines.items() if shard < self.run.shards}
-        told = [*self.rounds.tell(), *self.moves.tell(), *self.guests.tell()]
+        told = [*self.rounds.tell(), *self.ranges.tell(), *self.moves.tell(), *self.guests.tell()]
         return [*told, *ledgers, *self.meeting.introductions(), *self.moves.words()]
 
     def _ledger(self, shard: int, now_ns: int) -> Send:
         """All that is decided, for one shard."""
         line, report = self.lines[shard], self.reports.get(shard)
         line.sent_ns, line.seen = now_ns, report.version if report is not None else -1
-        fields: dict[str, Any] = {}
-        for decision in self.decisions:
-            fields |= decision.fields(shard)
+        fields: dict[str, Any] = {k: v for decision in self.decisions for k, v in decision.fields(shard).items()}
         return Send(line.peer, m.Ledger(version=self.version, report_seen=line.seen, **fields))

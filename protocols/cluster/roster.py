@@ -161,7 +161,7 @@ class Roster(Decision):
     # Those who are here, and those who go.
 
     def seated(
-        self, peer: bytes, message: m.Declare | m.Heartbeat | m.Buffers | m.BuffersAsk, now_ns: int
+        self, peer: bytes, message: m.Declare | m.Heartbeat | m.Buffers | m.BuffersAsk | m.RangeAsk, now_ns: int
     ) -> Seat | None:
         """Who sent this, and lives. Worker numbers begin anew in each life of the coordinator. Raises RemoteProtocolError."""
         seat = self.run.seats.get(message.worker)

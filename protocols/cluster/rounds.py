@@ -80,6 +80,23 @@ class Rounds(Decision):
     def clock(self, seat: Seat) -> int:
         return min(self.progress[seat.worker].arrived)
 
+    def closed(self, worker: int) -> int:
+        """Updates of it below this are in closed sets; without a barrier: are on all shards."""
+        progress = self.progress.get(worker)
+        if progress is None:
+            return self.departed.get(worker, m.CLOCK_MAX)
+        return progress.taken if self.mode.barrier else min(progress.arrived)
+
+    def final(self, seat: Seat) -> int:
+        """With a barrier: updates of it below this count if it leaves now."""
+        return self.progress[seat.worker].taken + self._open(seat)
+
+    def folded(self, worker: int) -> int:
+        """Updates of it below this are in the model of all shards."""
+        published = min((report.min_clock for report in self.run.reports.values()), default=0)
+        closing = (dict(rows).get(worker) for clock, rows in self.sets.items() if clock >= published)
+        return min((update for update in closing if update is not None), default=self.closed(worker))
+
     def step_ns(self, seat: Seat) -> int:
         return self.progress[seat.worker].step_ns if seat.epoch else 0
 

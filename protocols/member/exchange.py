@@ -136,6 +136,14 @@ class Exchange(Generic[A]):
             return self._follow(self.clock + self.mode.ahead(self.clock, self.settled))
         return []
 
+    def skip(self, coding: str) -> Says:
+        """An update without values in the place of that of the present clock; nothing is changed by it. The replica keeps its
+        residual."""
+        self.in_flight.add(self.clock)
+        begin, end = self.turn(self.clock)
+        push = m.Push(self.worker, self.epoch, self.clock, 0, 1, begin, end, 0, b"", 0, b"")
+        return [push, *self.pushed(coding)]
+
     # What comes.
 
     def take(self, event: MemberEffect) -> Says:

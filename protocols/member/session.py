@@ -71,6 +71,8 @@ class Session:
         self.pull_ns = 0  # when it was last asked for, or a part of it came
         self.heard_ns = 0  # the same, of the next publication
         self.asks: dict[int, Asked] = {}  # for rows, by request
+        self.wanted: m.RangeAsk | None = None  # a range that was asked for
+        self.wanted_ns = 0  # and when
 
     @property
     def at_rest(self) -> bool:
@@ -120,17 +122,23 @@ class Session:
         self.asks[ask.request] = Asked(ask, now_ns)
         return ask
 
+    def _want(self, ask: m.RangeAsk, now_ns: int) -> m.Message:
+        self.wanted, self.wanted_ns = ask, now_ns
+        return ask
+
     # Messages.
 
     def receive(self, message: m.Message, now_ns: int) -> list[MemberEffect]:
         """The effects of an answer of the shard; none for one of an earlier epoch."""
         if (
-            not isinstance(message, (m.NeedWeights, m.PushAck, m.State, m.Buffers, m.Rows))
+            not isinstance(message, (m.NeedWeights, m.PushAck, m.State, m.Buffers, m.Range, m.Rows))
             or message.epoch != self.epoch
         ):
             return []
         if isinstance(message, m.Buffers):
             return [*([e.BuffersWanted()] if message.clock < 0 else []), e.BuffersTold(bytes(message.payload))]
+        if isinstance(message, m.Range):
+            return self._told(message)
         if isinstance(message, m.PushAck):
             return self._acked(message, now_ns)
         if isinstance(message, m.State):
@@ -139,6 +147,12 @@ class Session:
             return self._rows(message, now_ns)
         # A late one may come to a member that has had a state since.
         return [e.GiveWeights(self.shard)] if self.waits and self.have < 0 else []
+
+    def _told(self, told: m.Range) -> list[MemberEffect]:
+        if self.wanted is None or told.number != self.wanted.number:
+            return []
+        self.wanted = None
+        return [e.RangeTold(told.number, told.index, told.over)]
 
     def _acked(self, ack: m.PushAck, now_ns: int) -> list[MemberEffect]:
         effects: list[MemberEffect] = [e.BuffersWanted()] if ack.want_buffers else []
@@ -227,7 +241,7 @@ class Session:
             record.sent_ns = LONG_AGO_NS
         for asked in self.asks.values():
             asked.sent_ns = LONG_AGO_NS
-        self.heard_ns = self.pull_ns = LONG_AGO_NS
+        self.heard_ns = self.pull_ns = self.wanted_ns = LONG_AGO_NS
         self.lost = True
 
     def repeat(self, now_ns: int) -> list[MemberEffect]:
@@ -244,6 +258,8 @@ class Session:
             if now_ns - asked.sent_ns >= min(asked.times, PATIENCE_MAX) * self.timing.answer_ns(FRAME_BYTES):
                 asked.sent_ns, asked.times = now_ns, asked.times + 1
                 effects.append(Send(self.shard, asked.ask))
+        if self.wanted is not None and now_ns - self.wanted_ns >= self.timing.join_retry_ns:
+            effects += self.say([self.wanted], now_ns)
         if self.pull is not None:
             # Each copy of the answer is a model: from one to the next it is waited for longer.
             wait_ns = min(len(self.pulled), PATIENCE_MAX) * self.timing.answer_ns(FRAME_BYTES)
@@ -257,4 +273,5 @@ PREPARE: dict[type[m.Message], Callable[[Session, Any, int], m.Message]] = {
     m.Follow: Session._follow,
     m.Pull: Session._pull,
     m.RowsAsk: Session._rows_ask,
+    m.RangeAsk: Session._want,
 }

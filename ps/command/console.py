@@ -14,10 +14,10 @@ EMBEDDED = os.environ.get("NARROWS_EMBEDDED") == "1"  # in a ps-worker, which en
 NAME = "ps-worker" if EMBEDDED else "ps-serve"
 
 FIGURES = ("worker", "summary")
-NOTED = ("void", "long", "against", "worker")  # what members send
+NOTED = ("void", "long", "against", "worker", "epoch")  # what members send, and which samples are done
 # What a user of ps-worker must know.
 SHOWN_EMBEDDED = ("discarded", "restart", "lost", "refused", "hyper", "dropped", "disk", "damaged", "journal", "void", "long",
-                  "against")  # fmt: skip
+                  "against", "epoch")  # fmt: skip
 
 
 def say(text: str, error: bool = False) -> None:

@@ -70,6 +70,8 @@ class Disk:
             "plan": planned.plan.packed(),
             "buffers": coordinator.buffers.packed if coordinator is not None else b"",
             "epoch": coordinator.run.epoch if coordinator is not None else 0,
+            "ranges": coordinator.ranges.packed(clock) if coordinator is not None else b"",
+            "saved": planned.saved,
         }
         self.nbytes, self.prepared = server.shard.nbytes, True
         self.writer.write(clock, planned.arrays(server.shard.ledger), facts, server.shard.ledger.shared)

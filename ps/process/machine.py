@@ -162,6 +162,9 @@ def machine(process: Process, port: int, lent: Callable[[], bool], own: Secret |
         if facts:
             coordinator.roster.adopt(facts["plan"])
             coordinator.buffers.packed = facts["buffers"]
+        if facts.get("ranges") and folder is not None:
+            parts = [checkpoints.read(folder, each, restart, only=())[1] for each in range(facts.get("shards", 1))]
+            coordinator.ranges.load(facts["ranges"], restart, [dict(part.get("saved", ())) for part in parts])
         if child:
             lost_ns = int(process.parent_timeout * NS)
             timing = Timing(lost_ns=lost_ns, connect_ns=lost_ns)

@@ -14,7 +14,7 @@ from typing import Any
 
 from narrows.compression import warm_up
 from narrows.protocols.cluster.coordinator import Coordinator
-from narrows.protocols.effects import NS, Checkpoint, Failed, Joined, MemberEffect, Send, ServerEffect, Stop, Tell
+from narrows.protocols.effects import NS, Checkpoint, Failed, Joined, Log, MemberEffect, Send, ServerEffect, Stop, Tell
 from narrows.protocols.member.member import Member
 from narrows.protocols.messages import NAME_BYTES, TIMED, Buffer, Message, Push, State
 from narrows.protocols.runtime.clock import Awake
@@ -63,6 +63,7 @@ class Cluster:
         self.bytes_above = [0, 0]  # of pushes up, of states down
         self.stopped: Stop | None = None
         self.checkpoints: list[int] = []  # the clocks at which one was asked for
+        self.logs: list[Log] = []
         self.servers: list[Server] = []
         for index in range(self.settings.shards):
             self.servers.append(self._server(index))
@@ -112,6 +113,8 @@ class Cluster:
         for effect in made:
             if isinstance(effect, Stop):
                 self.stopped = effect
+            if isinstance(effect, Log):
+                self.logs.append(effect)
             if isinstance(effect, Checkpoint):
                 self.checkpoints.append(effect.clock)
             if isinstance(effect, Send):

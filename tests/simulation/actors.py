@@ -49,6 +49,7 @@ from narrows.ps.shard import Shard
 from simulation.lives import Kept, Kill
 from simulation.mirrors import RATE, TABLE_ROWS, FloatArray, Violation, rows_given
 from simulation.network import Simulator
+from simulation.ranges import IDLE_NS, SIZE, Work
 
 CLOCKS = 20
 CLOCKS_APART_NS = 3600 * NS  # of any two processes
@@ -121,6 +122,8 @@ class Disk:
     slow_ns: int = NS // 5
     tears: Callable[[int, int], bool] = lambda shard, clock: False  # whether a checkpoint is torn once it is written
     torn: set[tuple[int, int]] = field(default_factory=set)
+    # What else is in them: ranges, of shard 0; and of each which updates it has.
+    facts: dict[tuple[int, int], tuple[bytes, m.Pairs]] = field(default_factory=dict)
 
     def takes_ns(self, shard: int, clock: int) -> int:
         """Not drawn: the other faults of a seed stay what they were."""
@@ -257,6 +260,10 @@ class Host(Protocol):
     over: bool
 
     @property
+    def ranges(self) -> Work | None:
+        """Of samples, where workers take some."""
+
+    @property
     def parent(self) -> Host | None:
         """The cluster whose servers its own servers are workers of."""
 
@@ -322,6 +329,8 @@ class Process:
                 member = run.kit.member(self.up, "here", timing=TIMING, below=coordinator.tree)
             if clock >= 0:
                 coordinator.roster.adopt(disk.files[0, clock][2])
+                saved = [dict(disk.facts[each, clock][1]) for each in range(disk.shards(clock))]
+                coordinator.ranges.load(disk.facts[0, clock][0], clock, saved)
         means = Means(
             optimizer=PlainSGD,
             child=bool(above),
@@ -530,6 +539,8 @@ class Process:
         self.run.checker.saved(self, clock)
         arrays = {name: array.copy() for name, array in planned.arrays(self.shard.ledger).items()}
         self.writing = (clock, arrays, planned.store.publication, planned.plan.packed())
+        packed = self.coordinator.ranges.packed(clock) if self.coordinator is not None else b""
+        self.facts = (packed, planned.saved)  # of what is being written
         takes_ns = 0 if self.server.over else self.run.disk.takes_ns(self.index, clock)
         if takes_ns:
             self.run.sim.at(self.run.sim.now_ns + takes_ns, self._on_disk, self.writing)
@@ -543,6 +554,7 @@ class Process:
         (clock, arrays, publication, plan), self.writing = writing, None
         shards, shared = self.shard.settings.shards, self.shard.ledger.shared
         self.run.disk.write(self.index, clock, arrays, publication, plan, shared, shards)
+        self.run.disk.facts[self.index, clock] = self.facts
         self.run.sim.note(f"{self.port} checkpoint {clock}")
         self.run.sim.at(self.run.sim.now_ns, self._wrote, clock, self.era)
 
@@ -588,6 +600,9 @@ class Worker:
         self.worker, self.epoch = -1, 0
         self.computing = False  # with `clock`
         self.computed = False  # the update of `clock` is there and not yet pushed
+        self.rows: list[int] = []  # ranges that are in it
+        self.ask: m.RangeAsk | None = None  # for another one: the newest
+        self.asking = False  # and it is not answered
         self.steps = 0
         self.finishing = self.ended = False
         self.asked: set[int] = set()  # shards that were asked for the last model
@@ -660,6 +675,8 @@ class Worker:
                 self._push()
             elif not all(x.may_compute for x in self.exchanges):
                 return
+            elif self.run.ranges is not None:
+                return self._take(self.run.ranges)
             elif self.run_clock >= self.run.clocks:
                 self.finishing = True
             elif self._has_rows():
@@ -684,6 +701,8 @@ class Worker:
         checker = self.run.checker
         if isinstance(event, e.Started):
             self._start(event)
+        elif isinstance(event, e.RangeTold):
+            self._told(event)
         elif isinstance(event, e.Held):
             for exchange in self.exchanges:
                 exchange.held_at = event.at
@@ -719,8 +738,9 @@ class Worker:
         self.replicas = [self._replica(begin, end) for begin, end in event.ranges]
         self.exchanges = [Exchange(self.mode, replica, self.whole) for replica in self.replicas]
         self.worker, self.epoch = event.worker, event.epoch
-        self.computed = self.finishing = False
+        self.computed = self.finishing = self.asking = False
         self.rows_at, self.rows_due = -1, set()
+        self.rows.clear()
         self.asked.clear()
         begun = [exchange.begin(event.worker, event.epoch, event.clock) for exchange in self.exchanges]
         self.run.checker.worker_started(self)
@@ -740,11 +760,46 @@ class Worker:
         self.run.checker.worker_started(self)
         for shard, messages in enumerate(begun):
             self._say(shard, messages)
+        if self.asking and self.ask is not None:
+            self._say(0, [replace(self.ask, epoch=self.epoch)])
 
     def _replica(self, begin: int, end: int) -> HostReplica:
         cuts = [fragment(begin, end, self.mode.fragments, index) for index in range(self.mode.fragments)]
         feedbacks = [(keys, ErrorFeedback(parse("dense"), keys[1] - keys[0])) for keys in cuts]
         return HostReplica(begin, end, feedbacks, lambda low, high: parts(low, high, self.run.part_keys))
+
+    # Ranges of samples, as worker/taking.py takes them.
+
+    def _take(self, work: Work) -> None:
+        if len(self.rows) == work.a_step(self.index):
+            return self._compute()
+        if self.asking:
+            return
+        number, self.asking = 1 + (self.ask.number if self.ask is not None else 0), True
+        what = (self.clock, len(self.rows), work.samples, SIZE, work.ranges)
+        self.ask = m.RangeAsk(self.worker, self.epoch, number, *what)
+        self._say(0, [self.ask])
+
+    def _told(self, told: e.RangeTold) -> None:
+        if not self.asking or self.ask is None or told.number != self.ask.number:
+            return
+        self.asking = False
+        if told.index >= 0:
+            self.rows.append(told.index)
+        elif self.rows:
+            self._compute()
+        elif told.over:
+            self.finishing = True
+        elif self.mode.bound is None:
+            self.asking = True
+            self.run.sim.at(self.run.sim.now_ns + IDLE_NS, self._ask_again, self.ask.number)
+        else:
+            self.computed = True  # of nothing
+
+    def _ask_again(self, number: int) -> None:
+        if self.run.sim.alive(self.name) and self.ask is not None and self.ask.number == number:
+            self.asking = False
+            self._go()
 
     def _compute(self) -> None:
         run = self.run
@@ -764,6 +819,14 @@ class Worker:
         run, clock = self.run, self.clock
         self.computed = False
         self.steps += 1
+        if run.ranges is not None:
+            run.ranges.pushed((self.worker, self.epoch, clock), tuple(self.rows))
+            if not self.rows:
+                run.checker.pushed(self, clock, np.zeros(KEYS, np.float32), 0)
+                for shard, exchange in enumerate(self.exchanges):
+                    self._say(shard, exchange.skip(""))
+                return run.worker_pushed(self)
+            self.rows.clear()
         values = run.gives(self, update_of(self.index, self.life, self.steps))
         samples = 1 + (self.index + clock // 7) % 4
         run.checker.pushed(self, clock, values, samples)

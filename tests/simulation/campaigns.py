@@ -27,6 +27,7 @@ from simulation.invariants import Checker
 from simulation.lives import Kill, killed
 from simulation.mirrors import BOTH, DOWN, UP, FloatArray, Violation
 from simulation.network import MS, Faults, Random, Simulator
+from simulation.ranges import EPOCHS, Work
 
 Trace = Callable[[int, str, m.Message | None], None]
 
@@ -102,6 +103,10 @@ class Case:
     liar: int = -1  # the worker whose updates lead against those of the others
     leaps: tuple[Leap, ...] = ()
     rows: bool = False  # the model has an embedding table
+    epochs: int = 0  # of samples that the coordinator hands out, 0: each worker makes CLOCKS updates
+
+
+RANGES_EVERY = 8  # one run in so many is of epochs
 
 
 def case_of(seed: int, restart: bool = False, kills: bool = False) -> Case:
@@ -136,7 +141,12 @@ def _more(case: Case, random: Random, kills: bool) -> Case:
     if chance(0.25):
         leaps = tuple(_leap(random, settings) for _ in range(between(1, 3)))
         case = replace(case, leaps=leaps)
-    return case
+    return of_epochs(case) if case.seed % RANGES_EVERY == RANGES_EVERY - 3 else case
+
+
+def of_epochs(case: Case) -> Case:
+    """The same, where workers take ranges of samples; fragments have none."""
+    return replace(case, epochs=EPOCHS) if not case.settings.mode().streams else case
 
 
 def _leap(random: Random, settings: Settings) -> Leap:
@@ -200,7 +210,7 @@ def _case_of(seed: int, restart: bool) -> Case:
     )
 
 
-OF_WORKERS = (m.Push, m.Follow, m.Pull, m.Heartbeat, m.FirstWeights, m.RowsAsk)
+OF_WORKERS = (m.Push, m.Follow, m.Pull, m.Heartbeat, m.FirstWeights, m.RangeAsk, m.RowsAsk)
 
 
 def forged(message: m.Message) -> m.Message:
@@ -230,6 +240,7 @@ class Run:
             self.plan = replace(Plan.unpacked(self.plan), tables=(TABLE,)).packed()
         self.sim: Simulator[m.Message] = Simulator(case.seed, case.faults, TICK_NS, trace)
         self.disk = Disk(slow_ns=case.slow_ns)
+        self.ranges = Work(self, case.epochs, case.settings.workers) if case.epochs else None
         if case.torn:
             assert case.restart is not None
             # Of the one that begins anew, which looks at what it has, or of another, which finds out when it reads it.

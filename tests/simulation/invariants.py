@@ -214,6 +214,8 @@ class Checker:
                     elif isinstance(effect.message, m.Rows):
                         self._on_rows(mirror, effect.message)
         self._went_back(process, effects)
+        if self.run.ranges is not None:
+            self.run.ranges.server_event(process, effects)
 
     def _on_state(self, mirror: Mirror, state: m.State) -> None:
         who, master = (mirror.index, state.worker, state.epoch), state.request > 0

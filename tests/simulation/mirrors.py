@@ -123,7 +123,7 @@ class Mirror:
     def _watch(self) -> None:
         self.plain, self.store.apply = self.store.apply, self._apply  # type: ignore[method-assign]
         planned = self.process.shard.planned
-        if planned is not None and isinstance(planned.folding, AtOnce) and self.case.settings.robust:
+        if planned is not None and isinstance(planned.folding, AtOnce) and self._leaves_out:
             accept = planned.folding.accept
 
             def accepted(seat: Seat, update: Whole, publication: int) -> list[Change]:
@@ -131,6 +131,11 @@ class Mirror:
                 return accept(seat, update, publication)
 
             planned.folding.accept = accepted  # type: ignore[method-assign]
+
+    @property
+    def _leaves_out(self) -> bool:
+        """Not every update is folded."""
+        return bool(self.case.settings.robust or self.case.epochs)
 
     def adopt(self, process: Process) -> None:
         """Another process goes on where this shard was."""
@@ -211,7 +216,7 @@ class Mirror:
         folding = self.process.shard.planned.folding if self.process.shard.planned is not None else None
         if not isinstance(folding, Barrier):
             return False
-        if self.case.settings.robust:  # what is left out of a set that awaits the norm is in no term of it
+        if self._leaves_out:  # what is left out of a set that awaits the norm is in no term of it
             generation = self.process.shard.ledger.generation
             if any((worker, clock) in self.given.sets[generation, at] for at in folding.closing):
                 return True
@@ -237,8 +242,11 @@ class Mirror:
         return {row[0] for row in self.process.shard.ledger.members}
 
     def _accepted(self, push: PushId, folded: bool) -> None:
-        """At once: one that leads against the others is left out."""
-        (counts,) = self.screen.counts([(push[0], self._mine(self.given.pushes[push][0]))], self._live())
+        """At once: one that leads against the others is left out, or has no values."""
+        values, samples = self.given.pushes[push]
+        if not samples:
+            self.samples[push[0]] = 0
+        (counts,) = self.screen.counts([(push[0], self._mine(values))], self._live()) if samples else [False]
         self._as_it_counts(push, counts, folded)
         if not folded:
             self._once(push)
@@ -253,15 +261,17 @@ class Mirror:
 
     def _judge(self, folded: Sequence[PushId]) -> None:
         """At a barrier: which updates of the set of this clock count; those that are folded should be all of them."""
-        if self.judged or not self.case.settings.robust:
+        if self.judged or not self._leaves_out:
             return
         generation = self.process.shard.ledger.generation
         right = self.given.sets.get((generation, self.held.closed), ())
         epochs = {of[0]: of[1] for of, since in self.given.generation_of.items() if since == generation}
         pushes = [(worker, epochs[worker], update) for worker, update in right]
-        updates = [(push[0], self._mine(self.given.pushes[push][0])) for push in pushes]
-        for push, counts in zip(pushes, self.screen.counts(updates, self._live()), strict=True):
-            self._as_it_counts(push, counts, push in folded)
+        made = [push for push in pushes if self.given.pushes[push][1]]
+        updates = [(push[0], self._mine(self.given.pushes[push][0])) for push in made]
+        found = dict(zip(made, self.screen.counts(updates, self._live()), strict=True))
+        for push in pushes:
+            self._as_it_counts(push, found.get(push, False), push in folded)
             self.judged[push] = push in folded
             if push not in folded:
                 self.gain.forget(push[:2])

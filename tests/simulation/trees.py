@@ -198,6 +198,7 @@ def fault_case(seed: int, kills: bool = False) -> TreeCase:
 class Node:
     """One cluster of the tree, or its root: the host of its server processes and of its workers."""
 
+    ranges = None
     part_keys = KEYS  # a push is one message for each shard
 
     def __init__(self, tree: Tree, name: str, settings: Settings, parent: Node | None, road: Road | None) -> None:

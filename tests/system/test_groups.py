@@ -163,6 +163,7 @@ SAID = [
     e.Held(6),
     e.BuffersWanted(),
     e.BuffersTold(b"buffers"),
+    e.RangeTold(3, 7, False),
     e.Left(),
     e.LinkSeen(1, 2, 3, 4, 5),
     e.Failed(5, "why"),

@@ -1,0 +1,93 @@
+"""Ranges of samples under every fault, and bugs planted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from itertools import count, islice
+
+import pytest
+
+from narrows.protocols.cluster.ranges import Ranges
+from narrows.protocols.cluster.rounds import Rounds
+from narrows.protocols.cluster.run import Seat
+from simulation.actors import Bug, planted
+from simulation.campaigns import RANGES_EVERY, Case, Run, case_of, of_epochs
+from simulation.hunt import hunt
+from simulation.mirrors import Violation
+
+PLANTED_SEEDS = 61  # within so many a planted bug is found
+RUNS = {"plain": 4, "restarts": 3, "kills": 3}
+
+
+def case(seed: int) -> Case:
+    return of_epochs(case_of(seed))
+
+
+def restarted(seed: int) -> Case:
+    return of_epochs(case_of(seed, restart=True))
+
+
+def killed(seed: int) -> Case:
+    return of_epochs(case_of(seed, kills=True))
+
+
+@pytest.mark.parametrize(("kind", "make"), [("plain", case), ("restarts", restarted), ("kills", killed)])
+def test_no_range_is_lost_and_each_that_is_done_twice_is_counted(kind: str, make: Callable[[int], Case]) -> None:
+    cases = islice((made for made in map(make, count()) if made.epochs), RUNS[kind])
+    runs = [Run(each).run() for each in cases]
+    struck = sum((run.sim.struck for run in runs), Counter[str]())
+    assert all(run.sim.struck["all ranges done"] >= run.settings.workers - 1 for run in runs)
+    assert struck["worker crashed"] > 0.6 * len(runs)
+    assert struck[{"plain": "lost", "restarts": "shard restarted", "kills": "shard killed"}[kind]] >= 0.8 * len(runs)
+
+
+def test_a_campaign_has_runs_with_ranges() -> None:
+    found = [case_of(seed).epochs > 0 for seed in range(40 * RANGES_EVERY)]
+    assert 30 <= sum(found) <= 40
+
+
+def held_is_done(rounds: Rounds, worker: int) -> int:
+    """A range is done once all shards hold its update, and not once they have folded it."""
+    progress = rounds.progress.get(worker)
+    return min(progress.arrived) if progress is not None else folded_of(rounds, worker)
+
+
+class Keeps(Ranges):
+    """What a dead worker has not done is not handed out again."""
+
+    def left(self, seat: Seat, how: str) -> None:
+        self.held.pop(seat.worker, None)
+        super().left(seat, how)
+
+
+class AtOnce(Ranges):
+    """It is handed out again at once, whether its update is in the model or not."""
+
+    def left(self, seat: Seat, how: str) -> None:
+        self.work.give_back(index for _, index in self.held.pop(seat.worker, ()))
+        super().left(seat, how)
+
+
+class Forgets(Ranges):
+    """The run goes back to a checkpoint, and what was done since counts as done."""
+
+    def load(self, packed: bytes, clock: int, saved: object) -> None:
+        pass
+
+
+folded_of = Rounds.folded
+PLANTED: dict[str, tuple[Bug, Callable[[int], Case], str]] = {
+    "a range done when its update is held": ([(Rounds, "folded", held_is_done)], case, "shard . lacks"),
+    "a dead worker's range kept": (Keeps, case, "shard . lacks"),
+    "a dead worker's range handed out at once": (AtOnce, case, "ranges done twice"),
+    "ranges that a restart forgets": (Forgets, restarted, "shard . lacks"),
+}
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    which, make, complaint = PLANTED[bug]
+    kit = planted(which, monkeypatch)
+    with pytest.raises(Violation, match=complaint):
+        hunt(bug, lambda seed: Run(make(seed), kit).run(), PLANTED_SEEDS)
