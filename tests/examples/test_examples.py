@@ -28,7 +28,8 @@ BATCHES = {
     "titan": 8, "clicks": 256,
 }  # fmt: skip
 MORE = {"litdata_stream": ["--rank-variables"], "titan": ["--push", "update"]}  # flags
-PUBLIC = re.compile(rf"\bnarrows\b|\b({'|'.join(worker.__all__)})\(")
+CALLED = [name for name in worker.__all__ if name != "Embedding"]  # which is called as torch's is
+PUBLIC = re.compile(rf"\bnarrows\b|(?<![.\w])({'|'.join(CALLED)})\(")
 
 
 def ends(words: list[str], workers: int, name: str) -> tuple[list[float], str]:
