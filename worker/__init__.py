@@ -14,9 +14,14 @@ __all__ = [
     "clock",
     "device",
     "local_rank",
+    "pipeline",
     "rank",
     "record",
+    "replica",
+    "replicas",
     "sampler",
+    "stage",
+    "stages",
     "step_count",
     "world_size",
 ]
@@ -25,9 +30,11 @@ if TYPE_CHECKING:
     from narrows.worker.datasets import sampler
     from narrows.worker.machine import device, local_rank
     from narrows.worker.optimizer import DistributedOptimizer
+    from narrows.worker.pipelining import pipeline, replica, replicas, stage, stages
     from narrows.worker.session import clock, rank, record, step_count, world_size
 else:
     HOMES = {"DistributedOptimizer": "optimizer", "device": "machine", "local_rank": "machine", "sampler": "datasets"}
+    HOMES |= dict.fromkeys(("pipeline", "replica", "replicas", "stage", "stages"), "pipelining")
 
     def __getattr__(name):
         """On first use: ps-worker is in this package too, and need not wait for torch."""

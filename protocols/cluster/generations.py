@@ -130,7 +130,13 @@ class Generations(Decision):
         if self.deserted and self._waited(now_ns) and not self.run.over:
             self.end(version)  # all had finished when a shard was restarted: nobody comes back
             return True
-        every, open_ = self._every_ns, self.run.started and not self.run.over
+        clocks, open_ = self.run.settings.checkpoint_clocks, self.run.started and not self.run.over
+        if clocks > 0:
+            if not (self.tried(self.checkpoint) and open_):
+                return False
+            self.checkpoint = (self.rounds.min_clock // clocks + 1) * clocks
+            return True
+        every = self._every_ns
         if not (every and self.tried(self.checkpoint) and open_) or now_ns - self.checkpoint_ns < every:
             return False
         self.checkpoint, self.checkpoint_ns = self.rounds.min_clock + 1, now_ns
