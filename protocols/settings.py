@@ -49,7 +49,7 @@ class Settings:
     merge_alpha: float = -1.0
     lease: float = 10.0  # seconds
     checkpoint_every: float = -1.0  # seconds; 0: at the end and on Ctrl-C only; -1: adaptive
-    checkpoint_clocks: int = -1  # clocks, in place of a time; -1: by time
+    checkpoint_clocks: int = -1  # of a run that is one stage of a model: clocks, in place of a time; -1: it is none
 
     def validated(self) -> Settings:
         """Return the settings with every default filled in. Raises UsageError: one sentence that names the flag."""

@@ -313,11 +313,6 @@ def _at_exit() -> None:
             _end(error)
 
 
-def failed() -> bool:
-    """The script has ended with an error."""
-    return _failed
-
-
 def rank() -> int:
     """Rank of this worker among the live ones, from 0; of a group each process has one. Opens the session."""
     return current().rank

@@ -3,6 +3,7 @@
 Rules
 - It starts once so many workers have declared and all shards have the weights that it begins with: those of the
   longest-standing member, of a checkpoint, or of the run above.
+- Where checkpoints are of told clocks, other runs have the other stages of the model: then it waits for all its workers.
 - A restarted shard begins a generation: every shard goes back to the newest checkpoint they share, all workers join again.
 - One checkpoint at a time: a shard keeps few, and the run can only go back to one that all shards have. Unless a time is
   told, so long is left between two that writing them takes 2 % of it.
@@ -64,7 +65,9 @@ class Generations(Decision):
 
     def _gathered(self, now_ns: int) -> bool:
         declared = self.run.declared
-        return bool(declared) and (len(declared) >= self.needed or self._waited(now_ns))
+        # A stage that began without a worker would give it another clock than the other stages of its pipeline have.
+        early = self._waited(now_ns) and self.run.settings.checkpoint_clocks < 0
+        return bool(declared) and (len(declared) >= self.needed or early)
 
     def _waited(self, now_ns: int) -> bool:
         """Who has to join again has had a lease for it."""

@@ -103,11 +103,6 @@ class Channels:
     def started(self) -> bool:
         return all(peer.heard_ns >= 0 for peer in self.peers.values())
 
-    @property
-    def flushed(self) -> bool:
-        """Everybody who has not left has taken all that was sent."""
-        return all(not peer.kept or peer.left for peer in self.peers.values())
-
     # What comes.
 
     def receive(self, message: m.Message, now_ns: int) -> list[Effect]:

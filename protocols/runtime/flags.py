@@ -85,7 +85,7 @@ RUN_FLAGS: tuple[tuple[str, Any, str, str], ...] = (
         "checkpoint_clocks",
         int,
         "by time",
-        "clocks between two checkpoints: runs that are stages of one model share these",
+        "of a run that is one stage of a model: clocks between two checkpoints",
     ),
 )
 

@@ -87,7 +87,7 @@ class Peers:
     def send(self, to: int, step: int, tag: int, payload: Buffer, limit_s: float) -> None:
         """The payload stays as it is from now on. Waits while IN_FLIGHT_MAX are on their way."""
         self._until(
-            lambda: self._flying[to] < IN_FLIGHT_MAX, limit_s, f"room for a tensor to {self._channels.names[to]}"
+            lambda: self._flying[to] < IN_FLIGHT_MAX, limit_s, f"room for a tensor to {self._channels.names[to]}", to
         )
         with self._changed:
             self._flying[to] += 1
@@ -99,7 +99,7 @@ class Peers:
 
     def receive(self, of: int, tag: int, limit_s: float) -> Tensor:
         """The next tensor of this peer with this tag. Raises what ended the channels, once nothing is left to take."""
-        self._until(lambda: self.has(of, tag), limit_s, f"a tensor of {self._channels.names[of]}")
+        self._until(lambda: self.has(of, tag), limit_s, f"a tensor of {self._channels.names[of]}", of)
         with self._changed:
             tensor = self._came[of, tag].popleft()
         self._call(lambda channels, now: channels.took(of))
@@ -114,21 +114,33 @@ class Peers:
 
     def close(self, failed: bool = False) -> None:
         """Say so to the others and end; where nothing has failed, once they have taken what was sent, or after a lease."""
+        if self._closing:
+            return
         deadline = time.monotonic() + (0 if failed else self.lease_s)
         with self._changed:
-            while time.monotonic() < deadline and self._error is None and not self._channels.flushed:
+            while time.monotonic() < deadline and self._error is None and not self._flushed:
                 self._changed.wait(TICK_MS / 1000)
         self._call(lambda channels, now: channels.leave(failed))
         self._closing = True
         self._sockets.wake()
         self._thread.join(CLOSE_S)
 
-    def _until(self, there: Callable[[], bool], limit_s: float, what: str) -> None:
+    @property
+    def _flushed(self) -> bool:
+        """Everybody who is still there has taken all that was sent."""
+        return all(count == 0 or self._channels.peers[peer].left for peer, count in self._flying.items())
+
+    def _until(self, there: Callable[[], bool], limit_s: float, what: str, peer: int = -1) -> None:
+        def gone() -> bool:
+            return peer >= 0 and self._channels.peers[peer].left > 0
+
         with self._changed:
-            if self._changed.wait_for(lambda: there() or self._error is not None, limit_s) and there():
+            if self._changed.wait_for(lambda: there() or self._error is not None or gone(), limit_s) and there():
                 return
             if self._error is not None:
                 raise self._error
+            if gone():
+                raise StageLostError(f"{self._channels.names[peer]} has ended, and this process waits for {what}")
         raise StageLostError(f"{what} did not come within {limit_s:.0f} s: a stage of this pipeline hangs")
 
     def _call(self, command: Command) -> None:
@@ -168,9 +180,9 @@ class Peers:
         except (NarrowsError, IndexError) as error:  # who dials must not end what others began
             self._drops.tell(f"a peer's message was refused: {error}")
         else:
-            with self._changed:
-                self._changed.notify_all()  # it may have been the first of its sender
             self._apply(effects)
+            with self._changed:
+                self._changed.notify_all()  # it may have been the first of its sender, or the last
 
     def _apply(self, effects: Sequence[Effect]) -> None:
         for effect in effects:

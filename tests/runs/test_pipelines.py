@@ -242,13 +242,14 @@ def test_a_stage_that_dies_is_noticed_within_a_lease() -> None:
     assert StageLostError.exit_code == 6
 
 
-def test_one_that_fails_says_so_and_one_that_is_started_again_is_lost() -> None:
+@pytest.mark.parametrize(("failed", "how"), [(True, "stage 1 has failed"), (False, "stage 1 has ended")])
+def test_one_that_ends_says_so(failed: bool, how: str) -> None:
     where = addresses(2)
     first, second = (peers_of(rank, where) for rank in range(2))
     first.wait(LIMIT_S)
     second.wait(LIMIT_S)
-    second.close(failed=True)
-    with pytest.raises(StageLostError, match="stage 1 has failed"):
+    second.close(failed)
+    with pytest.raises(StageLostError, match=how):
         first.receive(1, 0, LIMIT_S)
     first.close(failed=True)
 

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 from functools import cache
+from types import TracebackType
 
 import torch.distributed as dist
 
@@ -77,12 +79,24 @@ def pipeline() -> dist.ProcessGroup:
     addresses, keys = [layout.address(p) for p in processes], [p.key for p in processes]
     pair = key.pair if key is not None else None
     peers = Peers(ours.stage, addresses, names, layout.digest, layout.lease, say, pair, keys)
-    atexit.register(lambda: peers.close(failed=session.failed()))  # before the session leaves its run
+    _close_at_end(peers)
     peers.wait(WAIT_LIMIT_S)
     edges = layout.edges or [Edge()] * (len(processes) - 1)
     group = PipelineGroup(peers, ours.stage, len(processes), edges, lambda: session.current().step_count, WAIT_LIMIT_S)
     register(group)
     return group
+
+
+def _close_at_end(peers: Peers) -> None:
+    """Before the session leaves its run, and at once where the script fails: the other stages need not wait for a lease."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        peers.close(failed=True)
+        before(kind, error, trace)
+
+    sys.excepthook = hook
+    atexit.register(peers.close)
 
 
 def _check_key(ours: Process, key: Secret | None) -> None:
