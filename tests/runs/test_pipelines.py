@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,11 +23,14 @@ from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWor
 
 from narrows.compression.value_codings import Key
 from narrows.protocols.errors import AuthenticationError, IncompatibleError, NarrowsError, StageLostError, UsageError
-from narrows.protocols.planning.layout import Edge
+from narrows.protocols.planning.layout import Edge, Layout, Process, Stage
 from narrows.protocols.runtime.curve import new_pair
 from narrows.protocols.runtime.peers import Peers
+from narrows.ps.command import stages as stages_of_hosts
+from narrows.ps.process import checkpoints
 from narrows.worker.pipelining.coding import BACKWARD, CODINGS, FORWARD, decode, encode
 from narrows.worker.pipelining.group import PipelineGroup, register
+from narrows.worker.pipelining.subspace import Subspace, Writer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -266,3 +270,55 @@ def test_keys_let_in_who_is_named_and_nobody_else() -> None:
         stranger.receive(0, 0, LIMIT_S)
     stranger.close(failed=True)
     first.close(failed=True)
+
+
+def test_two_hosts_tell_each_other_which_clocks_their_stages_have(tmp_path: Path) -> None:
+    """Stage 0 has clocks 10, 20 and 30, stage 1 has 20 and 40: both go back to 20."""
+    first, second = addresses(2)
+    ports = [int(address.rpartition(":")[2]) for address in (first, second)]
+    stages = [Stage(name, port) for name, port in zip("ab", ports, strict=True)]
+    processes = [Process(index, 0, name, 1 + index) for index, name in enumerate("ab")]
+    layout = Layout({"a": "127.0.0.1", "b": "127.0.0.1"}, stages, processes)
+    arrays, facts = (
+        {"x": np.zeros(3, np.float32), "p": np.zeros(3, np.float32)},
+        {"publication": 1, "plan": b"", "shards": 1},
+    )
+    for stage, host, clocks in ((0, "a", (10, 20, 30)), (1, "b", (20, 40))):
+        for clock in clocks:
+            checkpoints.write(tmp_path / host / f"stage-{stage}", 0, clock, arrays, facts)
+    assert together(lambda rank: stages_of_hosts.go_back(layout, "ab"[rank], tmp_path / "ab"[rank], ""), 2) == [20, 20]
+    assert checkpoints.whole(tmp_path / "a" / "stage-0") == [10, 20] and checkpoints.whole(
+        tmp_path / "b" / "stage-1"
+    ) == [20]
+    checkpoints.drop_all_after(tmp_path / "b" / "stage-1", -1)
+    with pytest.raises(UsageError, match="stage 0: 10, 20; stage 1: none"):
+        together(lambda rank: stages_of_hosts.go_back(layout, "ab"[rank], tmp_path / "ab"[rank], ""), 2)
+
+
+def test_a_subspace_loses_nothing_of_what_was_written_into_it() -> None:
+    """And the gradient of its coefficients is the whole gradient: Protocol Models (2506.01260)."""
+    torch.manual_seed(2)
+    space = Subspace(16, WIDTH, 3, seed=4)
+    layers = nn.ModuleList(Writer(WIDTH, space, 0.5) for _ in range(2))
+    ids = torch.randint(0, 16, (5, 7)).to(torch.uint8)
+    start = torch.randn(5, 7, 3, requires_grad=True)
+
+    def run(cut: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        start.grad = None
+        layers.zero_grad()
+        x = space.enter(start, ids)
+        for layer in layers:
+            x = x + layer(torch.tanh(x))
+            x = space.enter(space.leave(x, ids), ids) if cut else x
+        x.square().sum().backward()  # type: ignore[no-untyped-call]
+        assert start.grad is not None
+        return x.detach(), [start.grad.clone(), *(g.clone() for g in gradients(layers))]
+
+    (whole, expected), (piped, found) = run(False), run(True)
+    assert float(whole.norm()) > 1 and float((whole - piped).abs().max()) < 1e-5
+    for a, b in zip(expected, found, strict=True):
+        assert float((a - b).abs().max()) < 1e-5 * float(a.abs().max())
+    outside = torch.randn(5, 7, WIDTH)
+    assert float((space.enter(space.leave(outside, ids), ids) - outside).norm()) > 1, "else nothing was left out"
+    with pytest.raises(UsageError, match="subspace:13: a model of width 12"):
+        Subspace(16, WIDTH, 13)
