@@ -115,16 +115,20 @@ class Run:
         serving = {stage["host"] for stage in self.layout["stages"]}
         servers = [self.start("ps-serve", host, *folder, *serve) for host in self.hosts if host in serving]
         workers = [self.start("ps-worker", host, str(TASK), *self.args) for host in self.hosts]
-        deadline, killed = time.monotonic() + limit_s, not kill
+        deadline, killed, ended = time.monotonic() + limit_s, not kill, False
         while any(process.poll() is None for process in workers):
             if time.monotonic() > deadline:
                 raise CommandFailed(f"it ran longer than {limit_s:.0f} s: {self.said('ps-worker')[-800:]}")
             if not killed and "checkpoint of clock 20" in self.said("ps-serve"):
                 killed = True
                 kill_stage(workers[0].pid)
+            if not ended and any(process.poll() for process in workers):
+                ended = True
+                for process in [*workers, *servers]:  # who starts a run again ends what is left of it
+                    process.send_signal(signal.SIGINT)
             time.sleep(0.1)
         codes = [process.returncode for process in workers]
-        if any(codes):
+        if any(codes) and not ended:
             for process in servers:
                 process.send_signal(signal.SIGINT)
         for process in servers:

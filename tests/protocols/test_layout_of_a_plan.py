@@ -41,8 +41,10 @@ def test_a_plan_says_who_is_where() -> None:
     assert plan.replicas == 2 and [(p.stage, p.replica) for p in plan.on("oslo")] == [(0, 1), (1, 1)]
     assert [plan.address(p) for p in plan.pipeline(1)] == ["tcp://127.0.0.2:6000", "tcp://127.0.0.2:6001"]
     assert plan.served("leipzig") == [0] and plan.settings(1) == {
-        "sync": "bsp", "workers": 2,
-        "lease": 5, "checkpoint_clocks": 100,
+        "sync": "bsp",
+        "workers": 2,
+        "lease": 5,
+        "checkpoint_clocks": 100,
     }
     assert (
         parse(plan.text()) == plan and parse(plan.text()).digest == plan.digest != read(lambda p: p.pop("lease")).digest
