@@ -124,6 +124,10 @@ class Channels:
 
     def _tensor(self, who: int, peer: Peer, tensor: m.Tensor) -> list[Effect]:
         if tensor.number == peer.received:
+            if peer.received - peer.taken >= IN_FLIGHT_MAX:
+                raise RemoteProtocolError(
+                    f"{self.names[who]} sends more than {IN_FLIGHT_MAX} tensors that nobody has taken"
+                )
             peer.received += 1
             return [Came(who, tensor)]
         if tensor.number > peer.received != peer.missed:  # else it came again

@@ -11,7 +11,7 @@ from kit.seed import SEED
 from narrows.protocols import messages as m
 from narrows.protocols.effects import NS, Failed
 from narrows.protocols.errors import RemoteProtocolError
-from narrows.protocols.pipeline.channels import START_NS, Came, Channels, Effect, Taken, ToPeer
+from narrows.protocols.pipeline.channels import IN_FLIGHT_MAX, START_NS, Came, Channels, Effect, Taken, ToPeer
 
 LEASE = 10 * NS
 
@@ -102,6 +102,18 @@ def test_what_a_dropped_message_leaves_out_is_asked_for_once() -> None:
     assert [b.missed for b in pair.wires[0] if isinstance(b, m.Beat)] == [0]
     pair.settle()
     assert [bytes(tensor.payload)[0] for tensor in pair.came[1]] == [0, 1, 2]
+
+
+def test_what_nobody_takes_is_bounded_at_the_receiver_too() -> None:
+    pair = Pair()
+    for _ in range(IN_FLIGHT_MAX + 1):
+        pair.apply(0, pair.ends[0].send(1, 0, 0, b""))
+    for _ in range(IN_FLIGHT_MAX):
+        pair.deliver(1)
+    with pytest.raises(RemoteProtocolError, match="stage 0 sends more than 256 tensors that nobody has taken"):
+        pair.deliver(1)
+    pair.apply(1, pair.ends[1].took(0))
+    assert pair.ends[1].receive(pair.ends[0].peers[1].kept[-1], 0) == [Came(0, pair.ends[0].peers[1].kept[-1])]
 
 
 def test_who_is_silent_for_a_lease_is_lost_and_no_sooner() -> None:
