@@ -39,6 +39,12 @@ class ServerLostError(NarrowsError):
     exit_code = 6
 
 
+class StageLostError(NarrowsError):
+    """Another stage of this pipeline was there and is no more."""
+
+    exit_code = 6
+
+
 class LocalProtocolError(NarrowsError):
     """Our own code broke the protocol: a bug here."""
 

@@ -729,6 +729,33 @@ class FileAnswer(Message):
     payload: Buffer
 
 
+@dataclass(frozen=True, slots=True)
+class Tensor(Message):
+    """Stage to stage: the next tensor of this sender to this receiver. `step`: of the sender's run, -1: of no step.
+    Both ends know the shape: it does not travel."""
+
+    plan: int
+    worker: int
+    life: int
+    number: int
+    step: int
+    tag: int
+    payload: Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Beat(Message):
+    """Stage to stage: I live. `taken`: tensors of yours that my script has. `missed`: send again from this number on, -1:
+    nothing. `left`: 0, 1 where I have finished, 2 where I have failed."""
+
+    plan: int
+    worker: int
+    life: int
+    taken: int
+    missed: int
+    left: int
+
+
 KINDS: dict[int, type[Message]] = {
     1: Hello,
     2: Welcome,
@@ -772,9 +799,11 @@ KINDS: dict[int, type[Message]] = {
     34: Ended,
     35: Adopt,
     36: Ping,
+    64: Tensor,
+    65: Beat,
 }
 # What a member says of itself goes over a connection of its own: behind a large push a heartbeat would come after its lease.
-CONTROL = (Hello, Declare, Heartbeat, Leave, Vote, RangeAsk)
+CONTROL = (Hello, Declare, Heartbeat, Leave, Vote, RangeAsk, Beat)
 OF_COPIES = (Copy, Copying, View, Vote)  # between a server, its standby, and the members that choose
 
 

@@ -49,6 +49,7 @@ class Settings:
     merge_alpha: float = -1.0
     lease: float = 10.0  # seconds
     checkpoint_every: float = -1.0  # seconds; 0: at the end and on Ctrl-C only; -1: adaptive
+    checkpoint_clocks: int = -1  # of a run that is one stage of a model: clocks, in place of a time; -1: it is none
 
     def validated(self) -> Settings:
         """Return the settings with every default filled in. Raises UsageError: one sentence that names the flag."""
@@ -64,13 +65,14 @@ class Settings:
             ("merge_delay", -1, STALENESS_MAX),
             ("lease", 0.1, 86400.0),
             ("checkpoint_every", -1.0, 1e9),
+            ("checkpoint_clocks", -1, STALENESS_MAX),
             ("outer_lr", -1.0, 1e6),
             ("look_ahead", -1.0, 1e3),
             ("quorum", -1, WORKERS_MAX),
             ("grace", -1.0, 86400.0),
         ):
             value = getattr(self, name)
-            least = 1 if name in ("local_steps", "quorum") else max(low, 0)
+            least = 1 if name in ("local_steps", "quorum", "checkpoint_clocks") else max(low, 0)
             if not (value == low or least <= value <= high):
                 raise UsageError(f"{_flag(name)} {value}: give a value from {least} to {high}")
         if self.outer_momentum != -1 and not 0 <= self.outer_momentum < 1:
@@ -136,6 +138,7 @@ class Settings:
             compress_down=self.compress_down or ("dense" if row.name == "bsp" or mixes else self.compress),
             topology=self.topology or (TOPOLOGY if mixes else ""),
             checkpoint_every=0.0 if mixes else self.checkpoint_every,
+            checkpoint_clocks=-1 if mixes else self.checkpoint_clocks,
         )
         if self.quorum > 0 and filled.mode().streams:
             raise UsageError(

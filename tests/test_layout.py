@@ -31,7 +31,10 @@ OWNERS = {
 }
 
 RUNTIME = "protocols/runtime/"  # sockets, children, flags: what runs machines, and is none
-RUNNERS = ("ps/process/", "ps/command/", "worker/command/", "worker/runner.py", "worker/hub.py", "worker/session.py")
+RUNNERS = (
+    *("ps/process/", "ps/command/", "worker/command/", "worker/pipelining/"),
+    *("worker/runner.py", "worker/hub.py", "worker/session.py"),
+)
 
 # What a deterministic machine cannot know: sockets, threads, clocks, files, processes, randomness, logs.
 IMPURE = {

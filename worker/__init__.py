@@ -15,11 +15,16 @@ __all__ = [
     "clock",
     "device",
     "local_rank",
+    "pipeline",
     "ranges",
     "rank",
     "record",
+    "replica",
+    "replicas",
     "resumable",
     "sampler",
+    "stage",
+    "stages",
     "step_count",
     "world_size",
 ]
@@ -29,11 +34,13 @@ if TYPE_CHECKING:
     from narrows.worker.embedding import Embedding
     from narrows.worker.machine import device, local_rank
     from narrows.worker.optimizer import DistributedOptimizer
+    from narrows.worker.pipelining import pipeline, replica, replicas, stage, stages
     from narrows.worker.resuming import resumable
     from narrows.worker.session import clock, rank, record, step_count, world_size
 else:
     HOMES = {
         **dict.fromkeys(("device", "local_rank"), "machine"),
+        **dict.fromkeys(("pipeline", "replica", "replicas", "stage", "stages"), "pipelining"),
         "DistributedOptimizer": "optimizer",
         "Embedding": "embedding",
         "ranges": "datasets",

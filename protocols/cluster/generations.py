@@ -3,6 +3,7 @@
 Rules
 - It starts once so many workers have declared and all shards have the weights that it begins with: those of the
   longest-standing member, of a checkpoint, or of the run above.
+- Where checkpoints are of told clocks, other runs have the other stages of the model: then it waits for all its workers.
 - A restarted shard begins a generation: every shard goes back to the newest checkpoint they share, all workers join again.
 - One checkpoint at a time: a shard keeps few, and the run can only go back to one that all shards have. Unless a time is
   told, so long is left between two that writing them takes 2 % of it.
@@ -65,7 +66,9 @@ class Generations(Decision):
 
     def _gathered(self, now_ns: int) -> bool:
         declared = self.run.declared
-        return bool(declared) and (len(declared) >= self.needed or self._waited(now_ns))
+        # A stage that began without a worker would give it another clock than the other stages of its pipeline have.
+        early = self._waited(now_ns) and self.run.settings.checkpoint_clocks < 0
+        return bool(declared) and (len(declared) >= self.needed or early)
 
     def resumed(self) -> None:
         """A user goes on with this run: it starts with as many workers as a new one, whoever was there before."""
@@ -135,7 +138,13 @@ class Generations(Decision):
         if self.deserted and self._waited(now_ns) and not self.run.over:
             self.end(version)  # all had finished when a shard was restarted: nobody comes back
             return True
-        every, open_ = self._every_ns, self.run.started and not self.run.over
+        clocks, open_ = self.run.settings.checkpoint_clocks, self.run.started and not self.run.over
+        if clocks > 0:
+            if not (self.tried(self.checkpoint) and open_):
+                return False
+            self.checkpoint = (self.rounds.min_clock // clocks + 1) * clocks
+            return True
+        every = self._every_ns
         if not (every and self.tried(self.checkpoint) and open_) or now_ns - self.checkpoint_ns < every:
             return False
         self.checkpoint, self.checkpoint_ns = self.rounds.min_clock + 1, now_ns

@@ -81,6 +81,12 @@ RUN_FLAGS: tuple[tuple[str, Any, str, str], ...] = (
         "adaptive: 2 % of the run",
         "seconds between two checkpoints; 0: only at the end and on Ctrl-C",
     ),
+    (
+        "checkpoint_clocks",
+        int,
+        "by time",
+        "of a run that is one stage of a model: clocks between two checkpoints",
+    ),
 )
 
 

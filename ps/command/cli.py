@@ -7,6 +7,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from narrows.protocols.errors import UsageError
 from narrows.protocols.runtime.flags import COMMAND, BareGroup, glance_flags, run, run_flags
 from narrows.protocols.settings import SHARDS_MAX
 from narrows.ps.command.console import NAME
@@ -41,6 +42,9 @@ from narrows.ps.command.serve import serve
               help="copy the server at ADDR, and take its place when its machine is lost; it says what the run is")  # fmt: skip
 @click.option("--join", default="", metavar="ADDR",
               help="have --shards shards of the server at ADDR on this machine; Ctrl-C moves their keys back")  # fmt: skip
+@click.option("--plan", default="", metavar="FILE", help="start the servers of this host's stages, with the "
+              "flags that the plan has")  # fmt: skip
+@click.option("--host", default="", help="name of this machine in --plan [its hostname]")
 @click.option("--ready-file", default="", help="written, as JSON, once workers can join")
 @click.option(
     "--record", default="", help="write one JSON object a line to this file: what is said, and what workers send"
@@ -64,6 +68,15 @@ def command(context: click.Context, /, **flags: Any) -> int:
         bound = context.get_parameter_source("bind") is not ParameterSource.DEFAULT
         click.echo(printed(form, bound=bound, **flags), nl=False)
         return 0
+    plan, host = flags.pop("plan"), flags.pop("host")
+    if plan:
+        from narrows.ps.command import stages
+
+        taken = ("keys", "checkpoint_dir", "resume", "journal", "ready_file")
+        told = [name for name in flags if context.get_parameter_source(name) is not ParameterSource.DEFAULT]
+        if more := sorted(set(told) - set(taken)):
+            raise UsageError(f"--{more[0].replace('_', '-')}: the plan says what servers do; leave it out")
+        return stages.serve(plan, host, **{name: flags[name] for name in taken})
     return serve(**flags)
 
 

@@ -232,6 +232,24 @@ def drop_after(folder: Path, shard: int, clock: int) -> None:
             path_of(folder, shard, late).unlink(missing_ok=True)
 
 
+def whole(folder: Path) -> list[int]:
+    """Clocks of which this folder has a checkpoint that a run can begin from."""
+    found = []
+    for clock in clocks(folder, 0):
+        with suppress(IncompatibleError):
+            for shard in range(shards_of(folder, clock)):
+                read(folder, shard, clock)
+            found.append(clock)
+    return found
+
+
+def drop_all_after(folder: Path, clock: int) -> None:
+    """Drop the checkpoints of all shards that are later than `clock`."""
+    for path in folder.glob("shard-*.safetensors"):
+        if (match := _NAME.fullmatch(path.name)) and int(match[2]) > clock:
+            path.unlink(missing_ok=True)
+
+
 def read(
     folder: Path, shard: int, clock: int, only: tuple[str, ...] | None = None
 ) -> tuple[dict[str, npt.NDArray[np.float32]], dict[str, Any]]:

@@ -78,8 +78,11 @@ class Disk:
         if last:
             self.writer.wait()
 
-    def take(self) -> Written | None:
-        """One that is on disk by now, or could not be written."""
+    def take(self, last: bool = False) -> Written | None:
+        """One that is on disk by now, or could not be written. `last`: the process ends, so one that is being written is waited
+        for."""
+        if last and self.writer is not None:
+            self.writer.wait()
         return self.writer.take() if self.writer is not None else None
 
     def tell(self, written: Written) -> list[Log]:

@@ -226,9 +226,9 @@ class Runner:
         self.disk.load(clock, self.server)
         self.anew = True  # that file may be gone when it would be read again
 
-    def wrote(self) -> None:
+    def wrote(self, last: bool = False) -> None:
         """Tell of a checkpoint that is on disk by now, or could not be written."""
-        if (written := self.disk.take()) is not None:
+        if (written := self.disk.take(last)) is not None:
             self._write_down(written)
 
     def _write_down(self, written: Written) -> None:
@@ -347,4 +347,4 @@ class Runner:
                 self.gate.tick()
                 self.disk.prepare(self.server)
                 self.pulse.beat(self.server.shard.nbytes)
-        self.wrote()
+        self.wrote(last=True)

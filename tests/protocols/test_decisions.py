@@ -247,6 +247,35 @@ def test_so_long_is_left_between_checkpoints_that_writing_them_takes_2_percent()
         assert not decision.tick(before_ns + waits_ns - 1, 0) and decision.tick(before_ns + waits_ns, 0)
 
 
+def test_a_stage_has_checkpoints_at_clocks_that_other_stages_have_too() -> None:
+    run = run_of(checkpoint_clocks=5)
+    decision = generations(run)
+    run.move("start")
+    decision.wake(0)
+    report(run, 0), report(run, 1)
+    decision.rounds.min_clock = 7  # as after --resume
+    assert decision.tick(0, 0) and decision.checkpoint == 10
+    decision.rounds.min_clock = 10
+    report(run, 0, tried=10)
+    assert not decision.tick(100 * NS, 0), "shard 1 has yet to write it"
+    report(run, 1, tried=10)
+    assert decision.tick(100 * NS, 0) and decision.checkpoint == 15
+
+
+def test_a_stage_begins_again_with_all_its_workers_and_others_after_a_lease() -> None:
+    for clocks, begins in ((-1, True), (5, False)):
+        run = run_of(checkpoint_clocks=clocks, workers=2)
+        run.restart_clock = 5
+        decision = generations(run)
+        decision.wake(1)
+        member(run)
+        report(run, 0), report(run, 1)
+        assert not decision.decide(NS)
+        assert decision.decide(int(run.settings.lease * NS) + 2) is begins
+        member(run)
+        assert decision.decide(int(run.settings.lease * NS) + 3) is not begins
+
+
 # Above.
 
 

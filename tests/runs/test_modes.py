@@ -235,6 +235,7 @@ def test_a_contradiction_names_both_sides_and_agreement_is_silent() -> None:
         "lease": 3.0,
         "topology": "ring",
         "checkpoint_every": 5.0,
+        "checkpoint_clocks": 50,
     }
     assert set(others) == set(asdict(actual)), "every flag of a run"
     for name, value in others.items():

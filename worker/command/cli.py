@@ -26,6 +26,8 @@ from narrows.worker.command.options import checked
               "libraries that find them may start torch.distributed")  # fmt: skip
 @click.option("--record", default="", help="write one JSON object a line to this file")
 @click.option("--key", default="", help="the file that ps-serve keys add made for this machine [none]")
+@click.option("--plan", default="", metavar="FILE", help="start the stages and replicas that this host has in the plan")
+@click.option("--host", default="", help="name of this machine in --plan [its hostname]")
 @click.option("--connect-timeout", type=float, default=30.0, help="seconds until a server must have answered [30]")
 @click.option("--server-timeout", type=float, default=30.0, help="seconds of silence until a server is lost [30]")
 @click.option("--checkpoint-dir", default="", help="of the embedded server [none]")

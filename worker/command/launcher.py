@@ -149,6 +149,7 @@ class Launcher:
             "NARROWS_CONNECT_TIMEOUT": str(options.connect_timeout),
             "NARROWS_SERVER_TIMEOUT": str(options.server_timeout),
             **surroundings.device(options.device, index, options.nproc, options.group, surroundings.gpus(os.environ)),
+            **(options.parts[index] if options.parts else {}),
         }
         env = surroundings.without_ranks(self._environment())
         return env | own | (self._in_group(index) if options.group else self._in_run(index))
@@ -275,7 +276,7 @@ class Launcher:
             return
         group = self._group(index)
         if index not in self.felled:  # else it was ended because another one of its group had
-            thread = threading.Thread(target=self._tell_left, args=(group.token,), daemon=True)
+            thread = threading.Thread(target=self._tell_left, args=(index, group.token), daemon=True)
             thread.start()
             self.telling.append(thread)
             fatal = self.errors.get(index, (1, ""))[0] != 1  # it would end so again
@@ -303,12 +304,13 @@ class Launcher:
             sentence += "; the others go on"
         self.console.say(sentence)
 
-    def _tell_left(self, token: str) -> None:
+    def _tell_left(self, index: int, token: str) -> None:
         """Tell the coordinator that a child died, so that nobody waits for its lease."""
         from narrows.protocols.runtime.keys import member_key
         from narrows.worker.runner import tell_left
 
-        tell_left(self.server, token, member_key(self.options.key, "--key") if self.options.key else None)
+        server = self.options.parts[index]["NARROWS_SERVER"] if self.options.parts else self.server
+        tell_left(server, token, member_key(self.options.key, "--key") if self.options.key else None)
 
     # The end.
 

@@ -39,6 +39,7 @@ class Options:
     words: list[str]
     run: dict[str, Any]
     place: Place
+    parts: list[dict[str, str]]  # with --plan: what each copy is told beside
 
     @property
     def workers(self) -> int:
@@ -46,13 +47,49 @@ class Options:
         return 1 if self.group else self.nproc
 
 
-def checked(command: tuple[str, ...], module: bool, server: str | None, **flags: Any) -> Options:
+def _parts(plan: str, host: str) -> list[dict[str, str]]:
+    """Variables of each process that this host has in the plan. Raises UsageError."""
+    from narrows.protocols.runtime import plans
+
+    layout = plans.read(plan)
+    here = plans.this_host(layout, host)
+    found = [
+        {
+            "NARROWS_PLAN": os.path.abspath(plan),
+            "NARROWS_STAGE": str(process.stage),
+            "NARROWS_REPLICA": str(process.replica),
+            "NARROWS_SERVER": layout.address(layout.stages[process.stage]),
+        }
+        for process in layout.on(here)
+    ]
+    if not found:
+        raise UsageError(f"--plan {plan}: {here} has no process of a stage")
+    return found
+
+
+def checked(
+    command: tuple[str, ...], module: bool, server: str | None, plan: str = "", host: str = "", **flags: Any
+) -> Options:
     """`server`: "" is an embedded one, None what the manager says. Raises UsageError, one sentence that names the flag."""
     run, here = given(flags), place(os.environ)
+    parts = _parts(plan, host) if plan else []
+    if parts:
+        own = {
+            "--server": server,
+            "--nproc": flags["nproc"] > 1,
+            "--group": flags["group"],
+            "--restarts": flags["restarts"],
+        }
+        for name in [name for name, given_ in own.items() if given_]:
+            raise UsageError(
+                f"{name}: the plan says which processes this host has, and a stage is not started again alone"
+            )
+        server, flags["nproc"] = parts[0]["NARROWS_SERVER"], len(parts)
     options = Options(
         words=["-m", *command] if module else [*command],
         run=run,
         place=here,
+        parts=parts,
         server=here.server if server is None else server,
         **{name: value for name, value in flags.items() if name in Options.__annotations__},
     )

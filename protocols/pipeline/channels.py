@@ -1,0 +1,178 @@
+"""Tensors between the processes of one pipeline: numbered, in order, each delivered once.
+
+Rules
+- Each process dials each other one and says there what it has to say. `Beat` tells how much has come, and that we live.
+- A tensor is kept until the other end's script has it. When a connection is another one, what is kept is sent again.
+- Who is silent for a lease is lost, and with it this pipeline. So is a process that was started again: it has another life.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from narrows.protocols import messages as m
+from narrows.protocols.effects import NS, Failed
+from narrows.protocols.errors import IncompatibleError, RemoteProtocolError, StageLostError, UnreachableError
+
+IN_FLIGHT_MAX = (
+    256  # tensors to one peer that its script has not taken: the sender keeps these, and the receiver no more
+)
+BEATS = 5  # of a lease
+BEAT_NS_MAX = NS
+ON = "ps-serve --plan --resume and then ps-worker --plan go on from the newest checkpoint that all stages have"
+START_NS = 600 * NS  # all processes of a pipeline have begun within this
+
+
+@dataclass(frozen=True, slots=True)
+class ToPeer:
+    """Send `message` to the process of this rank."""
+
+    peer: int
+    message: m.Tensor | m.Beat
+
+
+@dataclass(frozen=True, slots=True)
+class Came:
+    """The next tensor of this peer."""
+
+    peer: int
+    tensor: m.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """The script of this peer has taken so many more of our tensors."""
+
+    peer: int
+    count: int
+
+
+Effect = ToPeer | Came | Taken | Failed
+
+
+@dataclass(slots=True)
+class Peer:
+    """What is known of one other process."""
+
+    heard_ns: int = -1  # -1: never
+    life: int = -1
+    left: int = 0  # as Beat.left
+    number: int = 0  # of the next tensor to it
+    kept: deque[m.Tensor] = field(default_factory=deque)  # to it, that its script has not taken
+    received: int = 0  # tensors of it, in order
+    taken: int = 0  # by our script, of these
+    missed: int = -1  # the number that we last asked it to send again from
+
+
+class Channels:
+    """All channels of the process of `rank`. `names`: what each process is called in a sentence, by rank. `plan`: a number that
+    all processes of one plan share. `life`: a random number of this process."""
+
+    def __init__(self, rank: int, names: list[str], plan: int, life: int, lease_ns: int, now_ns: int) -> None:
+        self.rank, self.names, self.plan, self.life = rank, names, plan, life
+        self.lease_ns, self.began_ns, self.beat_ns = lease_ns, now_ns, now_ns
+        self.peers = {peer: Peer() for peer in range(len(names)) if peer != rank}
+        self.left = 0
+
+    # Commands.
+
+    def send(self, to: int, step: int, tag: int, payload: m.Buffer) -> list[Effect]:
+        """The caller keeps at most IN_FLIGHT_MAX on their way, and leaves the payload as it is."""
+        peer = self.peers[to]
+        tensor = m.Tensor(self.plan, self.rank, self.life, peer.number, step, tag, payload)
+        peer.number += 1
+        peer.kept.append(tensor)
+        return [ToPeer(to, tensor)]
+
+    def took(self, of: int) -> list[Effect]:
+        """Our script has taken the next tensor of this peer."""
+        self.peers[of].taken += 1
+        return [self._beat(of)]
+
+    def linked(self, to: int) -> list[Effect]:
+        """The connection to this peer is another one, and what was under way may be lost."""
+        return [ToPeer(to, tensor) for tensor in self.peers[to].kept]
+
+    def leave(self, failed: bool) -> list[Effect]:
+        """Say that this process sends and takes nothing more."""
+        self.left = 2 if failed else 1
+        return self._beats()
+
+    @property
+    def started(self) -> bool:
+        return all(peer.heard_ns >= 0 for peer in self.peers.values())
+
+    # What comes.
+
+    def receive(self, message: m.Message, now_ns: int) -> list[Effect]:
+        """Raises RemoteProtocolError for what no process of a pipeline says."""
+        if not isinstance(message, (m.Tensor, m.Beat)) or message.worker not in self.peers:
+            raise RemoteProtocolError(f"{type(message).__name__} is not of a process of this pipeline")
+        who, peer = message.worker, self.peers[message.worker]
+        if message.plan != self.plan:
+            return [
+                Failed(
+                    IncompatibleError.exit_code,
+                    f"{self.names[who]} was started with another plan: give all hosts the same file",
+                )
+            ]
+        if peer.life not in (-1, message.life):
+            return [self._lost(who, "was started again")]
+        peer.heard_ns, peer.life = now_ns, message.life
+        return self._tensor(who, peer, message) if isinstance(message, m.Tensor) else self._heard(who, peer, message)
+
+    def _tensor(self, who: int, peer: Peer, tensor: m.Tensor) -> list[Effect]:
+        if tensor.number == peer.received:
+            if peer.received - peer.taken >= IN_FLIGHT_MAX:
+                raise RemoteProtocolError(
+                    f"{self.names[who]} sends more than {IN_FLIGHT_MAX} tensors that nobody has taken"
+                )
+            peer.received += 1
+            return [Came(who, tensor)]
+        if tensor.number > peer.received != peer.missed:  # else it came again
+            peer.missed = peer.received
+            return [self._beat(who)]
+        return []
+
+    def _heard(self, who: int, peer: Peer, beat: m.Beat) -> list[Effect]:
+        count = 0
+        while peer.kept and peer.kept[0].number < beat.taken:
+            peer.kept.popleft()
+            count += 1
+        peer.left = beat.left
+        if peer.left == 2:
+            return [self._lost(who, "has failed")]
+        again = [t for t in peer.kept if t.number >= beat.missed] if beat.missed >= 0 else []
+        return [*([Taken(who, count)] if count else []), *(ToPeer(who, tensor) for tensor in again)]
+
+    def tick(self, now_ns: int) -> list[Effect]:
+        if not self.started and now_ns - self.began_ns > START_NS:
+            late = next(
+                name for rank, name in enumerate(self.names) if rank in self.peers and self.peers[rank].life < 0
+            )
+            return [
+                Failed(
+                    UnreachableError.exit_code,
+                    f"{late} was not there within {START_NS // NS} s: start ps-worker --plan on its host",
+                )
+            ]
+        for who, peer in self.peers.items():
+            if peer.heard_ns >= 0 and not peer.left and now_ns - peer.heard_ns > self.lease_ns:
+                return [self._lost(who, f"was not heard for {self.lease_ns / NS:g} s")]
+        if now_ns - self.beat_ns < min(BEAT_NS_MAX, self.lease_ns // BEATS):
+            return []
+        self.beat_ns = now_ns
+        return self._beats()
+
+    def _beats(self) -> list[Effect]:
+        """To all who are there, or are to come."""
+        return [self._beat(to) for to, peer in self.peers.items() if not peer.left]
+
+    def _beat(self, to: int) -> ToPeer:
+        peer = self.peers[to]
+        missed = peer.missed if peer.missed == peer.received else -1
+        return ToPeer(to, m.Beat(self.plan, self.rank, self.life, peer.taken, missed, self.left))
+
+    def _lost(self, who: int, how: str) -> Failed:
+        return Failed(StageLostError.exit_code, f"{self.names[who]} {how}, and its pipeline ends with it: {ON}")

@@ -1,0 +1,24 @@
+"""plan.json on disk, and which host of it this machine is."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+from narrows.protocols.errors import UsageError
+from narrows.protocols.planning.layout import Layout, parse
+
+
+def read(file: str) -> Layout:
+    """Raises UsageError, one sentence that names what is wrong."""
+    try:
+        return parse(Path(file).read_text("utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--plan {file}: {getattr(error, 'strerror', None) or 'it is no text'}") from None
+
+
+def this_host(layout: Layout, host: str) -> str:
+    """The name in the plan of this machine: what --host says, or its hostname. Raises UsageError where the plan lacks it."""
+    name = host or socket.gethostname()
+    layout.known(name)
+    return name

@@ -1,0 +1,86 @@
+"""plan.json: what is read comes back, and what is wrong is named in one sentence."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from narrows.protocols.errors import UsageError
+from narrows.protocols.planning.layout import Layout, parse
+
+
+def grid() -> dict[str, Any]:
+    return {
+        "version": 1,
+        "hosts": {"leipzig": "127.0.0.1", "oslo": "127.0.0.2"},
+        "stages": [
+            {"host": "leipzig", "port": 5555, "flags": {"sync": "ssp", "compress": "topk:0.05+int8", "shards": 2}},
+            {"host": "oslo", "port": 5555, "flags": {"sync": "bsp"}},
+        ],
+        "edges": [{"forward": "int8", "backward": "fp16"}],
+        "processes": [
+            {"stage": stage, "replica": replica, "host": ["leipzig", "oslo"][replica], "port": 6000 + stage}
+            for replica in range(2)
+            for stage in range(2)
+        ],
+        "lease": 5,
+    }
+
+
+def read(change: Callable[[dict[str, Any]], Any] = lambda plan: None) -> Layout:
+    plan = grid()
+    change(plan)
+    return parse(json.dumps(plan))
+
+
+def test_a_plan_says_who_is_where() -> None:
+    plan = read()
+    assert plan.replicas == 2 and [(p.stage, p.replica) for p in plan.on("oslo")] == [(0, 1), (1, 1)]
+    assert [plan.address(p) for p in plan.pipeline(1)] == ["tcp://127.0.0.2:6000", "tcp://127.0.0.2:6001"]
+    assert plan.served("leipzig") == [0] and plan.settings(1) == {
+        "sync": "bsp",
+        "workers": 2,
+        "lease": 5,
+        "checkpoint_clocks": 100,
+    }
+    assert (
+        parse(plan.text()) == plan and parse(plan.text()).digest == plan.digest != read(lambda p: p.pop("lease")).digest
+    )
+
+
+WRONG: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
+    (lambda p: p.update(version=2), "it has version 2, and this release reads 1"),
+    (lambda p: p.update(more=1), "the plan has the fields hosts, stages"),
+    (lambda p: p["stages"][0].update(port="5555"), r'port of stages\[0\] is "5555", and no int'),
+    (lambda p: p["stages"][0].pop("host"), r"stages\[0\] lacks a field"),
+    (lambda p: p["processes"].pop(), "each replica has one process for each stage"),
+    (lambda p: p.update(processes=[], stages=[], edges=[]), "each replica has one process for each stage"),
+    (lambda p: p["edges"].append({}), "2 stages have 1 edges between them, and the plan has 2"),
+    (lambda p: p["edges"][0].update(forward="topk:0.1"), "topk:0.1 codes no edge; there are dense, fp16, int8"),
+    (lambda p: p["stages"][0].update(host="rome"), "host rome has no address"),
+    (lambda p: p["processes"][0].update(port=5556), "port leipzig:5556 is given twice"),
+    (lambda p: p["processes"][0].update(port=99999), "write it as tcp://HOST:PORT"),
+    (lambda p: p["stages"][0]["flags"].update(workers=3), "has the flag workers, which is none of a stage's server"),
+    (lambda p: p["stages"][0]["flags"].update(staleness="many"), "a flag of stages.0. has the wrong type"),
+    (lambda p: p["stages"][0]["flags"].update(sync="fast"), "--sync fast: unknown mode"),
+    (lambda p: p.update(lease=0), "lease is a number of seconds above 0"),
+    (lambda p: p["processes"][0].update(key="a" * 64), "key is the public key of each process"),
+    (lambda p: p["hosts"].update(oslo="10.0.0.2"), "anyone who reaches these hosts could join"),
+]
+
+
+@pytest.mark.parametrize(("change", "why"), WRONG)
+def test_a_plan_that_is_wrong_is_refused(change: Callable[[dict[str, Any]], Any], why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        read(change)
+
+
+def test_a_host_that_the_plan_lacks_and_text_that_is_no_plan() -> None:
+    with pytest.raises(UsageError, match="--host rome: the plan has leipzig, oslo"):
+        read().on("rome")
+    for text in ("{", "[]", '{"version": 1}', "[" * 100_000):
+        with pytest.raises(UsageError, match="--plan"):
+            parse(text)

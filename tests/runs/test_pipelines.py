@@ -1,0 +1,324 @@
+"""PyTorch's own schedules over a PipelineGroup, against the model in one piece. Each stage is a thread of this process, with
+sockets and a world of torch.distributed of its own."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from kit import reference_payload
+from kit.in_process import together
+from torch import nn
+from torch.distributed import distributed_c10d
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
+
+from narrows.compression.value_codings import Key
+from narrows.protocols.errors import AuthenticationError, IncompatibleError, NarrowsError, StageLostError, UsageError
+from narrows.protocols.planning.layout import Edge, Layout, Process, Stage
+from narrows.protocols.runtime.curve import new_pair
+from narrows.protocols.runtime.peers import Peers
+from narrows.ps.command import stages as stages_of_hosts
+from narrows.ps.process import checkpoints
+from narrows.worker.pipelining.coding import BACKWARD, CODINGS, FORWARD, decode, encode
+from narrows.worker.pipelining.group import PipelineGroup, register
+from narrows.worker.pipelining.subspace import Subspace, Writer
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+WIDTH, ROWS, MICRO, LIMIT_S, LEASE_S = 12, 16, 8, 30.0, 20.0
+DENSE, INT8 = Edge(), Edge("int8", "int8")
+_registering = threading.Lock()  # torch keeps how a group is made for all threads
+
+
+def addresses(count: int) -> list[str]:
+    """On loopback, free a moment ago."""
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [f"tcp://127.0.0.1:{probe.getsockname()[1]}" for probe in probes]
+
+
+def peers_of(rank: int, where: list[str], plan: int = 7, lease_s: float = LEASE_S, **keys: Any) -> Peers:
+    return Peers(rank, where, [f"stage {i}" for i in range(len(where))], plan, lease_s, lambda text: None, **keys)
+
+
+@contextmanager
+def group_of(
+    rank: int, where: list[str], edge: Edge = DENSE, step: Callable[[], int] = lambda: 0, limit_s: float = LIMIT_S
+) -> Iterator[PipelineGroup]:
+    peers = peers_of(rank, where)
+    failed = True
+    try:
+        peers.wait(limit_s)
+        group = PipelineGroup(peers, rank, len(where), [edge] * (len(where) - 1), step, limit_s)
+        with _registering:
+            register(group)
+        yield group
+        failed = False
+    finally:
+        peers.close(failed)
+
+
+@pytest.fixture(autouse=True)
+def worlds(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(distributed_c10d, "_world", ThreadLocalWorld())
+    isolate = torch._C._distributed_c10d._set_thread_isolation_mode  # type: ignore[attr-defined]
+    isolate(True)
+    yield
+    isolate(False)
+
+
+def whole_model() -> nn.Sequential:
+    generator = torch.Generator().manual_seed(3)
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)]
+    with torch.no_grad():
+        for layer in layers:
+            for parameter in layer.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) / WIDTH**0.5)
+    return nn.Sequential(*layers)
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return torch.randn(ROWS, WIDTH, generator=generator), torch.randn(ROWS, WIDTH, generator=generator)
+
+
+def mean_square(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (out - target).square().mean()
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def of_whole() -> tuple[list[torch.Tensor], float]:
+    model, (x, y) = whole_model(), batch()
+    loss = mean_square(model(x), y)
+    loss.backward()
+    return gradients(model), loss.item()
+
+
+def piped(stages: int, schedule: Any, edge: Edge) -> tuple[list[torch.Tensor], float]:
+    """Gradients of the model in so many stages, and its loss."""
+    where = addresses(stages)
+
+    def stage(rank: int) -> tuple[list[torch.Tensor], float]:
+        per = 4 // stages
+        module, (x, y) = whole_model()[rank * per : (rank + 1) * per], batch()
+        with group_of(rank, where, edge) as group:
+            cpu, example = torch.device("cpu"), torch.zeros(ROWS // MICRO, WIDTH, requires_grad=True)
+            piece = PipelineStage(module, rank, stages, cpu, input_args=example, output_args=example, group=group)
+            losses: list[torch.Tensor] = []
+            told = {"target": y, "losses": losses} if piece.is_last else {}
+            schedule(piece, MICRO, loss_fn=mean_square).step(*([x] if piece.is_first else []), **told)
+            dist.barrier()
+        return gradients(module), sum(loss.item() for loss in losses) / MICRO
+
+    found = together(stage, stages)
+    return [gradient for own, _ in found for gradient in own], found[-1][1]
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B])
+def test_dense_gradients_are_those_of_the_model_in_one_piece(stages: int, schedule: Any) -> None:
+    found, loss = piped(stages, schedule, DENSE)
+    expected, whole = of_whole()
+    assert abs(loss - whole) < 1e-6 and len(found) == len(expected) == 8
+    assert max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)) < 1e-6
+
+
+def test_int8_gradients_are_near_and_not_the_same() -> None:
+    found, _ = piped(4, Schedule1F1B, INT8)
+    expected, _ = of_whole()
+    a, b = (torch.cat([g.reshape(-1) for g in each]) for each in (found, expected))
+    assert 1e-5 < float((a - b).norm() / b.norm()) < 0.05
+
+
+@pytest.mark.parametrize("name", [*CODINGS])
+@pytest.mark.parametrize("shape", [(0,), (1,), (3, 85), (2, 128), (3, 257)])
+def test_a_coding_is_its_reference_in_both_directions(name: str, shape: tuple[int, ...]) -> None:
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    values, key = tensor.numpy().reshape(-1), Key(11, 4)
+    for direction in (FORWARD, BACKWARD):
+        stochastic = name == "int8" and direction == BACKWARD
+        coding = "fp32" if name == "dense" else name
+        expected = reference_payload.value_part(coding, values, stochastic, key)
+        payload = encode(tensor, CODINGS[name][direction], key)
+        assert bytes(payload) == expected
+        into = torch.full(shape, 9.0)
+        decode(payload, CODINGS[name][direction], into)
+        told, _ = reference_payload.values_in(coding, expected, values.size)
+        assert np.array_equal(into.numpy().reshape(-1), told)
+
+
+def test_gradients_are_rounded_without_bias() -> None:
+    """The mean over many keys comes to the value; rounding to the nearest never does."""
+    tensor = torch.tensor([1.0, 0.3003, -0.1234] * 20)
+    mean, nearest = torch.zeros(60), torch.zeros(60)
+    into = torch.zeros(60)
+    for step in range(400):
+        decode(encode(tensor, CODINGS["int8"][BACKWARD], Key(1, step)), CODINGS["int8"][BACKWARD], into)
+        mean += into / 400
+    decode(encode(tensor, CODINGS["int8"][FORWARD], Key(1, 0)), CODINGS["int8"][FORWARD], nearest)
+    assert float((mean - tensor).abs().mean()) < 0.25 * float((nearest - tensor).abs().mean())
+
+
+def test_other_dtypes_travel_as_they_are_or_rounded() -> None:
+    ids = torch.arange(6).reshape(2, 3)
+    into = torch.zeros(2, 3, dtype=torch.int64)
+    decode(encode(ids, CODINGS["int8"][FORWARD], Key(0, 0)), CODINGS["int8"][FORWARD], into)
+    assert torch.equal(into, ids)
+    half = torch.tensor([1.0, -0.5], dtype=torch.bfloat16)
+    back = torch.zeros(2, dtype=torch.bfloat16)
+    decode(encode(half, CODINGS["dense"][FORWARD], Key(0, 0)), CODINGS["dense"][FORWARD], back)
+    assert torch.equal(back, half)
+    with pytest.raises(NarrowsError, match="dense sends it as it is"):
+        encode(torch.tensor([float("nan")]), CODINGS["int8"][FORWARD], Key(0, 0))
+    with pytest.raises(IncompatibleError, match="8 bytes is expected"):
+        decode(b"123", CODINGS["dense"][FORWARD], torch.zeros(2))
+
+
+def test_tensors_of_a_tag_come_in_order_and_a_wait_ends() -> None:
+    where = addresses(2)
+
+    def stage(rank: int) -> Any:
+        with group_of(rank, where, limit_s=LIMIT_S) as group:
+            if rank == 0:
+                for value, tag in ((1.0, 5), (2.0, 0), (3.0, 5)):
+                    dist.send(torch.full((2,), value), 1, tag=tag)
+                dist.barrier()
+                return None
+            into = [torch.zeros(2) for _ in range(3)]
+            works = [dist.irecv(tensor, 0, tag=tag) for tensor, tag in zip(into, (5, 0, 5), strict=True)]
+            for work in reversed(works):
+                assert work is not None and work.wait() and work.is_completed()
+            late = group.recv([torch.zeros(2)], 0)
+            group.limit_s = 0.05
+            with pytest.raises(StageLostError, match="a tensor of stage 0 did not come within 0 s"):
+                late.wait()
+            group.limit_s = LIMIT_S
+            dist.barrier()
+            return [float(tensor[0]) for tensor in into]
+
+    assert together(stage, 2)[1] == [1.0, 2.0, 3.0]
+
+
+def test_pickles_and_other_steps_are_refused() -> None:
+    where = addresses(2)
+
+    def stage(rank: int) -> None:
+        with group_of(rank, where, step=lambda: 10 + rank):
+            if rank == 0:
+                with pytest.raises(UsageError, match="input_args and output_args"):
+                    dist.send_object_list([{"a": 1}], 1)
+                dist.send(torch.zeros(2), 1)
+            else:
+                dist.irecv(torch.zeros(1, dtype=torch.int64), 0).wait()  # type: ignore[union-attr]  # how long a pickle is
+        return None
+
+    with pytest.raises(IncompatibleError, match="stage 0 is at step 10 of the run, and stage 1 at step 11"):
+        together(stage, 2)
+
+
+def test_a_stage_that_dies_is_noticed_within_a_lease() -> None:
+    """Its process is gone without a word: the others wait for a tensor, and are told."""
+    where, lease_s = addresses(3), 0.6
+    peers = [peers_of(rank, where, lease_s=lease_s) for rank in range(3)]
+    for each in peers:
+        each.wait(LIMIT_S)
+    peers[1]._sockets.receive = lambda limit_ms: iter(())  # type: ignore[method-assign]  # it hears and says nothing
+    peers[1]._channels.tick = lambda now_ns: []  # type: ignore[method-assign]
+    for rank in (0, 2):
+        with pytest.raises(StageLostError, match=r"stage 1 was not heard for 0.6 s.*--resume"):
+            peers[rank].receive(1, 0, 4 * lease_s)
+        peers[rank].close(failed=True)
+    peers[1].close(failed=True)
+    assert StageLostError.exit_code == 6
+
+
+@pytest.mark.parametrize(("failed", "how"), [(True, "stage 1 has failed"), (False, "stage 1 has ended")])
+def test_one_that_ends_says_so(failed: bool, how: str) -> None:
+    where = addresses(2)
+    first, second = (peers_of(rank, where) for rank in range(2))
+    first.wait(LIMIT_S)
+    second.wait(LIMIT_S)
+    second.close(failed)
+    with pytest.raises(StageLostError, match=how):
+        first.receive(1, 0, LIMIT_S)
+    first.close(failed=True)
+
+
+def test_keys_let_in_who_is_named_and_nobody_else() -> None:
+    where, pairs = addresses(2), [new_pair() for _ in range(3)]
+    keys = [pairs[0].public, pairs[1].public]
+    first, second = (peers_of(rank, where, pair=pairs[rank], keys=keys) for rank in range(2))
+    first.send(1, 0, 0, b"abc", LIMIT_S)
+    assert bytes(second.receive(0, 0, LIMIT_S).payload) == b"abc"
+    second.close()
+    stranger = peers_of(1, [where[0], *addresses(1)], pair=pairs[2], keys=keys)
+    with pytest.raises(AuthenticationError, match="the key is not one"):
+        stranger.receive(0, 0, LIMIT_S)
+    stranger.close(failed=True)
+    first.close(failed=True)
+
+
+def test_two_hosts_tell_each_other_which_clocks_their_stages_have(tmp_path: Path) -> None:
+    """Stage 0 has clocks 10, 20 and 30, stage 1 has 20 and 40: both go back to 20."""
+    first, second = addresses(2)
+    ports = [int(address.rpartition(":")[2]) for address in (first, second)]
+    stages = [Stage(name, port) for name, port in zip("ab", ports, strict=True)]
+    processes = [Process(index, 0, name, 1 + index) for index, name in enumerate("ab")]
+    layout = Layout({"a": "127.0.0.1", "b": "127.0.0.1"}, stages, processes)
+    arrays, facts = (
+        {"x": np.zeros(3, np.float32), "p": np.zeros(3, np.float32)},
+        {"publication": 1, "plan": b"", "shards": 1},
+    )
+    for stage, host, clocks in ((0, "a", (10, 20, 30)), (1, "b", (20, 40))):
+        for clock in clocks:
+            checkpoints.write(tmp_path / host / f"stage-{stage}", 0, clock, arrays, facts)
+    assert together(lambda rank: stages_of_hosts.go_back(layout, "ab"[rank], tmp_path / "ab"[rank], ""), 2) == [20, 20]
+    assert checkpoints.whole(tmp_path / "a" / "stage-0") == [10, 20] and checkpoints.whole(
+        tmp_path / "b" / "stage-1"
+    ) == [20]
+    checkpoints.drop_all_after(tmp_path / "b" / "stage-1", -1)
+    with pytest.raises(UsageError, match="stage 0: 10, 20; stage 1: none"):
+        together(lambda rank: stages_of_hosts.go_back(layout, "ab"[rank], tmp_path / "ab"[rank], ""), 2)
+
+
+def test_a_subspace_loses_nothing_of_what_was_written_into_it() -> None:
+    """And the gradient of its coefficients is the whole gradient: Protocol Models (2506.01260)."""
+    torch.manual_seed(2)
+    space = Subspace(16, WIDTH, 3, seed=4)
+    layers = nn.ModuleList(Writer(WIDTH, space, 0.5) for _ in range(2))
+    ids = torch.randint(0, 16, (5, 7)).to(torch.uint8)
+    start = torch.randn(5, 7, 3, requires_grad=True)
+
+    def run(cut: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        start.grad = None
+        layers.zero_grad()
+        x = space.enter(start, ids)
+        for layer in layers:
+            x = x + layer(torch.tanh(x))
+            x = space.enter(space.leave(x, ids), ids) if cut else x
+        x.square().sum().backward()
+        assert start.grad is not None
+        return x.detach(), [start.grad.clone(), *(g.clone() for g in gradients(layers))]
+
+    (whole, expected), (piped, found) = run(False), run(True)
+    assert float(whole.norm()) > 1 and float((whole - piped).abs().max()) < 1e-5
+    for a, b in zip(expected, found, strict=True):
+        assert float((a - b).abs().max()) < 1e-5 * float(a.abs().max())
+    outside = torch.randn(5, 7, WIDTH)
+    assert float((space.enter(space.leave(outside, ids), ids) - outside).norm()) > 1, "else nothing was left out"
+    with pytest.raises(UsageError, match="subspace:13: a model of width 12"):
+        Subspace(16, WIDTH, 13)

@@ -1,0 +1,87 @@
+"""A grid of stages and replicas from one plan.json, as a user starts it: a stage is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+
+from kit.processes import Command, descendants, free_ports, started, until
+
+from narrows.protocols.planning.layout import parse
+from narrows.ps.command.stages import go_back
+from narrows.ps.process.checkpoints import whole
+
+STAGES, REPLICAS, STEPS, EVERY = 2, 2, 60, 5
+SCRIPT = """
+import time, torch
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from narrows.worker import DistributedOptimizer, pipeline, replica, replicas, stage, stages, step_count
+
+torch.manual_seed(stage())
+group = pipeline()
+module = nn.Linear(4, 4)
+optimizer = DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.01), module)
+example = torch.zeros(2, 4, requires_grad=True)
+here = {"input_args": example, "output_args": example, "group": group}
+piece = PipelineStage(module, stage(), stages(), torch.device("cpu"), **here)
+schedule = Schedule1F1B(piece, 2, loss_fn=lambda out, target: (out - target).square().mean())
+print(f"begins at step {step_count()}")
+while (step := step_count()) < %d:
+    rows = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))[replica() :: replicas()]
+    optimizer.zero_grad()
+    schedule.step(*([rows] if piece.is_first else []), **({"target": -rows} if piece.is_last else {}))
+    optimizer.step()
+    time.sleep(0.02)
+optimizer.finish()
+"""
+
+
+def grid() -> dict[str, object]:
+    ports = iter(range(free := free_ports(STAGES * (1 + REPLICAS)), free + STAGES * (1 + REPLICAS)))
+    flags = {"sync": "ssp", "compress": "topk:0.5+int8"}
+    return {
+        "version": 1,
+        "hosts": {"here": "127.0.0.1"},
+        "stages": [{"host": "here", "port": next(ports), "flags": flags} for _ in range(STAGES)],
+        "edges": [{"forward": "int8", "backward": "int8"}],
+        "processes": [
+            {"stage": stage, "replica": replica, "host": "here", "port": next(ports)}
+            for replica in range(REPLICAS)
+            for stage in range(STAGES)
+        ],
+        "lease": 1.0,
+        "checkpoint_clocks": EVERY,
+    }
+
+
+def of_stage(worker: Command, stage: int, replica: int) -> int:
+    """The pid of a process of a host that has the whole grid: they are numbered by replica, then stage."""
+    name = f"ps-worker-{STAGES * replica + stage}"
+    return next(pid for pid in descendants(worker.pid) if Path(f"/proc/{pid}/comm").read_text().strip() == name)
+
+
+def clocks(server: Command, stage: int) -> list[int]:
+    return [int(clock) for clock in re.findall(rf"stage {stage}: shard 0: checkpoint of clock (\d+)", server.out)]
+
+
+def test_a_killed_stage_ends_its_pipeline_and_stages_go_back_to_a_clock_that_all_have(tmp_path: Path) -> None:
+    plan, script = tmp_path / "plan.json", tmp_path / "script.py"
+    plan.write_text(json.dumps(grid()))
+    assert parse(plan.read_text()).replicas == REPLICAS
+    script.write_text(SCRIPT % STEPS)
+    here = ("--plan", str(plan), "--host", "here")
+    serve = ("ps-serve", *here, "--checkpoint-dir", str(tmp_path / "checkpoints"))
+    with started(*serve, cwd=tmp_path) as server, started("ps-worker", *here, str(script), cwd=tmp_path) as worker:
+        until(lambda: all(max(clocks(server, stage), default=0) > 2 * EVERY for stage in range(STAGES)), str(worker))
+        os.kill(of_stage(worker, 1, 0), signal.SIGKILL)
+        assert worker.wait() == 6, worker
+        assert "stage 1 of replica 0 on here was not heard for 1 s" in worker.err, worker
+        assert server.wait() == 0, server
+    layout, folder = parse(plan.read_text()), tmp_path / "checkpoints"
+    newest = max(found := whole(folder / "stage-1"))
+    (folder / "stage-1" / f"shard-0.clock-{newest}.safetensors").unlink()  # as if this stage had been slower
+    assert go_back(layout, "here", folder, "") == max(set(found) - {newest}) == max(whole(folder / "stage-0"))

@@ -1,0 +1,106 @@
+"""Where this process stands in a plan: its stage, its replica, and the process group of its pipeline.
+
+    from narrows.worker import DistributedOptimizer, pipeline, replica, replicas, stage, stages, step_count
+    group = pipeline()
+    module = my_stage(stage(), stages())
+    optimizer = DistributedOptimizer(torch.optim.AdamW(module.parameters()), module)
+    piece = PipelineStage(module, stage(), stages(), device, input_args=..., output_args=..., group=group)
+
+ps-worker --plan says which process this is. Run as plain python the script is the one stage of one replica.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from functools import cache
+from types import TracebackType
+
+import torch.distributed as dist
+
+from narrows.protocols.errors import UsageError
+from narrows.protocols.planning.layout import Edge, Layout, Process, Stage
+from narrows.protocols.runtime import plans
+from narrows.protocols.runtime.keys import Secret
+from narrows.protocols.runtime.peers import Peers
+from narrows.worker import session
+from narrows.worker.pipelining.group import WAIT_LIMIT_S, PipelineGroup, register
+from narrows.worker.runner import say
+
+ALONE = Layout({"": "127.0.0.1"}, [Stage("", 1)], [Process(0, 0, "", 1)])
+
+
+@cache
+def _place() -> tuple[Layout, Process]:
+    """What ps-worker has told this process."""
+    if "NARROWS_STAGE" not in os.environ:
+        return ALONE, ALONE.processes[0]
+    layout = plans.read(os.environ["NARROWS_PLAN"])
+    return layout, layout.pipeline(int(os.environ["NARROWS_REPLICA"]))[int(os.environ["NARROWS_STAGE"])]
+
+
+def stage() -> int:
+    """Which stage this process is, from 0."""
+    return _place()[1].stage
+
+
+def stages() -> int:
+    """How many stages the model has."""
+    return len(_place()[0].stages)
+
+
+def replica() -> int:
+    """Which copy of the pipeline this process belongs to, from 0. All its stages agree, which rank() does not promise: cut data
+    by this."""
+    return _place()[1].replica
+
+
+def replicas() -> int:
+    """How many copies of the pipeline train."""
+    return _place()[0].replicas
+
+
+@cache
+def pipeline() -> dist.ProcessGroup:
+    """The process group of the stages of this replica, rank = stage(); it becomes the default group of torch.
+
+    Opens the session, and waits until all stages are there. Raises UsageError without keys where hosts are not loopback, with a
+    key that the plan does not name, or where the process has a group already; UnreachableError where a stage does not come.
+    """
+    layout, ours = _place()
+    if dist.is_initialized():
+        raise UsageError("this process has a process group: call narrows.worker.pipeline() before anything makes one")
+    link = session.current().link
+    key = link.key if link is not None else None
+    _check_key(ours, key)
+    processes = layout.pipeline(ours.replica)
+    names = [f"stage {p.stage} of replica {p.replica} on {p.host or 'this machine'}" for p in processes]
+    addresses, keys = [layout.address(p) for p in processes], [p.key for p in processes]
+    pair = key.pair if key is not None else None
+    peers = Peers(ours.stage, addresses, names, layout.digest, layout.lease, say, pair, keys)
+    _close_at_end(peers)
+    peers.wait(WAIT_LIMIT_S)
+    edges = layout.edges or [Edge()] * (len(processes) - 1)
+    group = PipelineGroup(peers, ours.stage, len(processes), edges, lambda: session.current().step_count, WAIT_LIMIT_S)
+    register(group)
+    return group
+
+
+def _close_at_end(peers: Peers) -> None:
+    """Before the session leaves its run, and at once where the script fails: the other stages need not wait for a lease."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        peers.close(failed=True)
+        before(kind, error, trace)
+
+    sys.excepthook = hook
+    atexit.register(peers.close)
+
+
+def _check_key(ours: Process, key: Secret | None) -> None:
+    if ours.key != (key.public if key is not None else ""):
+        raise UsageError(
+            f"--key: the plan has {ours.key or 'no key'} for this process, and --key {key.public if key else 'is not given'}"
+        )

@@ -1,0 +1,68 @@
+"""Tensors to the bytes between two stages and back. The shape is known at both ends, so the bytes are values alone.
+
+Rules
+- A row of CODINGS has how activations are coded, and how their gradients are. int8 rounds activations to the nearest value. It
+  rounds gradients at random, so that what is lost of them has a mean of zero.
+- What is no floating point number travels as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from narrows.compression import NonFiniteError, PayloadError
+from narrows.compression.value_codings import CHUNK, FP16, FP32, INT8, INT8_STOCHASTIC, Key, ValueCoding
+from narrows.protocols.errors import IncompatibleError, NarrowsError
+from narrows.protocols.messages import Buffer
+
+FORWARD, BACKWARD = 0, 1
+# Block-wise int8 with a scale of bf16 for 256 values: the value coding of --compress int8.
+CODINGS: Mapping[str, tuple[ValueCoding, ValueCoding]] = {
+    "dense": (FP32, FP32),
+    "fp16": (FP16, FP16),
+    "int8": (INT8, INT8_STOCHASTIC),
+}
+
+
+def encode(tensor: torch.Tensor, coding: ValueCoding, key: Key) -> Buffer:
+    """The bytes of a tensor, a copy. Raises NarrowsError for a value that is not finite, where the coding is lossy."""
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    if coding.lossless or not tensor.is_floating_point():
+        return memoryview(bytearray(flat.view(torch.uint8).numpy()))
+    values = flat.to(torch.float32).numpy()
+    out = np.empty(coding.byte_count(values.size), np.uint8)
+    try:
+        coding.encode(values, key, out)
+    except NonFiniteError as error:
+        raise NarrowsError(f"a tensor to the next stage has {error}; dense sends it as it is") from None
+    return out.data
+
+
+def decode(payload: Buffer, coding: ValueCoding, into: torch.Tensor) -> None:
+    """Fill a tensor with what `encode` has made of one of its shape and dtype. Raises IncompatibleError for other bytes."""
+    plain = coding.lossless or not into.is_floating_point()
+    expected = into.numel() * into.element_size() if plain else coding.byte_count(into.numel())
+    if len(payload) != expected:
+        raise IncompatibleError(
+            f"a tensor of {expected} bytes is expected, and one of {len(payload)} came: the stages differ in shape or dtype"
+        )
+    if not expected:
+        return
+    body = np.frombuffer(payload, np.uint8).copy()  # aligned, and not read-only
+    if plain:
+        values = torch.from_numpy(body).view(into.dtype)
+    else:
+        values = torch.empty(into.numel())
+        array = values.numpy()
+        try:
+            coded = coding.open(body, array.size)
+        except PayloadError as error:
+            raise IncompatibleError(f"a tensor of another stage is damaged: {error}") from None
+        for begin in range(0, array.size, CHUNK):
+            chunk = array[begin : begin + CHUNK]
+            chunk[:] = coded.part(begin, chunk)
+    with torch.no_grad():
+        into.copy_(values.reshape(into.shape))
