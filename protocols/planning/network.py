@@ -1,0 +1,131 @@
+"""What joins some hosts, and what each of them can do. Delays are in seconds, rates in bytes a second, sizes in bytes.
+
+`Network.parse` reads network.json, `from_places` a table of cities. docs/planning.md has both formats.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from narrows.protocols.errors import UsageError
+
+Array = npt.NDArray[np.float64]
+
+FORMAT = 1
+HOSTS_MAX = 4096  # a matrix of all pairs has 128 MiB then
+SIZES_MAX = 16  # message sizes that a rate is given for
+POSITIVE = float(np.finfo(np.float64).tiny)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Network:
+    """n hosts. Matrices have the sender's row and the receiver's column; what a host has to itself never counts."""
+
+    hosts: tuple[str, ...]
+    delay_s: Array  # (n, n), one way
+    rates: Array  # (m, n, n), bytes a second, of messages of sizes_bytes
+    sizes_bytes: tuple[float, ...]  # (m,), ascending
+    compute: Array  # (n,), speed: 1 is a host on which a layer takes Job.layer_s
+    memory_bytes: Array  # (n,)
+    price: Array  # (n, n), money a byte
+    measured_unix_s: float | None = None
+
+    def transfer_s(self, message_bytes: float) -> Array:
+        """(n, n) seconds of one message: delay + bytes / rate (2206.01288, eq. 3), the rate that of its size.
+
+        Between two measured sizes the rate is linear in the logarithm of the size, outside them it is the nearest one's.
+        """
+        at = np.interp(math.log(max(message_bytes, 1.0)), np.log(self.sizes_bytes), range(len(self.sizes_bytes)))
+        low = int(at)
+        rate = self.rates[low]
+        if at > low:
+            rate = rate + (at - low) * (self.rates[low + 1] - rate)
+        return _off_diagonal(self.delay_s + message_bytes / rate)
+
+    def alike(self) -> Network:
+        """The same links between hosts that are alike, each with the mean speed: what a planner blind to compute sees."""
+        return replace(self, compute=np.full(len(self.hosts), self.compute.mean()))
+
+    @classmethod
+    def parse(cls, document: Mapping[str, Any]) -> Network:
+        """The network of a parsed network.json; UsageError where a field is missing or has a wrong shape or value."""
+        if document.get("format") != FORMAT:
+            raise UsageError(f"network.json has format {document.get('format')!r}; this version reads {FORMAT}")
+        try:
+            hosts = tuple(str(host) for host in document["hosts"])
+            rates = sorted(document["rates"], key=lambda row: float(row["message_bytes"]))
+            sizes = tuple(float(row["message_bytes"]) for row in rates)
+            tables = [row["bits_per_second"] for row in rates]
+            delay = document["delay_s"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise UsageError(f"network.json lacks a field or has a wrong one: {error}") from None
+        n = len(hosts)
+        if not 2 <= n <= HOSTS_MAX or len(set(hosts)) < n:
+            raise UsageError(f"network.json has {n} hosts; 2 to {HOSTS_MAX} with different names are needed")
+        if not 1 <= len(sizes) <= SIZES_MAX or len(set(sizes)) < len(sizes) or sizes[0] < 1:
+            raise UsageError(f"network.json has rates of sizes {sizes}; 1 to {SIZES_MAX} different ones are needed")
+        measured = document.get("measured_unix_s")
+        return cls(
+            hosts,
+            _pairs(delay, "delay_s", n, 0.0),
+            np.stack([_pairs(table, "bits_per_second", n, POSITIVE) for table in tables]) / 8,
+            sizes,
+            _array(document.get("compute", [1.0] * n), "compute", (n,), POSITIVE),
+            _array(document.get("memory_bytes", [None] * n), "memory_bytes", (n,), 0.0, unknown=np.inf),
+            _off_diagonal(_pairs(document.get("price_per_byte", [[0.0] * n] * n), "price_per_byte", n, 0.0)),
+            None if measured is None else float(measured),
+        )
+
+
+def from_places(places: Mapping[str, Any], hosts_each: Sequence[int]) -> Network:
+    """Hosts in cities: `order` has the names, `delay_ms` and `bandwidth_gbps` the links, the diagonal those inside a city.
+
+    `hosts_each` counts the hosts of each city, in its order. Hosts are named CITY-0, CITY-1 and so on.
+    """
+    order = places["order"]
+    if len(order) != len(hosts_each):
+        raise UsageError(f"{len(order)} places and {len(hosts_each)} counts of hosts; give one count for each place")
+    at = np.repeat(np.arange(len(order)), hosts_each)
+    shape = (len(order), len(order))
+    rate = _array(places["bandwidth_gbps"], "bandwidth_gbps", shape, POSITIVE)[np.ix_(at, at)] * 1e9
+    return Network.parse(
+        {
+            "format": FORMAT,
+            "hosts": [f"{name}-{k}" for name, count in zip(order, hosts_each, strict=True) for k in range(count)],
+            "delay_s": _array(places["delay_ms"], "delay_ms", shape, 0.0)[np.ix_(at, at)] / 1e3,
+            "rates": [{"message_bytes": 1, "bits_per_second": rate}],
+        }
+    )
+
+
+def _array(value: Any, name: str, shape: tuple[int, ...], least: float, unknown: float = math.nan) -> Array:
+    """`value` as float64 of `shape`; null is `unknown`. UsageError where a value is below `least`, or NaN."""
+    try:
+        found = np.array(value, np.float64)
+    except (TypeError, ValueError):
+        raise UsageError(f"{name} of the network holds something that is no number") from None
+    if found.shape != shape:
+        raise UsageError(f"{name} of the network has shape {found.shape}; {shape} is needed")
+    found = np.where(np.isnan(found), unknown, found)
+    if not (found >= least).all():
+        raise UsageError(f"{name} of the network has a value below {least:g}, or none where one is needed")
+    return found
+
+
+def _pairs(value: Any, name: str, n: int, least: float) -> Array:
+    """`value` as (n, n); what it has on the diagonal does not matter, and becomes 1."""
+    found = np.array(value, object)
+    if found.shape == (n, n):
+        np.fill_diagonal(found, 1.0)
+    return _array(found.tolist(), name, (n, n), least)
+
+
+def _off_diagonal(matrix: Array) -> Array:
+    np.fill_diagonal(matrix, 0.0)
+    return matrix
