@@ -17,6 +17,7 @@ SIZES = (64 << 10, 1 << 20, 8 << 20)  # bytes of a message, whose rates are read
 STREAM_BYTES = 1 << 30  # a message of which slow start is no part: its rate is that of the last part of a stream
 PINGS = 30
 PINGS_S = 1.5  # they are fewer on a long link
+QUEUED_S = 0.2  # until a queue is empty that a stream has filled
 FLOWS_MAX = 32  # rows of a report
 Marks = Sequence[tuple[float, int]]  # ascending: time, and bytes received since the first of them
 
@@ -104,10 +105,10 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def phase_seconds(left_s: float, number: int, round_trip_s: float) -> float:
-    """Seconds of the streams of phase `number`, so that all phases from there on end in `left_s`. Each of them takes three
-    round trips more: to connect, to say that both may begin, and to learn that it is over."""
+    """Seconds of the streams of phase `number`, so that all phases from there on end in `left_s`. Each of them takes four
+    round trips more, to connect, to say that both may begin, and to learn that it is over, and what is queued by then."""
     weights = [phase.weight for phase in PHASES[number:]]
-    streams_s = left_s - 3 * round_trip_s * len(weights)
+    streams_s = left_s - (4 * round_trip_s + QUEUED_S) * len(weights)
     return max(0.1, streams_s * weights[0] / sum(weights))
 
 

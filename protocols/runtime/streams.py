@@ -28,7 +28,8 @@ BUFFER_BYTES = 1 << 18
 UNSENT_BYTES = 1 << 17  # that the kernel takes from a sender before they can leave
 MARK_S = 0.005  # from one mark of a stream to the next
 MARKS_MAX = 1 << 14
-MARGIN_S = 1.0  # of a round, for what is said before and after it
+MARGIN_S = 2.0  # of a round: for what is said before and after it, and for a lost packet or two
+GIVEN_UP_S = 1.0  # after its time a sender waits so long for the receiver to end a stream: its reset may be lost
 CONNECT_S = 5.0
 TURN_S = 0.5  # a blocked call looks at the clock so often
 HELLO = struct.Struct("!4s32sbb")  # magic, token, phase (-1: the line), stream
@@ -61,15 +62,16 @@ class Clock:
 
 
 class Sent:
-    """One end of a stream that sends. `figures` once it is over."""
+    """The end of a stream that sends. `figures` once it is over."""
 
     def __init__(self, sender: socket.socket) -> None:
         self.sender, self.early, self.late = sender, (0, 0, 0), (0, 0, 0)
         self.cores = 0.0
 
     def run(self, clock: Clock, seconds: float, size: int) -> None:
-        """Until the receiver ends it, or `size` bytes were sent and it has had time to."""
+        """Until the receiver ends it. Of `size` bytes, at most."""
         sender, begin, spent, left = self.sender, time.monotonic(), time.thread_time(), size
+        clock = Clock(min(clock.end_s, begin + seconds + GIVEN_UP_S), clock.stop)
         with suppress(OSError):
             sender.setsockopt(socket.IPPROTO_TCP, getattr(socket, "TCP_NOTSENT_LOWAT", 25), UNSENT_BYTES)
             while left and clock.left():
@@ -88,6 +90,7 @@ class Sent:
                         break
         self.cores = self.cores or (time.thread_time() - spent) / max(1e-9, time.monotonic() - begin)
         self.late = _info(sender)
+        _reset(sender)
 
     def figures(self) -> dict[str, float]:
         return {
@@ -136,15 +139,20 @@ class Received:
             if got > self.marks[-1][1]:
                 self._mark(now_s, got)
             self.cores = (time.thread_time() - spent) / max(1e-9, now_s - self.marks[0][0])
-        with suppress(OSError):
-            receiver.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        receiver.close()
+        _reset(receiver)
 
     def _mark(self, now_s: float, got: int) -> None:
         if len(self.marks) < MARKS_MAX:
             self.marks.append((now_s, got))
         else:
             self.marks[-1] = (now_s, got)
+
+
+def _reset(stream: socket.socket) -> None:
+    """Close it, and throw away what is buffered."""
+    with suppress(OSError):
+        stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    stream.close()
 
 
 def _crosses(before: int, now: int) -> bool:
@@ -269,7 +277,7 @@ def listen(listener: socket.socket, token: str, seconds: float, stop: threading.
 
 def dial(host: str, port: int, token: str, seconds: float, size: int, stop: threading.Event) -> list[Flow]:
     """The side of the dialler. Raises MeasureError."""
-    clock = Clock(time.monotonic() + seconds - MARGIN_S, stop)
+    clock = Clock(time.monotonic() + seconds, stop)
 
     def connect(phase: int, number: int = 0) -> socket.socket:
         made = socket.create_connection((host, port), timeout=clock.turn(CONNECT_S))
@@ -291,7 +299,7 @@ def dial(host: str, port: int, token: str, seconds: float, size: int, stop: thre
             figures = {"min_rtt": low, "p50_rtt": half, "p95_rtt": high, "pings": float(len(times))}
             pair.flows.append(Flow(PINGED, 0, figures))
             for number, phase in enumerate(PHASES):
-                phase_s = flows.phase_seconds(clock.left(), number, low)
+                phase_s = flows.phase_seconds(clock.left() - MARGIN_S, number, low)
                 each = flows.phase_bytes(size, number)
                 pair.say(number, phase_s, each)
                 count = phase.streams * len(phase.ways)
