@@ -49,9 +49,9 @@ def stream(source: Host, sink: Host, seconds: float) -> Stream:
         here.run(clock, seconds, ENDLESS)
         received, sent = sink.bytes()[0] - received, source.bytes()[1] - sent
         thread.join()
-    if len(here.marks) < 2:
+    if len(here.marks.rows) < 2:
         raise ConnectionError("the stream has ended early")
-    return Stream(last_part(here.marks), here.marks[-1][1], received, sent)
+    return Stream(last_part(here.marks.rows), here.marks.rows[-1][1], received, sent)
 
 
 def round_trips(near: Host, far: Host, count: int, limit_s: float) -> list[float]:

@@ -25,6 +25,8 @@ import lab
 import launch
 from link import MTU, Way
 
+from narrows.protocols.planning.flows import stream_rate
+
 PAYLOAD = (MTU - 52) / MTU  # IP and TCP headers, with timestamps
 PORT = 5600
 SECONDS = 20.0
@@ -122,8 +124,8 @@ def rows(network: tuple[Access, ...], document: dict[str, Any]) -> Iterator[Row]
         (four,) = (each for each in link["flows"] if each["streams"] == 4)
         rate = min(a.up, b.down) * PAYLOAD
         loss = 1 - (1 - a.loss) * (1 - b.loss)
-        yield Row(i, j, rate, alone["bits_per_second"], four["bits_per_second"], a.delay_s + b.delay_s, link["delay_s"], loss,
-                  link["loss"])  # fmt: skip
+        yield Row(i, j, rate, stream_rate(alone), stream_rate(four), a.delay_s + b.delay_s, link["delay_s"], loss,
+                  link["retransmitted"])  # fmt: skip
 
 
 def table(hosts: int, seconds: float) -> Iterator[str]:

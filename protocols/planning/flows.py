@@ -6,7 +6,7 @@ Names and units are those of iperf3 where it has them: bits_per_second, seconds,
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ PINGS = 30
 PINGS_S = 1.5  # they are fewer on a long link
 QUEUED_S = 0.2  # until a queue is empty that a stream has filled
 FLOWS_MAX = 32  # rows of a report
-Marks = Sequence[tuple[float, int]]  # ascending: time, and bytes received since the first of them
+Marks = Sequence[tuple[float, int]]  # ascending: time, and bytes that had passed by then
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,17 @@ PINGED = len(PHASES)  # in place of a phase: the round trips
 # All that a row of a report may say: seconds, bytes, bit/s, counts, cores.
 FIGURES = frozenset(
     {
-        *("bits_per_second", "seconds", "bytes", "retransmits", "segments", "receiver_cores", "sender_cores"),
-        *("min_rtt", "p50_rtt", "p95_rtt", "pings", "sent_bytes"),
+        *(
+            "bits_per_second",
+            "delivered_bits_per_second",
+            "seconds",
+            "bytes",
+            "retransmits",
+            "segments",
+            "receiver_cores",
+            "sender_cores",
+        ),
+        *("min_rtt", "p50_rtt", "p95_rtt", "pings"),
         *(f"bits_per_second_{size}" for size in SIZES),
     }
 )
@@ -76,26 +85,44 @@ def checked(rows: Any) -> list[Flow]:
 
 def last_part(marks: Marks) -> float:
     """bit/s of a stream once it had found its rate: the time after the first SKIPPED of it. 0: it had no time."""
-    if len(marks) < 2:
+    if len(marks) < 2 or marks[-1][0] == marks[0][0]:
         return 0.0
-    begin = marks[0][0] + SKIPPED * (marks[-1][0] - marks[0][0])
-    time_s, size = next(mark for mark in marks if mark[0] >= begin)
-    seconds = marks[-1][0] - time_s
-    return (
-        8 * (marks[-1][1] - size) / seconds if seconds > 0 else 8 * marks[-1][1] / max(marks[-1][0] - marks[0][0], 1e-9)
-    )
+    begin_s = marks[0][0] + SKIPPED * (marks[-1][0] - marks[0][0])
+    time_s, size = next(mark for mark in marks if mark[0] >= begin_s)
+    if time_s == marks[-1][0]:  # it was over at once
+        time_s, size = marks[0]
+    return 8 * (marks[-1][1] - size) / (marks[-1][0] - time_s)
 
 
-def by_size(marks: Marks, rate: float) -> dict[int, float]:
-    """bit/s of a message of each of SIZES, from a stream that began as it does. Of one that is longer than the stream the rest
-    goes at `rate`. The time begins with the first byte: the delay of the link is no part of it."""
+def stream_rate(figures: Mapping[str, float]) -> float:
+    """bit/s of a flow once it had found its rate, by its sender, whom holes do not disturb. A receiver waits for what was
+    lost, and then has all at once that came behind it: on a slow link that is seconds. It says the rate where a system tells
+    its senders nothing."""
+    return figures.get("delivered_bits_per_second") or figures["bits_per_second"]
+
+
+def by_size(marks: Marks) -> dict[int, float]:
+    """bit/s of a message of each of SIZES that this stream has reached: it begins as they do. The time begins with the first
+    byte, so the delay of the link is no part of it."""
     found = {}
     for size in SIZES:
-        reached = next((mark for mark in marks if mark[1] >= size), None)
-        end, got = reached or marks[-1]
-        seconds = end - marks[0][0] + (max(0, size - got) * 8 / rate if rate else math.inf)
-        found[size] = 8 * max(size, got) / seconds if seconds > 0 else rate
+        end = next((mark for mark in marks if mark[1] >= size), marks[0])
+        if end[0] > marks[0][0]:
+            found[size] = 8 * end[1] / (end[0] - marks[0][0])
     return found
+
+
+def rates(figures: Mapping[str, float]) -> dict[int, float]:
+    """bit/s of each of SIZES and of STREAM_BYTES, of a stream that was alone. Of a message that is longer than the stream was,
+    the rest goes at the rate of the stream."""
+    rate = stream_rate(figures)
+    found = {STREAM_BYTES: rate}
+    for size in SIZES:
+        rest_s = 8 * (size - figures["bytes"]) / rate if rate else 0.0
+        found[size] = figures.get(f"bits_per_second_{size}", 0.0) or (
+            8 * size / (figures["seconds"] + rest_s) if rest_s > 0 else rate
+        )
+    return {size: found[size] for size in sorted(found) if found[size] > 0}
 
 
 def quantile(values: Sequence[float], share: float) -> float:

@@ -16,7 +16,7 @@ import numpy as np
 
 from narrows.protocols.addresses import parted
 from narrows.protocols.errors import UsageError
-from narrows.protocols.planning.flows import PHASES, PINGED, SIZES, STREAM_BYTES, Flow
+from narrows.protocols.planning.flows import PHASES, PINGED, SIZES, STREAM_BYTES, Flow, rates
 from narrows.protocols.planning.network import FORMAT
 
 Way = tuple[str, str]  # sender, receiver
@@ -160,15 +160,13 @@ def of_pair(names: Way, flows: Sequence[Flow], unix_s: float) -> dict[Way, Link]
     for way in (0, 1):
         here = [flow for flow in flows if flow.way == way and flow.phase != PINGED]
         alone = next(flow.figures for flow in here if PHASES[flow.phase].streams == 1)
-        rates = {size: alone[f"bits_per_second_{size}"] for size in SIZES}
         rows = [_raw(flow) for flow in here]
         raw = {
             "round_trip": trip,
-            "loss": alone["retransmits"] / alone["segments"] if alone["segments"] else 0.0,
+            "retransmitted": alone["retransmits"] / alone["segments"] if alone["segments"] else 0.0,
             "flows": rows,
         }
-        rates = {size: rate for size, rate in (rates | {STREAM_BYTES: alone["bits_per_second"]}).items() if rate > 0}
-        found[names if way == 0 else names[::-1]] = Link(trip["min_rtt"] / 2, rates, unix_s, raw)
+        found[names if way == 0 else names[::-1]] = Link(trip["min_rtt"] / 2, rates(alone), unix_s, raw)
     return found
 
 

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from narrows.protocols.errors import NarrowsError
 from narrows.protocols.planning import flows
@@ -32,12 +33,13 @@ MARGIN_S = 2.0  # of a round: for what is said before and after it, and for a lo
 GIVEN_UP_S = 1.0  # after its time a sender waits so long for the receiver to end a stream: its reset may be lost
 CONNECT_S = 5.0
 TURN_S = 0.5  # a blocked call looks at the clock so often
+LOOK_S = 0.05  # and a sender at what has been delivered
 HELLO = struct.Struct("!4s32sbb")  # magic, token, phase (-1: the line), stream
 ROW = struct.Struct("!bdQ")  # a phase, its seconds, and bytes of each stream; or PING with a number; or OVER
 MAGIC = b"NRWP"
 LINE, PING, OVER = -1, -2, -3
 STRANGERS_MAX = 64  # connections that show another token
-INFO = struct.Struct("=100xI52xI40xQ")  # of struct tcp_info: total_retrans, data_segs_out, bytes_sent
+INFO = struct.Struct("=16xI80xI52xI32xI4xQ")  # of struct tcp_info: its fields of Info
 
 
 class MeasureError(NarrowsError):
@@ -61,12 +63,37 @@ class Clock:
         return min(left, most)
 
 
+class Info(NamedTuple):
+    """What the kernel says of a connection so far, in its segments. Zeros where the system does not say."""
+
+    mss: int = 0  # bytes
+    retransmits: int = 0
+    segments: int = 0  # with data, retransmitted ones included
+    delivered: int = 0  # acknowledged, also those behind a hole
+    bytes: int = 0  # sent, with retransmitted ones
+
+
+class Marks:
+    """Times, and what had passed by then: one each MARK_S, and the last."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[float, int]] = []
+
+    def add(self, now_s: float, passed: int, now: bool = False) -> None:
+        """`now`: this one must be kept."""
+        rows = self.rows
+        if len(rows) < 2 or ((now or rows[-1][0] - rows[-2][0] >= MARK_S) and len(rows) < MARKS_MAX):
+            rows.append((now_s, passed))
+        else:
+            rows[-1] = (now_s, passed)
+
+
 class Sent:
     """The end of a stream that sends. `figures` once it is over."""
 
     def __init__(self, sender: socket.socket) -> None:
-        self.sender, self.early, self.late = sender, (0, 0, 0), (0, 0, 0)
-        self.cores = 0.0
+        self.sender, self.early, self.late = sender, Info(), Info()
+        self.marks, self.cores = Marks(), 0.0
 
     def run(self, clock: Clock, seconds: float, size: int) -> None:
         """Until the receiver ends it. Of `size` bytes, at most."""
@@ -75,11 +102,13 @@ class Sent:
         with suppress(OSError):
             sender.setsockopt(socket.IPPROTO_TCP, getattr(socket, "TCP_NOTSENT_LOWAT", 25), UNSENT_BYTES)
             while left and clock.left():
-                sender.settimeout(clock.turn())
+                sender.settimeout(clock.turn(LOOK_S))
                 with suppress(TimeoutError):
                     left -= sender.send(memoryview(CHUNK)[:left])
-                if time.monotonic() - begin < flows.SKIPPED * seconds:
-                    self.early = _info(sender)
+                now_s, info = time.monotonic(), _info(sender)
+                self.marks.add(now_s, info.delivered * info.mss)
+                if now_s - begin < flows.SKIPPED * seconds:
+                    self.early = info
             self.cores = (time.thread_time() - spent) / max(1e-9, time.monotonic() - begin)
             if not left:
                 sender.shutdown(socket.SHUT_WR)
@@ -94,26 +123,25 @@ class Sent:
 
     def figures(self) -> dict[str, float]:
         return {
-            "retransmits": float(self.late[0] - self.early[0]),
-            "segments": float(self.late[1] - self.early[1]),
-            "sent_bytes": float(self.late[2]),
+            "delivered_bits_per_second": flows.last_part(self.marks.rows),
+            "retransmits": float(self.late.retransmits - self.early.retransmits),
+            "segments": float(self.late.segments - self.early.segments),
+            "sent_bytes": float(self.late.bytes),
             "sender_cores": self.cores,
         }
 
 
-def _info(sender: socket.socket) -> tuple[int, int, int]:
-    """Segments that were sent again, segments with data, and their bytes; of this connection so far. Zeros where the system
-    does not say."""
+def _info(sender: socket.socket) -> Info:
     with suppress(OSError, AttributeError, struct.error):
-        return INFO.unpack_from(sender.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256))
-    return 0, 0, 0
+        return Info(*INFO.unpack_from(sender.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)))
+    return Info()
 
 
 class Received:
-    """The other end. `marks`: as flows.Marks."""
+    """The other end."""
 
     def __init__(self, receiver: socket.socket) -> None:
-        self.receiver, self.marks, self.cores = receiver, list[tuple[float, int]](), 0.0
+        self.receiver, self.marks, self.cores = receiver, Marks(), 0.0
 
     def run(self, clock: Clock, seconds: float, size: int) -> None:
         """For `seconds` from its first byte on, or until the sender ends it."""
@@ -131,21 +159,13 @@ class Received:
                     break
                 if not end_s and count > 0:
                     end_s, spent = now_s + seconds, time.thread_time()
-                    self.marks.append((now_s, 0))
-                got += max(count, 0)
-                if count > 0 and (now_s - self.marks[-1][0] >= MARK_S or _crosses(got - count, got)):
-                    self._mark(now_s, got)
-        if self.marks:
-            if got > self.marks[-1][1]:
-                self._mark(now_s, got)
-            self.cores = (time.thread_time() - spent) / max(1e-9, now_s - self.marks[0][0])
+                    self.marks.add(now_s, 0)
+                if count > 0:
+                    got += count
+                    self.marks.add(now_s, got, now=_crosses(got - count, got))
+        if end_s:
+            self.cores = (time.thread_time() - spent) / max(1e-9, now_s - self.marks.rows[0][0])
         _reset(receiver)
-
-    def _mark(self, now_s: float, got: int) -> None:
-        if len(self.marks) < MARKS_MAX:
-            self.marks.append((now_s, got))
-        else:
-            self.marks[-1] = (now_s, got)
 
 
 def _reset(stream: socket.socket) -> None:
@@ -161,18 +181,18 @@ def _crosses(before: int, now: int) -> bool:
 
 def received_figures(streams: Sequence[Received]) -> dict[str, float]:
     """Of all streams of one way of a phase. Sizes are of a stream that is alone. Raises MeasureError where nothing came."""
-    if not all(len(stream.marks) > 1 for stream in streams):
+    marks = [stream.marks.rows for stream in streams]
+    if not all(len(rows) > 1 for rows in marks):
         raise MeasureError("a stream was opened and nothing came through it")
-    rate = sum(flows.last_part(stream.marks) for stream in streams)
+    rate = sum(map(flows.last_part, marks))
     found: dict[str, float] = {
         "bits_per_second": rate,
-        "seconds": max(stream.marks[-1][0] - stream.marks[0][0] for stream in streams),
-        "bytes": float(sum(stream.marks[-1][1] for stream in streams)),
+        "seconds": max(rows[-1][0] - rows[0][0] for rows in marks),
+        "bytes": float(sum(rows[-1][1] for rows in marks)),
         "receiver_cores": sum(stream.cores for stream in streams),
     }
     if len(streams) == 1:
-        sizes = flows.by_size(streams[0].marks, rate)
-        found |= {f"bits_per_second_{size}": value for size, value in sizes.items()}
+        found |= {f"bits_per_second_{size}": value for size, value in flows.by_size(marks[0]).items()}
     return found
 
 
