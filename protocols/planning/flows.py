@@ -13,7 +13,8 @@ from typing import Any
 from narrows.protocols.errors import RemoteProtocolError
 
 SKIPPED = 0.4  # of a stream's time, before its rate is taken: slow start, and the loss that ends it
-SIZES = (64 << 10, 1 << 20, 8 << 20)  # bytes of a message, whose rates are read off the beginning of a stream
+MIB = 1 << 20
+SIZES = (MIB >> 4, MIB, 8 * MIB)  # bytes of a message, whose rates are read off the beginning of a stream
 STREAM_BYTES = 1 << 30  # a message of which slow start is no part: its rate is that of the last part of a stream
 PINGS = 30
 PINGS_S = 1.5  # they are fewer on a long link
@@ -43,17 +44,8 @@ PINGED = len(PHASES)  # in place of a phase: the round trips
 # All that a row of a report may say: seconds, bytes, bit/s, counts, cores.
 FIGURES = frozenset(
     {
-        *(
-            "bits_per_second",
-            "delivered_bits_per_second",
-            "seconds",
-            "bytes",
-            "retransmits",
-            "segments",
-            "receiver_cores",
-            "sender_cores",
-        ),
-        *("min_rtt", "p50_rtt", "p95_rtt", "pings"),
+        *("bits_per_second", "delivered_bits_per_second", "seconds", "bytes", "sent_bytes", "retransmits", "segments"),
+        *("receiver_cores", "sender_cores", "min_rtt", "p50_rtt", "p95_rtt", "pings"),
         *(f"bits_per_second_{size}" for size in SIZES),
     }
 )

@@ -183,7 +183,7 @@ class Probe:
         self.gone: set[int] = set()
         self.found: list[Found] = []
         self.failed: list[str] = []
-        self.began_ns = 0
+        self.began_ns: int | None = None  # the first round
         self.over = False
 
     @property
@@ -324,7 +324,7 @@ class Probe:
         return said
 
     def _lost(self, number: int, now_ns: int) -> Effects:
-        if not self.began_ns:  # another one may come in its place
+        if self.began_ns is None:  # another one may come in its place
             machine = self.machines.pop(number)
             return [Say(f"{machine.join.name} is gone")]
         self.gone.add(number)

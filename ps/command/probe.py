@@ -199,7 +199,7 @@ def _direct(hosts: tuple[str, ...], bind: str, out: str, found: Measured, flags:
             for way, link in measured.of_pair(each.names, each.flows, now).items():
                 found.add_link(way, link)
     sent = sum(flow.figures.get("sent_bytes", 0.0) for each in probe.found for flow in each.flows)
-    seconds = (time.monotonic_ns() - probe.began_ns) / 1e9
+    seconds = (time.monotonic_ns() - (probe.began_ns or 0)) / 1e9
     _say(f"{len(probe.found)} of {probe.pairs} pairs were measured in {seconds:.1f} s, with {sent / 1e6:,.1f} MB")
     for why in probe.failed:
         _say(f"not measured: {why}")

@@ -167,7 +167,7 @@ class Director:
                 self._heard(peer, frames)
             now_ns = time.monotonic_ns()
             self._do(probe.tick(now_ns))
-            if not probe.began_ns:
+            if probe.began_ns is None:
                 late = [f"{probe.missing()} in {wait_s:g} s"] * (time.monotonic() > deadline)
                 for why in (*ended(), *late):
                     self._do(probe.without(why, 1 if why not in late else probe.count, now_ns))
