@@ -6,7 +6,7 @@
 Rules
 - A path leads over two links: its delay is the sum of both, its rate that of the narrower one, less the headers of TCP.
 - A host runs ps-probe as a user would: the first directs, the others join, all without keys.
-- A lossy path has no rate of its own: TCP's congestion control makes it one. Its loss is low enough for its rate to be reached.
+- One stream may not fill a path that loses packets, the less the longer its round trip. There four streams are compared.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Row(NamedTuple):
 
     @property
     def off(self) -> float:
-        return self.found_rate / self.rate - 1
+        return (self.four if self.loss else self.found_rate) / self.rate - 1
 
     @property
     def right(self) -> bool:

@@ -33,8 +33,8 @@ class Phase:
 
 
 PHASES = (
-    Phase(1, (0,), 3.0),
-    Phase(1, (1,), 3.0),
+    Phase(1, (0,), 4.0),
+    Phase(1, (1,), 4.0),
     Phase(4, (0,), 2.0),
     Phase(4, (1,), 2.0),
     Phase(1, (0, 1), 2.0),
@@ -124,10 +124,10 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def phase_seconds(left_s: float, number: int, round_trip_s: float) -> float:
-    """Seconds of the streams of phase `number`, so that all phases from there on end in `left_s`. Each of them takes four
-    round trips more, to connect, to say that both may begin, and to learn that it is over, and what is queued by then."""
+    """Seconds of the streams of phase `number`, so that all phases from there on end in `left_s`. Each of them takes two
+    round trips more, for its row and until both know that it is over, and what is queued by then."""
     weights = [phase.weight for phase in PHASES[number:]]
-    streams_s = left_s - (4 * round_trip_s + QUEUED_S) * len(weights)
+    streams_s = left_s - (2 * round_trip_s + QUEUED_S) * len(weights)
     return max(0.1, streams_s * weights[0] / sum(weights))
 
 

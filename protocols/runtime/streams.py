@@ -1,7 +1,4 @@
-"""Plain TCP streams between two machines, for one measurement: a listener and a dialler go through flows.PHASES together.
-
-The dialler's first connection is the line. On it go round trips, then a row for each phase (seconds, bytes of a stream). The
-dialler opens its streams, and both begin when the listener has them all. Every connection shows the token first.
+"""Plain TCP streams for a measurement: the end that sends, and the end that receives.
 
 Rules
 - Buffers are fixed, and every wait ends with the measurement: `Clock` says how long that is.
@@ -10,35 +7,26 @@ Rules
 
 from __future__ import annotations
 
-import hmac
 import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from narrows.protocols.errors import NarrowsError
 from narrows.protocols.planning import flows
-from narrows.protocols.planning.flows import PHASES, PINGED, PINGS, PINGS_S, Flow
 
 CHUNK = bytes(1 << 16)
 BUFFER_BYTES = 1 << 18
 UNSENT_BYTES = 1 << 17  # that the kernel takes from a sender before they can leave
 MARK_S = 0.005  # from one mark of a stream to the next
 MARKS_MAX = 1 << 14
-MARGIN_S = 2.0  # of a round: for what is said before and after it, and for a lost packet or two
 GIVEN_UP_S = 1.0  # after its time a sender waits so long for the receiver to end a stream: its reset may be lost
-CONNECT_S = 5.0
 TURN_S = 0.5  # a blocked call looks at the clock so often
 LOOK_S = 0.05  # and a sender at what has been delivered
-HELLO = struct.Struct("!4s32sbb")  # magic, token, phase (-1: the line), stream
-ROW = struct.Struct("!bdQ")  # a phase, its seconds, and bytes of each stream; or PING with a number; or OVER
-MAGIC = b"NRWP"
-LINE, PING, OVER = -1, -2, -3
-STRANGERS_MAX = 64  # connections that show another token
 INFO = struct.Struct("=16xI80xI52xI32xI4xQ")  # of struct tcp_info: its fields of Info
 
 
@@ -138,13 +126,15 @@ def _info(sender: socket.socket) -> Info:
 
 
 class Received:
-    """The other end."""
+    """The other end. `ends`: when all streams of its phase end, which the first byte of any of them says. One that begins late
+    would have the link for itself at last."""
 
-    def __init__(self, receiver: socket.socket) -> None:
+    def __init__(self, receiver: socket.socket, ends: list[float] | None = None) -> None:
         self.receiver, self.marks, self.cores = receiver, Marks(), 0.0
+        self.ends = [] if ends is None else ends
 
     def run(self, clock: Clock, seconds: float, size: int) -> None:
-        """For `seconds` from its first byte on, or until the sender ends it."""
+        """For `seconds` from the first byte on, or until the sender ends it."""
         receiver, buffer, spent = self.receiver, bytearray(BUFFER_BYTES), 0.0
         got, end_s, now_s = 0, 0.0, 0.0
         with suppress(OSError):
@@ -158,7 +148,8 @@ class Received:
                 if not count:
                     break
                 if not end_s and count > 0:
-                    end_s, spent = now_s + seconds, time.thread_time()
+                    self.ends.append(now_s + seconds)
+                    end_s, spent = self.ends[0], time.thread_time()
                     self.marks.add(now_s, 0)
                 if count > 0:
                     got += count
@@ -194,151 +185,3 @@ def received_figures(streams: Sequence[Received]) -> dict[str, float]:
     if len(streams) == 1:
         found |= {f"bits_per_second_{size}": value for size, value in flows.by_size(marks[0]).items()}
     return found
-
-
-class Pair:
-    """What both ends of a measurement do. `way`: that in which this end sends; 0 at the listener."""
-
-    def __init__(self, line: socket.socket, way: int, clock: Clock) -> None:
-        self.line, self.way, self.clock = line, way, clock
-        self.flows: list[Flow] = []
-        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-    def say(self, kind: int, value: float = 0.0, size: int = 0) -> None:
-        self.line.settimeout(self.clock.turn(CONNECT_S))
-        self.line.sendall(ROW.pack(kind, value, size))
-
-    def hear(self) -> tuple[int, float, int]:
-        return ROW.unpack(_exactly(self.line, ROW.size, self.clock))
-
-    def streams(self, phase: int, opened: Sequence[socket.socket], seconds: float, size: int) -> None:
-        """All streams of a phase, from now on. The i-th of `opened` goes the i-th of its ways."""
-        ways = [way for way in PHASES[phase].ways for _ in range(PHASES[phase].streams)]
-        clock = Clock(min(self.clock.end_s, time.monotonic() + seconds + CONNECT_S), self.clock.stop)
-        ends = [(way, (Sent if way == self.way else Received)(each)) for way, each in zip(ways, opened, strict=True)]
-        threads = [threading.Thread(target=end.run, args=(clock, seconds, size), daemon=True) for _, end in ends]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for way in PHASES[phase].ways:
-            here = [end for each, end in ends if each == way]
-            sent = [end for end in here if isinstance(end, Sent)]
-            received = [end for end in here if isinstance(end, Received)]
-            self._add(phase, way, [end.figures() for end in sent] or [received_figures(received)])
-
-    def _add(self, phase: int, way: int, rows: Sequence[dict[str, float]]) -> None:
-        names = dict.fromkeys(name for row in rows for name in row)
-        self.flows.append(Flow(phase, way, {name: sum(row[name] for row in rows) for name in names}))
-
-
-def _exactly(source: socket.socket, size: int, clock: Clock) -> bytes:
-    """So many bytes. Raises OSError."""
-    got = b""
-    while len(got) < size:
-        source.settimeout(clock.turn())
-        with suppress(TimeoutError):
-            if not (more := source.recv(size - len(got))):
-                raise ConnectionError("the other end has hung up")
-            got += more
-    return got
-
-
-def open_port(host: str, port: int) -> socket.socket:
-    """Raises MeasureError."""
-    try:
-        return socket.create_server((host, port), backlog=16)
-    except OSError as error:
-        raise MeasureError(f"cannot open port {port} on {host or 'this machine'}: {error.strerror}") from None
-
-
-def _accept(listener: socket.socket, token: str, clock: Clock, phase: int) -> tuple[int, socket.socket]:
-    """A connection that shows the token and is of this phase, and its number there. All others are closed."""
-    for _ in range(STRANGERS_MAX):
-        while True:
-            listener.settimeout(clock.turn())
-            with suppress(TimeoutError):
-                made, _ = listener.accept()
-                break
-        with suppress(OSError, struct.error):
-            limit = Clock(min(clock.end_s, time.monotonic() + CONNECT_S), clock.stop)
-            magic, shown, of, number = HELLO.unpack(_exactly(made, HELLO.size, limit))
-            if magic == MAGIC and hmac.compare_digest(shown, token.encode()) and of == phase:
-                return number, made
-        made.close()
-    raise ConnectionError("only strangers dial this port")
-
-
-def listen(listener: socket.socket, token: str, seconds: float, stop: threading.Event) -> list[Flow]:
-    """The side of the listener. Raises MeasureError."""
-    clock = Clock(time.monotonic() + seconds + CONNECT_S, stop)
-    with ExitStack() as stack, listener:
-        try:
-            line = stack.enter_context(_accept(listener, token, clock, LINE)[1])
-            pair = Pair(line, 0, clock)
-            line.sendall(b"k")
-            while (row := pair.hear())[0] != OVER:
-                kind, phase_s, size = row
-                if kind == PING:
-                    pair.say(*row)
-                elif 0 <= kind < len(PHASES) and 0 <= phase_s <= seconds:
-                    count = PHASES[kind].streams * len(PHASES[kind].ways)
-                    opened = dict(_accept(listener, token, clock, kind) for _ in range(count))
-                    for each in opened.values():
-                        stack.enter_context(each)
-                    pair.say(kind)
-                    pair.streams(kind, [opened[number] for number in sorted(opened)], phase_s, size)
-                else:
-                    raise ConnectionError("the other end is out of step")
-        except OSError as error:
-            raise MeasureError(f"the measurement broke off: {error}") from None
-    return pair.flows
-
-
-def dial(host: str, port: int, token: str, seconds: float, size: int, stop: threading.Event) -> list[Flow]:
-    """The side of the dialler. Raises MeasureError."""
-    clock = Clock(time.monotonic() + seconds, stop)
-
-    def connect(phase: int, number: int = 0) -> socket.socket:
-        made = socket.create_connection((host, port), timeout=clock.turn(CONNECT_S))
-        made.sendall(HELLO.pack(MAGIC, token.encode(), phase, number))
-        return made
-
-    with ExitStack() as stack:
-        try:
-            line = stack.enter_context(connect(LINE))
-            if _exactly(line, 1, Clock(min(clock.end_s, time.monotonic() + CONNECT_S), stop)) != b"k":
-                raise ConnectionError("no ps-probe is there")
-        except OSError as error:
-            why = "nothing answers" if isinstance(error, TimeoutError) else error.strerror or str(error)
-            raise MeasureError(f"port {port} of {host} cannot be dialled: {why}") from None
-        try:
-            pair = Pair(line, 1, clock)
-            times = _round_trips(pair)
-            low, half, high = min(times), flows.quantile(times, 0.5), flows.quantile(times, 0.95)
-            figures = {"min_rtt": low, "p50_rtt": half, "p95_rtt": high, "pings": float(len(times))}
-            pair.flows.append(Flow(PINGED, 0, figures))
-            for number, phase in enumerate(PHASES):
-                phase_s = flows.phase_seconds(clock.left() - MARGIN_S, number, low)
-                each = flows.phase_bytes(size, number)
-                pair.say(number, phase_s, each)
-                count = phase.streams * len(phase.ways)
-                opened = [stack.enter_context(connect(number, index)) for index in range(count)]
-                if pair.hear()[0] != number:
-                    raise ConnectionError("the other end is out of step")
-                pair.streams(number, opened, phase_s, each)
-            pair.say(OVER)
-        except OSError as error:
-            raise MeasureError(f"the measurement with {host} broke off: {error}") from None
-    return pair.flows
-
-
-def _round_trips(pair: Pair, now: Callable[[], float] = time.perf_counter) -> list[float]:
-    """Seconds of each; PINGS of them, or as many as PINGS_S allow, and at least one."""
-    times, end = list[float](), now() + PINGS_S
-    while len(times) < PINGS and (not times or now() < end):
-        begin = now()
-        pair.say(PING)
-        pair.hear()
-        times.append(now() - begin)
-    return times

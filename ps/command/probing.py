@@ -42,7 +42,7 @@ from narrows.protocols.planning.probe import (
     decode,
     encode,
 )
-from narrows.protocols.runtime import keys, streams
+from narrows.protocols.runtime import keys, pairs
 from narrows.protocols.runtime.curve import Curve, KeyPair, Why
 from narrows.protocols.runtime.hosts import own_host
 from narrows.protocols.runtime.sockets import Peer, Sockets
@@ -122,16 +122,16 @@ class Measurer:
         self, asked: Listen | Dial, stop: threading.Event, before: threading.Thread | None, wake: Callable[[], None]
     ) -> None:
         if before is not None:
-            before.join(streams.CONNECT_S)
+            before.join(pairs.CONNECT_S)
         try:
             if isinstance(asked, Listen):
-                with streams.open_port("", self.port) as listener:
+                with pairs.open_port("", self.port) as listener:
                     self.answers.put(Opened(asked.token, listener.getsockname()[1]))
                     wake()
-                    found = streams.listen(listener, asked.token, asked.seconds, stop)
+                    found = pairs.listen(listener, asked.token, asked.seconds, stop)
             else:
                 host = asked.host or parse_address("--join", self.address)[0]
-                found = streams.dial(host, asked.port, asked.token, asked.seconds, asked.bytes, stop)
+                found = pairs.dial(host, asked.port, asked.token, asked.seconds, asked.bytes, stop)
             report = Report(asked.token, "", pack([flow.plain() for flow in found]))
         except NarrowsError as error:
             report = Report(asked.token, str(error), pack([]))

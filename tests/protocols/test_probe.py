@@ -215,7 +215,7 @@ def test_streams_end_with_their_round() -> None:
     for round_trip_s in (0.0001, 0.4):
         left_s = 18.0
         for number in range(len(PHASES)):
-            left_s -= flows.phase_seconds(left_s, number, round_trip_s) + 4 * round_trip_s
+            left_s -= flows.phase_seconds(left_s, number, round_trip_s) + 2 * round_trip_s
         assert -1e-6 <= left_s <= 1.5
     for number, phase in enumerate(PHASES):
         assert flows.phase_bytes(600 * MB, number) * phase.streams <= 100 * MB
