@@ -81,6 +81,7 @@ class Sent:
 
     def __init__(self, sender: socket.socket) -> None:
         self.sender, self.early, self.late = sender, Info(), Info()
+        self.first = _info(sender)  # it has shown its token
         self.marks, self.cores = Marks(), 0.0
 
     def run(self, clock: Clock, seconds: float, size: int) -> None:
@@ -114,7 +115,7 @@ class Sent:
             "delivered_bits_per_second": flows.last_part(self.marks.rows),
             "retransmits": float(self.late.retransmits - self.early.retransmits),
             "segments": float(self.late.segments - self.early.segments),
-            "sent_bytes": float(self.late.bytes),
+            "sent_bytes": float(self.late.bytes - self.first.bytes),
             "sender_cores": self.cores,
         }
 
