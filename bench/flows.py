@@ -9,14 +9,19 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
+from narrows.protocols.planning.flows import SKIPPED, last_part
+from narrows.protocols.runtime.streams import Clock, Received, Sent
+
 if TYPE_CHECKING:
     from lab import Host
 
-CHUNK = bytes(1 << 18)
+ENDLESS = 1 << 62  # bytes of a stream that its time ends
 PING_BYTES = 64  # with its headers
 HEADERS = 28  # of UDP over IPv4
 PATIENCE_S = 30.0  # longer than any round trip and TCP's first retransmissions
-SKIPPED = 0.4  # of a stream's time, before its rate is taken: slow start, and the loss that ends it
+
+
+__all__ = ["SKIPPED", "Stream", "round_trips", "stream"]
 
 
 class Stream(NamedTuple):
@@ -37,39 +42,16 @@ def stream(source: Host, sink: Host, seconds: float) -> Stream:
         listener.settimeout(PATIENCE_S)
         sender.settimeout(PATIENCE_S)
         sender.connect(listener.getsockname())
-        receiver, _ = listener.accept()
-        receiver.settimeout(PATIENCE_S)
-        end = time.monotonic() + seconds
-
-        def pour() -> None:
-            with suppress(OSError):  # the receiver has closed, or nothing comes through any more
-                while time.monotonic() < end:
-                    sender.send(CHUNK)
-
-        thread = threading.Thread(target=pour, name="pour")
+        there, here = Sent(sender), Received(listener.accept()[0])
+        clock = Clock(time.monotonic() + seconds + PATIENCE_S)
+        thread = threading.Thread(target=there.run, args=(clock, seconds, ENDLESS), name="pour")
         thread.start()
-        with receiver:
-            skipped = _read_until(receiver, end - (1 - SKIPPED) * seconds)
-            begin = time.monotonic()
-            payload = _read_until(receiver, end)
-            rate = 8 * payload / (time.monotonic() - begin)
-            received, sent = sink.bytes()[0] - received, source.bytes()[1] - sent
-            # Neither end waits for what is still buffered: at 1 Mbit/s that takes seconds.
-            for each in receiver, sender:
-                each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            sender.shutdown(socket.SHUT_RDWR)
+        here.run(clock, seconds, ENDLESS)
+        received, sent = sink.bytes()[0] - received, source.bytes()[1] - sent
         thread.join()
-    return Stream(rate, skipped + payload, received, sent)
-
-
-def _read_until(receiver: socket.socket, end: float) -> int:
-    size = 0
-    buffer = bytearray(1 << 20)
-    while time.monotonic() < end:
-        if not (got := receiver.recv_into(buffer)):
-            raise ConnectionError("the stream has ended early")
-        size += got
-    return size
+    if len(here.marks.rows) < 2:
+        raise ConnectionError("the stream has ended early")
+    return Stream(last_part(here.marks.rows), here.marks.rows[-1][1], received, sent)
 
 
 def round_trips(near: Host, far: Host, count: int, limit_s: float) -> list[float]:

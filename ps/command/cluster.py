@@ -290,7 +290,7 @@ class Cluster:
 
     def merge(self) -> None:
         """Write the whole model of the last checkpoint."""
-        from narrows.ps.process import checkpoints
+        from narrows.ps.process import checkpoints, model
 
         clock, folder = self.checkpoint, Path(self.told["checkpoint_dir"])
         if not self.told["keeps"]:
@@ -304,7 +304,7 @@ class Cluster:
             clock = checkpoints.newest(folder, self.settings.shards)
         if clock >= 0:
             try:
-                path = checkpoints.merge(folder, clock, checkpoints.buffers(folder, clock))
+                path = model.merge(folder, clock, model.buffers(folder, clock))
             except OSError as error:
                 text = f"{folder}/model.safetensors: {error.strerror or error}; its checkpoints are of clock {clock}"
                 raise NarrowsError(text) from None

@@ -1,8 +1,6 @@
-"""Checkpoints: one safetensors file per shard and clock, and the whole model by tensor names at the end of a run.
+"""Checkpoints: one safetensors file per shard and clock.
 
     DIR/shard-0.clock-120.safetensors     x, p, optimizer state, float32; metadata: clock, publication, checksums, ...
-    DIR/model.safetensors                 what a plain model loads: its parameters by every name they have, in the dtype
-                                          of the workers, and its buffers. Not what no worker trains: frozen parameters
 
 Every write goes to a temporary file first and is renamed, so a file is whole or absent. The newest KEPT clocks are kept.
 All files of a clock are of one number of shards, which each names; any other number of shards can begin from them.
@@ -17,19 +15,17 @@ import struct
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
-from narrows.compression.rows import first_values
 from narrows.protocols.errors import IncompatibleError, UsageError
 from narrows.protocols.keys import overlaps, split
-from narrows.protocols.plan import DTYPES, NamedArray, Plan, unpack_arrays
-from narrows.protocols.tables import TableSpec
+from narrows.protocols.plan import DTYPES, NamedArray, Plan
 from narrows.ps import tables
 from narrows.ps.changes import Load
 from narrows.ps.recut import recut
@@ -38,43 +34,22 @@ KEPT = (
     3  # the newest, which some shards may not have yet; the one that all share; the one before it, if that is damaged
 )
 DEFAULT = "checkpoints"  # a run's folder is made in it where none is named
-NamedBlocks = tuple[str, tuple[int, ...], "Blocks"]  # as NamedArray
 _NAME = re.compile(r"shard-(\d+)\.clock-(\d+)\.safetensors")
 _BYTES = "bytes."  # facts that are bytes are arrays of this name: a header is no place for megabytes
 
 
-class Blocks:
-    """The values of table `number` out of the checkpoints of all shards, float32[rows, dim]: a block at a time, so that nobody
-    holds the table. Raises IncompatibleError at the end, where a file is not what was written."""
+class Streamed(Protocol):
+    """Values that nobody holds whole: so many bytes, part by part."""
 
-    def __init__(self, folder: Path, clock: int, shards: int, number: int, spec: TableSpec) -> None:
-        self.paths = [path_of(folder, shard, clock) for shard in range(shards)]
-        self.prefix, self.spec = f"{tables.PREFIX}{number}.", spec
+    def __len__(self) -> int: ...
 
-    def __len__(self) -> int:
-        return 4 * self.spec.rows * self.spec.dim
-
-    def __iter__(self) -> Iterator[memoryview]:
-        spec, shards, name = self.spec, len(self.paths), f"{self.prefix}values"
-        with ExitStack() as stack:
-            files = [stack.enter_context(safe_open(path, framework="numpy")) for path in self.paths]
-            held = [file.get_tensor(f"{self.prefix}rows").astype(np.int64) * shards + i for i, file in enumerate(files)]
-            values, read_to, sums = [file.get_slice(name) for file in files], [0] * shards, [0] * shards
-            for begin in range(0, spec.rows, spec.ask_rows_max):
-                numbers = np.arange(begin, min(begin + spec.ask_rows_max, spec.rows), dtype=np.uint64)
-                block, fresh = np.empty((numbers.size, spec.dim), np.float32), np.ones(numbers.size, np.bool_)
-                for i, rows in enumerate(held):
-                    first, read_to[i] = read_to[i], int(np.searchsorted(rows, begin + numbers.size))
-                    at, part = rows[first : read_to[i]] - begin, np.ascontiguousarray(values[i][first : read_to[i]])
-                    block[at], fresh[at], sums[i] = part, False, zlib.crc32(_named(part)[2], sums[i])
-                block[fresh] = first_values(numbers[fresh], spec.dim, spec.seed, spec.std)
-                yield block.reshape(-1).view(np.uint8).data
-            for path, file, found in zip(self.paths, files, sums, strict=True):
-                if json.loads(file.metadata()["narrows"])["crc32"][name] != found:
-                    raise IncompatibleError(f"{path} is damaged: table {spec.name!r} is not what was written")
+    def __iter__(self) -> Iterator[memoryview]: ...
 
 
-def _write(path: Path, tensors: Mapping[str, NamedArray | NamedBlocks], metadata: dict[str, str]) -> None:
+NamedBlocks = tuple[str, tuple[int, ...], Streamed]  # as NamedArray
+
+
+def write_file(path: Path, tensors: Mapping[str, NamedArray | NamedBlocks], metadata: dict[str, str]) -> None:
     """Write a safetensors file. By hand: its own writer knows NumPy's dtypes only, and bfloat16 is none of them."""
     header: dict[str, Any] = {"__metadata__": metadata}
     ordered = sorted(tensors.items(), key=lambda item: (-DTYPES[item[1][0]][0], item[0]))  # so that all are aligned
@@ -89,7 +64,7 @@ def _write(path: Path, tensors: Mapping[str, NamedArray | NamedBlocks], metadata
         with open(temporary, "wb") as file:
             file.write(struct.pack("<Q", len(packed)) + packed)
             for _, (_, _, raw) in ordered:
-                for part in raw if isinstance(raw, Blocks) else (raw,):
+                for part in (raw,) if isinstance(raw, (bytes, memoryview)) else raw:
                     file.write(part)
             size = file.tell()
         publish(temporary, path, size)
@@ -112,7 +87,7 @@ def publish(temporary: Path, path: Path, size: int) -> None:
         os.close(folder)
 
 
-def _named(array: npt.NDArray[Any]) -> NamedArray:
+def named(array: npt.NDArray[Any]) -> NamedArray:
     return str(array.dtype), array.shape, np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
@@ -203,11 +178,11 @@ def write(
     folder.mkdir(parents=True, exist_ok=True)
     for left in folder.glob(f"shard-{shard}.clock-*.tmp"):
         left.unlink(missing_ok=True)  # of a process that was killed while it wrote
-    tensors = {name: _named(array) for name, array in arrays.items()}
+    tensors = {name: named(array) for name, array in arrays.items()}
     tensors |= {_BYTES + name: ("uint8", (len(f),), f) for name, f in facts.items() if isinstance(f, bytes)}
     plain = {name: fact for name, fact in facts.items() if not isinstance(fact, bytes)}
     sums = {name: zlib.crc32(raw) for name, (_, _, raw) in tensors.items()}
-    _write(path_of(folder, shard, clock), tensors, {"narrows": json.dumps(plain | {"clock": clock, "crc32": sums})})
+    write_file(path_of(folder, shard, clock), tensors, {"narrows": json.dumps(plain | {"clock": clock, "crc32": sums})})
     return tidy(folder, shard, clock, int(facts.get("shards", 1)), shared)
 
 
@@ -263,7 +238,7 @@ def read(
             for name in sums:
                 if only is None or name in only or name.startswith(_BYTES):
                     array = file.get_tensor(name)
-                    if zlib.crc32(_named(array)[2]) != sums[name]:
+                    if zlib.crc32(named(array)[2]) != sums[name]:
                         raise ValueError(f"{name} is not what was written")
                     if name.startswith(_BYTES):
                         facts[name.removeprefix(_BYTES)] = array.tobytes()
@@ -313,51 +288,3 @@ def read_for(
     if plan.tables:
         arrays |= tables.recut([each for _, each in before], len(plan.tables), shard, shards)
     return Load(arrays, int(facts["publication"])), True
-
-
-def _bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """The upper half of each float32, rounded to nearest, ties to even."""
-    bits = values.view(np.uint32)
-    rounded = ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
-    return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
-
-
-def _as_on_workers(values: npt.NDArray[np.float32], shape: tuple[int, ...], dtype: str) -> NamedArray:
-    """A tensor of the model in the dtype that the workers hold it in; float32 for one that NumPy cannot round to."""
-    if dtype == "bfloat16":
-        return dtype, shape, _bfloat16(values).tobytes()
-    if dtype in ("float16", "float64"):
-        with np.errstate(over="ignore"):
-            return dtype, shape, values.astype(dtype).tobytes()
-    return "float32", shape, values.tobytes()
-
-
-def merge(folder: Path, clock: int, buffers: dict[str, NamedArray]) -> Path:
-    """Write model.safetensors from the shards' checkpoints of `clock`; return its path."""
-    flat = []
-    facts: dict[str, Any] = {}
-    shards = shards_of(folder, clock)
-    for shard in range(shards):
-        arrays, facts = read(folder, shard, clock, only=("x",))
-        flat.append(arrays["x"])
-    whole = np.concatenate(flat)
-    plan = Plan.unpacked(facts["plan"])
-    if whole.size != plan.size:
-        raise IncompatibleError(f"the checkpoints of clock {clock} in {folder} have {whole.size} keys, not {plan.size}")
-    offsets = plan.offsets()
-    tensors: dict[str, NamedArray | NamedBlocks] = dict(buffers)
-    for i, tensor in enumerate(plan.tensors):
-        tensors[tensor.name] = _as_on_workers(whole[offsets[i] : offsets[i + 1]], tensor.shape, tensor.dtype)
-    tensors |= {name: tensors[plan.tensors[i].name] for name, i in plan.aliases}
-    for number, spec in enumerate(plan.tables):
-        blocks = Blocks(folder, clock, shards, number, spec)
-        tensors[spec.name] = "float32", (spec.rows, spec.dim), blocks
-    path = folder / "model.safetensors"
-    _write(path, tensors, {"format": "pt", "narrows": json.dumps({"clock": clock})})
-    return path
-
-
-def buffers(folder: Path, clock: int) -> dict[str, NamedArray]:
-    """The module buffers that went along with the checkpoint of `clock`, by name."""
-    _, facts = read(folder, 0, clock, only=())
-    return unpack_arrays(facts.get("buffers", b""))

@@ -28,7 +28,9 @@ from narrows.protocols.errors import IncompatibleError
 from narrows.protocols.plan import Plan, TensorSpec
 from narrows.protocols.settings import Settings
 from narrows.ps.process import checkpoints
-from narrows.ps.process.checkpoints import KEPT, buffers, clocks, merge, newest, path_of, read, write
+from narrows.ps.process import model as model_file
+from narrows.ps.process.checkpoints import KEPT, clocks, newest, path_of, read, write
+from narrows.ps.process.model import buffers, merge
 from narrows.ps.process.writer import Writer
 from narrows.worker import DistributedOptimizer, clock
 
@@ -202,7 +204,7 @@ def test_bfloat16_is_rounded_as_torch_rounds() -> None:
         ]
     )
     whole = bits.view(np.float32)
-    ours = torch.from_numpy(checkpoints._bfloat16(whole).view(np.int16)).view(torch.bfloat16)
+    ours = torch.from_numpy(model_file._bfloat16(whole).view(np.int16)).view(torch.bfloat16)
     theirs = torch.from_numpy(whole).bfloat16()
     assert torch.equal(ours.isnan(), theirs.isnan())
     numbers = ~theirs.isnan()
@@ -377,14 +379,14 @@ def test_a_disk_that_refuses_for_long_costs_no_checkpoint_that_all_shards_have(
     """Trace: clock 3 on both shards; the disk of shard 1 refuses 6 and 9; shard 0, which keeps two, must keep 3 too."""
     settings = Settings(sync="bsp", shards=2, checkpoint_every=1.0)
     cluster = OnDisk(settings, tmp_path)
-    whole = checkpoints._write
+    whole = checkpoints.write_file
 
     def refuses(path: Path, *rest: Any) -> None:
         if path.name in ("shard-1.clock-6.safetensors", "shard-1.clock-9.safetensors"):
             raise OSError(28, "No space left on device")
         whole(path, *rest)
 
-    monkeypatch.setattr(checkpoints, "_write", refuses)
+    monkeypatch.setattr(checkpoints, "write_file", refuses)
     with run(settings, cluster) as started:
         train(started, OPTIMIZERS["SGD"], 11, finish=False, checkpoint_at=(2, 5, 8))
     assert [clocks(tmp_path, shard) for shard in range(2)] == [(3, 6, 9), (3,)]

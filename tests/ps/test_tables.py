@@ -15,7 +15,7 @@ from narrows.protocols.plan import Plan, TensorSpec
 from narrows.protocols.tables import TableSpec
 from narrows.protocols.wire import pack
 from narrows.ps.changes import FloatArray
-from narrows.ps.process import checkpoints
+from narrows.ps.process import checkpoints, model
 from narrows.ps.tables import Tables
 
 SPEC = TableSpec("t", 1000, 3, 5, 0.5, "SGD")
@@ -69,12 +69,12 @@ def test_the_file_of_the_model_has_all_rows_and_shows_damage(tmp_path: Path) -> 
         x = np.zeros(2, np.float32)
         facts = {"publication": 1, "shards": 2, "plan": PLAN.packed(), "buffers": b"", "epoch": 1}
         checkpoints.write(tmp_path, shard, 9, {"x": x, "p": x, **tables.arrays()}, facts)
-    assert np.array_equal(load_file(checkpoints.merge(tmp_path, 9, {}))["t"], wanted)
+    assert np.array_equal(load_file(model.merge(tmp_path, 9, {}))["t"], wanted)
     damaged = checkpoints.path_of(tmp_path, 1, 9)
     raw = bytearray(damaged.read_bytes())
     at = raw.index(wanted[999].tobytes())
     raw[at] ^= 1
     damaged.write_bytes(raw)
     with pytest.raises(IncompatibleError, match="table 't' is not what was written"):
-        checkpoints.merge(tmp_path, 9, {})
+        model.merge(tmp_path, 9, {})
     assert not [*tmp_path.glob("*.tmp")]

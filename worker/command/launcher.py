@@ -276,9 +276,8 @@ class Launcher:
             return
         group = self._group(index)
         if index not in self.felled:  # else it was ended because another one of its group had
-            thread = threading.Thread(target=self._tell_left, args=(index, group.token), daemon=True)
-            thread.start()
-            self.telling.append(thread)
+            self.telling.append(threading.Thread(target=self._tell_left, args=(index, group.token), daemon=True))
+            self.telling[-1].start()
             fatal = self.errors.get(index, (1, ""))[0] != 1  # it would end so again
             group.lives -= 1 if group.lives and not fatal and not self.signals else group.lives + 1
             self._say_ended(index, code, group)

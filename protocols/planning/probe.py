@@ -1,0 +1,340 @@
+"""Who measures with whom, and when: the machine of the process that directs ps-probe, and what it and the others say.
+
+Rules
+- A round is a set of disjoint pairs. Halves of the machines pass each other (shift-one), then each half does so within itself.
+- A pair is one try: the listener opens a port, the dialler dials it with a token that no other pair has. A port that cannot be
+  dialled is tried once more the other way.
+- Every try has an end. A machine that is silent for SILENT_NS is gone: its pairs are named, all others are measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, field
+from hashlib import blake2b
+from itertools import chain, zip_longest
+from typing import Any
+
+from narrows.protocols.effects import NS
+from narrows.protocols.errors import RemoteProtocolError
+from narrows.protocols.gossip.topology import edges
+from narrows.protocols.messages import Buffer, Message, Name
+from narrows.protocols.planning.flows import Flow, checked
+from narrows.protocols.wire import pack, unpack
+
+MACHINES_MAX = 256
+MESSAGE_BYTES_MAX = 64 << 10
+BEAT_NS = NS  # from one sign of life to the next
+SILENT_NS = 15 * NS  # a link that is measured delays a sign of life by its queue
+LATE_NS = 6 * NS  # that the reports of a pair may take beyond its round
+Pair = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Join(Message):
+    """Machine to director: I am here. `host`: where others reach me, "": where this director is dialled. 0: not known."""
+
+    name: Name
+    host: Name
+    memory_bytes: int
+    step_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Beat(Message):
+    """A sign of life, and its answer."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Listen(Message):
+    """Director to machine: open a port for whoever shows the token."""
+
+    token: Name
+    seconds: float
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Opened(Message):
+    """Its answer."""
+
+    token: Name
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class Dial(Message):
+    """Director to machine: dial that port, and measure for so long and so much. `host` "": where you dial the director."""
+
+    token: Name
+    host: Name
+    port: int
+    seconds: float
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Report(Message):
+    """Machine to director: what it has seen of a try. `why` "": all went well. `flows`: packed rows of `flows.Flow`."""
+
+    token: Name
+    why: Name
+    flows: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class End(Message):
+    """Director to machine: all is over, or `why` you cannot take part."""
+
+    why: Name
+
+
+KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in (Join, Beat, Listen, Opened, Dial, Report, End)}
+
+
+def encode(message: Message) -> list[bytes]:
+    return [pack([type(message).__name__, *astuple(message)])]  # type: ignore[call-overload]
+
+
+def decode(frames: Sequence[Buffer]) -> Any:
+    """Raises RemoteProtocolError."""
+    if len(frames) != 1:
+        raise RemoteProtocolError(f"a message of ps-probe has one frame, this one has {len(frames)}")
+    body = unpack(bytes(frames[0]), MESSAGE_BYTES_MAX)
+    if type(body) is not list or not body or type(body[0]) is not str or body[0] not in KINDS:
+        raise RemoteProtocolError("the peer does not speak the protocol of ps-probe")
+    try:
+        return KINDS[body[0]](*body[1:])
+    except TypeError:
+        raise RemoteProtocolError(f"{body[0]} has another number of fields") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Effect: send this to a machine."""
+
+    peer: bytes
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Say:
+    """Effect: a line for the user."""
+
+    text: str
+
+
+Effects = list[Tell | Say]
+
+
+@dataclass(slots=True)
+class Machine:
+    """One that has joined."""
+
+    peer: bytes
+    join: Join
+    heard_ns: int
+
+
+@dataclass(slots=True)
+class Try:
+    """A pair that is being measured. Flows have the ways as the listener sees them: 0 is towards the dialler."""
+
+    token: str
+    listener: int
+    dialler: int
+    ends_ns: int
+    again: bool  # it is the second one
+    reports: dict[int, list[Flow]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A pair that was measured: flows of `names`, way 0 is from the first to the second."""
+
+    names: tuple[str, str]
+    flows: tuple[Flow, ...]
+
+
+def rounds(members: Sequence[int]) -> list[list[Pair]]:
+    """Rounds of disjoint pairs in which every pair of `members` is once."""
+    if len(members) < 2:
+        return []
+    half = (len(members) + 1) // 2
+    across = [[(a, b) for a, b, _ in edges("shift-one", number, tuple(members))] for number in range(half)]
+    within = zip_longest(rounds(members[:half]), rounds(members[half:]), fillvalue=list[Pair]())
+    return [*across, *([*left, *right] for left, right in within)]
+
+
+class Probe:
+    """`secret`: nobody else knows it; tokens are made of it. `bytes_max`: of payload, of all pairs. `known`: pairs of names
+    that need not be measured. `found` and `failed` are what came of it, `over` is True once all is done."""
+
+    def __init__(
+        self, count: int, seconds: float, bytes_max: int, secret: str, known: frozenset[frozenset[str]]
+    ) -> None:
+        self.count, self.seconds, self.bytes_max, self.secret, self.known = count, seconds, bytes_max, secret, known
+        self.machines: list[Machine] = []
+        self.rounds: list[list[Pair]] = []
+        self.number = 0  # of the rounds that have begun
+        self.tries: dict[str, Try] = {}  # under way, by token
+        self.gone: set[int] = set()
+        self.found: list[Found] = []
+        self.failed: list[str] = []
+        self.began_ns: int | None = None  # the first round
+        self.over = False
+
+    @property
+    def pairs(self) -> int:
+        return sum(map(len, self.rounds))
+
+    def name(self, machine: int) -> str:
+        return self.machines[machine].join.name
+
+    def missing(self) -> str:
+        """Who has come, of how many."""
+        names = ", ".join(machine.join.name for machine in self.machines) or "none"
+        return f"{len(self.machines)} of {self.count} machines have come ({names})"
+
+    def hear(self, peer: bytes, message: Message, now_ns: int) -> Effects:
+        """A message that came. Raises RemoteProtocolError where it may not come from there."""
+        if isinstance(message, Join):
+            return self._joined(peer, message, now_ns)
+        number = next((i for i, machine in enumerate(self.machines) if machine.peer == peer), -1)
+        if number < 0:
+            return [Tell(peer, End("the director does not know this machine any more"))]
+        self.machines[number].heard_ns = now_ns
+        if isinstance(message, Beat):
+            return [Tell(peer, message)]
+        match message:
+            case Opened(token, port) if (trial := self.tries.get(token)) and number == trial.listener:
+                if not 0 < port < 65536:
+                    raise RemoteProtocolError(f"{self.name(number)} names port {port}")
+                host = self.machines[number].join.host
+                return [self._tell(trial.dialler, Dial(token, host, port, self.seconds, self._share))]
+            case Report(token, why, flows) if (trial := self.tries.get(token)) and number in (
+                trial.listener,
+                trial.dialler,
+            ):
+                return self._reported(trial, number, why, checked(unpack(flows, MESSAGE_BYTES_MAX)), now_ns)
+            case Opened() | Report():
+                return []  # it comes late
+        raise RemoteProtocolError(f"a machine does not send {type(message).__name__}")
+
+    def _joined(self, peer: bytes, join: Join, now_ns: int) -> Effects:
+        if any(machine.peer == peer for machine in self.machines):
+            return []
+        why = ""
+        if len(self.machines) >= self.count:
+            why = f"all {self.count} machines are here already; --machines says how many"
+        elif any(machine.join.name == join.name for machine in self.machines):
+            why = f"another machine is named {join.name} too; give this one a --name"
+        if why:
+            return [Tell(peer, End(why)), Say(f"{join.name} was refused: {why}")]
+        self.machines.append(Machine(peer, join, now_ns))
+        said: Effects = [Say(f"{join.name} has come")]
+        return said + self._begin(now_ns) if len(self.machines) == self.count else said
+
+    def without(self, why: str, machines: int, now_ns: int) -> Effects:
+        """So many machines will not come, before the first round; those that are there begin where no other is awaited."""
+        self.failed.append(why)
+        self.count = max(len(self.machines), self.count - machines)
+        begins = 2 <= self.count == len(self.machines)
+        return [Say(why), *(self._begin(now_ns) if begins else [])]
+
+    def _begin(self, now_ns: int) -> Effects:
+        self.began_ns = now_ns
+        named = [
+            [pair for pair in row if frozenset(map(self.name, pair)) not in self.known]
+            for row in rounds(range(self.count))
+        ]
+        self.rounds = [row for row in named if row]
+        limit_s = len(self.rounds) * self.seconds
+        text = f"{self.pairs} pairs in {len(self.rounds)} rounds: at most {limit_s:,.0f} s and {self.bytes_max / 1e6:,.0f} MB"
+        return [Say(text), *self._next(now_ns)]
+
+    @property
+    def _share(self) -> int:
+        """Bytes that one pair may send."""
+        return self.bytes_max // max(1, self.pairs)
+
+    def _next(self, now_ns: int) -> Effects:
+        """The next round, where this one is over."""
+        said: Effects = []
+        while not self.tries and not self.over:
+            if self.number == len(self.rounds):
+                self.over = True
+                return [*said, *(Tell(machine.peer, End("")) for machine in self.machines)]
+            pairs = self.rounds[self.number]
+            self.number += 1
+            live = [pair for pair in pairs if not self.gone.intersection(pair)]
+            names = ", ".join(f"{self.name(a)} - {self.name(b)}" for a, b in live)
+            said += [Say(f"round {self.number} of {len(self.rounds)}: {names}")] if live else []
+            said += chain.from_iterable(self._try(a, b, now_ns, again=False) for a, b in live)
+        return said
+
+    def _try(self, listener: int, dialler: int, now_ns: int, again: bool) -> Effects:
+        text = f"{self.secret} {listener} {dialler} {again}".encode()
+        token = blake2b(text, digest_size=16).hexdigest()
+        ends_ns = now_ns + int(self.seconds * NS) + LATE_NS
+        self.tries[token] = Try(token, listener, dialler, ends_ns, again)
+        return [self._tell(listener, Listen(token, self.seconds, self._share))]
+
+    def _tell(self, machine: int, message: Message) -> Tell:
+        return Tell(self.machines[machine].peer, message)
+
+    def _reported(self, trial: Try, number: int, why: str, flows: list[Flow], now_ns: int) -> Effects:
+        if trial.token not in self.tries:
+            return []
+        if why and not trial.again and not trial.reports and number == trial.dialler and not flows:
+            del self.tries[trial.token]
+            said = self._try(trial.dialler, trial.listener, now_ns, again=True)
+            return [Say(f"{why}; the other way is tried"), *said]
+        if why:
+            return self._fail(trial, why, now_ns)
+        trial.reports[number] = flows
+        return self._measured(trial, now_ns) if len(trial.reports) == 2 else []
+
+    def _measured(self, trial: Try, now_ns: int) -> Effects:
+        del self.tries[trial.token]
+        merged: dict[tuple[int, int], dict[str, float]] = {}
+        for each in chain.from_iterable(trial.reports.values()):
+            merged.setdefault((each.phase, each.way), {}).update(each.figures)
+        rows = tuple(Flow(phase, way, figures) for (phase, way), figures in sorted(merged.items()))
+        self.found.append(Found((self.name(trial.listener), self.name(trial.dialler)), rows))
+        return self._next(now_ns)
+
+    def _fail(self, trial: Try, why: str, now_ns: int) -> Effects:
+        del self.tries[trial.token]
+        self.failed.append(f"{self.name(trial.listener)} - {self.name(trial.dialler)}: {why}")
+        return [Say(self.failed[-1]), *self._next(now_ns)]
+
+    def tick(self, now_ns: int) -> Effects:
+        """Time has passed."""
+        said: Effects = []
+        for number, machine in enumerate(self.machines):
+            if number in self.gone or self.over or now_ns - machine.heard_ns < SILENT_NS:
+                continue
+            said += self._lost(number, now_ns)
+        for trial in [trial for trial in self.tries.values() if now_ns >= trial.ends_ns]:
+            silent = [self.name(each) for each in (trial.listener, trial.dialler) if each not in trial.reports]
+            said += self._fail(trial, f"no report of {' and '.join(silent)} within {self.seconds:g} s", now_ns)
+        return said
+
+    def _lost(self, number: int, now_ns: int) -> Effects:
+        if self.began_ns is None:  # another one may come in its place
+            machine = self.machines.pop(number)
+            return [Say(f"{machine.join.name} is gone")]
+        self.gone.add(number)
+        name = self.name(number)
+        left = [pair for row in self.rounds[self.number :] for pair in row if number in pair]
+        left = [pair for pair in left if not (self.gone - {number}).intersection(pair)]
+        self.failed += [f"{self.name(a)} - {self.name(b)}: {name} is gone" for a, b in left]
+        said: Effects = [
+            Say(f"{name} has said nothing for {SILENT_NS // NS} s: it is gone, and its pairs are left out")
+        ]
+        for trial in [trial for trial in self.tries.values() if number in (trial.listener, trial.dialler)]:
+            said += self._fail(trial, f"{name} is gone", now_ns)
+        return said

@@ -1,0 +1,186 @@
+"""A measurement of two machines: a listener and a dialler go through flows.PHASES together, over plain TCP.
+
+The dialler opens all connections at once, and each shows the token. The first is the line: on it go round trips, then a row for
+each phase, with its seconds and the bytes of a stream. With that row both begin. Every wait ends with the measurement.
+"""
+
+from __future__ import annotations
+
+import hmac
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+
+from narrows.protocols.planning import flows
+from narrows.protocols.planning.flows import PHASES, PINGED, PINGS, PINGS_S, Flow
+from narrows.protocols.runtime.streams import Clock, MeasureError, Received, Sent, received_figures
+
+MARGIN_S = 1.5  # of a round: for what is said before and after it, and for a lost packet or two
+CONNECT_S = 5.0
+HELLO = struct.Struct("!4s32sbb")  # magic, token, phase (-1: the line), stream
+ROW = struct.Struct("!bdQ")  # a phase, its seconds, and bytes of each stream; or PING with a number; or OVER
+MAGIC = b"NRWP"
+LINE, PING, OVER = -1, -2, -3
+# Phase and number of each connection, the line first. The streams of a phase are in the order of its ways.
+STREAMS = ((LINE, 0), *((i, n) for i, phase in enumerate(PHASES) for n in range(phase.streams * len(phase.ways))))
+Streams = dict[tuple[int, int], socket.socket]
+STRANGERS_MAX = 64  # connections that show another token
+
+
+class Pair:
+    """What both ends of a measurement do. `way`: that in which this end sends, 0 at the listener."""
+
+    def __init__(self, line: socket.socket, way: int, clock: Clock) -> None:
+        self.line, self.way, self.clock = line, way, clock
+        self.flows: list[Flow] = []
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def say(self, kind: int, value: float = 0.0, size: int = 0) -> None:
+        self.line.settimeout(self.clock.turn(CONNECT_S))
+        self.line.sendall(ROW.pack(kind, value, size))
+
+    def hear(self) -> tuple[int, float, int]:
+        return ROW.unpack(_exactly(self.line, ROW.size, self.clock))
+
+    def streams(self, phase: int, opened: Sequence[socket.socket], seconds: float, size: int) -> None:
+        """All streams of a phase, from now on. The i-th of `opened` goes the i-th of its ways."""
+        ways = [way for way in PHASES[phase].ways for _ in range(PHASES[phase].streams)]
+        clock = Clock(min(self.clock.end_s, time.monotonic() + seconds + CONNECT_S), self.clock.stop)
+        over: list[float] = []
+        ends: list[tuple[int, Sent | Received]] = [
+            (way, Sent(each) if way == self.way else Received(each, over))
+            for way, each in zip(ways, opened, strict=True)
+        ]
+        threads = [threading.Thread(target=end.run, args=(clock, seconds, size), daemon=True) for _, end in ends]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for way in PHASES[phase].ways:
+            here = [end for each, end in ends if each == way]
+            sent = [end for end in here if isinstance(end, Sent)]
+            received = [end for end in here if isinstance(end, Received)]
+            self._add(phase, way, [end.figures() for end in sent] or [received_figures(received)])
+
+    def _add(self, phase: int, way: int, rows: Sequence[dict[str, float]]) -> None:
+        names = dict.fromkeys(name for row in rows for name in row)
+        self.flows.append(Flow(phase, way, {name: sum(row[name] for row in rows) for name in names}))
+
+
+def _exactly(source: socket.socket, size: int, clock: Clock) -> bytes:
+    """So many bytes. Raises OSError."""
+    got = b""
+    while len(got) < size:
+        source.settimeout(clock.turn())
+        with suppress(TimeoutError):
+            if not (more := source.recv(size - len(got))):
+                raise ConnectionError("the other end has hung up")
+            got += more
+    return got
+
+
+def open_port(host: str, port: int) -> socket.socket:
+    """Raises MeasureError."""
+    try:
+        return socket.create_server((host, port), backlog=16)
+    except OSError as error:
+        raise MeasureError(f"cannot open port {port} on {host or 'this machine'}: {error.strerror}") from None
+
+
+def _accepted(listener: socket.socket, token: str, clock: Clock, stack: ExitStack) -> Streams:
+    """All connections that show the token, and the line, by phase and number. All others are closed."""
+    found: Streams = {}
+    strangers = 0
+    while len(found) < len(STREAMS):
+        listener.settimeout(clock.turn())
+        try:
+            made = stack.enter_context(listener.accept()[0])
+        except TimeoutError:
+            continue
+        with suppress(OSError, struct.error):
+            limit = Clock(min(clock.end_s, time.monotonic() + CONNECT_S), clock.stop)
+            magic, shown, *place = HELLO.unpack(_exactly(made, HELLO.size, limit))
+            if magic == MAGIC and hmac.compare_digest(shown, token.encode()) and tuple(place) in STREAMS:
+                found[place[0], place[1]] = made
+                continue
+        made.close()
+        if (strangers := strangers + 1) > STRANGERS_MAX:
+            raise ConnectionError("only strangers dial this port")
+    return found
+
+
+def _of_phase(found: Streams, phase: int) -> list[socket.socket]:
+    return [found[place] for place in STREAMS if place[0] == phase]
+
+
+def listen(listener: socket.socket, token: str, seconds: float, stop: threading.Event) -> list[Flow]:
+    """The side of the listener. Raises MeasureError."""
+    clock = Clock(time.monotonic() + seconds + CONNECT_S, stop)
+    with ExitStack() as stack, listener:
+        try:
+            found = _accepted(listener, token, clock, stack)
+            pair = Pair(found[STREAMS[0]], 0, clock)
+            pair.line.sendall(b"k")
+            while (row := pair.hear())[0] != OVER:
+                kind, phase_s, size = row
+                if kind == PING:
+                    pair.say(*row)
+                elif 0 <= kind < len(PHASES) and 0 <= phase_s <= seconds:
+                    pair.streams(kind, _of_phase(found, kind), phase_s, size)
+                else:
+                    raise ConnectionError("the other end is out of step")
+        except OSError as error:
+            raise MeasureError(f"the measurement broke off: {error}") from None
+    return pair.flows
+
+
+def dial(host: str, port: int, token: str, seconds: float, size: int, stop: threading.Event) -> list[Flow]:
+    """The side of the dialler. Raises MeasureError."""
+    clock = Clock(time.monotonic() + seconds, stop)
+
+    def connect(place: tuple[int, int]) -> socket.socket:
+        made = socket.create_connection((host, port), timeout=clock.turn(CONNECT_S))
+        made.sendall(HELLO.pack(MAGIC, token.encode(), *place))
+        return made
+
+    with ExitStack() as stack:
+        try:
+            found = {STREAMS[0]: stack.enter_context(connect(STREAMS[0]))}
+            with ThreadPoolExecutor(len(STREAMS)) as pool:  # so that it is one round trip
+                for place, made in zip(STREAMS[1:], pool.map(connect, STREAMS[1:]), strict=True):
+                    found[place] = stack.enter_context(made)
+            pair = Pair(found[STREAMS[0]], 1, clock)
+            if _exactly(pair.line, 1, Clock(min(clock.end_s, time.monotonic() + CONNECT_S), stop)) != b"k":
+                raise ConnectionError("no ps-probe is there")
+        except OSError as error:
+            why = "nothing answers" if isinstance(error, TimeoutError) else error.strerror or str(error)
+            raise MeasureError(f"port {port} of {host} cannot be dialled: {why}") from None
+        try:
+            times = _round_trips(pair)
+            low, half, high = min(times), flows.quantile(times, 0.5), flows.quantile(times, 0.95)
+            figures = {"min_rtt": low, "p50_rtt": half, "p95_rtt": high, "pings": float(len(times))}
+            pair.flows.append(Flow(PINGED, 0, figures))
+            for number in range(len(PHASES)):
+                phase_s = flows.phase_seconds(clock.left() - MARGIN_S, number, low)
+                each = flows.phase_bytes(size, number)
+                pair.say(number, phase_s, each)
+                pair.streams(number, _of_phase(found, number), phase_s, each)
+            pair.say(OVER)
+        except OSError as error:
+            raise MeasureError(f"the measurement with {host} broke off: {error}") from None
+    return pair.flows
+
+
+def _round_trips(pair: Pair, now: Callable[[], float] = time.perf_counter) -> list[float]:
+    """Seconds of each; PINGS of them, or as many as PINGS_S allow, and at least one."""
+    times, end = list[float](), now() + PINGS_S
+    while len(times) < PINGS and (not times or now() < end):
+        begin = now()
+        pair.say(PING)
+        pair.hear()
+        times.append(now() - begin)
+    return times

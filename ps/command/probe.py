@@ -1,0 +1,214 @@
+"""ps-probe: what joins some machines, measured pair by pair, as network.json."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import click
+
+from narrows.protocols.errors import UsageError
+from narrows.protocols.planning import flows, measured
+from narrows.protocols.planning.measured import Host, Measured
+from narrows.protocols.planning.probe import MACHINES_MAX, Join, Probe
+from narrows.protocols.runtime.flags import COMMAND, run
+
+BIND = "tcp://0.0.0.0:5600"
+PAIR_BYTES = 1 << 30  # of payload, by default
+LEAST_BYTES = sum(
+    flows.phase_bytes(0, number) * phase.streams * len(phase.ways) for number, phase in enumerate(flows.PHASES)
+)
+
+
+@click.command(context_settings=COMMAND)
+@click.argument("hosts", nargs=-1, metavar="[HOST... | FILE...]")
+@click.option("--bind", default="", metavar="ADDR", help=f"direct: wait for machines here [with HOST...: {BIND}]")
+@click.option(
+    "--machines", type=click.IntRange(2, MACHINES_MAX), help="how many, this one included [HOST... and this one]"
+)
+@click.option("--only-others", is_flag=True, help="this machine directs and is none of them")
+@click.option("--join", default="", metavar="ADDR", help="measure as the ps-probe at ADDR says")
+@click.option("--out", default="network.json", show_default=True, help="where it writes what it has found")
+@click.option("--seconds", type=click.FloatRange(8, 600), default=20.0, show_default=True, help="at most, of a round")
+@click.option("--bytes", "bytes_max", type=float, help=f"at most, of all pairs [{PAIR_BYTES / 1e6:,.0f} MB a pair]")
+@click.option(
+    "--wait", type=click.FloatRange(min=1), default=300.0, show_default=True, help="seconds, for machines to come"
+)
+@click.option("--name", default="", help="of this machine in network.json [its host name]")
+@click.option("--host", default="", help="where others reach this machine [its address towards the director]")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="of this machine's streams [any that is free]")
+@click.option("--keys", default="", metavar="DIR", help="let in the machines that have a key of this folder (--bind)")
+@click.option("--key", default="", metavar="FILE", help="the key of this machine (--join); -: from stdin")
+@click.option("--insecure", is_flag=True, help="allow other than loopback addresses without keys")
+@click.option(
+    "--ssh", default="", metavar="COMMAND", help="starts {command} on {host} [ssh -o BatchMode=yes {host} {command}]"
+)
+@click.option(
+    "--run", "page", default="", metavar="HOST:PORT", help="take what a run has measured, from its page (--dashboard)"
+)
+@click.option(
+    "--record", default="", help="take the seconds of a step from this record of ps-worker, of a run on this machine"
+)
+@click.option("--script", default="", metavar="'SCRIPT ARGS'", help="take them from 20 steps of this script, alone")
+@click.option(
+    "--merge", is_flag=True, help="read FILE..., and write one network.json: the newest of each link and host"
+)
+@click.version_option(package_name="narrows", allow_from_autoenv=False)
+def command(hosts: tuple[str, ...], out: str, page: str, merge: bool, join: str, bind: str, **flags: Any) -> int:
+    """Measure what joins some machines: round trips, rates by size and number of streams, loss, cores.
+
+    \b
+    ps-probe HOST...                                   starts itself on each HOST by ssh
+    ps-probe --bind tcp://0.0.0.0:5600 --machines 3    waits for two machines, and
+    ps-probe --join tcp://HOST:5600                    is what each of them runs
+    ps-probe --run HOST:5550                           what a run has measured; nothing is sent
+    ps-probe --merge a.json b.json                     one file of several
+    """
+    if (join and (bind or hosts)) or (merge and (join or bind or page)):
+        raise UsageError("give one of --join, --merge, and HOST... or --bind")
+    if join:
+        return _join(join, flags)
+    found = Measured()
+    if merge:
+        if not hosts:
+            raise UsageError("--merge: name the files")
+        for path in hosts:
+            found.add(_read(path))
+        return _write(out, found, 0)
+    if page:
+        found.add(_of_run(page, flags["name"]))
+    if not (hosts or bind):
+        if not page:
+            raise UsageError(
+                "give HOST..., --bind with --machines, --join, --run or --merge; --help has an example of each"
+            )
+        return _write(out, found, 0)
+    return _direct(hosts, bind or BIND, out, found, flags)
+
+
+def _read(path: str) -> Measured:
+    try:
+        return measured.parse(json.loads(Path(path).read_text()))
+    except (OSError, ValueError, AttributeError, UsageError) as error:
+        raise UsageError(f"{path}: {error}") from None
+
+
+def _of_run(page: str, server: str) -> Measured:
+    from narrows.ps.glance.reading import frames
+
+    try:
+        return measured.of_run(next(frames(page)), server, time.time())
+    except (KeyError, TypeError, IndexError) as error:
+        raise UsageError(f"--run {page}: the page there is of another release of narrows ({error})") from None
+
+
+def _write(out: str, found: Measured, code: int) -> int:
+    """Show it, and write it at once or not at all."""
+    if not found.links:
+        raise UsageError("nothing is known of any link yet")
+    temporary = Path(f"{out}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(json.dumps(found.document(), indent=1) + "\n")
+        os.replace(temporary, out)
+    except OSError as error:
+        raise UsageError(f"--out {out}: {error.strerror}") from None
+    click.echo("\n".join([*measured.table(found), "", f"{out} has it"]))
+    return code
+
+
+def _say(text: str) -> None:
+    click.echo(f"ps-probe: {''.join(c if c.isprintable() else '?' for c in text)}", err=True)
+
+
+def _joins(flags: dict[str, Any], host: str) -> Join:
+    from narrows.ps.command.steps import step_seconds
+
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    name = flags["name"] or socket.gethostname()
+    return Join(name, host, memory, float(step_seconds(flags["record"], flags["script"])))
+
+
+def _join(address: str, flags: dict[str, Any]) -> int:
+    from narrows.protocols.addresses import parse_address
+    from narrows.protocols.runtime.hosts import own_host
+    from narrows.protocols.runtime.keys import refusal
+    from narrows.ps.command.probing import Measurer, key_of
+    from narrows.ps.glance.watch import is_loopback
+
+    host, port = parse_address("--join", address)
+    if not (flags["key"] or flags["insecure"] or is_loopback(host)):
+        raise UsageError(
+            f"--join {address}: give --key FILE, which its owner makes with ps-serve keys add, or --insecure"
+        )
+    key = key_of(flags["key"]) if flags["key"] else None
+    try:
+        own = flags["host"] or own_host(host, port)
+    except OSError as error:
+        raise UsageError(f"--join {address}: {error.strerror}") from None
+    pair = (key.pair, key.server) if key is not None else None
+    joins = _joins(flags, own)
+    Measurer(address, joins, flags["port"], pair, flags["wait"], lambda why: refusal(why, key, "--key")).run()
+    return 0
+
+
+def _direct(hosts: tuple[str, ...], bind: str, out: str, found: Measured, flags: dict[str, Any]) -> int:
+    from narrows.protocols.addresses import parse_address
+    from narrows.ps.command.probing import SSH, Director, Measurer, Started, beside, own_keys, secret
+    from narrows.ps.glance.watch import is_loopback
+
+    own = 0 if flags["only_others"] else 1
+    count = flags["machines"] or len(hosts) + own
+    if count < max(2, len(hosts) + own):
+        raise UsageError(f"--machines {count}: two or more are needed, this one and each HOST included")
+    pairs = count * (count - 1) // 2
+    bytes_max = int(flags["bytes_max"] or pairs * PAIR_BYTES)
+    if bytes_max < pairs * LEAST_BYTES:
+        least = pairs * LEAST_BYTES
+        raise UsageError(f"--bytes {bytes_max}: {pairs} pairs need {least} or more, as each stream has 64 KiB at least")
+    with ExitStack() as stack:
+        folder = flags["keys"]
+        if hosts and not (folder or flags["insecure"]):
+            folder = stack.enter_context(own_keys())
+        if not (folder or flags["insecure"] or is_loopback(parse_address("--bind", bind, any_port=True)[0])):
+            raise UsageError(
+                f"--bind {bind}: anyone who reaches it could take part; ps-serve keys init DIR makes keys for --keys DIR, and "
+                "--insecure goes without them"
+            )
+        joins = _joins(flags, flags["host"]) if own else None
+        probe = Probe(count, flags["seconds"], bytes_max, secret(), found.pairs)
+        director = stack.enter_context(closing(Director(probe, bind, folder, _say)))
+        _say(
+            f"waits for {count} machines on {bind.rpartition(':')[0]}:{director.port}, for at most {flags['wait']:g} s"
+        )
+        started = stack.enter_context(closing(Started(hosts, flags["ssh"] or SSH, director, folder, ())))
+        if joins is not None:
+            guard = director.guard
+            pair = (guard.own.pair, guard.own.public) if guard is not None else None
+            stack.enter_context(beside(Measurer(director.address, joins, flags["port"], pair, flags["wait"]), _say))
+        director.run(flags["wait"], started.ended)
+        now = time.time()
+        for machine in probe.machines:
+            join = machine.join
+            found.add_host(join.name, Host(now, join.memory_bytes or None, join.step_s or None))
+        for each in probe.found:
+            for way, link in measured.of_pair(each.names, each.flows, now).items():
+                found.add_link(way, link)
+    sent = sum(flow.figures.get("sent_bytes", 0.0) for each in probe.found for flow in each.flows)
+    seconds = (time.monotonic_ns() - (probe.began_ns or 0)) / 1e9
+    _say(f"{len(probe.found)} of {probe.pairs} pairs were measured in {seconds:.1f} s, with {sent / 1e6:,.1f} MB")
+    for why in probe.failed:
+        _say(f"not measured: {why}")
+    return _write(out, found, 1 if probe.failed else 0)
+
+
+def main() -> None:
+    run(command, "ps-probe")
+
+
+if __name__ == "__main__":
+    main()

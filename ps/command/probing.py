@@ -1,0 +1,282 @@
+"""The runners of ps-probe: the process that directs, and a machine that measures. `planning.probe.Probe` decides."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import secrets
+import shlex
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from narrows.protocols.addresses import ANY_HOSTS, parse_address
+from narrows.protocols.effects import NS
+from narrows.protocols.errors import (
+    AuthenticationError,
+    NarrowsError,
+    RemoteProtocolError,
+    ServerLostError,
+    UnreachableError,
+    UsageError,
+)
+from narrows.protocols.messages import Buffer
+from narrows.protocols.planning.probe import (
+    BEAT_NS,
+    Beat,
+    Dial,
+    Effects,
+    End,
+    Join,
+    Listen,
+    Opened,
+    Probe,
+    Report,
+    Say,
+    decode,
+    encode,
+)
+from narrows.protocols.runtime import keys, pairs
+from narrows.protocols.runtime.curve import Curve, KeyPair, Why
+from narrows.protocols.runtime.hosts import own_host
+from narrows.protocols.runtime.sockets import Peer, Sockets
+from narrows.protocols.wire import pack
+
+TURN_MS = 100
+SILENT_S = 30.0  # without a word of the director, once it has answered
+ENDS_S = 5.0  # that a machine which was started has, once all is over
+SSH = "ssh -o BatchMode=yes {host} {command}"  # starts a command on a host; its stdin is that of the command
+
+
+@dataclass(slots=True)
+class Measurer:
+    """A machine that measures: it does what the director at `address` says. `port`: of its streams, 0: any. `own`: its pair of
+    keys, and the director's public key; None: all is in the open."""
+
+    address: str
+    join: Join
+    port: int
+    own: tuple[KeyPair, str] | None
+    connect_s: float
+    refusal: Callable[[Why], str] = lambda why: ""
+    refused: str = ""
+    stop: threading.Event = field(default_factory=threading.Event)
+    worker: threading.Thread | None = None
+    answers: queue.SimpleQueue[Opened | Report] = field(default_factory=queue.SimpleQueue)
+
+    def run(self) -> None:
+        """Until the director says that all is over. Raises NarrowsError."""
+        own = self.own
+        curve = Curve(None, lambda address: own, lambda public: False) if own is not None else None
+        with closing(Sockets(curve=curve, failed=self._failed)) as sockets:
+            sockets.send(self.address, encode(self.join))
+            heard_s, beat_s, met = time.monotonic(), 0.0, False
+            try:
+                while True:
+                    now_s = time.monotonic()
+                    if now_s - beat_s >= BEAT_NS / NS:
+                        beat_s = now_s
+                        sockets.send(self.address, encode(Beat(0)))
+                    for _, frames in sockets.receive(TURN_MS):
+                        heard_s, met = time.monotonic(), True
+                        if self._told(decode(frames), sockets.wake):
+                            return
+                    while not self.answers.empty():
+                        sockets.send(self.address, encode(self.answers.get()))
+                    self._check(time.monotonic() - heard_s, met)
+            finally:
+                self.stop.set()
+
+    def _failed(self, address: str, why: Why, key: str) -> None:
+        self.refused = self.refused or self.refusal(why)
+
+    def _check(self, silent_s: float, met: bool) -> None:
+        if self.refused:
+            raise AuthenticationError(self.refused)
+        if not met and silent_s > self.connect_s:
+            raise UnreachableError(f"no ps-probe answers at {self.address} within {self.connect_s:g} s")
+        if met and silent_s > SILENT_S:
+            raise ServerLostError(f"the ps-probe at {self.address} has said nothing for {SILENT_S:g} s")
+
+    def _told(self, message: object, wake: Callable[[], None]) -> bool:
+        """Whether all is over."""
+        if isinstance(message, End):
+            if message.why:
+                raise UsageError(f"the director at {self.address} says: {message.why}")
+            return True
+        if isinstance(message, Listen | Dial):
+            self.stop.set()  # of a try that was given up
+            before, self.stop = self.worker, threading.Event()
+            work = (message, self.stop, before, wake)
+            self.worker = threading.Thread(target=self._measure, args=work, name="measure", daemon=True)
+            self.worker.start()
+        return False
+
+    def _measure(
+        self, asked: Listen | Dial, stop: threading.Event, before: threading.Thread | None, wake: Callable[[], None]
+    ) -> None:
+        if before is not None:
+            before.join(pairs.CONNECT_S)
+        try:
+            if isinstance(asked, Listen):
+                with pairs.open_port("", self.port) as listener:
+                    self.answers.put(Opened(asked.token, listener.getsockname()[1]))
+                    wake()
+                    found = pairs.listen(listener, asked.token, asked.seconds, stop)
+            else:
+                host = asked.host or parse_address("--join", self.address)[0]
+                found = pairs.dial(host, asked.port, asked.token, asked.seconds, asked.bytes, stop)
+            report = Report(asked.token, "", pack([flow.plain() for flow in found]))
+        except NarrowsError as error:
+            report = Report(asked.token, str(error), pack([]))
+        if not stop.is_set():
+            self.answers.put(report)
+            wake()
+
+
+class Director:
+    """`keys_folder`: whose keys are let in; "": all are."""
+
+    def __init__(self, probe: Probe, bind: str, keys_folder: str, say: Callable[[str], None]) -> None:
+        self.probe, self.say = probe, say
+        self.guard = guard = keys.Guard(keys_folder) if keys_folder else None
+        curve = None
+        if guard is not None:
+            curve = Curve(guard.own.pair, lambda address: None, lambda public: guard.who(public) is not None)
+        self.sockets = Sockets(curve=curve)
+        self.host, _ = parse_address("--bind", bind, any_port=True)
+        self.port = self.sockets.listen(bind)
+
+    @property
+    def address(self) -> str:
+        """Where this machine itself dials it."""
+        return f"tcp://{'127.0.0.1' if self.host in ANY_HOSTS else self.host}:{self.port}"
+
+    def run(self, wait_s: float, ended: Callable[[], Iterable[str]]) -> None:
+        """Until all is over. `wait_s`: for the machines to come. `ended`: sentences about those that will not come any more.
+        Raises UnreachableError where fewer than two have come."""
+        probe, deadline = self.probe, time.monotonic() + wait_s
+        while not probe.over:
+            for peer, frames in self.sockets.receive(TURN_MS):
+                self._heard(peer, frames)
+            now_ns = time.monotonic_ns()
+            self._do(probe.tick(now_ns))
+            if probe.began_ns is None:
+                late = [f"{probe.missing()} in {wait_s:g} s"] * (time.monotonic() > deadline)
+                for why in (*ended(), *late):
+                    self._do(probe.without(why, 1 if why not in late else probe.count, now_ns))
+                if probe.count < 2:
+                    raise UnreachableError(f"{probe.missing()}; two are needed: {'; '.join(probe.failed)}")
+
+    def _heard(self, peer: Peer, frames: Sequence[Buffer]) -> None:
+        assert isinstance(peer, bytes)
+        try:
+            self._do(self.probe.hear(peer, decode(frames), time.monotonic_ns()))
+        except RemoteProtocolError as error:
+            self.say(f"a message was left out: {error}")
+            self.sockets.send(peer, encode(End(str(error))))
+
+    def _do(self, effects: Effects) -> None:
+        for effect in effects:
+            if isinstance(effect, Say):
+                self.say(effect.text)
+            else:
+                self.sockets.send(effect.peer, encode(effect.message))
+
+    def close(self) -> None:
+        self.sockets.close()
+
+
+@contextmanager
+def beside(measurer: Measurer, tell: Callable[[str], None]) -> Iterator[None]:
+    """This machine measures too, in a thread of the process that directs."""
+
+    def measure() -> None:
+        try:
+            measurer.run()
+        except NarrowsError as error:
+            tell(str(error))
+
+    thread = threading.Thread(target=measure, name="machine", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join(ENDS_S)
+
+
+class Started:
+    """Commands that were started on other machines, by --ssh."""
+
+    def __init__(
+        self, hosts: Sequence[str], ssh: str, director: Director, keys_folder: str, more: Sequence[str]
+    ) -> None:
+        self.running: dict[str, subprocess.Popen[bytes]] = {}
+        for host in hosts:
+            there = host.rpartition("@")[2]
+            here = own_host(there, 22) if director.host in ANY_HOSTS else director.host
+            words = ["ps-probe", "--join", f"tcp://{here}:{director.port}", "--name", there, "--host", there, *more]
+            words += ["--key", "-"] if keys_folder else []
+            try:
+                line = [word.format(host=host, command=shlex.join(words)) for word in shlex.split(ssh)]
+                made = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
+            except (OSError, ValueError, KeyError, IndexError) as error:
+                raise UsageError(f"--ssh {ssh}: {error}") from None
+            self.running[host] = made
+            assert made.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                if keys_folder:
+                    made.stdin.write(keys.add(keys_folder, _key_name(there), "worker").read_bytes())
+                made.stdin.close()
+
+    def ended(self) -> list[str]:
+        """A sentence about each that has ended since."""
+        found = {host: code for host, made in self.running.items() if (code := made.poll()) is not None}
+        for host in found:
+            del self.running[host]
+        return [f"{host}: ps-probe did not start there, or has ended with code {code}" for host, code in found.items()]
+
+    def close(self) -> None:
+        deadline = time.monotonic() + ENDS_S
+        for made in self.running.values():
+            try:
+                made.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                made.terminate()
+                made.wait(ENDS_S)
+
+
+def _key_name(host: str) -> str:
+    return "".join(c if c.isalnum() or c in "._-" else "-" for c in host)[:60]
+
+
+@contextmanager
+def own_keys() -> Iterator[str]:
+    """A folder of keys for this run alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        keys.make(folder)
+        yield folder
+
+
+def key_of(path: str) -> keys.Secret:
+    """That of a file, or of stdin for "-". Raises UsageError."""
+    if path != "-":
+        return keys.member_key(path, "--key")
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "stdin"
+        with (
+            os.fdopen(os.open(copy, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file,
+            open(0, "rb", closefd=False) as given,
+        ):
+            file.write(given.read(1 << 16))
+        return keys.member_key(str(copy), "--key")
+
+
+def secret() -> str:
+    return secrets.token_hex(16)

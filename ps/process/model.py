@@ -1,0 +1,104 @@
+"""The whole model by tensor names, made of the checkpoints of all shards at the end of a run.
+
+DIR/model.safetensors                 what a plain model loads: its parameters by every name they have, in the dtype
+                                      of the workers, and its buffers. Not what no worker trains: frozen parameters
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import safe_open
+
+from narrows.compression.rows import first_values
+from narrows.protocols.errors import IncompatibleError
+from narrows.protocols.plan import NamedArray, Plan, unpack_arrays
+from narrows.protocols.tables import TableSpec
+from narrows.ps import tables
+from narrows.ps.process.checkpoints import NamedBlocks, named, path_of, read, shards_of, write_file
+
+
+class Blocks:
+    """The values of table `number` out of the checkpoints of all shards, float32[rows, dim]: a block at a time, so that nobody
+    holds the table. Raises IncompatibleError at the end, where a file is not what was written."""
+
+    def __init__(self, folder: Path, clock: int, shards: int, number: int, spec: TableSpec) -> None:
+        self.paths = [path_of(folder, shard, clock) for shard in range(shards)]
+        self.prefix, self.spec = f"{tables.PREFIX}{number}.", spec
+
+    def __len__(self) -> int:
+        return 4 * self.spec.rows * self.spec.dim
+
+    def __iter__(self) -> Iterator[memoryview]:
+        spec, shards, name = self.spec, len(self.paths), f"{self.prefix}values"
+        with ExitStack() as stack:
+            files = [stack.enter_context(safe_open(path, framework="numpy")) for path in self.paths]
+            held = [file.get_tensor(f"{self.prefix}rows").astype(np.int64) * shards + i for i, file in enumerate(files)]
+            values, read_to, sums = [file.get_slice(name) for file in files], [0] * shards, [0] * shards
+            for begin in range(0, spec.rows, spec.ask_rows_max):
+                numbers = np.arange(begin, min(begin + spec.ask_rows_max, spec.rows), dtype=np.uint64)
+                block, fresh = np.empty((numbers.size, spec.dim), np.float32), np.ones(numbers.size, np.bool_)
+                for i, rows in enumerate(held):
+                    first, read_to[i] = read_to[i], int(np.searchsorted(rows, begin + numbers.size))
+                    at, part = rows[first : read_to[i]] - begin, np.ascontiguousarray(values[i][first : read_to[i]])
+                    block[at], fresh[at], sums[i] = part, False, zlib.crc32(named(part)[2], sums[i])
+                block[fresh] = first_values(numbers[fresh], spec.dim, spec.seed, spec.std)
+                yield block.reshape(-1).view(np.uint8).data
+            for path, file, found in zip(self.paths, files, sums, strict=True):
+                if json.loads(file.metadata()["narrows"])["crc32"][name] != found:
+                    raise IncompatibleError(f"{path} is damaged: table {spec.name!r} is not what was written")
+
+
+def _bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+    """The upper half of each float32, rounded to nearest, ties to even."""
+    bits = values.view(np.uint32)
+    rounded = ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
+    return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
+
+
+def _as_on_workers(values: npt.NDArray[np.float32], shape: tuple[int, ...], dtype: str) -> NamedArray:
+    """A tensor of the model in the dtype that the workers hold it in; float32 for one that NumPy cannot round to."""
+    if dtype == "bfloat16":
+        return dtype, shape, _bfloat16(values).tobytes()
+    if dtype in ("float16", "float64"):
+        with np.errstate(over="ignore"):
+            return dtype, shape, values.astype(dtype).tobytes()
+    return "float32", shape, values.tobytes()
+
+
+def merge(folder: Path, clock: int, buffers: dict[str, NamedArray]) -> Path:
+    """Write model.safetensors from the shards' checkpoints of `clock`; return its path."""
+    flat = []
+    facts: dict[str, Any] = {}
+    shards = shards_of(folder, clock)
+    for shard in range(shards):
+        arrays, facts = read(folder, shard, clock, only=("x",))
+        flat.append(arrays["x"])
+    whole = np.concatenate(flat)
+    plan = Plan.unpacked(facts["plan"])
+    if whole.size != plan.size:
+        raise IncompatibleError(f"the checkpoints of clock {clock} in {folder} have {whole.size} keys, not {plan.size}")
+    offsets = plan.offsets()
+    tensors: dict[str, NamedArray | NamedBlocks] = dict(buffers)
+    for i, tensor in enumerate(plan.tensors):
+        tensors[tensor.name] = _as_on_workers(whole[offsets[i] : offsets[i + 1]], tensor.shape, tensor.dtype)
+    tensors |= {name: tensors[plan.tensors[i].name] for name, i in plan.aliases}
+    for number, spec in enumerate(plan.tables):
+        blocks = Blocks(folder, clock, shards, number, spec)
+        tensors[spec.name] = "float32", (spec.rows, spec.dim), blocks
+    path = folder / "model.safetensors"
+    write_file(path, tensors, {"format": "pt", "narrows": json.dumps({"clock": clock})})
+    return path
+
+
+def buffers(folder: Path, clock: int) -> dict[str, NamedArray]:
+    """The module buffers that went along with the checkpoint of `clock`, by name."""
+    _, facts = read(folder, 0, clock, only=())
+    return unpack_arrays(facts.get("buffers", b""))

@@ -1,0 +1,298 @@
+"""ps-probe decides who measures with whom, survives who dies meanwhile, and makes one network.json of all that was seen."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from narrows.protocols.effects import NS
+from narrows.protocols.errors import RemoteProtocolError, UsageError
+from narrows.protocols.planning import flows, measured, probe
+from narrows.protocols.planning.flows import MIB, PHASES, PINGED, SIZES, STREAM_BYTES, Flow
+from narrows.protocols.planning.measured import Host, Link, Measured
+from narrows.protocols.planning.network import Network
+from narrows.protocols.planning.probe import Beat, Dial, End, Join, Listen, Opened, Probe, Report, Say, Tell
+from narrows.protocols.summary import Row, Summary
+from narrows.protocols.wire import pack
+from narrows.ps.glance.history import History
+
+MB = 10**6
+
+
+@pytest.mark.parametrize("count", range(2, 18))
+def test_every_pair_is_in_one_round_and_no_machine_twice_in_one(count: int) -> None:
+    found = probe.rounds(range(count))
+    pairs = [frozenset(pair) for row in found for pair in row]
+    assert len(pairs) == len(set(pairs)) == count * (count - 1) // 2
+    assert all(len({*row[0]}.union(*row)) == 2 * len(row) for row in found)
+    assert len(found) < count + math.ceil(
+        math.log2(count)
+    )  # count - 1 are needed; each halving of an odd count costs one
+
+
+def figures(rate: float) -> dict[str, float]:
+    return {"bits_per_second": rate, "seconds": 2.0, "bytes": rate / 4} | {
+        f"bits_per_second_{size}": rate / 2 for size in SIZES
+    }
+
+
+def seen(listens: bool) -> list[Flow]:
+    """What one end reports of a pair whose rates are 8 Mbit/s from the listener, 2 Mbit/s towards it."""
+    rows = [] if listens else [Flow(PINGED, 0, {"min_rtt": 0.02, "p50_rtt": 0.03, "p95_rtt": 0.04, "pings": 30})]
+    for number, phase in enumerate(PHASES):
+        for way in phase.ways:
+            sends = (way == 0) == listens
+            sent = {"retransmits": 1.0, "segments": 1000.0, "sent_bytes": 5e5}
+            rows.append(Flow(number, way, sent if sends else figures(8e6 if way == 0 else 2e6)))
+    return rows
+
+
+class Machines:
+    """The others, in virtual time. `closed`: whose port nobody reaches; `dead`: who says nothing any more."""
+
+    def __init__(self, count: int, closed: str = "", known: frozenset[frozenset[str]] = frozenset()) -> None:
+        self.probe = Probe(count, 20.0, 100 * MB, "secret", known)
+        self.closed, self.dead, self.said, self.now_ns = closed, "", list[str](), 0
+        self.ended: list[str] = []
+        self.dials: list[Dial] = []
+
+    def do(self, effects: list[Tell | Say]) -> None:
+        for effect in effects:
+            if isinstance(effect, Say):
+                self.said.append(effect.text)
+            elif effect.peer.decode() != self.dead:
+                self.do(self.answer(effect.peer, effect.message))
+
+    def answer(self, peer: bytes, message: Any) -> list[Tell | Say]:
+        name = peer.decode()
+        match message:
+            case Listen(token):
+                return self.probe.hear(peer, Opened(token, 7000), self.now_ns)
+            case Dial(token, host):
+                self.dials.append(message)
+                if host in self.closed:
+                    return self.probe.hear(peer, Report(token, f"port 7000 of {host} is closed", pack([])), self.now_ns)
+                trial = self.probe.tries[token]
+                listener = self.probe.machines[trial.listener].peer
+                reports = [(listener, True), (peer, False)]
+                found: list[Tell | Say] = []
+                for who, listens in reports:
+                    if who.decode() != self.dead:
+                        packed = pack([flow.plain() for flow in seen(listens)])
+                        found += self.probe.hear(who, Report(token, "", packed), self.now_ns)
+                return found
+            case End():
+                self.ended.append(name)
+        return []
+
+    def join(self, *names: str) -> None:
+        for name in names:
+            self.do(self.probe.hear(name.encode(), Join(name, name, 1, 0.5), self.now_ns))
+
+    def passes(self, seconds: float) -> None:
+        for _ in range(int(seconds)):
+            self.now_ns += NS
+            for machine in self.probe.machines:
+                if (name := machine.peer.decode()) != self.dead:
+                    self.do([e for e in self.probe.hear(name.encode(), Beat(0), self.now_ns) if isinstance(e, Say)])
+            self.do(self.probe.tick(self.now_ns))
+
+
+def test_all_pairs_are_measured_and_all_machines_told() -> None:
+    machines = Machines(5)
+    machines.join(*"abcde")
+    assert machines.probe.over and not machines.probe.failed
+    assert {frozenset(each.names) for each in machines.probe.found} == {
+        frozenset(a + b) for a in "abcde" for b in "abcde" if a < b
+    }
+    assert sorted(machines.ended) == [*"abcde"]
+    assert len({dial.token for dial in machines.dials}) == 10
+    assert sum(dial.bytes for dial in machines.dials) <= 100 * MB
+
+
+def test_what_a_run_has_measured_is_left_out() -> None:
+    machines = Machines(3, known=frozenset({frozenset("ab")}))
+    machines.join(*"abc")
+    assert {frozenset(each.names) for each in machines.probe.found} == {frozenset("ac"), frozenset("bc")}
+
+
+def test_a_closed_port_is_tried_the_other_way_and_named_where_both_are() -> None:
+    machines = Machines(3, closed="ab")
+    machines.join(*"abc")
+    assert machines.probe.over
+    assert {frozenset(each.names) for each in machines.probe.found} == {frozenset("ac"), frozenset("bc")}
+    (failed,) = machines.probe.failed
+    assert "port 7000 of" in failed
+
+
+def test_a_machine_that_dies_is_named_and_the_others_are_measured() -> None:
+    machines = Machines(4)
+    machines.dead = "d"
+    machines.join(*"abcd")
+    machines.passes(100)
+    assert machines.probe.over
+    assert {frozenset(each.names) for each in machines.probe.found} == {frozenset(p) for p in ("ab", "ac", "bc")}
+    assert len(machines.probe.failed) == 3 and all("d" in each for each in machines.probe.failed)
+    assert sum("said nothing" in text for text in machines.said) == 1
+
+
+def test_a_pair_without_a_report_ends() -> None:
+    machines = Machines(2)
+    machines.dead = "a"
+    machines.join(*"ab")
+    machines.dead = ""  # it lives, and has lost what it was told
+    machines.passes(30)
+    assert machines.probe.over and "no report of" in machines.probe.failed[0]
+
+
+def test_who_is_refused_is_told_why() -> None:
+    machines = Machines(3)
+    machines.join("a")
+    assert "named a too" in machines.probe.hear(b"x", Join("a", "a", 1, 0.0), 0)[0].message.why  # type: ignore[union-attr]
+    machines.join("b", "c")
+    assert "3 machines are here" in machines.probe.hear(b"d", Join("d", "d", 1, 0.0), 0)[0].message.why  # type: ignore[union-attr]
+    assert isinstance(machines.probe.hear(b"y", Beat(0), 0)[0].message, End)  # type: ignore[union-attr]
+
+
+def test_those_who_came_begin_without_the_others() -> None:
+    machines = Machines(4)
+    machines.join(*"abc")
+    machines.do(machines.probe.without("d did not start", 1, 0))
+    assert machines.probe.over and len(machines.probe.found) == 3 and machines.probe.failed == ["d did not start"]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        {},
+        [[0, 0]],
+        [[9, 0, {}]],
+        [[0, 2, {}]],
+        [[0, 0, {"other": 1.0}]],
+        [[0, 0, {"bytes": -1.0}]],
+        [[0, 0, {"bytes": float("inf")}]],
+        [[0, 0, {"bytes": "1"}]],
+        [[0, 0, {}]] * 100,
+        [[[], 0, {}]],
+    ],
+)
+def test_a_report_that_is_none_is_refused(rows: Any) -> None:
+    with pytest.raises(RemoteProtocolError):
+        flows.checked(rows)
+
+
+@pytest.mark.parametrize(
+    "frame", [b"", b"\xc1", pack([]), pack(["Join"]), pack(["Join", 1, 2, 3, 4]), pack(["Eval", "x"]), pack(7)]
+)
+def test_bytes_that_are_no_message_are_refused(frame: bytes) -> None:
+    with pytest.raises(RemoteProtocolError):
+        probe.decode([frame])
+    assert probe.decode(probe.encode(Join("a", "", 1, 0.5))) == Join("a", "", 1, 0.5)
+
+
+def test_slow_start_is_no_part_of_a_rate_and_all_of_a_small_message() -> None:
+    marks = [(1.0, 0), *((1.0 + tenth / 10, 2**tenth * 1000) for tenth in range(1, 11))]
+    marks += [(2.0 + tenth / 10, 1024_000 + tenth * 200_000) for tenth in range(1, 31)]  # from then on 16 Mbit/s
+    assert flows.last_part(marks) == pytest.approx(16e6)
+    sizes = flows.by_size(marks)
+    assert sizes.keys() == {SIZES[0], SIZES[1]} and sizes[SIZES[0]] < sizes[SIZES[1]] < 16e6
+    told = {"bits_per_second": 16e6, "seconds": 4.0, "bytes": float(marks[-1][1])} | {
+        f"bits_per_second_{k}": v for k, v in sizes.items()
+    }
+    rates = flows.rates(told)
+    assert [*rates] == [*SIZES, STREAM_BYTES]
+    assert rates[8 * MIB] == pytest.approx(8 * 8 * MIB / (4.0 + (8 * MIB - marks[-1][1]) / 2e6))
+
+
+@pytest.mark.parametrize("marks", [[], [(1.0, 0)], [(1.0, 0), (1.0, 9)]])
+def test_a_stream_without_time_has_no_rate(marks: Any) -> None:
+    assert flows.last_part(marks) == 0.0
+
+
+def test_streams_end_with_their_round() -> None:
+    for round_trip_s in (0.0001, 0.4):
+        left_s = 18.0
+        for number in range(len(PHASES)):
+            left_s -= flows.phase_seconds(left_s, number, round_trip_s) + 2 * round_trip_s
+        assert -1e-6 <= left_s <= 1.5
+    for number, phase in enumerate(PHASES):
+        assert flows.phase_bytes(600 * MB, number) * phase.streams <= 100 * MB
+
+
+def of_two(names: tuple[str, str], unix_s: float) -> Measured:
+    found = Measured()
+    for name in names:
+        found.add_host(name, Host(unix_s, 1 << 30, 0.25 if name == "a" else 0.5))
+    machines = Machines(2)
+    machines.join(*names)
+    for each in machines.probe.found:
+        for way, link in measured.of_pair(each.names, each.flows, unix_s).items():
+            found.add_link(way, link)
+    return found
+
+
+def test_the_file_is_a_network_and_says_each_way() -> None:
+    document = of_two(("a", "b"), 100.0).document()
+    network = Network.parse(document)
+    assert network.hosts == ("a", "b") and network.measured_unix_s == 100.0
+    assert network.sizes_bytes == (*SIZES, STREAM_BYTES)
+    assert sorted(8 * network.rates[-1][~(network.rates[-1] == 0.125)]) == [2e6, 8e6]
+    assert network.delay_s[0, 1] == network.delay_s[1, 0] == 0.01
+    assert list(network.compute) == [1.0, 0.5] and list(network.memory_bytes) == [1 << 30] * 2
+    assert measured.parse(document).document() == document
+
+
+def test_the_newest_of_each_link_holds() -> None:
+    one, two, newer = of_two(("a", "b"), 100.0), of_two(("b", "c"), 200.0), of_two(("a", "b"), 300.0)
+    newer.links["a", "b"] = Link(0.5, {MIB: 1e6}, 300.0)
+    for order in ((one, two, newer), (newer, two, one)):
+        merged = Measured()
+        for each in order:
+            merged.add(measured.parse(each.document()))
+        assert merged.links["a", "b"].delay_s == 0.5 and merged.links["b", "c"].unix_s == 200.0
+        assert sorted(merged.hosts) == ["a", "b", "c"]
+    with pytest.raises(UsageError, match="where one is needed"):  # nobody has measured a - c
+        Network.parse(merged.document())
+
+
+def test_a_file_of_matrices_alone_can_be_merged() -> None:
+    matrices = {
+        "format": 1,
+        "hosts": ["a", "b"],
+        "delay_s": [[0, 0.1], [0.2, 0]],
+        "rates": [{"message_bytes": MIB, "bits_per_second": [[0, 1e6], [2e6, 0]]}],
+    }
+    found = measured.parse(matrices)
+    found.add(of_two(("b", "c"), 100.0))
+    assert found.links["b", "a"] == Link(0.2, {MIB: 2e6}, 0.0)
+    assert len(found.links) == 4
+
+
+@pytest.mark.parametrize(
+    "broken", [{"format": 2}, {"hosts": None}, {"links": [{}]}, {"memory_bytes": [1]}, {"links": 3}]
+)
+def test_a_file_that_is_none_is_refused(broken: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=r"network\.json"):
+        measured.parse(of_two(("a", "b"), 1.0).document() | broken)
+
+
+def test_what_a_run_has_measured_costs_nothing() -> None:
+    history = History()
+    history.take(
+        {"event": "run", "seconds": 0.0, "mode": "ssp", "address": "tcp://root:5555", "local_steps": 1, "fragments": 1}
+    )
+    for clock in (0, 10):
+        for rank, (host, rate) in enumerate((("leipzig", 1e6), ("leipzig", 3e6), ("oslo", 2e6))):
+            summary = Summary(seconds=1.0 + clock, clock=clock, steps=clock, compute_seconds=0.2 * clock, bytes_up=clock * MB,
+                              rate_up=rate, rate_down=2 * rate, round_trip_seconds=0.04)  # fmt: skip
+            row = Row((), host, "", summary).below(rank, host)
+            event = {"event": "summary", "seconds": 1.0 + clock, "clock": clock, "parameters": 5, "rows": [row.told()]}
+            history.take(event)
+    found = measured.of_run(history.frame(), "", 50.0)
+    assert found.hosts["leipzig"].step_s == pytest.approx(0.2)
+    assert found.links["leipzig", "root"] == Link(0.02, {MIB: 24e6}, 50.0, {"measured_by": "run"})
+    assert [*found.links["root", "leipzig"].rates.values()] == [48e6]
+    assert found.pairs == {frozenset(("leipzig", "root")), frozenset(("oslo", "root"))}
+    assert measured.table(found)[2].split() == [*found.hosts]

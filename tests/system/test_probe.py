@@ -1,0 +1,155 @@
+"""ps-probe as a user runs it: with keys, with ports that nobody reaches, and over a link of the lab by a made-up ssh."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import lab
+import launch
+import pytest
+from kit.processes import BIN, SCRIPT, finished, sentences, started, until
+from lab import pair
+from link import MTU, Way
+
+from narrows.protocols.planning.network import Network
+from narrows.ps.command.steps import STEPS, of_record
+
+MB = 10**6
+LOOPBACK = "tcp://127.0.0.1:0"
+
+
+def address(said: str) -> str:
+    """That of a director which waits."""
+    found = re.search(r"on (tcp://\S+),", said)
+    return found[1] if found else ""
+
+
+def test_machines_with_keys_measure_one_another_within_their_bytes(tmp_path: Path) -> None:
+    keys, out = tmp_path / "keys", tmp_path / "network.json"
+    assert finished("ps-serve", "keys", "init", str(keys))[0] == 0
+    assert finished("ps-serve", "keys", "add", "b", "--keys", str(keys))[0] == 0
+    flags = [
+        "--bind",
+        LOOPBACK,
+        "--machines",
+        "2",
+        "--keys",
+        str(keys),
+        "--name",
+        "a",
+        "--bytes",
+        "2e7",
+        "--out",
+        str(out),
+    ]
+    with started("ps-probe", *flags) as director:
+        there = until(lambda: address(director.err), "the director to listen")
+        code, _, said = finished("ps-probe", "--join", there, "--name", "stranger", "--wait", "20")
+        assert code == 4 and "--key" in said
+        assert finished("ps-probe", "--join", there, "--name", "b", "--key", str(keys / "b.key"))[0] == 0
+        assert director.wait() == 0, director
+        assert "1 pairs in 1 rounds: at most 20 s and 20 MB" in director.err
+        cost = re.search(r"1 of 1 pairs were measured in [\d.]+ s, with ([\d.]+) MB", director.err)
+        assert cost and 1 < float(cost[1]) <= 20
+    document = json.loads(out.read_text())
+    network = Network.parse(document)
+    assert network.hosts == ("a", "b") and 0 < network.delay_s[0, 1] < 0.05 and (network.memory_bytes > 0).all()
+    sent = sum(flow["sent_bytes"] for link in document["links"] for flow in link["flows"])
+    assert 1 * MB < sent <= 20 * MB
+    assert all(0 < flow["bytes"] <= flow["sent_bytes"] for link in document["links"] for flow in link["flows"])
+
+    old = document | {"hosts": ["b", "c"], "links": [link | {"from": "b", "to": "c"} for link in document["links"][:1]]}
+    (tmp_path / "old.json").write_text(json.dumps(old))
+    code, said, _ = finished("ps-probe", "--merge", str(out), str(tmp_path / "old.json"), "--out", str(out))
+    assert code == 0 and json.loads(out.read_text())["hosts"] == ["a", "b", "c"]
+    assert said.splitlines()[2].split() == ["a", "b", "c"]
+
+
+def test_a_port_that_nobody_reaches_is_named_and_the_other_pairs_are_measured(tmp_path: Path) -> None:
+    """Nobody listens on the address that two of the machines say is theirs."""
+    out = tmp_path / "network.json"
+    flags = ["--bind", LOOPBACK, "--machines", "3", "--only-others", "--bytes", "1e7", "--out", str(out)]
+    with ExitStack() as stack:
+        director = stack.enter_context(started("ps-probe", *flags))
+        there = until(lambda: address(director.err), "the director to listen")
+        for name, host in (("a", "::1"), ("b", "::1"), ("c", "127.0.0.1")):
+            stack.enter_context(started("ps-probe", "--join", there, "--name", name, "--host", host))
+        assert director.wait() == 1
+        (failed,) = (line for line in director.err.splitlines() if line.startswith("ps-probe: not measured"))
+    assert re.search(r"(a - b|b - a): port \d+ of ::1 cannot be dialled", failed)
+    links = {(link["from"], link["to"]) for link in json.loads(out.read_text())["links"]}
+    assert links == {("a", "c"), ("c", "a"), ("b", "c"), ("c", "b")}
+
+
+@pytest.mark.skipif(bool(lab.available()), reason=lab.available() or "available")
+def test_hosts_are_started_by_ssh_and_an_asymmetric_link_has_two_rates(tmp_path: Path) -> None:
+    """In place of ssh a script runs what it is given on the other host of the lab. Keys travel by its stdin."""
+    with pair(Way(20e6, delay_s=0.01), Way(5e6, delay_s=0.01)) as two:
+        here, there = two.hosts
+        ssh = tmp_path / "ssh"
+        ssh.write_text(f'#!/bin/sh\nexport PATH={BIN}:$PATH\nexec ip netns exec {there.netns} sh -c "$2"\n')
+        ssh.chmod(0o755)
+        out = tmp_path / "network.json"
+        flags = ["--seconds", "8", "--name", "here", "--out", str(out), "--ssh", f"{ssh} {{host}} {{command}}"]
+        said = here.run([str(BIN / "ps-probe"), there.address, *flags], 60, launch.environment())
+    assert "Mbit/s, row sends" in said
+    network = Network.parse(json.loads(out.read_text()))
+    assert set(network.hosts) == {"here", there.address}
+    i, j = network.hosts.index("here"), network.hosts.index(there.address)
+    payload = (MTU - 52) / MTU / 8
+    assert network.rates[-1][i, j] == pytest.approx(20e6 * payload, rel=0.1)
+    assert network.rates[-1][j, i] == pytest.approx(5e6 * payload, rel=0.1)
+    assert network.delay_s[i, j] == pytest.approx(0.01, abs=0.002)
+    assert network.rates[0][i, j] < network.rates[-1][i, j]  # a small message is not over its slow start
+
+
+def test_a_script_makes_some_steps_and_their_seconds_are_in_the_file(tmp_path: Path) -> None:
+    """20 steps of a script that would never end."""
+    (tmp_path / "train.py").write_text(SCRIPT % "time.sleep(0.02)")
+    probe = f"""
+from narrows.ps.command.steps import of_script
+print(of_script({str(tmp_path / "train.py")!r}))
+"""
+    said = launch.run([sys.executable, "-c", probe], 100)[0]
+    seconds = json.loads(said)
+    assert len(seconds) == STEPS and all(0.02 <= each < 5 for each in seconds[1:])
+
+
+def test_a_record_has_the_seconds_of_a_step_without_waiting(tmp_path: Path) -> None:
+    record = tmp_path / "run.jsonl"
+    rows = [
+        {"event": "start"},
+        *({"event": "step", "step_seconds": 0.5, "wait_seconds": 0.2, "encode_seconds": 0.1},) * 30,
+    ]
+    record.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"event": "st')
+    assert of_record(str(record)) == pytest.approx([0.2] * STEPS)
+    record.write_text("{}\n")
+    code, _, said = finished("ps-probe", "--join", "tcp://127.0.0.1:1", "--record", str(record))
+    assert code == 2 and sentences(said) == [f"ps-probe: --record {record}: it has no step of a worker yet"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ("", "give HOST..., --bind with --machines"),
+        ("--bind tcp://0.0.0.0:0 --machines 2", "anyone who reaches it could take part"),
+        ("--join tcp://10.0.0.1:5600", "give --key FILE"),
+        ("--join tcp://127.0.0.1:1 --merge", "give one of"),
+        ("--merge", "name the files"),
+        ("--merge /none.json", "/none.json"),
+        ("--bind tcp://127.0.0.1:0 --machines 3 --bytes 1000", "3 pairs need"),
+        ("a b --machines 2", "--machines 2"),
+    ],
+)
+def test_a_wrong_flag_is_one_sentence(flags: str, why: str) -> None:
+    from click.testing import CliRunner
+
+    from narrows.ps.command.probe import command
+
+    result = CliRunner().invoke(command, shlex.split(flags), standalone_mode=False)
+    assert why in str(result.exception)
