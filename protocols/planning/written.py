@@ -91,7 +91,10 @@ def clustered(places: Places, plan: Choice, work: Work, shards: int, insecure: b
 def staged(
     places: Places, grid: Indices, servers: Sequence[int], ways: Sequence[Way], coding: str, insecure: bool
 ) -> Document:
-    """A pipeline. grid (stages, replicas): hosts. servers, ways: the host and the flags of each stage's server; `coding`: of each edge, both ways."""
+    """A pipeline. `grid` (stages, replicas) has hosts.
+
+    servers, ways: the host and the flags of each stage's server; `coding`: of each edge, both ways.
+    """
     ports, peers, hosts = Ports(PORT), Ports(PROCESS_PORT), places.network.hosts
     return places.document(
         insecure,
