@@ -106,9 +106,9 @@ class Chooser:
                     yield tuple(sorted([*changed, *([(host,)] if at is None else [])]))
 
     def descended(self, plan: Choice, roots: Indices) -> Choice:
-        """The plan after the best of all moves, again and again, until none gains."""
+        """The plan after the best of the moves, again and again, until none gains or MOVES_MAX are priced."""
         left = MOVES_MAX
-        while plan.clusters and left > 0:
+        while left > 0:
             tried = []
             for groups in self.moves(plan.groups):
                 if left > 0 and len(groups) > 1:

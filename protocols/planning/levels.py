@@ -4,9 +4,10 @@ A child of a server is a worker, or a cluster. `own` are its seconds of computin
 bytes. W updates may be in flight. Its clock takes
 
     max(own, up, down, (own + round trip + up + down) / W)        compression/predict.py
+    max(up, down, own + (round trip + up + down) / W)             where states come whole: they overlap less
 
 A run with a bound waits for the slowest child. Without one n children make n / sum(1 / clock) updates a second. A cluster
-computes H clocks of its own, H the local steps above. tests/simulation/forms.py holds these forms to simulated runs.
+computes H clocks of its own, H the local steps above. tests/protocols/test_choosing.py holds these forms to simulated runs.
 
 Rules of links
 - A port carries what all children of its host's server send: it is as fast as the host's fastest link.
@@ -41,6 +42,7 @@ class Coded:
 
     bytes: float
     encode_s: float
+    whole: bool = False  # states come whole, and not as differences
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +167,9 @@ class Prices:
         """Clocks of children whose step takes `own_s`, a row for each."""
         mode = way.mode()
         own = (mode.local_steps * own_s + self.work.coded[way.compress].encode_s * self.work.parameters)[:, None]
-        whole = (own + round_trip_s + up + down) / mode.window
-        found: Array = np.maximum(np.maximum(np.maximum(own, up), down), whole)
+        road = (round_trip_s + up + down) / mode.window
+        together = road + (own if self.work.coded[way.compress].whole else own / mode.window)
+        found: Array = np.maximum(np.maximum(np.maximum(own, up), down), together)
         return found
 
     def step_s(self, way: Way, clocks: Array) -> Array:

@@ -113,7 +113,9 @@ def coded() -> dict[str, Any]:
     rungs = {rung.spec: rung.bytes for rung in LADDER}
     specs = {way.compress for way in WAYS}
     return {
-        spec: Coded(rungs.get(spec) or ladder(spec)[0].bytes, 0.0 if spec == "dense" else ENCODE_NS / 1e9)
+        spec: Coded(
+            rungs.get(spec) or ladder(spec)[0].bytes, 0.0 if spec == "dense" else ENCODE_NS / 1e9, spec == "dense"
+        )
         for spec in sorted(specs)
     }
 
