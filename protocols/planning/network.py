@@ -48,6 +48,19 @@ class Network:
             rate = rate + (at - low) * (self.rates[low + 1] - rate)
         return _off_diagonal(self.delay_s + message_bytes / rate)
 
+    def of(self, hosts: Sequence[int]) -> Network:
+        """The network of these hosts alone, in this order."""
+        at, both = [*hosts], np.ix_(hosts, hosts)
+        return replace(
+            self,
+            hosts=tuple(self.hosts[host] for host in at),
+            delay_s=self.delay_s[both],
+            rates=self.rates[:, both[0], both[1]],
+            compute=self.compute[at],
+            memory_bytes=self.memory_bytes[at],
+            price=self.price[both],
+        )
+
     def alike(self) -> Network:
         """The same links between hosts that are alike, each with the mean speed: what a planner blind to compute sees."""
         return replace(self, compute=np.full(len(self.hosts), self.compute.mean()))

@@ -1,0 +1,210 @@
+"""What ps-plan predicts of a step, and what it takes in the lab: its own plan, and ten that were made by hand.
+
+    python bench/planning.py                                    # three networks, all plans; about 20 minutes of an idle machine
+    python bench/planning.py --networks cities --plans plan,1 --steps 20
+    python bench/planning.py --scale                            # seconds of planning for 64 and 512 machines
+
+Rules
+- Each city is a host of the lab, its machines are processes there, and a switch joins the cities. Both ways of a link are alike.
+- A network.json of what was set is planned with; ps-probe has no part. `--step`, or 20 steps of a worker's even share alone, say what a step is.
+- The printed commands are run as they are, by bash, but for `--record` in each ps-worker's. A step is the median of the slowest
+  worker, after the first ones. Machines share the cores: what does not fit on them is not what was planned.
+- "over plan": how much longer the measured step of a plan by hand is than that of the plan. Losses are not compared here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import click
+import lab
+import launch
+import wan
+from launch import CommandFailed
+from link import Way
+from scheduling import worldwide
+
+from narrows.protocols.planning.choose import Choice, Chooser, choose
+from narrows.protocols.planning.levels import Groups, Work
+from narrows.protocols.planning.network import Network, from_places
+from narrows.protocols.planning.ways import BELOW, WAYS
+from narrows.protocols.planning.written import Document, Places, clustered, commands
+from narrows.ps.command.plan import coded
+
+LOOPBACK_GBPS, LOOPBACK_MS = 10.0, 0.05
+ALONE_STEPS = 20
+BATCH = 32  # windows of a step, over all workers
+
+
+@dataclass(frozen=True)
+class City:
+    machines: int
+    way: Way  # between it and the switch
+
+
+NETWORKS = {
+    "cities": (City(2, Way(100e6, 0.01)), City(2, Way(100e6, 0.01))),
+    "narrow": (City(1, Way(20e6, 0.03)), City(1, Way(20e6, 0.03))),
+    "three": (City(2, Way(100e6, 0.005)), City(1, Way(20e6, 0.03)), City(1, Way(5e6, 0.05))),
+}
+# Hand-made: a server for each city or none, rows of WAYS above and of BELOW inside.
+PLANS = (
+    (False, 0, 0), (False, 1, 0), (False, 3, 0), (False, 4, 0), (False, 6, 0), (False, 10, 0), (False, 11, 0),
+    (True, 0, 0), (True, 3, 0), (True, 4, 1),
+)  # fmt: skip
+
+
+def network_of(cities: Sequence[City]) -> Network:
+    one = [[a is b for b in cities] for a in cities]
+    return from_places(
+        {
+            "order": [chr(97 + number) for number in range(len(cities))],
+            "delay_ms": [[LOOPBACK_MS if same else 1e3 * (a.way.delay_s + b.way.delay_s)
+                          for b, same in zip(cities, row, strict=True)] for a, row in zip(cities, one, strict=True)],
+            "bandwidth_gbps": [[LOOPBACK_GBPS if same else min(a.way.rate, b.way.rate) / 1e9
+                                for b, same in zip(cities, row, strict=True)] for a, row in zip(cities, one, strict=True)],
+        },
+        [city.machines for city in cities],
+    )  # fmt: skip
+
+
+def by_hand(chooser: Chooser, cities: Sequence[City]) -> Iterator[Choice]:
+    """Plans by hand; the root stands where the plan's price says."""
+    alone, begin = chooser.alone, 0
+    groups: list[tuple[int, ...]] = []
+    for city in cities:
+        groups.append(tuple(range(begin, begin + city.machines)))
+        begin += city.machines
+    for clusters, above, below in PLANS:
+        found: Groups = tuple(groups) if clusters else alone
+        yield chooser.priced(found, WAYS[above], BELOW[below], chooser.prices.hosts)
+
+
+def start(host: lab.Host, line: str, folder: Path, name: str) -> Any:
+    words = shlex.split(line)
+    more = ["--record", str(folder / name)] if words[0] == "ps-worker" else ["--checkpoint-dir", "none"]
+    line = shlex.join([words[0], *more, *words[1:]])
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    with (folder / f"{name}.log").open("w") as log:
+        return host.popen(
+            ["bash", "-c", line], stdout=log, stderr=log, cwd=launch.ROOT, env=launch.environment(PATH=path)
+        )
+
+
+def measure(cities: Sequence[City], document: Document, names: Sequence[str], args: str, limit_s: float) -> float:
+    """Seconds of a step of the slowest worker. Raises CommandFailed."""
+    with tempfile.TemporaryDirectory() as temporary, lab.star([city.way for city in cities]) as net:
+        folder = Path(temporary)
+        homes = [host for host, city in zip(net.hosts, cities, strict=False) for _ in range(city.machines)]
+        document["hosts"] = {name: home.address for name, home in zip(names, homes, strict=True)}
+        lines = commands(document, f"{wan.TASK} {args}", "")
+        told = [(home, line) for name, home in zip(names, homes, strict=True) for line in lines[name]]
+        servers = [each for each in told if each[1].startswith("ps-serve")]
+        servers.sort(key=lambda each: "--parent" in each[1])  # the root first
+        for number, (home, line) in enumerate(servers):
+            start(home, line, folder, f"server{number}")
+        running = [
+            start(home, line, folder, f"worker{number}")
+            for number, (home, line) in enumerate(each for each in told if each not in servers)
+        ]
+        deadline = time.monotonic() + limit_s
+        while any(process.poll() is None for process in running):
+            if time.monotonic() > deadline or any(process.poll() for process in running):
+                break
+            time.sleep(wan.SAMPLE_S)
+        for number, process in enumerate(running):
+            if process.poll() != 0:
+                said = [(folder / f"{name}.log").read_text()[-400:] for name in (f"worker{number}", "server0")]
+                raise CommandFailed(f"worker {number} did not end well within {limit_s:g} s: {' | '.join(said)}")
+        medians = []
+        for number in range(len(running)):
+            steps = wan.steps_of(folder / f"worker{number}")[wan.SETTLE : -1]
+            medians.append(statistics.median(b["seconds"] - a["seconds"] for a, b in pairwise(steps)))
+        return max(medians)
+
+
+def alone_s(args: str) -> float:
+    """Seconds of a step of the task without a server that is waited for: one worker on loopback."""
+    with tempfile.TemporaryDirectory() as folder:
+        record = Path(folder) / "record"
+        command = [
+            sys.executable,
+            "-m",
+            "narrows.worker.command.cli",
+            "--record",
+            str(record),
+            "--checkpoint-dir",
+            "none",
+        ]
+        launch.run([*command, wan.TASK, *shlex.split(args), "--steps", str(ALONE_STEPS)], 300, launch.environment())
+        steps = wan.steps_of(record)[wan.SETTLE : -1]
+        return statistics.median(b["seconds"] - a["seconds"] for a, b in pairwise(steps))
+
+
+def scale() -> None:
+    for each in (8, 64):
+        network, began = worldwide(each), time.process_time()
+        plan = choose(network, Work(1e8, 1.0, coded()))
+        print(
+            f"{len(network.hosts)} machines: {time.process_time() - began:.2f} s of CPU, {len(plan.clusters)} clusters"
+        )
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--networks", default=",".join(NETWORKS), help=f"of {', '.join(NETWORKS)}")
+@click.option("--plans", default=",".join(["plan", *map(str, range(len(PLANS)))]), help="plan, and numbers of PLANS")
+@click.option("--steps", default=60, help="of each run")
+@click.option("--args", default="", help="more flags of tasks/bytelm.py")
+@click.option("--parameters", default=1.32e6, help="of that model")
+@click.option("--step", "step_s", type=float, help="seconds of a step alone [measured]")
+@click.option("--limit", default=300.0, help="seconds of a run")
+@click.option("--scale", "sized", is_flag=True, help="how long planning takes")
+def main(networks: str, plans: str, steps: int, args: str, parameters: float, step_s: float | None, limit: float, sized: bool
+         ) -> None:  # fmt: skip
+    """Predicted and measured steps of plans in the lab."""
+    if sized:
+        return scale()
+    if missing := lab.available():
+        raise click.ClickException(missing)
+    print(f"{json.dumps(launch.facts())}\n")
+    print(
+        "| network | plan | levels | predicted, ms | measured, ms | measured / predicted | over plan |\n|" + "---|" * 7
+    )
+    for name in networks.split(","):
+        cities = NETWORKS[name]
+        network, best = network_of(cities), None
+        share_s = step_s or alone_s(f"{args} --batch {BATCH // len(network.hosts)}")
+        print(f"| {name} | an even share of a step, alone | | | {1e3 * share_s:.0f} | | |", flush=True)
+        work = Work(parameters, share_s, coded())
+        chooser = Chooser(network, work)
+        all_plans = {"plan": choose(network, work)} | {str(k): plan for k, plan in enumerate(by_hand(chooser, cities))}
+        for which in plans.split(","):
+            plan = all_plans[which]
+            document = clustered(Places(network, {}), plan, work, 1, insecure=True)
+            levels = f"{plan.above}" + (f"; inside {len(plan.clusters)} clusters {plan.below}" if plan.clusters else "")
+            try:
+                found = measure(cities, document, network.hosts, f"{args} --batch {BATCH} --steps {steps}", limit)
+            except CommandFailed as error:
+                print(f"| {name} | {which} | {levels} | {1e3 * plan.step_s:.0f} | {error} | | |", flush=True)
+                continue
+            best = best or found
+            print(
+                f"| {name} | {which} | {levels} | {1e3 * plan.step_s:.0f} | {1e3 * found:.0f} | {found / plan.step_s:.2f} "
+                f"| {100 * (found / best - 1):+.0f} % |",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
