@@ -104,6 +104,12 @@ def start(host: lab.Host, line: str, folder: Path, name: str) -> Any:
         )
 
 
+def step_of(record: Path) -> float:
+    """Median seconds between two steps."""
+    steps = wan.steps_of(record)[wan.SETTLE : -1]
+    return float(statistics.median(b["seconds"] - a["seconds"] for a, b in pairwise(steps)))
+
+
 def measure(cities: Sequence[City], document: Document, names: Sequence[str], args: str, limit_s: float) -> float:
     """Seconds of a step, of the slowest worker where one waits for it. Raises CommandFailed."""
     with tempfile.TemporaryDirectory() as temporary, lab.star([city.way for city in cities]) as net:
@@ -130,10 +136,7 @@ def measure(cities: Sequence[City], document: Document, names: Sequence[str], ar
             if process.poll() != 0:
                 said = [(folder / f"{name}.log").read_text()[-400:] for name in (f"worker{number}", "server0")]
                 raise CommandFailed(f"worker {number} did not end well within {limit_s:g} s: {' | '.join(said)}")
-        medians = []
-        for number in range(len(running)):
-            steps = wan.steps_of(folder / f"worker{number}")[wan.SETTLE : -1]
-            medians.append(statistics.median(b["seconds"] - a["seconds"] for a, b in pairwise(steps)))
+        medians = [step_of(folder / f"worker{number}") for number in range(len(running))]
         return max(medians) if bounded else statistics.harmonic_mean(medians)
 
 
@@ -151,8 +154,7 @@ def alone_s(args: str) -> float:
             "none",
         ]
         launch.run([*command, wan.TASK, *shlex.split(args), "--steps", str(ALONE_STEPS)], 300, launch.environment())
-        steps = wan.steps_of(record)[wan.SETTLE : -1]
-        return statistics.median(b["seconds"] - a["seconds"] for a, b in pairwise(steps))
+        return step_of(record)
 
 
 def scale() -> None:
