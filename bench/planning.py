@@ -5,10 +5,12 @@
     python bench/planning.py --scale                            # seconds of planning for 64 and 512 machines
 
 Rules
-- Each city is a host of the lab, its machines are processes there, and a switch joins the cities. Both ways of a link are alike.
-- A network.json of what was set is planned with; ps-probe has no part. `--step`, or 20 steps of a worker's even share alone, say what a step is.
+- Each city is a host of the lab. Its machines are processes there, and a switch joins the cities. A link is alike both ways.
+- A network.json of what was set is planned with; ps-probe has no part. A step is `--step`, or what a worker's even share takes
+  alone.
 - The printed commands are run as they are, by bash, but for `--record` in each ps-worker's. A step is the median of the slowest
-  worker, after the first ones. Machines share the cores: what does not fit on them is not what was planned.
+  worker, after the first ones; where nobody waits, the harmonic mean of the workers'. Machines share the cores: what does not
+  fit on them is not what was planned.
 - "over plan": how much longer the measured step of a plan by hand is than that of the plan. Losses are not compared here.
 """
 
@@ -102,8 +104,14 @@ def start(host: lab.Host, line: str, folder: Path, name: str) -> Any:
         )
 
 
+def step_of(record: Path) -> float:
+    """Median seconds between two steps."""
+    steps = wan.steps_of(record)[wan.SETTLE : -1]
+    return float(statistics.median(b["seconds"] - a["seconds"] for a, b in pairwise(steps)))
+
+
 def measure(cities: Sequence[City], document: Document, names: Sequence[str], args: str, limit_s: float) -> float:
-    """Seconds of a step of the slowest worker. Raises CommandFailed."""
+    """Seconds of a step, of the slowest worker where one waits for it. Raises CommandFailed."""
     with tempfile.TemporaryDirectory() as temporary, lab.star([city.way for city in cities]) as net:
         folder = Path(temporary)
         homes = [host for host, city in zip(net.hosts, cities, strict=False) for _ in range(city.machines)]
@@ -114,6 +122,7 @@ def measure(cities: Sequence[City], document: Document, names: Sequence[str], ar
         servers.sort(key=lambda each: "--parent" in each[1])  # the root first
         for number, (home, line) in enumerate(servers):
             start(home, line, folder, f"server{number}")
+        bounded = document["stages"][0]["flags"]["sync"] != "async"
         running = [
             start(home, line, folder, f"worker{number}")
             for number, (home, line) in enumerate(each for each in told if each not in servers)
@@ -127,11 +136,8 @@ def measure(cities: Sequence[City], document: Document, names: Sequence[str], ar
             if process.poll() != 0:
                 said = [(folder / f"{name}.log").read_text()[-400:] for name in (f"worker{number}", "server0")]
                 raise CommandFailed(f"worker {number} did not end well within {limit_s:g} s: {' | '.join(said)}")
-        medians = []
-        for number in range(len(running)):
-            steps = wan.steps_of(folder / f"worker{number}")[wan.SETTLE : -1]
-            medians.append(statistics.median(b["seconds"] - a["seconds"] for a, b in pairwise(steps)))
-        return max(medians)
+        medians = [step_of(folder / f"worker{number}") for number in range(len(running))]
+        return max(medians) if bounded else statistics.harmonic_mean(medians)
 
 
 def alone_s(args: str) -> float:
@@ -148,8 +154,7 @@ def alone_s(args: str) -> float:
             "none",
         ]
         launch.run([*command, wan.TASK, *shlex.split(args), "--steps", str(ALONE_STEPS)], 300, launch.environment())
-        steps = wan.steps_of(record)[wan.SETTLE : -1]
-        return statistics.median(b["seconds"] - a["seconds"] for a, b in pairwise(steps))
+        return step_of(record)
 
 
 def scale() -> None:

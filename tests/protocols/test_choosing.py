@@ -109,7 +109,7 @@ def plain_s(network: Network, way: Way, own: list[float], at: list[int], childre
         overlapped = busy if CODED[way.compress].whole else busy / mode.window
         clocks.append(max(busy, up, down, overlapped + (up + down + trip) / mode.window))
     whole = len(clocks) / sum(1 / clock for clock in clocks) if mode.bound is None else max(clocks)
-    return whole / mode.local_steps
+    return float(whole / mode.local_steps)
 
 
 def plainly(network: Network, groups: Groups, above: Way, below: Way) -> float:
