@@ -1,6 +1,6 @@
 """The two cities of ps-serve --print compose, without a container engine: each service is a process in namespaces of its own.
 
-A network of the file is a bridge. A service's name is in /etc/hosts. Its volumes and its /tmp are mounted where it finds them.
+A network of the file is a bridge. A service's name is in /etc/hosts. Its volume is mounted where it finds it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,13 @@ from narrows.ps.command.recipe import READY
 
 pytestmark = pytest.mark.skipif(bool(lab.available()), reason=lab.available() or "available")
 
-# What an engine does for a container: its names, its volumes, its own /tmp, and nothing of another one.
+# What an engine does for a container: its names, its volume. Its /tmp has another name, for our own files may be below /tmp.
 INSIDE = """
 mount --bind "$1/hosts" /etc/hosts
 mount -t tmpfs none /run
 mkdir /run/narrows
 mount --bind "$1/run" /run/narrows
-mount --bind "$1/tmp" /tmp
-cd /tmp
+cd "$1/tmp"
 shift
 exec "$@"
 """
@@ -78,7 +77,8 @@ def up(text: str, folder: Path, script: str, args: list[str]) -> Iterator[dict[s
                 assert wanted == {"condition": "service_healthy"} and READY in services[other]["healthcheck"]["test"]
                 ready = folder / other / "tmp" / Path(READY).name
                 until(ready.exists, f"{other} to be healthy")
-            words = [str(BIN / service["command"][0]), *service["command"][1:]]
+            told = [word.replace(READY, str(own / "tmp" / Path(READY).name)) for word in service["command"]]
+            words = [str(BIN / told[0]), *told[1:]]
             words += args if words[-1] == "train.py" else []
             command = ["unshare", "--mount", "sh", "-e", "-c", INSIDE, "inside", str(own), *words]
             said = files.enter_context((own / "said").open("w"))

@@ -48,8 +48,8 @@ def test_a_ps_worker_that_is_embedded_ends_with_its_stdin(tmp_path: Path) -> Non
         "import signal, time\n"
         "assert signal.getsignal(signal.SIGINT) is signal.default_int_handler\n"
         "assert signal.getsignal(signal.SIGTERM) == signal.getsignal(signal.SIGHUP) == signal.SIG_DFL\n"
-        "print('begins', flush=True)\n"
-        "try:\n    for _ in range(600): time.sleep(0.1)\nexcept KeyboardInterrupt: print('told', flush=True)\n"
+        "try:\n    print('begins', flush=True)\n    for _ in range(600): time.sleep(0.1)\n"
+        "except KeyboardInterrupt: print('told', flush=True)\n"
     )
     words = [str(BIN / "ps-worker"), "--fresh", "--server", "tcp://127.0.0.1:1", str(tmp_path / "script.py")]
     env = environment({"NARROWS_EMBEDDED": "1"})
