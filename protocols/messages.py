@@ -803,7 +803,8 @@ KINDS: dict[int, type[Message]] = {
     65: Beat,
 }
 # What a member says of itself goes over a connection of its own: behind a large push a heartbeat would come after its lease.
-CONTROL = (Hello, Declare, Heartbeat, Leave, Vote, RangeAsk, Beat)
+# It has one order: the last buffers of a worker come before its Leave.
+CONTROL = (Hello, Declare, Heartbeat, Buffers, Leave, Vote, RangeAsk, Beat)
 OF_COPIES = (Copy, Copying, View, Vote)  # between a server, its standby, and the members that choose
 
 
