@@ -76,7 +76,7 @@ def up(text: str, folder: Path, script: str, args: list[str]) -> Iterator[dict[s
             for other, wanted in service.get("depends_on", {}).items():
                 assert wanted == {"condition": "service_healthy"} and READY in services[other]["healthcheck"]["test"]
                 ready = folder / other / "tmp" / Path(READY).name
-                until(ready.exists, f"{other} to be healthy")
+                until(ready.exists, f"{other} to be healthy", 2 * LIMIT_S)
             told = [word.replace(READY, str(own / "tmp" / Path(READY).name)) for word in service["command"]]
             words = [str(BIN / told[0]), *told[1:]]
             words += args if words[-1] == "train.py" else []
@@ -86,12 +86,13 @@ def up(text: str, folder: Path, script: str, args: list[str]) -> Iterator[dict[s
         yield processes
 
 
+@pytest.mark.timeout(300)  # five commands, each after the one before
 @pytest.mark.skipif(not shutil.which("unshare"), reason="needs unshare (util-linux)")
 def test_the_two_cities_of_compose_train_and_end(tmp_path: Path) -> None:
     flags = ["--workers", "2", "--sync", "ssp", "--compress", "topk:0.11+sign", "--bind", "tcp://0.0.0.0:6001"]
     text = CliRunner().invoke(serve.command, ["--print", "compose", *flags], standalone_mode=False).output
     with up(text, tmp_path, SCRIPT % "pass", ["20"]) as processes:
-        deadline = time.monotonic() + LIMIT_S
+        deadline = time.monotonic() + 2 * LIMIT_S
         codes = {name: process.wait(max(1.0, deadline - time.monotonic())) for name, process in processes.items()}
     said = {name: (tmp_path / name / "said").read_text() for name in processes}
     assert codes == dict.fromkeys(processes, 0), said
