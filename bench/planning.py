@@ -6,12 +6,13 @@
 
 Rules
 - Each city is a host of the lab. Its machines are processes there, and a switch joins the cities. A link is alike both ways.
-- A network.json of what was set is planned with; ps-probe has no part. A step is `--step`, or what a worker's even share takes
-  alone.
-- The printed commands are run as they are, by bash, but for `--record` in each ps-worker's. A step is the median of the slowest
-  worker, after the first ones; where nobody waits, the harmonic mean of the workers'. Machines share the cores: what does not
-  fit on them is not what was planned.
-- "over plan": how much longer the measured step of a plan by hand is than that of the plan. Losses are not compared here.
+- ps-probe measures the cities, and its network.json is planned with. A step is `--step`, or what a worker's even share takes
+  alone. Machines share the cores here, which no plan knows of. So a step is short work and a pause of `--pause` seconds, as a
+  step on a GPU leaves the processor free.
+- The printed commands are run as they are, by bash, but for `--record` in each ps-worker's. A measured step is that of the
+  slowest worker; where nobody waits, the harmonic mean of the workers'. Updates in flight end in bunches, and local steps have
+  periods: a step is the median over stretches of several, after the first ones.
+- "over plan": how much more seconds to a loss a plan by hand takes: the measured step x the steps that its way is known to take.
 """
 
 from __future__ import annotations
@@ -25,40 +26,44 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import click
 import lab
 import launch
+import numpy as np
+import probing
 import wan
 from launch import CommandFailed
-from link import Way
+from probing import Access
 from scheduling import worldwide
 
 from narrows.protocols.planning.choose import Choice, Chooser, choose
 from narrows.protocols.planning.levels import Groups, Work
-from narrows.protocols.planning.network import Network, from_places
-from narrows.protocols.planning.ways import BELOW, WAYS
+from narrows.protocols.planning.network import Network
+from narrows.protocols.planning.ways import BELOW, WAYS, Way
 from narrows.protocols.planning.written import Document, Places, clustered, commands
 from narrows.ps.command.plan import coded
 
-LOOPBACK_GBPS, LOOPBACK_MS = 10.0, 0.05
+LOOPBACK_RATE, LOOPBACK_S = 10e9, 5e-5
+PROBE_S = 10.0  # of a round
 ALONE_STEPS = 20
-BATCH = 32  # windows of a step, over all workers
+BATCH = 8  # windows of a step, over all workers
+BUNCHES = 4
+RUN_S, STRETCHES = 25.0, 8  # a run is so long, and has at least so many stretches
 
 
 @dataclass(frozen=True)
 class City:
     machines: int
-    way: Way  # between it and the switch
+    access: Access  # between it and the switch
 
 
 NETWORKS = {
-    "cities": (City(2, Way(100e6, 0.01)), City(2, Way(100e6, 0.01))),
-    "narrow": (City(1, Way(20e6, 0.03)), City(1, Way(20e6, 0.03))),
-    "three": (City(2, Way(100e6, 0.005)), City(1, Way(20e6, 0.03)), City(1, Way(5e6, 0.05))),
+    "cities": (City(2, Access(100e6, 100e6, 0.01)), City(2, Access(100e6, 100e6, 0.01))),
+    "narrow": (City(1, Access(20e6, 20e6, 0.03)), City(1, Access(20e6, 20e6, 0.03))),
+    "three": (City(2, Access(100e6, 100e6, 0.005)), City(1, Access(20e6, 20e6, 0.03)), City(1, Access(5e6, 5e6, 0.05))),
 }
 # Hand-made: a server for each city or none, rows of WAYS above and of BELOW inside.
 PLANS = (
@@ -68,17 +73,19 @@ PLANS = (
 
 
 def network_of(cities: Sequence[City]) -> Network:
-    one = [[a is b for b in cities] for a in cities]
-    return from_places(
-        {
-            "order": [chr(97 + number) for number in range(len(cities))],
-            "delay_ms": [[LOOPBACK_MS if same else 1e3 * (a.way.delay_s + b.way.delay_s)
-                          for b, same in zip(cities, row, strict=True)] for a, row in zip(cities, one, strict=True)],
-            "bandwidth_gbps": [[LOOPBACK_GBPS if same else min(a.way.rate, b.way.rate) / 1e9
-                                for b, same in zip(cities, row, strict=True)] for a, row in zip(cities, one, strict=True)],
-        },
-        [city.machines for city in cities],
-    )  # fmt: skip
+    """What ps-probe finds between the cities; their machines are as far from those of another."""
+    found, _, _ = probing.probe(tuple(city.access for city in cities), PROBE_S)
+    home = np.repeat(np.arange(len(cities)), [city.machines for city in cities])
+    away = home[:, None] != home
+    names = [f"{chr(97 + place)}-{number}" for number, place in enumerate(home)]
+
+    def spread(matrix: list[list[float | None]], inside: float) -> list[list[float]]:
+        """Of machines, from one of cities."""
+        wide = np.array([[each or inside for each in row] for row in matrix])[np.ix_(home, home)]
+        return np.where(away, wide, inside).tolist()  # type: ignore[no-any-return]
+
+    rates = [row | {"bits_per_second": spread(row["bits_per_second"], LOOPBACK_RATE)} for row in found["rates"]]
+    return Network.parse({"format": 1, "hosts": names, "delay_s": spread(found["delay_s"], LOOPBACK_S), "rates": rates})
 
 
 def by_hand(chooser: Chooser, cities: Sequence[City]) -> Iterator[Choice]:
@@ -104,15 +111,23 @@ def start(host: lab.Host, line: str, folder: Path, name: str) -> Any:
         )
 
 
-def step_of(record: Path) -> float:
-    """Median seconds between two steps."""
-    steps = wan.steps_of(record)[wan.SETTLE : -1]
-    return float(statistics.median(b["seconds"] - a["seconds"] for a, b in pairwise(steps)))
+def stretch(way: Way) -> int:
+    """Steps over which a measured step is a mean."""
+    mode = way.mode()
+    return mode.local_steps if mode.local_steps > 1 else 1 if mode.window == 1 else BUNCHES * mode.window
 
 
-def measure(cities: Sequence[City], document: Document, names: Sequence[str], args: str, limit_s: float) -> float:
+def step_of(record: Path, steps: int = 1) -> float:
+    """Median seconds of a step, each over so many."""
+    ends = [step["seconds"] for step in wan.steps_of(record)[wan.SETTLE : -1]]
+    return float(statistics.median((b - a) / steps for a, b in zip(ends, ends[steps:], strict=False)))
+
+
+def measure(
+    cities: Sequence[City], document: Document, names: Sequence[str], args: str, over: int, limit_s: float
+) -> float:
     """Seconds of a step, of the slowest worker where one waits for it. Raises CommandFailed."""
-    with tempfile.TemporaryDirectory() as temporary, lab.star([city.way for city in cities]) as net:
+    with tempfile.TemporaryDirectory() as temporary, lab.star([city.access.ways[0] for city in cities]) as net:
         folder = Path(temporary)
         homes = [host for host, city in zip(net.hosts, cities, strict=False) for _ in range(city.machines)]
         document["hosts"] = {name: home.address for name, home in zip(names, homes, strict=True)}
@@ -136,7 +151,7 @@ def measure(cities: Sequence[City], document: Document, names: Sequence[str], ar
             if process.poll() != 0:
                 said = [(folder / f"{name}.log").read_text()[-400:] for name in (f"worker{number}", "server0")]
                 raise CommandFailed(f"worker {number} did not end well within {limit_s:g} s: {' | '.join(said)}")
-        medians = [step_of(folder / f"worker{number}") for number in range(len(running))]
+        medians = [step_of(folder / f"worker{number}", over) for number in range(len(running))]
         return max(medians) if bounded else statistics.harmonic_mean(medians)
 
 
@@ -169,14 +184,15 @@ def scale() -> None:
 @click.command(context_settings={"show_default": True})
 @click.option("--networks", default=",".join(NETWORKS), help=f"of {', '.join(NETWORKS)}")
 @click.option("--plans", default=",".join(["plan", *map(str, range(len(PLANS)))]), help="plan, and numbers of PLANS")
-@click.option("--steps", default=60, help="of each run")
+@click.option("--steps", type=int, help=f"of each run [as many as take {RUN_S:g} s]")
+@click.option("--pause", default=0.3, help="seconds of a step besides its work")
 @click.option("--args", default="", help="more flags of tasks/bytelm.py")
 @click.option("--parameters", default=1.32e6, help="of that model")
 @click.option("--step", "step_s", type=float, help="seconds of a step alone [measured]")
 @click.option("--limit", default=300.0, help="seconds of a run")
 @click.option("--scale", "sized", is_flag=True, help="how long planning takes")
-def main(networks: str, plans: str, steps: int, args: str, parameters: float, step_s: float | None, limit: float, sized: bool
-         ) -> None:  # fmt: skip
+def main(networks: str, plans: str, steps: int | None, pause: float, args: str, parameters: float, step_s: float | None,
+         limit: float, sized: bool) -> None:  # fmt: skip
     """Predicted and measured steps of plans in the lab."""
     if sized:
         return scale()
@@ -187,9 +203,9 @@ def main(networks: str, plans: str, steps: int, args: str, parameters: float, st
         "| network | plan | levels | predicted, ms | measured, ms | measured / predicted | over plan |\n|" + "---|" * 7
     )
     for name in networks.split(","):
-        cities = NETWORKS[name]
+        cities, task = NETWORKS[name], f"{args} --pause {pause} --batch {BATCH}"
         network, best = network_of(cities), None
-        share_s = step_s or alone_s(f"{args} --batch {BATCH // len(network.hosts)}")
+        share_s = step_s or alone_s(f"{args} --pause {pause} --batch {BATCH // len(network.hosts)}")
         print(f"| {name} | an even share of a step, alone | | | {1e3 * share_s:.0f} | | |", flush=True)
         work = Work(parameters, share_s, coded())
         chooser = Chooser(network, work)
@@ -199,14 +215,17 @@ def main(networks: str, plans: str, steps: int, args: str, parameters: float, st
             document = clustered(Places(network, {}), plan, work, 1, insecure=True)
             levels = f"{plan.above}" + (f"; inside {len(plan.clusters)} clusters {plan.below}" if plan.clusters else "")
             try:
-                found = measure(cities, document, network.hosts, f"{args} --batch {BATCH} --steps {steps}", limit)
+                over = stretch(plan.above)
+                count = steps or wan.SETTLE + over + max(STRETCHES, round(RUN_S / plan.step_s))
+                found = measure(cities, document, network.hosts, f"{task} --steps {count}", over, limit)
             except CommandFailed as error:
                 print(f"| {name} | {which} | {levels} | {1e3 * plan.step_s:.0f} | {error} | | |", flush=True)
                 continue
-            best = best or found
+            to_loss = found * plan.cost / plan.step_s
+            best = best or to_loss
             print(
                 f"| {name} | {which} | {levels} | {1e3 * plan.step_s:.0f} | {1e3 * found:.0f} | {found / plan.step_s:.2f} "
-                f"| {100 * (found / best - 1):+.0f} % |",
+                f"| {100 * (to_loss / best - 1):+.0f} % |",
                 flush=True,
             )
 

@@ -126,6 +126,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for flag, default in (model | training).items():
         parser.add_argument(f"--{flag}", type=type(default), default=default, help=f"(default {default})")
     parser.add_argument("--batch", type=int, default=32, help="windows a step, over all workers (default 32)")
+    pause = "seconds that a step waits besides, as for a GPU: they cost no core (default 0)"
+    parser.add_argument("--pause", type=float, default=0.0, help=pause)
     parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw", help=MUON)
     parser.add_argument("--overlap", action="store_true", help="send gradients during backward, clip their mean")
     return parser.parse_args(argv)
@@ -152,6 +154,7 @@ def main(args: argparse.Namespace) -> None:
         # Its mean over the workers is the mean over the global batch, even if the workers' shares differ by a row.
         loss = loss_sum(model, rows) * world_size() / (args.batch * args.context)
         loss.backward()
+        time.sleep(args.pause)
         if not args.overlap:
             nn.utils.clip_grad_norm_(model.parameters(), args.clip)
         optimizer.step()
