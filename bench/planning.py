@@ -6,13 +6,13 @@
 
 Rules
 - Each city is a host of the lab. Its machines are processes there, and a switch joins the cities. A link is alike both ways.
-- ps-probe measures the cities, and its network.json is planned with. A step is `--step`, or what a worker's even share takes
+- ps-probe measures the machines, and its network.json is planned with. A step is `--step`, or what a worker's even share takes
   alone. Machines share the cores here, which no plan knows of. So a step is short work and a pause of `--pause` seconds, as a
   step on a GPU leaves the processor free.
 - The printed commands are run as they are, by bash, but for `--record` in each ps-worker's. A measured step is that of the
   slowest worker; where nobody waits, the harmonic mean of the workers'. Updates in flight end in bunches, and local steps have
   periods: a step is the median over stretches of several, after the first ones.
-- "over plan": how much more seconds to a loss a plan by hand takes: the measured step x the steps that its way is known to take.
+- "over plan": how many more seconds to a loss a plan by hand takes: its measured step x the steps that its way takes to a loss.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from typing import Any
 import click
 import lab
 import launch
-import numpy as np
 import probing
 import wan
 from launch import CommandFailed
@@ -46,7 +45,6 @@ from narrows.protocols.planning.ways import BELOW, WAYS, Way
 from narrows.protocols.planning.written import Document, Places, clustered, commands
 from narrows.ps.command.plan import coded
 
-LOOPBACK_RATE, LOOPBACK_S = 10e9, 5e-5
 PROBE_S = 10.0  # of a round
 ALONE_STEPS = 20
 BATCH = 8  # windows of a step, over all workers
@@ -73,19 +71,11 @@ PLANS = (
 
 
 def network_of(cities: Sequence[City]) -> Network:
-    """What ps-probe finds between the cities; their machines are as far from those of another."""
-    found, _, _ = probing.probe(tuple(city.access for city in cities), PROBE_S)
-    home = np.repeat(np.arange(len(cities)), [city.machines for city in cities])
-    away = home[:, None] != home
-    names = [f"{chr(97 + place)}-{number}" for number, place in enumerate(home)]
-
-    def spread(matrix: list[list[float | None]], inside: float) -> list[list[float]]:
-        """Of machines, from one of cities."""
-        wide = np.array([[each or inside for each in row] for row in matrix])[np.ix_(home, home)]
-        return np.where(away, wide, inside).tolist()  # type: ignore[no-any-return]
-
-    rates = [row | {"bits_per_second": spread(row["bits_per_second"], LOOPBACK_RATE)} for row in found["rates"]]
-    return Network.parse({"format": 1, "hosts": names, "delay_s": spread(found["delay_s"], LOOPBACK_S), "rates": rates})
+    """What ps-probe finds, run on each machine."""
+    found, _, _ = probing.probe([city.access for city in cities], PROBE_S, [city.machines for city in cities])
+    network = Network.parse(found)
+    names = sorted(network.hosts, key=lambda name: int(name.removeprefix("host-")))
+    return network.of([network.hosts.index(name) for name in names])
 
 
 def by_hand(chooser: Chooser, cities: Sequence[City]) -> Iterator[Choice]:

@@ -16,7 +16,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,23 +70,25 @@ NETWORKS: dict[int, tuple[Access, ...]] = {
 }
 
 
-def probe(network: tuple[Access, ...], seconds: float, *more: str) -> tuple[dict[str, Any], str, float]:
-    """Its network.json, what the director said, and the seconds of all. Raises CommandFailed."""
+def probe(network: Sequence[Access], seconds: float, machines: Sequence[int] = ()) -> tuple[dict[str, Any], str, float]:
+    """Its network.json, what the director said, and the seconds of all. `machines`: of each host, which share its link.
+    Raises CommandFailed."""
     with lab.star([each.ways[0] for each in network]) as star, tempfile.TemporaryDirectory() as folder:
         for link, each in zip(star.links, network, strict=True):
             link.set(*each.ways)
-        first, *others = star.hosts[: len(network)]
+        counts = machines or [1] * len(network)
+        first, *others = [host for host, count in zip(star.hosts, counts, strict=False) for _ in range(count)]
         command = [sys.executable, "-m", "narrows.ps.command.probe", "--insecure"]
         said, out = Path(folder) / "said", Path(folder) / "network.json"
-        flags = ["--bind", f"tcp://{first.address}:{PORT}", "--machines", str(len(network)), "--name", "host-0"]
-        flags += ["--out", str(out), "--seconds", str(seconds), *more]
+        flags = ["--bind", f"tcp://{first.address}:{PORT}", "--machines", str(sum(counts)), "--name", "host-0"]
+        flags += ["--out", str(out), "--seconds", str(seconds)]
         begin = time.monotonic()
         with said.open("w") as file:
             director = first.popen([*command, *flags], stdout=file, stderr=file)
         for number, host in enumerate(others, 1):
             join = ["--join", f"tcp://{first.address}:{PORT}", "--name", f"host-{number}"]
             host.popen([*command, *join], stderr=None)
-        code = director.wait(STARTS_S + seconds * 2 * len(network))
+        code = director.wait(STARTS_S + seconds * 2 * sum(counts))
         text = said.read_text()
         if code != 0:
             raise launch.CommandFailed(f"ps-probe ended with {code}: {text}")

@@ -1,114 +1,35 @@
-"""Who measures with whom, and when: the machine of the process that directs ps-probe, and what it and the others say.
+"""Who measures with whom, and when: the machine of the process that directs ps-probe.
 
 Rules
 - A round is a set of disjoint pairs. Halves of the machines pass each other (shift-one), then each half does so within itself.
 - A pair is one try: the listener opens a port, the dialler dials it with a token that no other pair has. A port that cannot be
   dialled is tried once more the other way.
+- Pairs of one round may share a way out of a place: then some are measured once more, alone (`sharing`).
 - Every try has an end. A machine that is silent for SILENT_NS is gone: its pairs are named, all others are measured.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import chain, zip_longest
-from typing import Any
 
 from narrows.protocols.effects import NS
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.gossip.topology import edges
-from narrows.protocols.messages import Buffer, Message, Name
+from narrows.protocols.messages import Message
 from narrows.protocols.planning.flows import Flow, checked
-from narrows.protocols.wire import pack, unpack
+from narrows.protocols.planning.measured import Link, of_pair
+from narrows.protocols.planning.probe_messages import MESSAGE_BYTES_MAX, Beat, Dial, End, Join, Listen, Opened, Report
+from narrows.protocols.planning.sharing import Shared, rounds_alone, shared, shares
+from narrows.protocols.wire import unpack
 
 MACHINES_MAX = 256
-MESSAGE_BYTES_MAX = 64 << 10
 BEAT_NS = NS  # from one sign of life to the next
 SILENT_NS = 15 * NS  # a link that is measured delays a sign of life by its queue
 LATE_NS = 6 * NS  # that the reports of a pair may take beyond its round
 Pair = tuple[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Join(Message):
-    """Machine to director: I am here. `host`: where others reach me, "": where this director is dialled. 0: not known."""
-
-    name: Name
-    host: Name
-    memory_bytes: int
-    step_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Beat(Message):
-    """A sign of life, and its answer."""
-
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class Listen(Message):
-    """Director to machine: open a port for whoever shows the token."""
-
-    token: Name
-    seconds: float
-    bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Opened(Message):
-    """Its answer."""
-
-    token: Name
-    port: int
-
-
-@dataclass(frozen=True, slots=True)
-class Dial(Message):
-    """Director to machine: dial that port, and measure for so long and so much. `host` "": where you dial the director."""
-
-    token: Name
-    host: Name
-    port: int
-    seconds: float
-    bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Report(Message):
-    """Machine to director: what it has seen of a try. `why` "": all went well. `flows`: packed rows of `flows.Flow`."""
-
-    token: Name
-    why: Name
-    flows: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class End(Message):
-    """Director to machine: all is over, or `why` you cannot take part."""
-
-    why: Name
-
-
-KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in (Join, Beat, Listen, Opened, Dial, Report, End)}
-
-
-def encode(message: Message) -> list[bytes]:
-    return [pack([type(message).__name__, *astuple(message)])]  # type: ignore[call-overload]
-
-
-def decode(frames: Sequence[Buffer]) -> Any:
-    """Raises RemoteProtocolError."""
-    if len(frames) != 1:
-        raise RemoteProtocolError(f"a message of ps-probe has one frame, this one has {len(frames)}")
-    body = unpack(bytes(frames[0]), MESSAGE_BYTES_MAX)
-    if type(body) is not list or not body or type(body[0]) is not str or body[0] not in KINDS:
-        raise RemoteProtocolError("the peer does not speak the protocol of ps-probe")
-    try:
-        return KINDS[body[0]](*body[1:])
-    except TypeError:
-        raise RemoteProtocolError(f"{body[0]} has another number of fields") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +89,11 @@ def rounds(members: Sequence[int]) -> list[list[Pair]]:
     return [*across, *([*left, *right] for left, right in within)]
 
 
+def again(count: int) -> int:
+    """Pairs of so many machines that may be measured once more. Two pairs of a round are four machines."""
+    return count if count > 3 else 0
+
+
 class Probe:
     """`secret`: nobody else knows it; tokens are made of it. `bytes_max`: of payload, of all pairs. `known`: pairs of names
     that need not be measured. `found` and `failed` are what came of it, `over` is True once all is done."""
@@ -183,7 +109,9 @@ class Probe:
         self.gone: set[int] = set()
         self.found: list[Found] = []
         self.failed: list[str] = []
+        self.share = 0  # bytes that one pair may send
         self.began_ns: int | None = None  # the first round
+        self.shared: list[Shared] | None = None  # None: not all rounds are over
         self.over = False
 
     @property
@@ -213,7 +141,7 @@ class Probe:
                 if not 0 < port < 65536:
                     raise RemoteProtocolError(f"{self.name(number)} names port {port}")
                 host = self.machines[number].join.host
-                return [self._tell(trial.dialler, Dial(token, host, port, self.seconds, self._share))]
+                return [self._tell(trial.dialler, Dial(token, host, port, self.seconds, self.share))]
             case Report(token, why, flows) if (trial := self.tries.get(token)) and number in (
                 trial.listener,
                 trial.dialler,
@@ -251,19 +179,45 @@ class Probe:
             for row in rounds(range(self.count))
         ]
         self.rounds = [row for row in named if row]
-        limit_s = len(self.rounds) * self.seconds
-        text = f"{self.pairs} pairs in {len(self.rounds)} rounds: at most {limit_s:,.0f} s and {self.bytes_max / 1e6:,.0f} MB"
-        return [Say(text), *self._next(now_ns)]
+        limit_s = (len(self.rounds) + again(self.count)) * self.seconds
+        self.share = self.bytes_max // max(1, self.pairs + again(self.count))
+        more = f", and up to {again(self.count)} pairs once more" if again(self.count) else ""
+        text = f"{self.pairs} pairs in {len(self.rounds)} rounds{more}: at most {limit_s:,.0f} s"
+        return [Say(f"{text} and {self.bytes_max / 1e6:,.0f} MB"), *self._next(now_ns)]
 
-    @property
-    def _share(self) -> int:
-        """Bytes that one pair may send."""
-        return self.bytes_max // max(1, self.pairs)
+    def links(self) -> dict[tuple[str, str], Link]:
+        """What was found, by names: of those that shared a way what they have without each other."""
+        number = {machine.join.name: at for at, machine in enumerate(self.machines)}
+        before: dict[Pair, Link] = {}
+        made: dict[Pair, Link] = {}
+        for found in self.found:
+            for way, link in of_pair(found.names, found.flows, 0.0).items():
+                at = number[way[0]], number[way[1]]
+                before.setdefault(at, link)
+                made[at] = link
+        for each in self.shared or ():
+            made |= shares(each, before, made, " - ".join(map(self.name, each.pairs[0])))
+        return {(self.name(a), self.name(b)): link for (a, b), link in made.items()}
+
+    def _alone(self) -> list[list[Pair]]:
+        """Rounds of those that are measured once more, once all others are over."""
+        if self.shared is not None:
+            return []
+        links, machines = self.links(), range(self.count)
+        names = {(a, b): (self.name(a), self.name(b)) for a in machines for b in machines}
+        rates = {pair: max(links[way].rates.values()) for pair, way in names.items() if way in links}
+        self.shared = shared(self.count, self.rounds, rates)
+        return rounds_alone(self.shared, again(self.count))
 
     def _next(self, now_ns: int) -> Effects:
         """The next round, where this one is over."""
         said: Effects = []
         while not self.tries and not self.over:
+            if self.number == len(self.rounds) and (more := self._alone()):
+                self.rounds += more
+                said.append(
+                    Say(f"{sum(map(len, more))} pairs shared a way with others: they are measured once more, alone")
+                )
             if self.number == len(self.rounds):
                 self.over = True
                 return [*said, *(Tell(machine.peer, End("")) for machine in self.machines)]
@@ -276,11 +230,11 @@ class Probe:
         return said
 
     def _try(self, listener: int, dialler: int, now_ns: int, again: bool) -> Effects:
-        text = f"{self.secret} {listener} {dialler} {again}".encode()
+        text = f"{self.secret} {self.number} {listener} {dialler} {again}".encode()
         token = blake2b(text, digest_size=16).hexdigest()
         ends_ns = now_ns + int(self.seconds * NS) + LATE_NS
         self.tries[token] = Try(token, listener, dialler, ends_ns, again)
-        return [self._tell(listener, Listen(token, self.seconds, self._share))]
+        return [self._tell(listener, Listen(token, self.seconds, self.share))]
 
     def _tell(self, machine: int, message: Message) -> Tell:
         return Tell(self.machines[machine].peer, message)

@@ -7,6 +7,7 @@ import os
 import socket
 import time
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import click
 from narrows.protocols.errors import UsageError
 from narrows.protocols.planning import flows, measured
 from narrows.protocols.planning.measured import Host, Measured
-from narrows.protocols.planning.probe import MACHINES_MAX, Join, Probe
+from narrows.protocols.planning.probe import MACHINES_MAX, Probe, again
+from narrows.protocols.planning.probe_messages import Join
 from narrows.protocols.runtime.flags import COMMAND, run
 
 BIND = "tcp://0.0.0.0:5600"
@@ -165,7 +167,7 @@ def _direct(hosts: tuple[str, ...], bind: str, out: str, found: Measured, flags:
     count = flags["machines"] or len(hosts) + own
     if count < max(2, len(hosts) + own):
         raise UsageError(f"--machines {count}: two or more are needed, this one and each HOST included")
-    pairs = count * (count - 1) // 2
+    pairs = count * (count - 1) // 2 + again(count)
     bytes_max = int(flags["bytes_max"] or pairs * PAIR_BYTES)
     if bytes_max < pairs * LEAST_BYTES:
         least = pairs * LEAST_BYTES
@@ -195,9 +197,8 @@ def _direct(hosts: tuple[str, ...], bind: str, out: str, found: Measured, flags:
         for machine in probe.machines:
             join = machine.join
             found.add_host(join.name, Host(now, join.memory_bytes or None, join.step_s or None))
-        for each in probe.found:
-            for way, link in measured.of_pair(each.names, each.flows, now).items():
-                found.add_link(way, link)
+        for way, link in probe.links().items():
+            found.add_link(way, replace(link, unix_s=now))
     sent = sum(flow.figures.get("sent_bytes", 0.0) for each in probe.found for flow in each.flows)
     seconds = (time.monotonic_ns() - (probe.began_ns or 0)) / 1e9
     _say(f"{len(probe.found)} of {probe.pairs} pairs were measured in {seconds:.1f} s, with {sent / 1e6:,.1f} MB")

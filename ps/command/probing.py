@@ -27,21 +27,8 @@ from narrows.protocols.errors import (
     UsageError,
 )
 from narrows.protocols.messages import Buffer
-from narrows.protocols.planning.probe import (
-    BEAT_NS,
-    Beat,
-    Dial,
-    Effects,
-    End,
-    Join,
-    Listen,
-    Opened,
-    Probe,
-    Report,
-    Say,
-    decode,
-    encode,
-)
+from narrows.protocols.planning.probe import BEAT_NS, Effects, Probe, Say
+from narrows.protocols.planning.probe_messages import Beat, Dial, End, Join, Listen, Opened, Report, decode, encode
 from narrows.protocols.runtime import keys, pairs
 from narrows.protocols.runtime.curve import Curve, KeyPair, Why
 from narrows.protocols.runtime.hosts import own_host

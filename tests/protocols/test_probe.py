@@ -13,7 +13,8 @@ from narrows.protocols.planning import flows, measured, probe
 from narrows.protocols.planning.flows import MIB, PHASES, PINGED, SIZES, STREAM_BYTES, Flow
 from narrows.protocols.planning.measured import Host, Link, Measured
 from narrows.protocols.planning.network import Network
-from narrows.protocols.planning.probe import Beat, Dial, End, Join, Listen, Opened, Probe, Report, Say, Tell
+from narrows.protocols.planning.probe import Probe, Say, Tell
+from narrows.protocols.planning.probe_messages import Beat, Dial, End, Join, Listen, Opened, Report, decode, encode
 from narrows.protocols.summary import Row, Summary
 from narrows.protocols.wire import pack
 from narrows.ps.glance.history import History
@@ -38,23 +39,27 @@ def figures(rate: float) -> dict[str, float]:
     }
 
 
-def seen(listens: bool) -> list[Flow]:
-    """What one end reports of a pair whose rates are 8 Mbit/s from the listener, 2 Mbit/s towards it."""
+def seen(listens: bool, times: float = 1.0) -> list[Flow]:
+    """What one end reports of a pair whose rates are 8 Mbit/s from the listener, 2 Mbit/s towards it, or so many times that."""
     rows = [] if listens else [Flow(PINGED, 0, {"min_rtt": 0.02, "p50_rtt": 0.03, "p95_rtt": 0.04, "pings": 30})]
     for number, phase in enumerate(PHASES):
         for way in phase.ways:
             sends = (way == 0) == listens
             sent = {"retransmits": 1.0, "segments": 1000.0, "sent_bytes": 5e5}
-            rows.append(Flow(number, way, sent if sends else figures(8e6 if way == 0 else 2e6)))
+            rows.append(Flow(number, way, sent if sends else figures(times * (8e6 if way == 0 else 2e6))))
     return rows
 
 
 class Machines:
-    """The others, in virtual time. `closed`: whose port nobody reaches; `dead`: who says nothing any more."""
+    """The others, in virtual time. `closed`: whose port nobody reaches; `dead`: who says nothing any more. `cities`: the
+    names of each; what is inside is 100 times as fast, and all pairs that leave one share its way out."""
 
-    def __init__(self, count: int, closed: str = "", known: frozenset[frozenset[str]] = frozenset()) -> None:
+    def __init__(
+        self, count: int, closed: str = "", known: frozenset[frozenset[str]] = frozenset(), cities: str = ""
+    ) -> None:
         self.probe = Probe(count, 20.0, 100 * MB, "secret", known)
         self.closed, self.dead, self.said, self.now_ns = closed, "", list[str](), 0
+        self.city = {name: number for number, names in enumerate(cities.split()) for name in names}
         self.ended: list[str] = []
         self.dials: list[Dial] = []
 
@@ -80,12 +85,23 @@ class Machines:
                 found: list[Tell | Say] = []
                 for who, listens in reports:
                     if who.decode() != self.dead:
-                        packed = pack([flow.plain() for flow in seen(listens)])
+                        packed = pack([flow.plain() for flow in seen(listens, self.times(trial))])
                         found += self.probe.hear(who, Report(token, "", packed), self.now_ns)
                 return found
             case End():
                 self.ended.append(name)
         return []
+
+    def times(self, trial: Any) -> float:
+        """The rates of this pair, over those of a link that nobody shares."""
+        row = [
+            [self.city.get(self.probe.name(m), 0) for m in pair] for pair in self.probe.rounds[self.probe.number - 1]
+        ]
+        a, b = (self.city.get(self.probe.name(m), 0) for m in (trial.listener, trial.dialler))
+        if a == b:
+            return 100.0 if self.city else 1.0
+        out = [place for pair in row if pair[0] != pair[1] for place in pair]
+        return 1 / max(out.count(a), out.count(b))
 
     def join(self, *names: str) -> None:
         for name in names:
@@ -110,6 +126,26 @@ def test_all_pairs_are_measured_and_all_machines_told() -> None:
     assert sorted(machines.ended) == [*"abcde"]
     assert len({dial.token for dial in machines.dials}) == 10
     assert sum(dial.bytes for dial in machines.dials) <= 100 * MB
+
+
+def test_pairs_that_shared_a_way_out_have_what_one_of_them_has_alone() -> None:
+    machines = Machines(7, cities="abc de fg")
+    machines.join(*"abcdefg")
+    assert machines.probe.over and not machines.probe.failed
+    assert len(machines.probe.found) == 21 + 3  # one more for each two cities
+    assert sum("once more, alone" in text for text in machines.said) == 1
+    for (a, b), link in machines.probe.links().items():
+        inside = machines.city[a] == machines.city[b]
+        assert {*link.rates.values()} < ({8e8, 4e8, 2e8, 1e8} if inside else {8e6, 4e6, 2e6, 1e6}), (a, b)
+        assert max(link.rates.values()) in ((8e8, 2e8) if inside else (8e6, 2e6))
+    assert len({dial.token for dial in machines.dials}) == 24
+    assert sum(dial.bytes for dial in machines.dials) <= 100 * MB
+
+
+def test_what_nobody_shared_is_measured_once() -> None:
+    machines = Machines(6)
+    machines.join(*"abcdef")
+    assert machines.probe.over and len(machines.probe.found) == 15
 
 
 def test_what_a_run_has_measured_is_left_out() -> None:
@@ -188,8 +224,8 @@ def test_a_report_that_is_none_is_refused(rows: Any) -> None:
 )
 def test_bytes_that_are_no_message_are_refused(frame: bytes) -> None:
     with pytest.raises(RemoteProtocolError):
-        probe.decode([frame])
-    assert probe.decode(probe.encode(Join("a", "", 1, 0.5))) == Join("a", "", 1, 0.5)
+        decode([frame])
+    assert decode(encode(Join("a", "", 1, 0.5))) == Join("a", "", 1, 0.5)
 
 
 def test_slow_start_is_no_part_of_a_rate_and_all_of_a_small_message() -> None:

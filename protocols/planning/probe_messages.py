@@ -1,0 +1,94 @@
+"""What the director of ps-probe and its machines say to each other, and its bytes: a name and its fields, in msgpack."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from typing import Any
+
+from narrows.protocols.errors import RemoteProtocolError
+from narrows.protocols.messages import Buffer, Message, Name
+from narrows.protocols.wire import pack, unpack
+
+MESSAGE_BYTES_MAX = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Join(Message):
+    """Machine to director: I am here. `host`: where others reach me, "": where this director is dialled. 0: not known."""
+
+    name: Name
+    host: Name
+    memory_bytes: int
+    step_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Beat(Message):
+    """A sign of life, and its answer."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Listen(Message):
+    """Director to machine: open a port for whoever shows the token."""
+
+    token: Name
+    seconds: float
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Opened(Message):
+    """Its answer."""
+
+    token: Name
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class Dial(Message):
+    """Director to machine: dial that port, and measure for so long and so much. `host` "": where you dial the director."""
+
+    token: Name
+    host: Name
+    port: int
+    seconds: float
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Report(Message):
+    """Machine to director: what it has seen of a try. `why` "": all went well. `flows`: packed rows of `flows.Flow`."""
+
+    token: Name
+    why: Name
+    flows: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class End(Message):
+    """Director to machine: all is over, or `why` you cannot take part."""
+
+    why: Name
+
+
+KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in (Join, Beat, Listen, Opened, Dial, Report, End)}
+
+
+def encode(message: Message) -> list[bytes]:
+    return [pack([type(message).__name__, *astuple(message)])]  # type: ignore[call-overload]
+
+
+def decode(frames: Sequence[Buffer]) -> Any:
+    """Raises RemoteProtocolError."""
+    if len(frames) != 1:
+        raise RemoteProtocolError(f"a message of ps-probe has one frame, this one has {len(frames)}")
+    body = unpack(bytes(frames[0]), MESSAGE_BYTES_MAX)
+    if type(body) is not list or not body or type(body[0]) is not str or body[0] not in KINDS:
+        raise RemoteProtocolError("the peer does not speak the protocol of ps-probe")
+    try:
+        return KINDS[body[0]](*body[1:])
+    except TypeError:
+        raise RemoteProtocolError(f"{body[0]} has another number of fields") from None
