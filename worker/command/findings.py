@@ -192,18 +192,6 @@ def same_gradients(workers: Workers) -> str:
     )
 
 
-def other_frozen(workers: Workers) -> str:
-    """Frozen parameters do not travel."""
-    held = [told.model["frozen"] for told in workers if told.model]
-    names = _names(
-        [name for name in held[0] if any(other.get(name) != held[0][name] for other in held)] if held else []
-    )
-    return names and (
-        f"the frozen {names} differ between the workers, and frozen parameters are not sent: load the same weights in each, or "
-        "seed each alike before the model is made"
-    )
-
-
 def same_randomness(workers: Workers) -> str:
     if not _alike(_first(workers, "random")):
         return ""
@@ -231,7 +219,7 @@ def ended_early(workers: Workers) -> str:
 
 FAULTS: tuple[Rule, ...] = (
     *(errors, failed, not_distributed, wrapped_steps, beside, unowned, not_finite, uneven, never),
-    *(same_samples, same_gradients, other_frozen),
+    *(same_samples, same_gradients),
 )
 NOTICES: tuple[Rule, ...] = (same_randomness, without_gradient, ended_early)
 
