@@ -89,7 +89,7 @@ def read(events: list[Result], metric: str) -> Result:
     by_worker: dict[int, list[Result]] = {}
     for event in events:
         if event["event"] == "step":
-            by_worker.setdefault(event["worker"], []).append(event)
+            by_worker.setdefault(event["local_rank"], []).append(event)
     steps = [step for own in by_worker.values() for step in own[1:]]
     between = [b["seconds"] - a["seconds"] for own in by_worker.values() for a, b in pairwise(own)]
     return {

@@ -55,7 +55,7 @@ def train(
 
 
 def tell(record: TextIO, rank: int, step: int, loss: float) -> None:
-    told = {"event": "step", "worker": rank, "clock": step, "seconds": time.monotonic(), "loss": loss}
+    told = {"event": "step", "local_rank": rank, "clock": step, "seconds": time.monotonic(), "loss": loss}
     print(json.dumps(told), file=record, flush=True)
 
 

@@ -75,8 +75,8 @@ class Visitors:
 def step_s(lines: list[dict[str, Any]]) -> float:
     """Of the slowest worker."""
     found: list[float] = []
-    for worker in {line["worker"] for line in lines if line["event"] == "step"}:
-        at = [line["seconds"] for line in lines if line["event"] == "step" and line["worker"] == worker][SETTLE:]
+    for worker in {line["local_rank"] for line in lines if line["event"] == "step"}:
+        at = [line["seconds"] for line in lines if line["event"] == "step" and line["local_rank"] == worker][SETTLE:]
         found.append(statistics.median(b - a for a, b in pairwise(at)))
     return max(found)
 

@@ -40,7 +40,9 @@ def measure(mode: str, rows: int, dim: int, steps: int, workers: int, shards: in
         lines = [json.loads(line) for line in record.read_text().splitlines()]
     found = [line for line in lines if line["event"] == "step" and "touched" in line]
     late = [line for line in found if line["clock"] > SETTLE]
-    each = [[line["seconds"] for line in late if line["worker"] == worker] for worker in {x["worker"] for x in late}]
+    each = [
+        [line["seconds"] for line in late if line["local_rank"] == worker] for worker in {x["local_rank"] for x in late}
+    ]
     return {
         "peak_mb": max(line["peak_mb"] for line in found),
         "own_mb": max(line["own_mb"] for line in found),

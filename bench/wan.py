@@ -223,7 +223,7 @@ def measure(row: Row, way: Way | None, args: Sequence[str], limit_s: float) -> R
                 raise CommandFailed(f"{row.name} ran longer than {limit_s:.0f} s; the last words of worker 1: {said}")
             done = steps_of(folder / "record1")
             received, sent = hosts[1].bytes()
-            mine = [event for event in done if event.get("worker") == done[0].get("worker")]
+            mine = [event for event in done if event.get("local_rank") == done[0].get("local_rank")]
             samples.append((len(mine), received, sent))
             time.sleep(SAMPLE_S)
         seconds = time.monotonic() - began
@@ -241,7 +241,7 @@ def figures(
     """`crosses`: what the records count is what crosses the link."""
     steps = [[event for event in record if event["event"] == "step"] for record in records]
     steps = [
-        [event for event in own if event.get("worker") == own[0].get("worker")] for own in steps
+        [event for event in own if event.get("local_rank") == own[0].get("local_rank")] for own in steps
     ]  # one of each city
     # Without the last, which a worker of ours writes down after the last flush.
     between = [[b["seconds"] - a["seconds"] for a, b in pairwise(own[SETTLE:-1])] for own in steps]

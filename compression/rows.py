@@ -2,16 +2,19 @@
 
 Little endian. A header of 20 bytes, so that the values are aligned where their buffer is:
 
-    0  u8   layout version, 1        8  u32  dim: values of a row; 0: indices alone
-    1  u8   index coding            12  u32  kept: rows in the body
-    2  u16  table                   16  u32  parameter of the index coding
-    4  u32  rows that the shard has of this table
+    0  u8   layout version, 2        8  u16  dim: values of a row; 0: indices alone
+    1  u8   index coding            10  u8   value coding, of CODINGS: of the values here, or of those that are asked for
+    2  u16  table                   11  u8   0
+    4  u32  rows that the shard     12  u32  kept: rows in the body
+            has of this table       16  u32  parameter of the index coding
 
-Body: float32[kept, dim], then the index section (index_codings.py) of `kept` rising rows of the shard.
+Body: the values of `kept` rows, then the index section (index_codings.py) of `kept` rising rows of the shard. Each row is coded
+by itself, so that none has the scale of another: the first section of all rows, then the next one.
 """
 
 import math
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,32 +23,95 @@ import numpy.typing as npt
 from narrows.compression.buffers import FloatArray, IndexArray, Payload, bytes_view, section
 from narrows.compression.errors import NonFinitePayloadError, PayloadError
 from narrows.compression.index_codings import INDEX_CODINGS, encode_indices
-from narrows.compression.value_codings import CHUNK
+from narrows.compression.value_codings import BF16, CHUNK, FP16, FP32, INT8, Fp32, Key, Sectioned
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 KEPT_MAX = 1 << 19  # rows of one payload: indices may take no byte, and memory is asked for by no more
-HEADER = struct.Struct("<BBHIIII")
+HEADER = struct.Struct("<BBHIHBBII")
 GOLDEN = 0x9E3779B97F4A7C15  # splitmix64 (Steele et al. 2014)
 WORD = (1 << 64) - 1
+CODINGS: dict[int, Fp32 | Sectioned] = {coding.wire_id: coding for coding in (FP32, FP16, BF16, INT8)}
 Words = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """`indices`: rising uint32[kept], of the `count` rows that a shard has of `table`; `values`: float32[kept, dim]."""
+    """`indices`: rising uint32[kept], of the `count` rows that a shard has of `table`; `values`: float32[kept, dim]; `coding`:
+    a key of CODINGS."""
 
     table: int
     count: int
     indices: IndexArray
     values: FloatArray
+    coding: int
 
 
-def encode(table: int, count: int, indices: IndexArray, values: FloatArray | None = None) -> bytes:
-    """Of at least one row; `values` None: of indices alone."""
-    dim = 0 if values is None else values.shape[1]
+def encode(
+    table: int, count: int, indices: IndexArray, values: FloatArray | None = None, coding: int = FP32.wire_id
+) -> bytes:
+    """Of at least one row; `values` None: of indices alone. Values that a lossy coding cannot have travel as float32."""
+    dim, body = 0, b""
+    if values is not None:
+        dim = values.shape[1]
+        body, coding = encode_values(values, coding)
     coded = encode_indices(indices, count)
-    header = HEADER.pack(LAYOUT_VERSION, coded.wire_id, table, count, dim, indices.size, coded.parameter)
-    return b"".join((header, b"" if values is None else values.tobytes(), coded.section.tobytes()))
+    header = HEADER.pack(LAYOUT_VERSION, coded.wire_id, table, count, dim, coding, 0, indices.size, coded.parameter)
+    return b"".join((header, body, coded.section.tobytes()))
+
+
+def encode_values(values: FloatArray, coding: int) -> tuple[bytes, int]:
+    """float32[kept, dim], at least one row, as a body has them, and its coding: FP32 where a value is not finite."""
+    lossy, (kept, dim) = CODINGS[coding], values.shape
+    if not isinstance(lossy, Sectioned) or not np.isfinite(values).all():
+        return values.tobytes(), FP32.wire_id
+    arrays = [np.empty((kept, part.size(dim)), part.dtype) for part in lossy.sections]
+    for begin, end, padded in _chunks(lossy, kept, dim):
+        padded[:, :dim] = values[begin:end]
+        body, at = np.empty(lossy.byte_count(padded.size), np.uint8), 0
+        lossy.encode(padded.reshape(-1), Key(0, 0), body)
+        for part, array in zip(lossy.sections, arrays, strict=True):
+            size = part.byte_count(padded.size)
+            array[begin:end] = body[at : at + size].view(part.dtype).reshape(end - begin, -1)[:, : part.size(dim)]
+            at += size
+    return b"".join(array.tobytes() for array in arrays), coding
+
+
+def decode_values(payload: Payload, kept: int, dim: int, coding: int) -> FloatArray:
+    """The inverse: float32[kept, dim]. Raises PayloadError for what is none."""
+    data, lossy = bytes_view(payload), CODINGS.get(coding)
+    if lossy is None or data.size != kept * row_bytes(dim, coding):
+        raise PayloadError(f"{data.size} bytes of value coding {coding} cannot be {kept} rows of {dim} values")
+    if not isinstance(lossy, Sectioned) or not dim:
+        return section(data, 0, kept * dim, np.float32).reshape(kept, dim)
+    arrays, at, values = [], 0, np.empty((kept, dim), np.float32)
+    for part in lossy.sections:
+        arrays.append(section(data, at, kept * part.size(dim), part.dtype).reshape(kept, -1))
+        at += arrays[-1].nbytes
+    for begin, end, padded in _chunks(lossy, kept, dim):
+        body, at = np.zeros(lossy.byte_count(padded.size), np.uint8), 0
+        for part, array in zip(lossy.sections, arrays, strict=True):
+            size = part.byte_count(padded.size)
+            body[at : at + size].view(part.dtype).reshape(end - begin, -1)[:, : part.size(dim)] = array[begin:end]
+            at += size
+        lossy.open(body, padded.size).part(0, padded.reshape(-1))
+        values[begin:end] = padded[:, :dim]
+    return values
+
+
+def row_bytes(dim: int, coding: int) -> int:
+    """Of one row in a body."""
+    lossy = CODINGS[coding]
+    return sum(part.byte_count(dim) for part in lossy.sections) if isinstance(lossy, Sectioned) else 4 * dim
+
+
+def _chunks(coding: Sectioned, kept: int, dim: int) -> Iterator[tuple[int, int, FloatArray]]:
+    """(begin, end, zeros) of consecutive rows: float32[end - begin, width], each row as wide as whole blocks of the coding."""
+    unit = math.lcm(*(part.per for part in coding.sections))
+    width = -(-dim // unit) * unit
+    step = max(1, CHUNK // width)
+    for begin in range(0, kept, step):
+        end = min(begin + step, kept)
+        yield begin, end, np.zeros((end - begin, width), np.float32)
 
 
 def decode(payload: Payload) -> Rows:
@@ -53,19 +119,19 @@ def decode(payload: Payload) -> Rows:
     data = bytes_view(payload)
     if data.size < HEADER.size:
         raise PayloadError(f"rows are truncated: {data.size} bytes are fewer than a header's {HEADER.size}")
-    version, coding, table, count, dim, kept, parameter = HEADER.unpack(data[: HEADER.size].tobytes())
-    if version != LAYOUT_VERSION or coding not in INDEX_CODINGS:
+    version, coding, table, count, dim, valued, spare, kept, parameter = HEADER.unpack(data[: HEADER.size].tobytes())
+    if version != LAYOUT_VERSION or coding not in INDEX_CODINGS or valued not in CODINGS or spare:
         raise PayloadError(
-            f"rows have layout version {version} and index coding {coding}, which this side does not read"
+            f"rows have layout version {version}, index coding {coding} and value coding {valued}: this side does not read them"
         )
-    at = HEADER.size + 4 * kept * dim
+    at = HEADER.size + kept * row_bytes(dim, valued)
     if not 0 < kept <= min(count, KEPT_MAX) or not at <= data.size <= at + INDEX_CODINGS[coding].bytes_max(kept, count):
         raise PayloadError(f"rows are corrupt: {data.size} bytes cannot be {kept} of {count} rows of {dim} values")
     read = INDEX_CODINGS[coding].open(data[at:], parameter, kept, count)
     indices: IndexArray = np.empty(kept, np.uint32)
     for begin in range(0, kept, CHUNK):
         read(begin, indices[begin : begin + CHUNK])
-    return Rows(table, count, indices, section(data, HEADER.size, kept * dim, np.float32).reshape(kept, dim))
+    return Rows(table, count, indices, decode_values(data[HEADER.size : at], kept, dim, valued), valued)
 
 
 def check(payload: Payload, count: int, finite: bool) -> float:

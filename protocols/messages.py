@@ -338,7 +338,7 @@ class RowsAsk(Message):
 
 @dataclass(frozen=True, slots=True)
 class Rows(Message):
-    """Shard to worker: the answer to that ask, float32[rows, dim] in its order."""
+    """Shard to worker: the answer to that ask, [rows, dim] in its order, coded as its last byte says (compression/rows.py)."""
 
     worker: int
     epoch: int

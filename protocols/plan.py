@@ -60,7 +60,8 @@ class Plan:
     `groups[g]` are the tensor indices of parameter group g; each tensor is in one group. `optimizer` is the class name
     in torch.optim, or "" where the server does not need one (pushed updates). `max_grad_norm` <= 0: none. `aliases` are
     further names of shared tensors, each with its index: a whole checkpoint has them all. `degree`: how an update grows with
-    the gradient, from 0 (AdamW) to 1 (SGD). `tables` are beside the tensors: their rows are no keys.
+    the gradient, from 0 (AdamW) to 1 (SGD). `tables` are beside the tensors: their rows are no keys. `frozen` are parameters
+    that no worker trains, each with a digest of its values: they do not travel, so all must have the same.
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -70,6 +71,7 @@ class Plan:
     aliases: tuple[tuple[str, int], ...] = ()
     degree: float = 1.0
     tables: tuple[TableSpec, ...] = ()
+    frozen: tuple[tuple[str, str], ...] = ()
 
     @property
     def size(self) -> int:
@@ -87,14 +89,15 @@ class Plan:
         groups = [list(group) for group in self.groups]
         aliases = [list(alias) for alias in self.aliases]
         tables = [[getattr(table, name) for name in TableSpec.__slots__] for table in self.tables]
-        return pack([tensors, self.optimizer, groups, self.max_grad_norm, aliases, self.degree, tables])
+        frozen = [list(each) for each in self.frozen]
+        return pack([tensors, self.optimizer, groups, self.max_grad_norm, aliases, self.degree, tables, frozen])
 
     @staticmethod
     def unpacked(packed: bytes) -> Plan:
         """Raises RemoteProtocolError where `packed` is no plan."""
         value: Any = unpack(packed)
         try:
-            tensors, optimizer, groups, norm, aliases, degree, tables = value
+            tensors, optimizer, groups, norm, aliases, degree, tables, frozen = value
             plan = Plan(
                 tuple(_spec(*row) for row in tensors),
                 _text(optimizer),
@@ -103,10 +106,12 @@ class Plan:
                 tuple((_text(name), _count(i)) for name, i in aliases),
                 float(degree),
                 tuple(_table(*row) for row in tables),
+                tuple((_text(name), _text(digest)) for name, digest in frozen),
             )
         except (TypeError, ValueError):
             raise RemoteProtocolError(
-                "a plan is a list of tensors, an optimizer, its groups, a norm, a list of aliases, a degree and tables"
+                "a plan is a list of tensors, an optimizer, its groups, a norm, a list of aliases, a degree, tables and "
+                "what is frozen"
             ) from None
         for table in plan.tables:
             table.check()
@@ -153,6 +158,12 @@ class Plan:
         ):
             if mine != yours:
                 raise IncompatibleError(f"{what}: this worker has {yours}, the run has {mine}; use the run's")
+        either = {*self.frozen} ^ {*other.frozen}
+        if name := next((name for name, digest in (*other.frozen, *self.frozen) if (name, digest) in either), ""):
+            raise IncompatibleError(
+                f"the frozen parameter {name!r} is not the run's, and frozen parameters are not sent: load the same weights "
+                "in each worker, or seed each alike before the model is made"
+            )
 
 
 def pack_arrays(arrays: dict[str, NamedArray]) -> bytes:

@@ -152,9 +152,10 @@ class Tables:
         unpack_rates(packed, self.specs)
 
     def read(self, payload: Buffer) -> bytes:
-        """The rows that are asked for, float32[n, dim]."""
+        """The rows that are asked for, [n, dim], in the coding that is asked for; the last byte is the one that they have."""
         found = self.opened(payload, asks=True)
-        return self.tables[found.table].read(found.indices).tobytes()
+        body, coding = rows.encode_values(self.tables[found.table].read(found.indices), found.coding)
+        return body + bytes((coding,))
 
     def fold(self, pieces: Sequence[tuple[float, PieceLike]], packed: bytes) -> None:
         """One step of each table along the sum of weight * rows; `packed`: its hyper-parameters, b"": nobody has named any, and

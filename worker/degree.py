@@ -53,6 +53,7 @@ def _moved(kind: type[torch.optim.Optimizer], values: dict[str, Any], size: floa
     )  # one of the script's own may: alike for each size, and for the script
     with torch.random.fork_rng(devices=[], enabled=draws):
         optimizer = kind([weight], **(values | {"lr": 1e-3}))
+        getattr(optimizer, "train", lambda: None)()  # schedule-free ones step after it alone
         for step in range(STEPS):
             before = weight.detach().clone()
             weight.grad = size * torch.tensor([[1.0, -0.5], [0.25, 2.0 + 0.1 * step]])

@@ -6,8 +6,9 @@ optimizer does not have are not.
 
 from __future__ import annotations
 
+import hashlib
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -217,6 +218,8 @@ class FlatModel(Flat):
             for name, p in model.named_parameters(remove_duplicate=False)
             if id(p) in index and plain(name) != self.names[index[id(p)]]
         )
+        fixed = ((plain(name), fingerprint([p])) for name, p in model.named_parameters() if not p.requires_grad)
+        self.frozen = tuple((name, digest) for name, digest in fixed if digest)
         self.model = model
         self.group_of = [position[id(p)] for p in self.parameters]
         self.groups = len(optimizer.param_groups)
@@ -236,7 +239,7 @@ class FlatModel(Flat):
 
     def plan(self, optimizer: str, max_grad_norm: float, degree: float = 1.0) -> Plan:
         groups = tuple(tuple(i for i, g in enumerate(self.group_of) if g == group) for group in range(self.groups))
-        return Plan(self.specs, optimizer, groups, max_grad_norm, self.aliases, degree)
+        return Plan(self.specs, optimizer, groups, max_grad_norm, self.aliases, degree, frozen=self.frozen)
 
     def kept(self) -> list[torch.Tensor]:
         """Copies of the parameters where they are, in their own dtypes; for `put_back`."""
@@ -251,6 +254,17 @@ class FlatModel(Flat):
 def as_tensor(values: Array) -> torch.Tensor:
     """The same memory."""
     return values if isinstance(values, torch.Tensor) else torch.from_numpy(values)
+
+
+def fingerprint(leaves: Iterable[Any]) -> str:
+    """A hash of the tensors among these, 16 digits; "": there is none. FSDP gathers what it has sharded, one by one."""
+    digest, any_ = hashlib.blake2b(digest_size=8), False
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and leaf.numel() and not leaf.is_meta:
+            any_, whole = True, leaf.full_tensor() if hasattr(leaf, "full_tensor") else leaf
+            digest.update(f"{leaf.dtype}{list(leaf.shape)}".encode())
+            digest.update(whole.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest() if any_ else ""
 
 
 def _dense(tensor: torch.Tensor) -> bool:

@@ -11,7 +11,7 @@ import torch
 from narrows.protocols.errors import UsageError
 from narrows.worker import session
 from narrows.worker.engine import Engine
-from narrows.worker.optimizers import as_one
+from narrows.worker.optimizers import as_one, each_of
 from narrows.worker.updates import clipped_step
 
 
@@ -50,6 +50,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._building = True
         super().__init__(self.inner.param_groups, self.inner.defaults)
         self._building = False
+        self._trains: bool | None = None  # of train() and eval(), what the inner optimizer was told last
         self.state = self.inner.state
         self.max_grad_norm = max_grad_norm
         if session.watch is not None:
@@ -188,26 +189,41 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def finish(self) -> None:
         """End this worker's part: send what is left, wait until it is folded, leave. The module then holds the model that all
         workers end with. At exit it is called for you."""
+        if self._trains is False:
+            self.train()
         if self._engine is not None:
             self._engine.finish()
 
     def eval(self) -> None:
         """Show the shared model in the module until `train()`: the server's parameters, and the module buffers of the run.
-        Waits until own pushes are folded. Trainers that know schedule-free optimizers call both."""
+        Waits until own pushes are folded. An inner optimizer that has an `eval()`, as schedule-free ones do, is told once: it
+        finds the shared parameters beside its own state. In a group, whose optimizers have slices, none is told."""
         if self._engine is not None:
             self._engine.shared.show()
+        self._tell_inner(trains=False)
 
     def train(self, mode: bool = True) -> None:
-        """Put this worker's own parameters and buffers back. step() needs that; where they are there, nothing happens."""
+        """Put this worker's own parameters and buffers back. step() needs that; where they are there, nothing happens. An inner
+        optimizer that has a `train()` is told once."""
         if not mode:
             self.eval()
-        elif self._engine is not None:
+            return
+        self._tell_inner(trains=True)
+        if self._engine is not None:
             self._engine.shared.put_back()
+
+    def _tell_inner(self, trains: bool) -> None:
+        """Schedule-free optimizers (2405.15682) change the parameters from one to the other."""
+        if self._trains is trains or (self._engine is not None and self._engine.slice is not None):
+            return
+        self._trains = trains
+        for each in each_of(self.inner):
+            getattr(each, "train" if trains else "eval", lambda: None)()
 
     @contextmanager
     def shared(self) -> Iterator[None]:
         """`eval()`, and afterwards `train()` where the shared model was not shown before: evaluate and save inside."""
-        shown = self._engine is not None and self._engine.shared.kept is not None
+        shown = self._trains is False or (self._engine is not None and self._engine.shared.kept is not None)
         self.eval()
         try:
             yield

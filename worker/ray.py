@@ -28,7 +28,7 @@ from narrows.worker.command.recording import STEP
 from narrows.worker.keeper import END_S, Facts, Keeper
 
 LOOPBACK = ("127.", "localhost", "[::1]")
-OURS = ("seconds", "worker", *STEP)  # of a row of the record; the rest is the script's
+OURS = ("seconds", "local_rank", *STEP)  # of a row of the record; the rest is the script's
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ def _read(loader: Any, folder: Path, batches: int, every: int) -> Iterator[Any]:
             if step // every > before // every:
                 states.save(step, loader.state_dict())
         if empty:
-            raise UsageError(f"the loader of worker {rank()} has no batch: give each of {world_size()} workers a share")
+            raise UsageError(f"the loader of rank {rank()} has no batch: give each of {world_size()} workers a share")
 
 
 class States:

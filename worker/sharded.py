@@ -69,7 +69,9 @@ class Sharded(Slice):
             if filled:
                 groups[0].append(len(specs))
                 specs.append(TensorSpec(f"{PADDING}[{rank}]", (filled,), "float32"))
-        return Plan(tuple(specs), optimizer, tuple(map(tuple, groups)), max_grad_norm, (), degree)
+        return Plan(
+            tuple(specs), optimizer, tuple(map(tuple, groups)), max_grad_norm, (), degree, frozen=self.flat.frozen
+        )
 
     def moves(self, ranges: Sequence[Keys]) -> bool:
         return False

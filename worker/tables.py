@@ -17,8 +17,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from narrows.compression import rows
+from narrows.compression import PayloadError, parse, rows
 from narrows.compression.codecs import ROWS, Piece
+from narrows.compression.compressor import Chain
 from narrows.protocols import messages as m
 from narrows.protocols.effects import RowsArrived
 from narrows.protocols.errors import RemoteProtocolError, UsageError
@@ -78,6 +79,7 @@ class Tables:
             shape = (module.num_embeddings, module.embedding_dim)
             self.specs.append(TableSpec(f"{name}.weight", *shape, module.seed, module.std, kind))
         self.engine: Engine | None = None  # once the run has begun
+        self.up = self.down = 0  # what rows are coded with, of rows.CODINGS: gradients, and values
         self.touched: list[list[tuple[Numbers, torch.Tensor]]] = [[] for _ in self.specs]  # since the last push
         self.ahead: dict[int, Asked] = {}  # by table
         self.wanted: dict[tuple[int, int], Buffer | None] = {}  # by shard and request; None: not here yet
@@ -100,6 +102,7 @@ class Tables:
     def begin(self, engine: Engine) -> None:
         """The run has begun: rows can be asked for."""
         self.engine = engine
+        self.up, self.down = (_coding(spec) for spec in (engine.settings.compress, engine.settings.compress_down))
         for number, module in enumerate(self.modules):
             module.held_by(self, number)
 
@@ -162,7 +165,7 @@ class Tables:
             for begin in range(0, ours.size, spec.ask_rows_max):
                 self.requests += 1
                 at = ours[begin : begin + spec.ask_rows_max]
-                payload = rows.encode(number, *_local(spec, numbers[at], shard, shards.count))
+                payload = rows.encode(number, *_local(spec, numbers[at], shard, shards.count), coding=self.down)
                 asks.append(Ask(shard, self.requests, at))
                 self.wanted[shard, self.requests] = None
                 shards.say(shard, [m.RowsAsk(shards.worker, shards.epoch, self.requests, clock, payload)])
@@ -191,9 +194,11 @@ class Tables:
         for ask, payload in zip(asked.asks, found, strict=True):
             if payload is None:
                 return False
-            if len(payload) != 4 * ask.at.size * out.shape[1]:
-                raise RemoteProtocolError(f"shard {ask.shard} sent {len(payload)} bytes for {ask.at.size} rows")
-            out[ask.at] = np.frombuffer(payload, np.float32).reshape(ask.at.size, -1)
+            body, coding = memoryview(payload)[:-1], memoryview(payload)[-1] if len(payload) else -1
+            try:
+                out[ask.at] = rows.decode_values(body, ask.at.size, out.shape[1], coding)
+            except PayloadError as error:
+                raise RemoteProtocolError(f"shard {ask.shard} sent no rows: {error}") from None
         return True
 
     def _forget(self, asked: Asked) -> None:
@@ -238,7 +243,7 @@ class Tables:
                 ours, end = np.flatnonzero(numbers % len(made) == shard), self.shards.exchanges[shard].replica.end
                 for begin in range(0, ours.size, spec.ask_rows_max):
                     at = ours[begin : begin + spec.ask_rows_max]
-                    payload = rows.encode(number, *_local(spec, numbers[at], shard, len(made)), values[at])
+                    payload = rows.encode(number, *_local(spec, numbers[at], shard, len(made)), values[at], self.up)
                     pieces.append(Piece(ROWS, end, end, payload))
         return made
 
@@ -248,6 +253,13 @@ def dense_of(inner: torch.optim.Optimizer, model: torch.nn.Module, tables: Table
     each = each_of(inner)
     kept = [o for o in each if any(id(p) not in tables.weights for g in o.param_groups for p in g["params"])]
     return inner if len(kept) in (0, len(each)) else as_one(kept, model)
+
+
+def _coding(spec: str) -> int:
+    """What rows are coded with in a run of this SPEC: its value coding, rounded to the nearest, where it keeps every value."""
+    chain = None if spec.startswith("auto") else parse(spec)
+    dense = isinstance(chain, Chain) and chain.reducer is None
+    return chain.value_coding.wire_id if dense and chain.value_coding.wire_id in rows.CODINGS else 0  # type: ignore[union-attr]
 
 
 def _local(spec: TableSpec, numbers: Numbers, shard: int, shards: int) -> tuple[int, npt.NDArray[np.uint32]]:

@@ -9,10 +9,9 @@ Rules
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._pytree import tree_leaves
 
 from narrows.compression import ErrorFeedback, parse
-from narrows.worker.flat import FlatModel, FloatArray
+from narrows.worker.flat import FlatModel, FloatArray, fingerprint
 from narrows.worker.optimizers import each_of
 
 WATCH = "NARROWS_WATCH"  # the variable: SPECs to encode an update with; not for processes that the script starts
@@ -81,7 +80,6 @@ class Watch:
             "model",
             trainable=sum(p.numel() for p in trained.values()),
             tensors=len(trained),
-            frozen={name: fingerprint([p]) for name, p in model.named_parameters() if not p.requires_grad},
             frozen_values=sum(p.numel() for p in model.parameters() if not p.requires_grad),
             unowned=[name for name, p in trained.items() if id(p) not in owned],
             buffers=[sum(1 for _ in model.buffers()), sum(b.numel() * b.element_size() for b in model.buffers())],
@@ -211,17 +209,6 @@ class Forward:
         self.depth -= 1
         if not self.depth and self.random:
             self.drew = self.drew or _generators() != self.random
-
-
-def fingerprint(leaves: Iterable[Any]) -> str:
-    """A hash of the tensors among these, 16 digits; "": there is none."""
-    digest, any_ = hashlib.blake2b(digest_size=8), False
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and leaf.numel():
-            any_ = True
-            digest.update(f"{leaf.dtype}{list(leaf.shape)}".encode())
-            digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest() if any_ else ""
 
 
 def _generators() -> str:

@@ -166,7 +166,7 @@ def main(args: argparse.Namespace) -> None:
     with optimizer.shared():  # Narrows
         result = validation_loss(model, held_out, args.context)
     record(loss=result)
-    who = f"worker {rank()}: " if world_size() > 1 else ""
+    who = f"rank {rank()}: " if world_size() > 1 else ""
     if seconds:
         print(f"{who}median step {statistics.median(seconds):.4f} s over {len(seconds)} steps")
     print(f"{who}validation loss {result:.4f} nats a byte")

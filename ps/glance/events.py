@@ -15,7 +15,13 @@ SHOWN = {
     "compress": "worker {worker} codes with {to}, not {from}, from clock {clock} on: {reason}",
     "privacy": "worker {worker} has spent epsilon {epsilon:.4g} at delta {delta:g}",
 }
-OF_WORKERS = {"member": "worker {worker} {how}", "done": "the run is over"}  # a record of ps-worker says less
+OF_WORKERS = {  # in a record of ps-worker, which knows no ids
+    "member": "local rank {local_rank} {how}",
+    "done": "the run is over",
+    "late": "{age} rounds closed without local rank {local_rank} before clock {clock}",
+    "compress": "local rank {local_rank} codes with {to}, not {from}, from clock {clock} on: {reason}",
+    "privacy": "local rank {local_rank} has spent epsilon {epsilon:.4g} at delta {delta:g}",
+}
 
 
 def sentence(name: str, event: Mapping[str, Any]) -> str:

@@ -117,7 +117,7 @@ class History:
         self._point()
 
     def _member(self, event: Mapping[str, Any]) -> None:
-        rank = event.get("rank", event["worker"])
+        rank = event["local_rank" if "local_rank" in event else "rank"]  # of ps-worker, of ps-serve
         if event["how"] != "joined":
             for path, lane in self.lanes.items():
                 if path[0] == rank and lane.live:
@@ -125,7 +125,7 @@ class History:
 
     def _stepped(self, event: Mapping[str, Any]) -> None:
         """A step in a record of ps-worker, as the summary that its worker would have sent."""
-        known = self.steppers.setdefault(event["worker"], _blank(event["worker"]))
+        known = self.steppers.setdefault(event["local_rank"], _blank(event["local_rank"]))
         wait = event["wait_seconds"]
         took = event.get("step_seconds", wait)
         encode = event.get("encode_seconds", 0.0)

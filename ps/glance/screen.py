@@ -50,7 +50,7 @@ def screen(frame: dict[str, Any]) -> Group:
 def _row(member: dict[str, Any], cells: int) -> list[Text]:
     step = sum(member["step_seconds"])
     shares = [f"{seconds / step:.0%}" if step else "-" for seconds in member["step_seconds"]]
-    indent, kind = "  " * (len(member["path"]) - 1), "cluster" if member["runs"] else "worker"
+    indent, kind = "  " * (len(member["path"]) - 1), "cluster of rank" if member["runs"] else "rank"
     name = f"{indent}{kind} {'.'.join(map(str, member['path']))} {printable(member['host'])}"
     texts = [
         f"{name} {member['how']}".rstrip(),

@@ -351,6 +351,7 @@ PLAN = Plan(
     ((0, 2), (1,)),
     0.5,
     degree=0.25,
+    frozen=(("base", "1f"), ("head", "2f")),
 )
 PACKED: dict[str, tuple[Callable[[bytes], object], bytes]] = {
     "pack": (unpack, pack([None, True, 1, -3, 0.5, "x", b"y", [1, [2]], {"k": [1]}])),
@@ -653,8 +654,10 @@ OTHER = (TensorSpec("a.weight", (3, 6), "float32"), *PLAN.tensors[1:])
         (Plan(PLAN.tensors, "SGD", PLAN.groups, 0.0), ["max_grad_norm", "0.5"]),
         (Plan((*PLAN.tensors[:1], TensorSpec("a.bias", (), "float32"), PLAN.tensors[2]), "SGD", PLAN.groups, 0.5),
          ["a.bias", "bfloat16", "float32"]),
+        (replace(PLAN, frozen=(("base", "1f"), ("head", "3f"))), ["frozen parameter 'head'", "not sent"]),
+        (replace(PLAN, frozen=PLAN.frozen[1:]), ["frozen parameter 'base'"]),
     ],
-    ids=["shape", "fewer", "more", "optimizer", "groups", "norm", "dtype"],
+    ids=["shape", "fewer", "more", "optimizer", "groups", "norm", "dtype", "frozen", "unfrozen"],
 )  # fmt: skip
 def test_a_joiner_with_another_model_is_told_the_first_difference(joiner: Plan, names: list[str]) -> None:
     PLAN.check_same(PLAN)

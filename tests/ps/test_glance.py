@@ -149,7 +149,7 @@ def test_a_record_that_is_none_is_named(tmp_path: Path) -> None:
         "nonsense",
         "[]",
         '{"event": "summary", "seconds": 1}',
-        '{"event": "step", "seconds": 1, "worker": 0}',
+        '{"event": "step", "seconds": 1, "local_rank": 0}',
     ):
         file.write_text(json.dumps(RUN) + "\n" + line + "\n")
         with pytest.raises(UsageError, match=r"record\.jsonl: line 2 is none of a record"):
@@ -323,4 +323,4 @@ def test_a_terminal_shows_what_the_page_does() -> None:
     console = Console(width=180, record=True, file=io.StringIO())
     console.print(screen(frame))
     text = console.export_text()
-    assert "clock 200" in text and "worker 1 host" in text and "100 ms" in text and "\x1b" not in text
+    assert "clock 200" in text and "rank 1 host" in text and "100 ms" in text and "\x1b" not in text

@@ -462,7 +462,7 @@ def test_a_switch_is_on_the_console_and_in_the_record(tmp_path: Path) -> None:
     switches = [event for event in events if event["event"] == "compress"]
     assert switches, err
     first = switches[0]
-    assert set(first) == {"event", "seconds", "worker", "clock", "from", "to", "reason"}
-    assert (first["worker"], first["from"]) == (0, SPARSEST) and first["clock"] >= 3
-    said = "ps-worker: worker 0 codes with {to}, not {from}, from clock {clock} on: {reason}"
+    assert set(first) == {"event", "seconds", "local_rank", "clock", "from", "to", "reason"}
+    assert (first["local_rank"], first["from"]) == (0, SPARSEST) and first["clock"] >= 3
+    said = "ps-worker: local rank 0 codes with {to}, not {from}, from clock {clock} on: {reason}"
     assert err.count(said.format(**first)) == 1

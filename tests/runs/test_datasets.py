@@ -174,7 +174,7 @@ def test_what_cannot_be_resumed_is_said(tmp_path: Path) -> None:
             next(resumable(Stream(), tmp_path))
         model = build()
         DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model)
-        with pytest.raises(UsageError, match="the loader of worker 0 has no batch"):
+        with pytest.raises(UsageError, match="the loader of rank 0 has no batch"):
             next(resumable(Empty(), tmp_path))
     with alone():
         assert next(resumable(Stream(), tmp_path)) == 0

@@ -1244,3 +1244,69 @@ def test_who_holds_back_too_much_is_told_once(spec: str, named: int, capsys: pyt
         assert started.sessions[0].clock >= 180
     said = capsys.readouterr().err
     assert said.count(f"--compress {spec} lets too little through") == named
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """SGD of "The road less scheduled" (Defazio et al. 2405.15682, alg. 1) as its authors' package has it: parameters are y in
+    training and x in evaluation. calls: of eval() and train()."""
+
+    def __init__(self, params: Any, lr: float = 0.05, beta: float = 0.9) -> None:
+        super().__init__(params, {"lr": lr, "beta": beta})
+        self.calls: list[str] = []
+
+    def _shift(self, weight: float, name: str) -> None:
+        self.calls.append(name)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if "z" in self.state[p]:
+                    p.data.lerp_(self.state[p]["z"], weight)
+
+    def eval(self) -> None:
+        self._shift(1 - 1 / self.defaults["beta"], "eval")
+
+    def train(self) -> None:
+        self._shift(1 - self.defaults["beta"], "train")
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert self.calls and self.calls[-1] == "train"
+        for group in self.param_groups:
+            for p in group["params"]:
+                state, beta = self.state[p], group["beta"]
+                z = state.setdefault("z", p.clone())
+                state["k"] = state.get("k", 0) + 1
+                x = p.lerp(z, 1 - 1 / beta)
+                z.sub_(p.grad, alpha=group["lr"])
+                p.copy_(x.lerp_(z, 1 / state["k"]).lerp_(z, 1 - beta))
+
+
+@pytest.mark.parametrize("settings", [None, SSP1, Settings(sync="bsp", push="update")], ids=["alone", "ssp", "bsp"])
+def test_an_inner_optimizer_that_has_two_modes_is_told_of_each_once(settings: Settings | None) -> None:
+    wanted = build()
+    inner = ScheduleFree(wanted.parameters())
+    inner.train()
+    each_step(wanted, inner, 0, 1)
+    y = flat(wanted)
+    inner.eval()
+    x = flat(wanted)
+    assert distance(x, y) > 1e-3
+    with alone() if settings is None else run(settings):
+        net = build()
+        inner = ScheduleFree(net.parameters())
+        optimizer = DistributedOptimizer(inner, net)
+        optimizer.train()
+        each_step(net, optimizer, 0, 1)
+        for _ in range(2):
+            optimizer.eval()
+            assert distance(flat(net), x) < EQUAL
+        with optimizer.shared():
+            assert distance(flat(net), x) < EQUAL
+        assert inner.calls == ["train", "eval"]
+        optimizer.train()
+        optimizer.train()
+        assert distance(flat(net), y) < EQUAL and inner.calls == ["train", "eval", "train"]
+        optimizer.eval()
+        optimizer.finish()
+        assert distance(flat(net), y) < EQUAL
+        with optimizer.shared():
+            assert distance(flat(net), x) < EQUAL

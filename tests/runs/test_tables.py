@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -88,6 +89,30 @@ def test_what_is_repeated_or_overtaken_counts_once(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(in_process.Link, "deliver", shaken)
     check_ends(trained("SparseAdam", Settings(sync="bsp", workers=2, shards=2)), "SparseAdam")
     assert twice[0] > 4 * STEPS
+
+
+@pytest.mark.parametrize(
+    ("spec", "up", "down"), [("int8", 2, 0), ("bf16+lz4", 3, 0), ("fp16", 1, 2), ("topk:0.5+int8", 0, 2)]
+)
+def test_rows_are_coded_as_the_run_is_where_that_keeps_every_value(
+    spec: str, up: int, down: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deliver, seen = in_process.Link.deliver, {"up": set[int](), "down": set[int]()}
+
+    def looked(link: in_process.Link, effects: Sequence[MemberEffect]) -> None:
+        said = [effect.message for effect in effects if isinstance(effect, Send)]
+        seen["up"] |= {rows.decode(p.payload).coding for p in said if isinstance(p, m.Push) and p.codec == codecs.ROWS}
+        seen["down"] |= {rows.decode(ask.payload).coding for ask in said if isinstance(ask, m.RowsAsk)}
+        deliver(link, effects)
+
+    monkeypatch.setattr(in_process.Link, "deliver", looked)
+    settings = Settings(sync="bsp", push="update", workers=2, shards=2, compress=spec)
+    ends = trained("SGD", replace(settings, compress_down="int8") if down else settings)
+    model = alone("SGD", STEPS)
+    assert seen == {"up": {up}, "down": {down}}
+    assert torch.equal(ends[0][0], ends[1][0])
+    far = (ends[0][0] - model.table.weight).abs().max()
+    assert 0 < far < (0.2 if "topk" in spec else 0.05)
 
 
 def test_a_shard_that_is_thawed_goes_on_with_its_rows(tmp_path: Path) -> None:

@@ -333,9 +333,9 @@ def test_a_failing_worker_is_named_and_the_others_finish(script: Callable[[str],
                   + Path(path).read_text())  # fmt: skip
     code, out, err = finished("ps-worker", "-n", "3", "--sync", "bsp", path, "30")
     assert code == 1 and out == "finished\n"
-    assert "worker 1: ValueError: boom" in err and f'worker 1:   File "{path}", line' in err
-    assert "ps-worker: worker 1 failed with exit code 1" in err
-    assert "ps-worker: worker 2 failed with exit code 7" in err
+    assert "local rank 1: ValueError: boom" in err and f'local rank 1:   File "{path}", line' in err
+    assert "ps-worker: local rank 1 failed with exit code 1" in err
+    assert "ps-worker: local rank 2 failed with exit code 7" in err
     assert "\n1 of 3 workers done in" in err
 
 
@@ -362,15 +362,17 @@ def test_the_record_is_what_the_design_says(tmp_path: Path) -> None:
     assert start == about | {"parameters": 10}
     assert {"python", "narrows", "torch"} <= set(versions)
     members = [
-        (event["how"], event["worker"]) for event, kind in zip(between, kinds[1:-1], strict=True) if kind == "member"
+        (event["how"], event["local_rank"])
+        for event, kind in zip(between, kinds[1:-1], strict=True)
+        if kind == "member"
     ]
     assert sorted(members) == [("joined", 0), ("joined", 1), ("left", 0), ("left", 1)]
     for index in (0, 1):
-        own = [event for event in between if event["worker"] == index and "how" not in event]
+        own = [event for event in between if event["local_rank"] == index and "how" not in event]
         assert [event["clock"] for event in own] == list(range(1, 21))
         for event in own:
             assert event.keys() - {"gain", "agreement"} == {
-                *("held_back", "worker", "clock", "push_bytes", "pull_bytes", "wait_seconds", "staleness", "loss"),
+                *("held_back", "local_rank", "clock", "push_bytes", "pull_bytes", "wait_seconds", "staleness", "loss"),
                 *("step_seconds", "encode_seconds"),
                 *(["accuracy"] if event["clock"] == 20 else []),
             }
@@ -451,8 +453,8 @@ def test_progress_is_one_live_line_on_a_terminal(script: Callable[[str], str]) -
     assert b"importing torch ..." in said.partition(b"] clock ")[0]  # from the start
     lines = re.sub(rb"\x1b\[[0-9?;]*[a-zA-Z]", b"", said).replace(b"\r", b"\n").decode().split("\n")
     for index in (0, 1):  # each line says whose it is, on a terminal
-        own = [line for line in lines if line.startswith(f"worker {index}: step ")]
-        assert own == [f"worker {index}: step {step}" for step in range(30)]
+        own = [line for line in lines if line.startswith(f"local rank {index}: step ")]
+        assert own == [f"local rank {index}: step {step}" for step in range(30)]
     assert any(line.startswith("2 of 2 workers done") for line in lines)
 
 

@@ -286,7 +286,9 @@ def test_one_of_four_dies_and_another_joins(digits: Path, tmp_path: Path) -> Non
     def steps(worker: int) -> list[dict[str, float]]:
         lines = record.read_text().splitlines() if record.exists() else []
         events = [json.loads(line) for line in lines[:-1]]
-        return [event for event in events if event["event"] == "step" and event["worker"] == worker and "pid" in event]
+        return [
+            event for event in events if event["event"] == "step" and event["local_rank"] == worker and "pid" in event
+        ]
 
     with (
         serving(*flags.split(), "--workers", "4", "--lease", "30") as server,
@@ -294,7 +296,7 @@ def test_one_of_four_dies_and_another_joins(digits: Path, tmp_path: Path) -> Non
     ):
         until(lambda: all(len(steps(worker)) >= 100 for worker in range(4)) or four.process.poll(), str(four))
         os.kill(int(steps(2)[-1]["pid"]), signal.SIGKILL)
-        until(lambda: "worker 2 was ended" in four.err, "ps-worker to name the worker", GONE_S)
+        until(lambda: "local rank 2 was ended" in four.err, "ps-worker to name the worker", GONE_S)
         before = min(steps(worker)[-1]["clock"] for worker in (0, 1, 3))
         with started("ps-worker", "--server", server.address, "--record", str(tmp_path / "own.jsonl"), *rest) as joiner:
             until(lambda: clocks_and_accuracies(joiner, "begins") or joiner.process.poll(), str(joiner))
@@ -306,7 +308,7 @@ def test_one_of_four_dies_and_another_joins(digits: Path, tmp_path: Path) -> Non
             ends = [*clocks_and_accuracies(four, "ends"), *clocks_and_accuracies(joiner, "ends")]
             joined = re.findall(r"joined at clock (\d+)", server.command.out)
             assert max(before + 1, int(joined[-1])) <= clock <= min(now) + bound + RECORDED_LATE
-        assert "ps-worker: worker 2 was ended by signal 9 (SIGKILL); the others go on\n" in four.err
+        assert "ps-worker: local rank 2 was ended by signal 9 (SIGKILL); the others go on\n" in four.err
         assert "\n3 of 4 workers done in " in four.err
         assert re.search(r"worker \d+ \(rank \d, .*\) left at clock \d+; 3 live", server.command.out)
         assert len(ends) == 4 and all(abs(first - last) <= 0.02 for _, last in ends), (first, ends)

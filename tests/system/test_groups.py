@@ -90,7 +90,7 @@ def test_a_group_of_which_one_dies_leaves_and_comes_back_and_the_other_worker_go
         assert begun[0] == begun[1] > 0, "both at the run's clock"
         assert len({digest for _, digest in lines(group, "ends")}) == 1 and len(lines(group, "ends")) == 2
         events = [json.loads(line) for line in record.read_text().splitlines()]
-        assert {event["worker"] for event in events if event["event"] == "step"} == {0}, "one worker is recorded"
+        assert {event["local_rank"] for event in events if event["event"] == "step"} == {0}, "one worker is recorded"
         done = events[-1]
         assert done["exit_codes"] == [0] and 0 < done["bytes_up"] < done["raw_bytes_up"]
 

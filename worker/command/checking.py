@@ -9,7 +9,7 @@ from narrows.compression.predict import Link
 from narrows.protocols.errors import UsageError
 from narrows.worker.command import findings
 from narrows.worker.command.findings import Told
-from narrows.worker.command.launcher import Launcher
+from narrows.worker.command.launcher import SERVER, Launcher
 from narrows.worker.command.options import checked
 
 WORKERS = 2
@@ -86,7 +86,7 @@ class Check(Launcher):
                 worker.kill()
                 self.codes[index] = worker.wait() or 0
         self.console.close()
-        if self.signals or self.broken:  # the server's own end is said
+        if self.signals or SERVER in self.errors:  # the server's own end is said
             return next((code for code, _ in self.errors.values()), 0)
         faults, notices = (findings.found(rules, self.told) for rules in (findings.FAULTS, findings.NOTICES))
         lines = findings.facts(self.told, self.options.run)

@@ -90,7 +90,7 @@ def errors(workers: Workers) -> str:
 
 
 def failed(workers: Workers) -> str:
-    found = [f"worker {i}" for i, told in enumerate(workers) if told.code and not told.error]
+    found = [f"local rank {i}" for i, told in enumerate(workers) if told.code and not told.error]
     return f"{' and '.join(found)} failed before step {STEPS} was over: the traceback is above" if found else ""
 
 
@@ -139,12 +139,14 @@ def not_finite(workers: Workers) -> str:
             loss, number = told.broken["loss"], told.broken["number"]
             shown = "" if loss is None else f" (the loss is {loss:g})"
             return (
-                f"worker {i}: the gradient of {told.broken['gradient']} is not finite in step {number}{shown}: look for a "
+                f"local rank {i}: the gradient of {told.broken['gradient']} is not finite in step {number}{shown}: look for a "
                 "division by zero, a log of zero or values of another scale in the loss and the data"
             )
         for step in told.costs:
             if not math.isfinite(step.get("loss", 0.0)):
-                return f"worker {i} recorded a loss of {step['loss']}: look at what the loss divides by and takes the log of"
+                return (
+                    f"local rank {i} recorded a loss of {step['loss']}: look at what it divides by and takes the log of"
+                )
     return ""
 
 
@@ -159,8 +161,8 @@ def uneven(workers: Workers) -> str:
     if counts[few] == counts[many] or not _undisturbed(workers):
         return ""
     return (
-        f"worker {few} called step() {TIMES[counts[few]]}, worker {many} {TIMES[counts[many]]}: leave no step to one rank (if "
-        "rank() == 0), and give each worker as many"
+        f"local rank {few} called step() {TIMES[counts[few]]}, local rank {many} {TIMES[counts[many]]}: leave no step to one "
+        "rank (if rank() == 0), and give each worker as many"
     )
 
 
@@ -187,18 +189,6 @@ def same_gradients(workers: Workers) -> str:
     return (
         "all workers have the same gradients of other samples: something sums them before DistributedOptimizer does, such as "
         "DistributedDataParallel: leave it out"
-    )
-
-
-def other_frozen(workers: Workers) -> str:
-    """Frozen parameters do not travel."""
-    held = [told.model["frozen"] for told in workers if told.model]
-    names = _names(
-        [name for name in held[0] if any(other.get(name) != held[0][name] for other in held)] if held else []
-    )
-    return names and (
-        f"the frozen {names} differ between the workers, and frozen parameters are not sent: load the same weights in each, or "
-        "seed each alike before the model is made"
     )
 
 
@@ -229,7 +219,7 @@ def ended_early(workers: Workers) -> str:
 
 FAULTS: tuple[Rule, ...] = (
     *(errors, failed, not_distributed, wrapped_steps, beside, unowned, not_finite, uneven, never),
-    *(same_samples, same_gradients, other_frozen),
+    *(same_samples, same_gradients),
 )
 NOTICES: tuple[Rule, ...] = (same_randomness, without_gradient, ended_early)
 

@@ -38,7 +38,7 @@ NEEDS = [
 ]
 SERVER = -1  # in place of a worker's index
 WORLD = ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
-SWITCHED = "worker {} codes with {to}, not {from}, from clock {clock} on: {reason}"
+SWITCHED = "local rank {} codes with {to}, not {from}, from clock {clock} on: {reason}"
 FATAL = (AuthenticationError.exit_code, IncompatibleError.exit_code)
 
 
@@ -235,7 +235,7 @@ class Launcher:
             case (_, "noted", {"what": what, "values": values}):
                 self.recording.note("server", what=what, **values)
             case (index, "out" | "err" as kind, line):
-                of = f"worker {index}: " if index >= 0 and self.options.nproc > 1 else ""
+                of = f"local rank {index}: " if index >= 0 and self.options.nproc > 1 else ""
                 self.console.out(line, of) if kind == "out" else self.console.err(of + line)
             case (index, "error", {"code": code, "text": text}):
                 self._failed(index, code, text)
@@ -291,7 +291,7 @@ class Launcher:
         if self.signals:
             return
         how = f"was ended by {signal_name(-code)}" if code < 0 else f"failed with exit code {code}"
-        sentence = f"{'process' if self.options.group else 'worker'} {index} {how}"
+        sentence = f"{'process' if self.options.group else 'local rank'} {index} {how}"
         if group.lives >= 0:
             what = "its group is" if self.options.group else "it is"
             sentence += f"; {what} started again ({self.options.restarts - group.lives} of {self.options.restarts})"

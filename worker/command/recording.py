@@ -50,34 +50,36 @@ class Recording:
             self.file.write(json.dumps({"event": event, "seconds": round(self.seconds, 6), **values}) + "\n")
             self.file.flush()
 
-    def take(self, worker: int, event: dict[str, Any]) -> None:
+    def take(self, local_rank: int, event: dict[str, Any]) -> None:
         """One event of a worker's session."""
         kind = event.pop("event")
         if kind == "hello":
             self.settings = self.settings or event["settings"]
         elif kind == "model":
-            self._joined(worker, event["parameters"], event["clock"])
+            self._joined(local_rank, event["parameters"], event["clock"])
         elif kind == "bytes":
-            before = self.before.get(worker, (0, 0))
-            self.up[worker], self.down[worker] = before[0] + event["up"], before[1] + event["down"]
+            before = self.before.get(local_rank, (0, 0))
+            self.up[local_rank], self.down[local_rank] = before[0] + event["up"], before[1] + event["down"]
             self.dropped.update(event["dropped"])
         elif kind == "privacy":
             self.privacy = max(self.privacy, (event["epsilon"], event["delta"]))
-            self.note(kind, worker=worker, **event)
+            self.note(kind, local_rank=local_rank, **event)
         elif kind in ("compress", "late"):
-            self.note(kind, worker=worker, **event)
+            self.note(kind, local_rank=local_rank, **event)
         elif kind in ("step", "last"):
             if kind == "step":
                 self.steps += 1
-                self.updates += event["clock"] > self.clocks.get(worker, 0)  # one, also where rounds went by without it
-                self.clocks[worker] = event["clock"]
-                self.up[worker] += event["push_bytes"]
-                self.down[worker] += event["pull_bytes"]
-                self.note("step", worker=worker, **event)
+                self.updates += event["clock"] > self.clocks.get(
+                    local_rank, 0
+                )  # one, also where rounds went by without it
+                self.clocks[local_rank] = event["clock"]
+                self.up[local_rank] += event["push_bytes"]
+                self.down[local_rank] += event["pull_bytes"]
+                self.note("step", local_rank=local_rank, **event)
             figures = {name: value for name, value in event.items() if name not in STEP}
-            self.last.setdefault(worker, {}).update(figures)
+            self.last.setdefault(local_rank, {}).update(figures)
 
-    def _joined(self, worker: int, parameters: int, clock: int) -> None:
+    def _joined(self, local_rank: int, parameters: int, clock: int) -> None:
         if not self.parameters:
             self.parameters = parameters
             names = ("compress", "workers", "shards", "local_steps", "fragments")
@@ -85,16 +87,16 @@ class Recording:
             versions = {"python": sys.version.split()[0]}
             versions |= {name: version(name) for name in ("narrows", "torch", "pyzmq", "numpy")}
             self.note("start", mode=self.settings["sync"], **told, parameters=parameters, versions=versions)
-        self.clocks[worker] = clock
-        self.gone.discard(worker)
-        self.before[worker] = self.up.get(worker, 0), self.down.get(worker, 0)
-        self.up[worker], self.down[worker] = self.before[worker]
-        self.note("member", worker=worker, how="joined")
+        self.clocks[local_rank] = clock
+        self.gone.discard(local_rank)
+        self.before[local_rank] = self.up.get(local_rank, 0), self.down.get(local_rank, 0)
+        self.up[local_rank], self.down[local_rank] = self.before[local_rank]
+        self.note("member", local_rank=local_rank, how="joined")
 
-    def ended(self, worker: int, code: int) -> None:
-        self.gone.add(worker)
-        if worker in self.clocks:
-            self.note("member", worker=worker, how="expired" if code else "left")
+    def ended(self, local_rank: int, code: int) -> None:
+        self.gone.add(local_rank)
+        if local_rank in self.clocks:
+            self.note("member", local_rank=local_rank, how="expired" if code else "left")
 
     def averages(self) -> dict[str, float]:
         """The last value of each name that record() was given, averaged over the workers that gave one."""
@@ -105,7 +107,9 @@ class Recording:
         return {name: sum(each) / len(each) for name, each in sorted(values.items())}
 
     def progress(self) -> str:
-        here = [clock for worker, clock in self.clocks.items() if worker not in self.gone] or self.clocks.values()
+        here = [
+            clock for local_rank, clock in self.clocks.items() if local_rank not in self.gone
+        ] or self.clocks.values()
         return f"[{self.seconds:6.1f} s] clock {min(here)}  {_figures(self.averages(), '  ')}".rstrip()
 
     def done(self, codes: list[int]) -> str:

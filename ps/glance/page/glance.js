@@ -102,7 +102,7 @@ function showMember(member, frame) {
   row.dataset.how = member.how;
   row.title = [member.runs, `clock ${member.clock}`, member.loss !== null && `loss ${member.loss.toPrecision(4)}`,
     member.dropped && `${member.dropped} messages dropped`].filter(Boolean).join("\n");
-  put(cell.name, `${member.runs ? "cluster" : "worker"} ${member.path.join(".")} `);
+  put(cell.name, `${member.runs ? "cluster of rank" : "rank"} ${member.path.join(".")} `);
   put(cell.host, member.host);
   const texts = [
     late && !member.runs ? `none for ${long(member.quiet_seconds)}` : brief(step),
