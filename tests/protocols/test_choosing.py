@@ -22,6 +22,7 @@ from simulation.trees import Road, Tree, tree_of
 from narrows.compression.predict import Cost, Link, step_s
 from narrows.protocols.errors import UsageError
 from narrows.protocols.planning.choose import Chooser, choose
+from narrows.protocols.planning.layout import parse
 from narrows.protocols.planning.levels import Coded, Groups, Prices, Work, cuts, joined, merges, places
 from narrows.protocols.planning.network import Network, from_places
 from narrows.protocols.planning.ways import BELOW, WAYS, Way
@@ -276,8 +277,9 @@ def told(output: str) -> list[list[str]]:
 def test_printed_commands_are_ones_that_can_be_pasted(tmp_path: Path, access: list[str]) -> None:
     network = cities([2, 2, 1], 20, 60)
     output, plan = planned(
-        tmp_path, network, "--batch", "32", "--script", "train.py --rows {samples}", "--shards", "2", *access
-    )
+        tmp_path, network, "--batch", "32", "--script", "train.py --rows {samples}", "--shards", "2", "--commands", "long",
+        *access,
+    )  # fmt: skip
     servers = [words for words in told(output) if words[0] == "ps-serve" and "keys" not in words]
     workers = [words for words in told(output) if words[0] == "ps-worker"]
     assert len(servers) == 3 and len(workers) == 5
@@ -303,7 +305,23 @@ def test_printed_commands_are_ones_that_can_be_pasted(tmp_path: Path, access: li
 
 def test_a_plan_without_clusters_has_the_fields_of_a_pipeline_alone(tmp_path: Path) -> None:
     _, plan = planned(tmp_path, cities([2], 20, 60), "--insecure")
-    assert plan.keys() == {"version", "hosts", "stages", "processes", "edges", "lease", "checkpoint_clocks", "insecure"}
+    assert plan.keys() == {"version", "hosts", "stages", "processes", "lease", "checkpoint_clocks", "insecure"}
+
+
+def test_short_commands_are_two_for_each_host_and_make_the_keys_of_the_long_ones(tmp_path: Path) -> None:
+    words = ("--batch", "32", "--script", "train.py --rows {samples}")
+    short, long = (
+        told(planned(tmp_path, cities([2, 1], 20, 60), *words, "--commands", form)[0]) for form in ("short", "long")
+    )
+    plan = parse((tmp_path / "plan.json").read_text())
+    assert [line for line in short if "keys" in line] == [line for line in long if "keys" in line] != []
+    rest = [line for line in short if "keys" not in line]
+    assert rest and all(line[1:3] == ["--plan", str(tmp_path / "plan.json")] for line in rest)
+    served = {server.place.host for server in plan.servers()}
+    assert sorted((line[0], line[4]) for line in rest) == sorted(
+        [("ps-serve", name) for name in served] + [("ps-worker", name) for name in plan.hosts]
+    )
+    assert all(line[5:] == ["train.py", "--rows", "{samples}"] for line in rest if line[0] == "ps-worker")
 
 
 def test_a_pipeline_is_laid_out_with_a_server_for_each_stage(tmp_path: Path) -> None:
@@ -322,6 +340,7 @@ def test_a_pipeline_is_laid_out_with_a_server_for_each_stage(tmp_path: Path) -> 
     (["--pipeline", "2"], "--pipeline: give --layers"),
     (["--batch", "8"], "--batch: give it together with {samples}"),
     (["--address", "x=1"], "--address x=1: give HOST=ADDR"),
+    (["--commands", "long", "--pipeline", "2", "--layers", "4"], "--commands long: the stages"),
     (["--out", "/nowhere/plan.json"], "--out /nowhere/plan.json: No such file"),
 ])  # fmt: skip
 def test_a_plan_that_cannot_be_made_is_refused_in_a_sentence(tmp_path: Path, words: list[str], why: str) -> None:
