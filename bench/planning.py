@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +39,11 @@ from probing import Access
 from scheduling import worldwide
 
 from narrows.protocols.planning.choose import Choice, Chooser, choose
+from narrows.protocols.planning.layout import Layout
 from narrows.protocols.planning.levels import Groups, Work
 from narrows.protocols.planning.network import Network
 from narrows.protocols.planning.ways import BELOW, WAYS, Way
-from narrows.protocols.planning.written import Document, Places, clustered, commands
+from narrows.protocols.planning.written import Places, clustered, long_commands
 from narrows.ps.command.plan import coded
 
 PROBE_S = 10.0  # of a round
@@ -114,20 +115,20 @@ def step_of(record: Path, steps: int = 1) -> float:
 
 
 def measure(
-    cities: Sequence[City], document: Document, names: Sequence[str], args: str, over: int, limit_s: float
+    cities: Sequence[City], layout: Layout, names: Sequence[str], args: str, over: int, limit_s: float
 ) -> float:
     """Seconds of a step, of the slowest worker where one waits for it. Raises CommandFailed."""
     with tempfile.TemporaryDirectory() as temporary, lab.star([city.access.ways[0] for city in cities]) as net:
         folder = Path(temporary)
         homes = [host for host, city in zip(net.hosts, cities, strict=False) for _ in range(city.machines)]
-        document["hosts"] = {name: home.address for name, home in zip(names, homes, strict=True)}
-        lines = commands(document, f"{wan.TASK} {args}", "")
+        layout = replace(layout, hosts={name: home.address for name, home in zip(names, homes, strict=True)})
+        lines = long_commands(layout, f"{wan.TASK} {args}")
         told = [(home, line) for name, home in zip(names, homes, strict=True) for line in lines[name]]
         servers = [each for each in told if each[1].startswith("ps-serve")]
         servers.sort(key=lambda each: "--parent" in each[1])  # the root first
         for number, (home, line) in enumerate(servers):
             start(home, line, folder, f"server{number}")
-        bounded = document["stages"][0]["flags"]["sync"] != "async"
+        bounded = layout.stages[0].flags["sync"] != "async"
         running = [
             start(home, line, folder, f"worker{number}")
             for number, (home, line) in enumerate(each for each in told if each not in servers)
@@ -202,12 +203,12 @@ def main(networks: str, plans: str, steps: int | None, pause: float, args: str, 
         all_plans = {"plan": choose(network, work)} | {str(k): plan for k, plan in enumerate(by_hand(chooser, cities))}
         for which in plans.split(","):
             plan = all_plans[which]
-            document = clustered(Places(network, {}), plan, work, 1, insecure=True)
+            layout = clustered(Places(network, {}), plan, work, 1, insecure=True, keys="")
             levels = f"{plan.above}" + (f"; inside {len(plan.clusters)} clusters {plan.below}" if plan.clusters else "")
             try:
                 over = stretch(plan.above)
                 count = steps or wan.SETTLE + over + max(STRETCHES, round(RUN_S / plan.step_s))
-                found = measure(cities, document, network.hosts, f"{task} --steps {count}", over, limit)
+                found = measure(cities, layout, network.hosts, f"{task} --steps {count}", over, limit)
             except CommandFailed as error:
                 print(f"| {name} | {which} | {levels} | {1e3 * plan.step_s:.0f} | {error} | | |", flush=True)
                 continue

@@ -6,6 +6,7 @@ Rules
       max(own, up, down, (own + round trip + up + down) / window),   own = computing + encoding
 
   for it overlaps with window - 1 others: with window 1 (bound 0) it is the sum, with more the greatest once that hides it.
+- States that come whole, and not as differences, overlap less: `whole_clock_s`, fitted to simulated runs.
 - The link is one worker's. The rates both ways are alike, and a server's own work is taken for nothing.
 """
 
@@ -14,6 +15,13 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from functools import reduce
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+S = TypeVar("S", float, npt.NDArray[np.float64])
 
 _LINK = re.compile(r"(\d+\.?\d*)([kmg])bit(?:/s)?,(\d+\.?\d*)(us|ms|s)", re.ASCII | re.IGNORECASE)
 _BITS = {"k": 1e3, "m": 1e6, "g": 1e9}
@@ -46,9 +54,20 @@ class Cost:
     down_bytes: float
 
 
-def clock_s(own_s: float, up_s: float, down_s: float, round_trip_s: float, window: int) -> float:
-    """Seconds of a clock; `up_s`, `down_s`: that the bytes take at the rate of the link."""
-    return max(own_s, up_s, down_s, (own_s + round_trip_s + up_s + down_s) / window)
+def clock_s(own_s: S, up_s: S, down_s: S, round_trip_s: S, window: int) -> S:
+    """Seconds of a clock; `up_s`, `down_s`: that the bytes take at the rate of the link. All are floats, or float64[...]."""
+    found: S = _longest(own_s, up_s, down_s, (own_s + round_trip_s + up_s + down_s) / window)
+    return found
+
+
+def whole_clock_s(own_s: S, up_s: S, down_s: S, round_trip_s: S, window: int) -> S:
+    """The same where states come whole."""
+    found: S = _longest(up_s, down_s, own_s + (round_trip_s + up_s + down_s) / window)
+    return found
+
+
+def _longest(*parts: Any) -> Any:
+    return reduce(np.maximum, parts)
 
 
 def step_s(link: Link, cost: Cost, window: int = 1, local_steps: int = 1) -> float:

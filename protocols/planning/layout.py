@@ -1,4 +1,5 @@
-"""plan.json: which process of a pipeline stands on which host, what codes the tensors between stages, and each stage's server.
+"""plan.json: which server and which process stands on which host, and with which flags. A model that is not cut is one
+stage, and its server is the root.
 
     {"version": 1,
      "hosts": {"leipzig": "10.0.0.1", "oslo": "10.0.0.2"},
@@ -8,19 +9,20 @@
      "processes": [{"stage": 0, "replica": 0, "host": "leipzig", "port": 6000}, ...],
      "lease": 10.0, "checkpoint_clocks": 100, "insecure": false}
 
-docs/reference.md has the fields. Everybody reads the same file: its digest says so.
+docs/planning.md has the fields. Everybody reads the same file: its digest says so.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from hashlib import sha256
 from ipaddress import ip_address
 from typing import Any, TypeVar
 
-from narrows.protocols.addresses import LOCAL_HOSTS, parse_address
+from narrows.protocols.addresses import ANY_HOST, LOCAL_HOSTS, parse_address
 from narrows.protocols.errors import UsageError
 from narrows.protocols.settings import Settings
 
@@ -33,7 +35,7 @@ OURS = (
     "quorum",
     "lease",
     "checkpoint_clocks",
-)  # flags that follow from the rest of a plan, or that no pipeline can have
+)  # flags that follow from the rest of a plan, or that no run of one can have
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,28 @@ class Stage:
 
 
 @dataclass(frozen=True)
+class Cluster(Stage):
+    """The server of a cluster below the root. replicas: its workers."""
+
+    replicas: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Server:
+    """One ps-serve, as `flags` start it. name: "stage 0". above: the address of who must be there before it, "" for none.
+    children: the name and the role of each key that it lets in. keys: the folder of these, "" without."""
+
+    name: str
+    place: Stage
+    above: str
+    children: list[tuple[str, str]]
+    keys: str
+    flags: list[str]
+
+
+@dataclass(frozen=True)
 class Process:
-    """One process of one pipeline. port: where the others dial it. key: its public key, "" without keys."""
+    """One process of one pipeline, or a worker. port: where the others dial it. key: its public key, "" without keys."""
 
     stage: int
     replica: int
@@ -66,7 +88,8 @@ class Process:
 
 @dataclass(frozen=True)
 class Layout:
-    """A plan, checked. hosts: name -> address."""
+    """A plan, checked. hosts: name -> address. guests: servers that have shards of the root. samples: of a step, by replica.
+    keys: the folder of the root's keys, or of each stage's; beside it are those of clusters, and a file for each host."""
 
     hosts: dict[str, str]
     stages: list[Stage]
@@ -75,6 +98,10 @@ class Layout:
     lease: float = 10.0
     checkpoint_clocks: int = 100
     insecure: bool = False
+    clusters: list[Cluster] = field(default_factory=list)
+    guests: list[Stage] = field(default_factory=list)
+    samples: list[int] = field(default_factory=list)
+    keys: str = ""
     version: int = VERSION
 
     @property
@@ -87,7 +114,10 @@ class Layout:
         return int(sha256(self.text().encode()).hexdigest()[:14], 16)
 
     def text(self) -> str:
-        return json.dumps(asdict(self), indent=1) + "\n"
+        """As JSON. Fields that say nothing are left out."""
+        return (
+            json.dumps({name: value for name, value in asdict(self).items() if value not in ([], "")}, indent=1) + "\n"
+        )
 
     def pipeline(self, replica: int) -> list[Process]:
         """By stage."""
@@ -110,12 +140,57 @@ class Layout:
     def address(self, place: Stage | Process) -> str:
         return f"tcp://{self.hosts[place.host]}:{place.port}"
 
-    def settings(self, stage: int) -> dict[str, Any]:
-        """The flags of the run of this stage."""
-        ours = {"workers": self.replicas, "lease": self.lease, "checkpoint_clocks": self.checkpoint_clocks}
-        return self.stages[stage].flags | ours
+    def server_of(self, process: Process) -> Stage:
+        """That of its cluster, else of its stage."""
+        return next((c for c in self.clusters if process.replica in c.replicas), self.stages[process.stage])
+
+    def key_of(self, host: str) -> str:
+        """The file of a worker's key there, "" without keys."""
+        return f"{host}.key" if self.keys else ""
+
+    def settings(self, place: Stage, children: int) -> dict[str, Any]:
+        """The flags of the run of this server."""
+        ours = {"workers": children, "lease": self.lease, "checkpoint_clocks": self.checkpoint_clocks}
+        return place.flags | ours
+
+    def servers(self, keys: str = "") -> Iterator[Server]:
+        """All, those above first. `keys`: in place of the plan's own."""
+        keys, root = keys or self.keys, self.address(self.stages[0])
+        below = [(f"{cluster.host}-cluster", "cluster") for cluster in self.clusters]
+        for index, stage in enumerate(self.stages):
+            workers = [(p.host, "worker") for p in self.processes if self.server_of(p) is stage]
+            yield self._server(f"stage {index}", stage, [*workers, *below], keys)
+        for index, (cluster, (name, _)) in enumerate(zip(self.clusters, below, strict=True)):
+            workers = [(p.host, "worker") for p in self.processes if p.replica in cluster.replicas]
+            more = ["--parent", root, *(["--parent-key", f"{name}.key"] if keys else [])]
+            yield self._server(f"cluster {index}", cluster, workers, f"{keys}-cluster" if keys else "", more, root)
+        for index, guest in enumerate(self.guests):
+            yield self._server(f"guest {index}", guest, [], keys, ["--join", root], root)
+
+    def _server(
+        self,
+        name: str,
+        place: Stage,
+        children: list[tuple[str, str]],
+        keys: str,
+        more: Sequence[str] = (),
+        above: str = "",
+    ) -> Server:
+        host = self.hosts[place.host]
+        bind = f"tcp://{host if _is_loopback(host) else ANY_HOST}:{place.port}"
+        access = ["--keys", keys] if keys else ["--insecure"] * self.insecure
+        flags = self.settings(place, len(children)) if children else {"shards": 1} | place.flags
+        words = [word for flag, value in flags.items() for word in ("--" + flag.replace("_", "-"), str(value))]
+        return Server(name, place, above, children, keys, ["--bind", bind, *access, *more, *words])
 
 
+ROWS: dict[str, type[Any]] = {
+    "stages": Stage,
+    "edges": Edge,
+    "processes": Process,
+    "clusters": Cluster,
+    "guests": Stage,
+}
 Row = TypeVar("Row")
 
 
@@ -142,7 +217,7 @@ def parse(text: str) -> Layout:
         raise UsageError(f"--plan: it is no JSON ({error})") from None
     if isinstance(value, dict) and value.get("version") != VERSION:
         raise UsageError(f"--plan: it has version {value.get('version')}, and this release reads {VERSION}")
-    for name, kind in (("stages", Stage), ("edges", Edge), ("processes", Process)):
+    for name, kind in ROWS.items():
         if isinstance(value, dict) and isinstance(rows := value.get(name, []), list):
             value[name] = [_row(kind, f"{name}[{i}]", row) for i, row in enumerate(rows[:PROCESSES_MAX])]
     layout = _row(Layout, "the plan", value)
@@ -163,7 +238,9 @@ def _check(plan: Layout) -> None:
         for coding in (edge.forward, edge.backward):
             if coding not in CODINGS:
                 raise UsageError(f"--plan: {coding} codes no edge; there are {', '.join(CODINGS)}")
-    places: list[Stage | Process] = [*plan.stages, *plan.processes]
+    _check_tree(plan)
+    servers = [*plan.stages, *plan.clusters, *plan.guests]
+    places: list[Stage | Process] = [*servers, *plan.processes]
     for place in places:
         if place.host not in plan.hosts:
             raise UsageError(f"--plan: host {place.host} has no address in hosts")
@@ -173,21 +250,42 @@ def _check(plan: Layout) -> None:
         raise UsageError(f"--plan: port {twice[0]} is given twice; shard i of a server takes the port i above it")
     if not 0 < plan.lease < 86400 or plan.checkpoint_clocks < 1:
         raise UsageError("--plan: lease is a number of seconds above 0, and checkpoint_clocks at least 1")
-    for index, stage in enumerate(plan.stages):
-        unknown = set(stage.flags) & set(OURS) | set(stage.flags) - set(Settings.__slots__)
-        if unknown:
-            raise UsageError(f"--plan: stages[{index}] has the flag {min(unknown)}, which is none of a stage's server")
+    for server in plan.servers():
+        kind, index = server.name.split()
+        where, flags = f"{kind}s[{index}]", server.place.flags
+        known = set(Settings.__slots__) - set(OURS) if server.children else {"shards"}
+        if unknown := set(flags) - known:
+            raise UsageError(f"--plan: {where} has the flag {min(unknown)}, which is none of such a server")
         try:
-            Settings(**plan.settings(index)).validated()
+            Settings(**plan.settings(server.place, max(1, len(server.children)))).validated()
         except TypeError as error:
-            raise UsageError(f"--plan: a flag of stages[{index}] has the wrong type ({error})") from None
+            raise UsageError(f"--plan: a flag of {where} has the wrong type ({error})") from None
     keyed = {bool(p.key) for p in plan.processes}
     if len(keyed) > 1 or not all(KEY.fullmatch(p.key) for p in plan.processes):
         raise UsageError("--plan: key is the public key of each process, 64 hex digits, or none has one")
-    if not (plan.insecure or True in keyed or all(map(_is_loopback, {plan.hosts[place.host] for place in places}))):
+    # Stages of one pipeline dial each other too, and know each other by these keys.
+    has_keys = True in keyed or bool(plan.keys and stages == 1)
+    if not (plan.insecure or has_keys or all(map(_is_loopback, {plan.hosts[place.host] for place in places}))):
         raise UsageError(
             "--plan: anyone who reaches these hosts could join; give each process its key, or say insecure: true"
         )
+
+
+def _check_tree(plan: Layout) -> None:
+    """Clusters, guests and samples."""
+    inside = [replica for cluster in plan.clusters for replica in cluster.replicas]
+    if (plan.clusters or plan.guests) and len(plan.stages) > 1:
+        raise UsageError("--plan: a model that is cut into stages has no clusters and no guests; leave them out")
+    known = all(type(replica) is int and replica in range(plan.replicas) for replica in inside)
+    if not known or len(set(inside)) < len(inside):
+        raise UsageError(f"--plan: each of the replicas 0 to {plan.replicas - 1} is in one cluster, or in none")
+    if not all(cluster.replicas for cluster in plan.clusters):
+        raise UsageError("--plan: a cluster without replicas has nothing to do; leave it out")
+    if plan.clusters and plan.guests:
+        raise UsageError("--plan: keys of a run with clusters do not move to guests; leave one of both out")
+    counted = all(type(count) is int and count > 0 for count in plan.samples)
+    if plan.samples and (len(plan.samples) != plan.replicas or not counted):
+        raise UsageError(f"--plan: samples has a number above 0 for each of {plan.replicas} replicas")
 
 
 def _ports(place: Stage | Process) -> int:

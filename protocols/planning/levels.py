@@ -1,24 +1,21 @@
 """What a step of a data parallel run costs on a network, with one server or with clusters below it: `Prices`.
 
 A child of a server is a worker, or a cluster. `own` are its seconds of computing and encoding, `up` and `down` those of its
-bytes. W updates may be in flight. Its clock takes
-
-    max(own, up, down, (own + round trip + up + down) / W)        compression/predict.py
-    max(up, down, own + (round trip + up + down) / W)             where states come whole: they overlap less
-
-A run with a bound waits for the slowest child. Without one n children make n / sum(1 / clock) updates a second. A cluster
-computes H clocks of its own, H the local steps above. tests/protocols/test_choosing.py holds these forms to simulated runs.
+bytes. How long its clock takes of them says `Coded.clock_s`: a closed form of compression/predict.py. A run with a bound waits
+for the slowest child. Without one n children make n / sum(1 / clock) updates a second. A cluster computes H clocks of its own,
+H the local steps above. tests/protocols/test_choosing.py holds these forms to simulated runs.
 
 Rules of links
 - A port carries what all children of its host's server send: it is as fast as the host's fastest link.
 - Places are hosts between which no slow link lies: single linkage at the widest gap of the rates, if that is PLACES wide. All
   links of one place to another are one wire. Without places each link is a wire of its own.
 - A child on its server's host sends nothing.
+- A server handles what all its children send, as a port does: so long takes `up` at least. Its shards share that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -38,23 +35,25 @@ SAME = 1.05  # and such a gap is noise of a measurement
 
 @dataclass(frozen=True, slots=True)
 class Coded:
-    """What a SPEC costs a parameter."""
+    """What a SPEC costs a parameter. serve_s: the server, for each child. clock_s: of (own, up, down, round trip, window)."""
 
     bytes: float
     encode_s: float
-    whole: bool = False  # states come whole, and not as differences
+    clock_s: Callable[[Array, Array, Array, Array, int], Array]
+    serve_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
     """What is trained. step_s: of an even share of a step, on a host of speed 1.
 
-    `batch`: samples of a step that workers share by their speed; 0: evenly."""
+    `batch`: samples of a step that workers share by their speed; 0: evenly. `shards`: of each server."""
 
     parameters: float
     step_s: float
     coded: Mapping[str, Coded] = field(default_factory=dict)
     batch: int = 0
+    shards: int = 1
 
     def samples(self, network: Network) -> list[int]:
         """Of each host, at least one: what is left over goes where the largest part of a sample is missing. UsageError where
@@ -146,8 +145,9 @@ class Prices:
         """Seconds up, down, and of a round trip, from the hosts `rows` to the hosts `servers`.
 
         `children`: the hosts that each child may speak from. `count`: hosts that the server is cut over."""
-        at, back = np.ix_(rows, servers), np.ix_(servers, rows)
-        message = self.work.coded[way.compress].bytes * self.work.parameters / count
+        at, back, coded = np.ix_(rows, servers), np.ix_(servers, rows), self.work.coded[way.compress]
+        message = coded.bytes * self.work.parameters / count
+        serve_s = len(children) * coded.serve_s * self.work.parameters / (count * self.work.shards)
         sent, others = self.sent_s(message), len(children) - 1
         # Who crosses to another place shares the wire with those children that are wholly of its own place.
         homes = {group: int(self.place[group[0]]) for group in children if len({*self.place[[*group]]}) == 1}
@@ -161,16 +161,13 @@ class Prices:
         up = np.maximum(up, count * message / self.port_out[rows][:, None])
         down = np.maximum(down, count * message / self.port_in[rows][:, None])
         away = rows[:, None] != servers
-        return [up * away, down * away, self.round_trip_s[at] * away]
+        return [np.maximum(up * away, serve_s), down * away, self.round_trip_s[at] * away]
 
     def clocks(self, way: Way, own_s: Array, up: Array, down: Array, round_trip_s: Array) -> Array:
         """Clocks of children whose step takes `own_s`, a row for each."""
-        mode = way.mode()
-        own = (mode.local_steps * own_s + self.work.coded[way.compress].encode_s * self.work.parameters)[:, None]
-        road = (round_trip_s + up + down) / mode.window
-        together = road + (own if self.work.coded[way.compress].whole else own / mode.window)
-        found: Array = np.maximum(np.maximum(np.maximum(own, up), down), together)
-        return found
+        mode, coded = way.mode(), self.work.coded[way.compress]
+        own = (mode.local_steps * own_s + coded.encode_s * self.work.parameters)[:, None]
+        return coded.clock_s(own, up, down, round_trip_s, mode.window)
 
     def step_s(self, way: Way, clocks: Array) -> Array:
         """(servers,) seconds of a step, of the clocks (children, servers)."""

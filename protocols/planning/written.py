@@ -1,9 +1,8 @@
 """plan.json of a plan, and the commands that run it. docs/planning.md has the fields.
 
 Rules
-- A plan is one document, and commands are made of it alone.
-- It has the fields of a pipeline: a model that is not cut is one stage, and its workers are the replicas of that. Fields that a
-  pipeline has not (`clusters`, `guests`, `samples`) are there only where they say something.
+- Commands are made of plan.json alone. The short ones read it on each host; the long ones say the same without it.
+- A model that is not cut is one stage, and its workers are the replicas of that.
 - Shard i of a server takes the port i above it, so what stands at one address takes turns.
 """
 
@@ -15,18 +14,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from narrows.protocols.addresses import LOCAL_HOSTS
 from narrows.protocols.planning.choose import Choice
+from narrows.protocols.planning.layout import Cluster, Edge, Layout, Process, Stage
 from narrows.protocols.planning.levels import Indices, Work
 from narrows.protocols.planning.network import Network
 from narrows.protocols.planning.ways import Way
 
-VERSION = 1
 PORT = 5555  # of the first server at an address
 PROCESS_PORT = 6000  # of the first process of a pipeline there
-LEASE_S, CHECKPOINT_CLOCKS = 10.0, 100
-
-Document = dict[str, Any]
+SAMPLES = "{samples}"  # in the arguments of a script
 
 
 @dataclass(slots=True)
@@ -53,124 +49,90 @@ class Places:
         name = self.network.hosts[host]
         return self.given.get(name, name)
 
-    def document(self, insecure: bool, **rows: Any) -> Document:
-        addresses = {name: self.of(host) for host, name in enumerate(self.network.hosts)}
-        fixed = {"lease": LEASE_S, "checkpoint_clocks": CHECKPOINT_CLOCKS, "insecure": insecure, "version": VERSION}
-        return {"hosts": addresses, **rows, **fixed}
+    @property
+    def addresses(self) -> dict[str, str]:
+        return {name: self.of(host) for host, name in enumerate(self.network.hosts)}
 
 
-def clustered(places: Places, plan: Choice, work: Work, shards: int, insecure: bool) -> Document:
-    """A data parallel run; process r is host r's worker."""
+def clustered(places: Places, plan: Choice, work: Work, shards: int, insecure: bool, keys: str) -> Layout:
+    """A data parallel run; process r is host r's worker. `keys`: the folder of the root's, without `insecure`."""
     ports, peers, hosts = Ports(PORT), Ports(PROCESS_PORT), places.network.hosts
 
-    def served(host: int, flags: Mapping[str, Any], count: int) -> Document:
-        more = {"shards": count} if count > 1 else {}
-        return {"host": hosts[host], "port": ports.take(places.of(host), count), "flags": {**flags, **more}}
+    def served(host: int, flags: Mapping[str, Any]) -> tuple[str, int, dict[str, Any]]:
+        # Shards of one server are as many on each host that has some.
+        return hosts[host], ports.take(places.of(host), shards), {**flags, **({"shards": shards} if shards > 1 else {})}
 
-    # Shards of one server are as many on each host that has some.
-    root = served(plan.root, plan.above.flags(updates=bool(plan.clusters)), shards)
-    rows: Document = {
-        "stages": [root],
-        "processes": [
-            {"stage": 0, "replica": host, "host": name, "port": peers.take(places.of(host))}
-            for host, name in enumerate(hosts)
-        ],
-        "edges": [],
-    }
-    if plan.clusters:
-        rows["clusters"] = [
-            served(server, plan.below.flags(), shards) | {"replicas": [*group]} for server, group in plan.clusters
-        ]
-    if plan.spread[1:]:
-        rows["guests"] = [served(host, {}, shards) for host in plan.spread[1:]]
-    if work.batch:
-        rows["samples"] = work.samples(places.network)
-    return places.document(insecure, **rows)
+    return Layout(
+        places.addresses,
+        [Stage(*served(plan.root, plan.above.flags(updates=bool(plan.clusters))))],
+        [Process(0, host, name, peers.take(places.of(host))) for host, name in enumerate(hosts)],
+        clusters=[Cluster(*served(server, plan.below.flags()), [*group]) for server, group in plan.clusters],
+        guests=[Stage(*served(host, {})) for host in plan.spread[1:]],
+        samples=work.samples(places.network) if work.batch else [],
+        insecure=insecure,
+        keys="" if insecure else keys,
+    )
 
 
 def staged(
-    places: Places, grid: Indices, servers: Sequence[int], ways: Sequence[Way], coding: str, insecure: bool
-) -> Document:
+    places: Places, grid: Indices, servers: Sequence[int], ways: Sequence[Way], coding: str, insecure: bool, keys: str
+) -> Layout:
     """A pipeline. `grid` (stages, replicas) has hosts.
 
     servers, ways: the host and the flags of each stage's server; `coding`: of each edge, both ways.
     """
     ports, peers, hosts = Ports(PORT), Ports(PROCESS_PORT), places.network.hosts
-    return places.document(
-        insecure,
-        stages=[
-            {"host": hosts[host], "port": ports.take(places.of(host)), "flags": way.flags()}
-            for host, way in zip(servers, ways, strict=True)
-        ],
-        processes=[
-            {"stage": stage, "replica": replica, "host": hosts[host], "port": peers.take(places.of(int(host)))}
+    return Layout(
+        places.addresses,
+        [Stage(hosts[host], ports.take(places.of(host)), way.flags()) for host, way in zip(servers, ways, strict=True)],
+        [
+            Process(stage, replica, hosts[host], peers.take(places.of(int(host))))
             for stage, group in enumerate(grid)
             for replica, host in enumerate(group)
         ],
-        edges=[{"forward": coding, "backward": coding}] * (len(grid) - 1),
+        [Edge(coding, coding)] * (len(grid) - 1),
+        insecure=insecure,
+        keys="" if insecure else keys,
     )
 
 
-def commands(plan: Document, script: str, keys: str) -> dict[str, list[str]]:
-    """Lines for each host of a data parallel plan, servers first. `script` may have {samples}.
+Lines = dict[str, list[str]]  # commands of each host, servers first
 
-    `keys`: the folder of each server's keys, where the plan is not insecure."""
-    found: dict[str, list[str]] = {name: [] for name in plan["hosts"]}
-    (root,), clusters = plan["stages"], plan.get("clusters", [])
-    inside = {replica: cluster for cluster in clusters for replica in cluster["replicas"]}
 
-    def address(server: Document) -> str:
-        return f"tcp://{plan['hosts'][server['host']]}:{server['port']}"
+def commands(plan: Layout, file: str, script: str) -> Lines:
+    """Each host reads the plan, in `file`."""
+    found = making_keys(plan)
+    for name, lines in found.items():
+        here = ["--plan", file, "--host", name]
+        if any(server.place.host == name for server in plan.servers()):
+            lines.append(shlex.join(["ps-serve", *here]))
+        if plan.on(name):
+            lines.append(shlex.join(["ps-worker", *here, *shlex.split(script)]))
+    return found
 
-    def access(server: Document) -> list[str]:
-        return ["--insecure"] if plan["insecure"] else ["--keys", keys if server is root else f"{keys}-cluster"]
 
-    def key(flag: str, name: str) -> list[str]:
-        return [] if plan["insecure"] else [flag, f"{name}.key"]
-
-    def bind(server: Document) -> list[str]:
-        host = plan["hosts"][server["host"]]
-        return ["--bind", f"tcp://{host if host in LOCAL_HOSTS else '0.0.0.0'}:{server['port']}"]
-
-    def serve(server: Document, children: Mapping[str, str], *more: str) -> None:
-        """`children`: their roles by name."""
-        words = []
-        if not plan["insecure"]:
-            folder = access(server)[1]
-            words = [["ps-serve", "keys", "init", folder]]
-            for name, role in children.items():
-                words.append(["ps-serve", "keys", "add", name, *access(server), *(["--role", role] if role else [])])
-        flags = [
-            word for name, value in server["flags"].items() for word in ("--" + name.replace("_", "-"), str(value))
-        ]
-        words.append(["ps-serve", *bind(server), *access(server), *more, "--workers", str(len(children)), *flags])
-        found[server["host"]] += map(shlex.join, words)
-
-    direct = {row["host"]: "" for row in plan["processes"] if row["replica"] not in inside}
-    serve(root, direct | {f"{cluster['host']}-cluster": "cluster" for cluster in clusters})
-    for cluster in clusters:
-        members = {plan["processes"][replica]["host"]: "" for replica in cluster["replicas"]}
-        serve(cluster, members, "--parent", address(root), *key("--parent-key", f"{cluster['host']}-cluster"))
-    for guest in plan.get("guests", []):
-        shards = ["--shards", str(guest["flags"].get("shards", 1))]
-        words = ["ps-serve", "--join", address(root), *bind(guest), *access(root), *shards]
-        found[guest["host"]].append(shlex.join(words))
-    for row in plan["processes"]:
-        server = inside.get(row["replica"], root)
-        samples = str(plan["samples"][row["replica"]]) if "samples" in plan else ""
-        words = [word.replace("{samples}", samples) for word in shlex.split(script)]
-        found[row["host"]].append(
-            shlex.join(["ps-worker", "--server", address(server), *key("--key", row["host"]), *words])
+def long_commands(plan: Layout, script: str) -> Lines:
+    """The same run without the plan, of one that is no pipeline."""
+    found = making_keys(plan)
+    for server in plan.servers():
+        found[server.place.host].append(shlex.join(["ps-serve", *server.flags]))
+    for process in plan.processes:
+        samples = str(plan.samples[process.replica]) if plan.samples else ""
+        words = [word.replace(SAMPLES, samples) for word in shlex.split(script)]
+        key = ["--key", plan.key_of(process.host)] if plan.keys else []
+        found[process.host].append(
+            shlex.join(["ps-worker", "--server", plan.address(plan.server_of(process)), *key, *words])
         )
     return found
 
 
-def pipeline_commands(plan: Document, file: str, script: str, keys: str) -> dict[str, list[str]]:
-    """The same of a pipeline: every host reads the plan, in `file`."""
-    access = [] if plan["insecure"] else ["--keys", keys]
-    found: dict[str, list[str]] = {name: [] for name in plan["hosts"]}
-    for name in {stage["host"] for stage in plan["stages"]}:
-        found[name].append(shlex.join(["ps-serve", "--plan", file, "--host", name, *access]))
-    for name in {row["host"] for row in plan["processes"]}:
-        found[name].append(shlex.join(["ps-worker", "--plan", file, "--host", name, *shlex.split(script)]))
+def making_keys(plan: Layout) -> Lines:
+    """Commands that make the keys of a plan. The owner of a pipeline makes those of its processes."""
+    found: Lines = {name: [] for name in plan.hosts}
+    for server in plan.servers() if len(plan.stages) == 1 else ():
+        if server.keys and server.children:
+            lines = [["init", server.keys]]
+            for name, role in dict(server.children).items():
+                lines.append(["add", name, "--keys", server.keys, *(["--role", role] if role != "worker" else [])])
+            found[server.place.host] += [shlex.join(["ps-serve", "keys", *words]) for words in lines]
     return found

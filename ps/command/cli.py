@@ -42,8 +42,8 @@ from narrows.ps.command.serve import serve
               help="copy the server at ADDR, and take its place when its machine is lost; it says what the run is")  # fmt: skip
 @click.option("--join", default="", metavar="ADDR",
               help="have --shards shards of the server at ADDR on this machine; Ctrl-C moves their keys back")  # fmt: skip
-@click.option("--plan", default="", metavar="FILE", help="start the servers of this host's stages, with the "
-              "flags that the plan has")  # fmt: skip
+@click.option("--plan", default="", metavar="FILE", help="start the servers that this host has in the plan "
+              "of ps-plan, with their flags")  # fmt: skip
 @click.option("--host", default="", help="name of this machine in --plan [its hostname]")
 @click.option("--ready-file", default="", help="written, as JSON, once workers can join")
 @click.option(

@@ -11,6 +11,8 @@ from typing import Any
 import click
 
 from narrows.protocols.errors import UsageError
+from narrows.protocols.planning.layout import Layout
+from narrows.protocols.planning.levels import Coded, Work
 from narrows.protocols.planning.network import Network
 from narrows.protocols.runtime.flags import COMMAND, run
 from narrows.protocols.settings import SHARDS_MAX
@@ -44,6 +46,8 @@ CODINGS = ("dense", "fp16", "int8")  # of an edge between two stages
 @click.option(
     "--coding", type=click.Choice(CODINGS), default="dense", show_default=True, help="of tensors between stages"
 )
+@click.option("--commands", "form", type=click.Choice(["short", "long"]), default="short", show_default=True,
+              help="short: each host reads the plan; long: what that does, in commands of their own")  # fmt: skip
 @click.option("--seed", type=int, default=0, show_default=True, help="of the search for a pipeline")
 @click.option("--out", default="plan.json", show_default=True, help="where the plan is written")
 @click.version_option(package_name="narrows", allow_from_autoenv=False)
@@ -57,19 +61,24 @@ def command(network: str, parameters: float, step_s: float | None, addresses: tu
     """
     from narrows.protocols.planning import written
 
+    if stages and flags["form"] == "long":
+        raise UsageError("--commands long: the stages of a pipeline find each other by the plan alone; leave it out")
     read, step = _read(network)
     step_s = step_s or step
     if step_s is None:
         raise UsageError(f"{network} has no step_seconds: give --step, the seconds of a step of one worker")
     places = written.Places(read, _addresses(read, addresses))
     flags |= {"out": out, "stages": stages}
-    document, lines, commands = (_pipeline if stages else _run)(places, parameters, step_s, **flags)
-    _write(out, document)
+    layout, lines = (_pipeline if stages else _run)(places, parameters, step_s, **flags)
+    _write(out, layout.text())
     click.echo("\n".join([*lines, ""]))
+    long = flags["form"] == "long"
+    script = flags["script"]
+    commands = written.long_commands(layout, script) if long else written.commands(layout, out, script)
     for host, words in commands.items():
         if words:
             click.echo("\n".join([f"on {host}:", *(f"    {line}" for line in words)]))
-    click.echo(f"\n{out} has the plan")
+    click.echo(f"\n{out} has the plan{'' if long else '; each host needs a copy'}")
 
 
 def _read(path: str) -> tuple[Network, float | None]:
@@ -94,47 +103,48 @@ def _addresses(network: Network, given: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _write(out: str, document: dict[str, Any]) -> None:
+def _write(out: str, text: str) -> None:
     """At once or not at all."""
     temporary = Path(f"{out}.{os.getpid()}.tmp")
     try:
-        temporary.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
+        temporary.write_text(text, "utf-8")
         os.replace(temporary, out)
     except OSError as error:
         raise UsageError(f"--out {out}: {error.strerror}") from None
 
 
-def coded() -> dict[str, Any]:
+# A parameter, of one child: an update is received and folded, a state sent (docs/results.md). Dense: what a second worker adds
+# to a step of 100 MiB, 102.0 ms instead of 60.3 (bench/transport.py). Others: the fold of int4, the slowest of them, 6.2 GB/s
+# (bench/compressors.py).
+SERVE_DENSE_NS, SERVE_NS = 1.6, 0.65
+
+
+def coded() -> dict[str, Coded]:
     """What each SPEC of a plan costs a parameter: bytes as measured where `auto` has it, else at most."""
     from narrows.compression.auto import ENCODE_NS, LADDER, ladder
-    from narrows.protocols.planning.levels import Coded
+    from narrows.compression.predict import clock_s, whole_clock_s
     from narrows.protocols.planning.ways import WAYS
 
     rungs = {rung.spec: rung.bytes for rung in LADDER}
-    specs = {way.compress for way in WAYS}
-    return {
-        spec: Coded(
-            rungs.get(spec) or ladder(spec)[0].bytes, 0.0 if spec == "dense" else ENCODE_NS / 1e9, spec == "dense"
-        )
-        for spec in sorted(specs)
-    }
+    sizes = {way.compress: rungs.get(way.compress) or ladder(way.compress)[0].bytes for way in WAYS}
+    whole = {"dense": Coded(sizes.pop("dense"), 0.0, whole_clock_s, SERVE_DENSE_NS / 1e9)}
+    return whole | {spec: Coded(size, ENCODE_NS / 1e9, clock_s, SERVE_NS / 1e9) for spec, size in sorted(sizes.items())}
 
 
-Planned = tuple[dict[str, Any], list[str], dict[str, list[str]]]  # the document, the table, commands of each host
+Planned = tuple[Layout, list[str]]  # and the table
 
 
 def _run(places: Any, parameters: float, step_s: float, *, batch: int, script: str, shards: int, insecure: bool, keys: str,
          **_: Any) -> Planned:  # fmt: skip
     from narrows.protocols.planning import written
     from narrows.protocols.planning.choose import Chooser, choose, decides
-    from narrows.protocols.planning.levels import Work
 
     if ("{samples}" in script) != bool(batch):
         raise UsageError("--batch: give it together with {samples} in --script, where a worker finds its share")
-    network, work = places.network, Work(parameters, step_s, coded(), batch)
+    network, work = places.network, Work(parameters, step_s, coded(), batch, shards)
     plan = choose(network, work)
     chooser = Chooser(network, work)
-    document = written.clustered(places, plan, work, shards, insecure)
+    layout = written.clustered(places, plan, work, shards, insecure, keys)
     names = network.hosts
     children = len(plan.groups)
     rows = [("level", "server on", "children", "mode", "ms a step", "steps beside bsp")]
@@ -159,12 +169,12 @@ def _run(places: Any, parameters: float, step_s: float, *, batch: int, script: s
     if batch:
         shared = zip(names, work.samples(network), strict=True)
         lines.append(f"samples of a step: {', '.join(f'{name} {count}' for name, count in shared)}")
-    return document, lines, written.commands(document, script, keys)
+    return layout, lines
 
 
 def _pipeline(places: Any, parameters: float, step_s: float, *, stages: int, replicas: int | None, layers: int | None,
-              activation_bytes: float, micro_batches: int, coding: str, seed: int, script: str, insecure: bool, keys: str,
-              out: str, **_: Any) -> Planned:  # fmt: skip
+              activation_bytes: float, micro_batches: int, coding: str, seed: int, insecure: bool, keys: str,
+              **_: Any) -> Planned:  # fmt: skip
     from narrows.protocols.planning import written
     from narrows.protocols.planning.choose import for_stage
 
@@ -186,7 +196,7 @@ def _pipeline(places: Any, parameters: float, step_s: float, *, stages: int, rep
         for group, depth in zip(grid, depths, strict=True)
     ]
     servers, ways, step = [c[0] for c in chosen], [c[1] for c in chosen], max(c[2] for c in chosen)
-    document = written.staged(places, grid, servers, ways, coding, insecure)
+    layout = written.staged(places, grid, servers, ways, coding, insecure, keys)
     rows = [("stage", "layers", "hosts", "server on", "mode")]
     first = 0
     for number, (names, depth) in enumerate(zip(found.layout.names(network), depths, strict=True)):
@@ -202,7 +212,7 @@ def _pipeline(places: Any, parameters: float, step_s: float, *, stages: int, rep
         f"predicted {_seconds(step)} a step: {_seconds(predicted.compute_s)} of computing, {_seconds(predicted.pipeline_s)} "
         f"between stages; {_seconds(predicted.seconds)} with a dense exchange in every step{spare}",
     ]
-    return document, lines, written.pipeline_commands(document, out, script, keys)
+    return layout, lines
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:

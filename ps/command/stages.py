@@ -1,6 +1,7 @@
-"""ps-serve --plan: the servers of the stages that stand on this host, each a ps-serve of its own.
+"""ps-serve --plan: the servers that stand on this host, of stages, of clusters, and guests: each a ps-serve of its own.
 
 Rules
+- One below another is started once that one answers, on whichever host it is.
 - Stages go on from one clock. With --resume the hosts tell each other which clocks their checkpoints have, at the addresses of
   their servers, before these start. Later checkpoints are dropped.
 - Where one server fails, all of this host are ended as by Ctrl-C.
@@ -8,19 +9,24 @@ Rules
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import socket
+import time
 from pathlib import Path
 
-from narrows.protocols.errors import RemoteProtocolError, UsageError
+from narrows.protocols.addresses import parse_address
+from narrows.protocols.errors import RemoteProtocolError, UnreachableError, UsageError
 from narrows.protocols.messages import Buffer
-from narrows.protocols.planning.layout import Layout
+from narrows.protocols.planning.layout import Layout, Server
 from narrows.protocols.runtime import plans, signals
 from narrows.protocols.runtime.children import Child, Children
 from narrows.ps.command.console import doing, say
 
 MEET_S = 600.0  # all hosts have begun within this
+DIAL_S = 1.0
 TAG = 0
 
 
@@ -28,53 +34,95 @@ def serve(plan: str, host: str, keys: str, checkpoint_dir: str, resume: bool, jo
     """Raises UsageError where the plan is none, or the stages have no checkpoint in common."""
     layout = plans.read(plan)
     here = plans.this_host(layout, host)
-    served = layout.served(here)
-    if not served:
-        raise UsageError(f"--plan {plan}: no stage has its server on {here}")
+    servers = [server for server in layout.servers(keys) if server.place.host == here]
+    if not servers:
+        raise UsageError(
+            f"--plan {plan}: no server stands on {here}; its workers are started with ps-worker --plan {plan}"
+        )
     if resume and not checkpoint_dir:
         raise UsageError("--resume: name the folder with --checkpoint-dir")
-    if resume:
-        go_back(layout, here, Path(checkpoint_dir), keys)
-    heard: list[int] = []
-    signals.hear(heard)
-    children, started = Children(), []
-    for stage in served:
-        words = ["-m", "narrows.ps.command.cli", "--bind", layout.address(layout.stages[stage])]
-        for name, value in layout.settings(stage).items():
-            words += ["--" + name.replace("_", "-"), str(value)]
-        folder = checkpoint_dir if checkpoint_dir in ("", "none") else f"{checkpoint_dir}/stage-{stage}"
-        words += ["--checkpoint-dir", folder] if folder else []
-        words += ["--keys", keys] if keys else ["--insecure"] if layout.insecure else []
-        words += [*["--resume"] * resume, "--journal" if journal else "--no-journal"]
-        words += ["--ready-file", f"{ready_file}.stage-{stage}"] if ready_file else []
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("NARROWS_")}
-        environment["PYTHONSAFEPATH"] = "1"
-        started.append(children.start(stage, words, environment, listens={1: "out", 2: "err"}))
-    return _watch(children, started, heard)
+    if resume and layout.served(here):
+        go_back(layout, here, Path(checkpoint_dir), keys or layout.keys)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("NARROWS_")}
+    environment["PYTHONSAFEPATH"] = "1"
+
+    def words(server: Server) -> list[str]:
+        name = server.name.replace(" ", "-")
+        more = ["--journal" if journal else "--no-journal"]
+        if server.children:  # checkpoints of a guest are with the server that it joins
+            folder = checkpoint_dir if checkpoint_dir in ("", "none") else f"{checkpoint_dir}/{name}"
+            more += [*(["--checkpoint-dir", folder] if folder else []), *["--resume"] * resume]
+        more += ["--ready-file", f"{ready_file}.{name}"] if ready_file else []
+        return ["-m", "narrows.ps.command.cli", *server.flags, *more]
+
+    return Servers(servers, [words(server) for server in servers], environment).watch()
 
 
-def _watch(children: Children, started: list[Child], heard: list[int]) -> int:
-    """Until all have ended: the code of the first that failed, else 0, or what a signal says."""
-    codes: dict[int, int] = {}
-    told = 0
-    while len(codes) < len(started):
-        match children.next(0.2):
-            case (stage, "exit", code):
-                codes[stage] = code
-                if code and not heard:
-                    say(
-                        f"the server of stage {stage} ended with exit code {code}; the others of this host end too",
-                        error=True,
-                    )
-                    heard.append(signal.SIGINT)
-            case (stage, kind, str(line)):
-                say(f"stage {stage}: {line.removeprefix('ps-serve: ')}", error=kind == "err")
-        for number in heard[told:]:
-            for child in started:
-                child.signal(number)
-        told = len(heard)
-    failed = [code for code in codes.values() if code and code != 128 + signal.SIGINT]
-    return failed[0] if failed else 128 + heard[0] if heard else 0
+class Servers:
+    """Those of this host, started and ended together. `words`: what follows `python`, of each."""
+
+    def __init__(self, servers: list[Server], words: list[list[str]], environment: dict[str, str]) -> None:
+        self.servers, self.words, self.environment = servers, words, environment
+        self.children = Children()
+        self.waiting = [*range(len(servers))]  # for the server above
+        self.started: dict[int, Child] = {}
+        self.codes: dict[int, int] = {}  # of those that have ended; negative: by this signal
+        self.heard: list[int] = []
+        signals.hear(self.heard)
+
+    def watch(self) -> int:
+        """Until all have ended: the code of the first that failed, else 0, or what a signal says."""
+        told, deadline = 0, time.monotonic() + MEET_S
+        for server in self.servers:
+            if server.above:
+                doing(f"{server.name} waits for the server at {server.above} ...")
+        while self.waiting or self.started.keys() - self.codes.keys():
+            self._start()
+            match self.children.next(0.2):
+                case (index, "exit", code):
+                    self._ended(index, code)
+                case (index, kind, str(line)):
+                    say(f"{self.servers[index].name}: {line.removeprefix('ps-serve: ')}", error=kind == "err")
+            if self.waiting and time.monotonic() > deadline:
+                self._ended(self.waiting.pop(0), UnreachableError.exit_code)
+            for number in self.heard[told:]:
+                self.waiting.clear()
+                for child in self.started.values():
+                    child.signal(number)
+            told = len(self.heard)
+        failed = [abs(code) + 128 * (code < 0) for code in self.codes.values()]
+        failed = [code for code in failed if code and code != 128 + signal.SIGINT]
+        return failed[0] if failed else 128 + self.heard[0] if self.heard else 0
+
+    def _start(self) -> None:
+        """Whom nobody above keeps waiting."""
+        for index in [index for index in self.waiting if _answers(self.servers[index].above)]:
+            if not self.heard:
+                self.waiting.remove(index)
+                listens: dict[int | str, str] = {1: "out", 2: "err"}
+                words = self.words[index]
+                self.started[index] = self.children.start(index, words, self.environment, listens=listens)
+
+    def _ended(self, index: int, code: int) -> None:
+        self.codes[index] = code
+        if code and not self.heard:
+            server = self.servers[index]
+            how = (
+                f"ended with exit code {code}"
+                if index in self.started
+                else f"found no server at {server.above} within {MEET_S:.0f} s"
+            )
+            say(f"the server of {server.name} {how}; the others of this host end too", error=True)
+            self.heard.append(signal.SIGINT)
+
+
+def _answers(address: str) -> bool:
+    """Somebody listens there, or there is nobody to wait for."""
+    with contextlib.suppress(OSError):
+        if address:
+            socket.create_connection(parse_address("--plan:", address), DIAL_S).close()
+        return True
+    return False
 
 
 def go_back(layout: Layout, here: str, folder: Path, keys: str) -> int:

@@ -19,9 +19,10 @@ from simulation.actors import Kit
 from simulation.forms import measured_s
 from simulation.trees import Road, Tree, tree_of
 
-from narrows.compression.predict import Cost, Link, step_s
+from narrows.compression.predict import Cost, Link, clock_s, step_s, whole_clock_s
 from narrows.protocols.errors import UsageError
 from narrows.protocols.planning.choose import Chooser, choose
+from narrows.protocols.planning.layout import parse
 from narrows.protocols.planning.levels import Coded, Groups, Prices, Work, cuts, joined, merges, places
 from narrows.protocols.planning.network import Network, from_places
 from narrows.protocols.planning.ways import BELOW, WAYS, Way
@@ -76,10 +77,11 @@ WORK = Work(2e6, 0.1, CODED)
 # The price.
 
 
-@pytest.mark.parametrize("way", [w for w in WAYS if not CODED[w.compress].whole or w.mode().window == 1], ids=str)
+@pytest.mark.parametrize("way", [w for w in WAYS if w.compress != "dense" or w.mode().window == 1], ids=str)
 def test_a_link_of_two_is_priced_as_compression_predict_does(way: Way) -> None:
-    network = cities([1, 1], 20, 60)
-    prices = Prices(network, WORK)
+    """A server that handles updates for nothing is all that it does not know."""
+    network, free = cities([1, 1], 20, 60), {spec: replace(row, serve_s=0.0) for spec, row in CODED.items()}
+    prices = Prices(network, replace(WORK, coded=free))
     row, mode = CODED[way.compress], way.mode()
     size = row.bytes * WORK.parameters
     cost = Cost(WORK.step_s, row.encode_s * WORK.parameters, size, size)
@@ -105,8 +107,9 @@ def plain_s(network: Network, way: Way, own: list[float], at: list[int], childre
             up = max(size * share / rate[host, server], size * (len(at) - 1) / card_in)
             down = max(size * share / rate[server, host], size * (len(at) - 1) / card_out)
             trip = network.delay_s[host, server] + network.delay_s[server, host]
+        up = max(up, len(at) * CODED[way.compress].serve_s * WORK.parameters)
         busy = mode.local_steps * own[child] + CODED[way.compress].encode_s * WORK.parameters
-        overlapped = busy if CODED[way.compress].whole else busy / mode.window
+        overlapped = busy if way.compress == "dense" else busy / mode.window
         clocks.append(max(busy, up, down, overlapped + (up + down + trip) / mode.window))
     whole = len(clocks) / sum(1 / clock for clock in clocks) if mode.bound is None else max(clocks)
     return float(whole / mode.local_steps)
@@ -188,7 +191,7 @@ def test_a_simulated_run_takes_as_long_as_predicted(above: dict[str, Any], size:
     network = cities([2, 2], 80, 30)
     network.delay_s[[0, 1, 2, 3], [1, 0, 3, 2]] = 0.0002
     compress = above.get("compress", "dense")
-    codes = {"dense": Coded(4.0, 0.0, True), "topk:0.5": Coded(size, 0.0)}
+    codes = {"dense": Coded(4.0, 0.0, whole_clock_s), "topk:0.5": Coded(size, 0.0, clock_s)}
     prices = Prices(network, Work((1 << 20) / 4, 0.1, codes))
     way = Way(above["sync"], (0.0,), compress, above.get("staleness", -1), above.get("local_steps", -1))
     own = np.zeros(4)
@@ -196,6 +199,17 @@ def test_a_simulated_run_takes_as_long_as_predicted(above: dict[str, Any], size:
         own[[*group]] = prices.below_s(Way("bsp", (0.0,)), group)
     found = prices.above_s(way, own, ((0, 1), (2, 3)), np.array([0]))[0]
     assert least < measured_s(tree) / way.mode().local_steps / found < 1.06
+
+
+def test_a_server_of_many_decides_by_what_it_handles_and_shards_share_it() -> None:
+    """64 workers of 100 M parameters in one rack, dense: a step takes as long as the server is busy with them."""
+    network, work = cities([64], 20, 60), Work(1e8, 0.1, CODED)
+    network.rates[:] = 1e12
+    whole = 64 * CODED["dense"].serve_s * 1e8
+    for shards in (1, 4):
+        prices = Prices(network, replace(work, shards=shards))
+        found = prices.above_s(WAYS[1], prices.compute_s, tuple((host,) for host in range(64)), np.array([0]))[0]
+        assert found == pytest.approx(max(whole / shards, 0.1 + whole / shards / 2), rel=0.01)
 
 
 # The choice.
@@ -276,8 +290,9 @@ def told(output: str) -> list[list[str]]:
 def test_printed_commands_are_ones_that_can_be_pasted(tmp_path: Path, access: list[str]) -> None:
     network = cities([2, 2, 1], 20, 60)
     output, plan = planned(
-        tmp_path, network, "--batch", "32", "--script", "train.py --rows {samples}", "--shards", "2", *access
-    )
+        tmp_path, network, "--batch", "32", "--script", "train.py --rows {samples}", "--shards", "2", "--commands", "long",
+        *access,
+    )  # fmt: skip
     servers = [words for words in told(output) if words[0] == "ps-serve" and "keys" not in words]
     workers = [words for words in told(output) if words[0] == "ps-worker"]
     assert len(servers) == 3 and len(workers) == 5
@@ -303,7 +318,23 @@ def test_printed_commands_are_ones_that_can_be_pasted(tmp_path: Path, access: li
 
 def test_a_plan_without_clusters_has_the_fields_of_a_pipeline_alone(tmp_path: Path) -> None:
     _, plan = planned(tmp_path, cities([2], 20, 60), "--insecure")
-    assert plan.keys() == {"version", "hosts", "stages", "processes", "edges", "lease", "checkpoint_clocks", "insecure"}
+    assert plan.keys() == {"version", "hosts", "stages", "processes", "lease", "checkpoint_clocks", "insecure"}
+
+
+def test_short_commands_are_two_for_each_host_and_make_the_keys_of_the_long_ones(tmp_path: Path) -> None:
+    words = ("--batch", "32", "--script", "train.py --rows {samples}")
+    short, long = (
+        told(planned(tmp_path, cities([2, 1], 20, 60), *words, "--commands", form)[0]) for form in ("short", "long")
+    )
+    plan = parse((tmp_path / "plan.json").read_text())
+    assert [line for line in short if "keys" in line] == [line for line in long if "keys" in line] != []
+    rest = [line for line in short if "keys" not in line]
+    assert rest and all(line[1:3] == ["--plan", str(tmp_path / "plan.json")] for line in rest)
+    served = {server.place.host for server in plan.servers()}
+    assert sorted((line[0], line[4]) for line in rest) == sorted(
+        [("ps-serve", name) for name in served] + [("ps-worker", name) for name in plan.hosts]
+    )
+    assert all(line[5:] == ["train.py", "--rows", "{samples}"] for line in rest if line[0] == "ps-worker")
 
 
 def test_a_pipeline_is_laid_out_with_a_server_for_each_stage(tmp_path: Path) -> None:
@@ -322,6 +353,7 @@ def test_a_pipeline_is_laid_out_with_a_server_for_each_stage(tmp_path: Path) -> 
     (["--pipeline", "2"], "--pipeline: give --layers"),
     (["--batch", "8"], "--batch: give it together with {samples}"),
     (["--address", "x=1"], "--address x=1: give HOST=ADDR"),
+    (["--commands", "long", "--pipeline", "2", "--layers", "4"], "--commands long: the stages"),
     (["--out", "/nowhere/plan.json"], "--out /nowhere/plan.json: No such file"),
 ])  # fmt: skip
 def test_a_plan_that_cannot_be_made_is_refused_in_a_sentence(tmp_path: Path, words: list[str], why: str) -> None:

@@ -40,7 +40,7 @@ def test_a_plan_says_who_is_where() -> None:
     plan = read()
     assert plan.replicas == 2 and [(p.stage, p.replica) for p in plan.on("oslo")] == [(0, 1), (1, 1)]
     assert [plan.address(p) for p in plan.pipeline(1)] == ["tcp://127.0.0.2:6000", "tcp://127.0.0.2:6001"]
-    assert plan.served("leipzig") == [0] and plan.settings(1) == {
+    assert plan.served("leipzig") == [0] and plan.settings(plan.stages[1], 2) == {
         "sync": "bsp",
         "workers": 2,
         "lease": 5,
@@ -63,13 +63,69 @@ WRONG: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (lambda p: p["stages"][0].update(host="rome"), "host rome has no address"),
     (lambda p: p["processes"][0].update(port=5556), "port leipzig:5556 is given twice"),
     (lambda p: p["processes"][0].update(port=99999), "write it as tcp://HOST:PORT"),
-    (lambda p: p["stages"][0]["flags"].update(workers=3), "has the flag workers, which is none of a stage's server"),
+    (
+        lambda p: p["stages"][0]["flags"].update(workers=3),
+        r"stages\[0\] has the flag workers, which is none of such a server",
+    ),
     (lambda p: p["stages"][0]["flags"].update(staleness="many"), "a flag of stages.0. has the wrong type"),
     (lambda p: p["stages"][0]["flags"].update(sync="fast"), "--sync fast: unknown mode"),
     (lambda p: p.update(lease=0), "lease is a number of seconds above 0"),
     (lambda p: p["processes"][0].update(key="a" * 64), "key is the public key of each process"),
     (lambda p: p["hosts"].update(oslo="10.0.0.2"), "anyone who reaches these hosts could join"),
 ]
+
+
+def tree() -> dict[str, Any]:
+    """A cluster of two, and a worker beside it."""
+    names = ["a", "b", "c"]
+    return {
+        "version": 1,
+        "hosts": {name: f"10.0.0.{number}" for number, name in enumerate(names)},
+        "stages": [{"host": "a", "port": 5555, "flags": {"sync": "ssp"}}],
+        "processes": [{"stage": 0, "replica": i, "host": name, "port": 6000} for i, name in enumerate(names)],
+        "clusters": [{"host": "a", "port": 5556, "flags": {"sync": "bsp"}, "replicas": [0, 1]}],
+        "samples": [3, 2, 1],
+        "keys": "KEYS",
+    }
+
+
+def test_servers_below_one_another_know_who_is_above_and_which_keys_they_let_in() -> None:
+    plan = parse(json.dumps(tree()))
+    assert parse(plan.text()) == plan
+    root, cluster = plan.servers()
+    workers = [("c", "worker"), ("a-cluster", "cluster")]
+    assert (root.name, root.above, root.children, root.keys) == ("stage 0", "", workers, "KEYS")
+    assert root.flags[:6] == ["--bind", "tcp://0.0.0.0:5555", "--keys", "KEYS", "--sync", "ssp"]
+    assert (cluster.name, cluster.above, cluster.keys) == ("cluster 0", "tcp://10.0.0.0:5555", "KEYS-cluster")
+    assert cluster.children == [("a", "worker"), ("b", "worker")]
+    assert " --parent tcp://10.0.0.0:5555 --parent-key a-cluster.key " in " ".join(cluster.flags)
+    assert [plan.address(plan.server_of(process)) for process in plan.processes] == [
+        "tcp://10.0.0.0:5556", "tcp://10.0.0.0:5556", "tcp://10.0.0.0:5555",
+    ]  # fmt: skip
+    with_guest = parse(json.dumps(tree() | {"clusters": [], "guests": [{"host": "b", "port": 5555}]}))
+    *_, guest = with_guest.servers("OTHER")
+    assert guest.flags == [
+        *("--bind", "tcp://0.0.0.0:5555", "--keys", "OTHER", "--join", "tcp://10.0.0.0:5555", "--shards", "1"),
+    ]
+
+
+FELLED: list[tuple[dict[str, Any], str]] = [
+    ({"clusters": [{"host": "a", "port": 5556, "replicas": [0, 3]}]}, "each of the replicas 0 to 2 is in one cluster"),
+    ({"clusters": [{"host": "a", "port": 5556, "replicas": [1, 1]}]}, "each of the replicas 0 to 2 is in one cluster"),
+    ({"clusters": [{"host": "a", "port": 5556, "replicas": [[]]}]}, "each of the replicas 0 to 2 is in one cluster"),
+    ({"clusters": [{"host": "a", "port": 5556}]}, "a cluster without replicas"),
+    ({"clusters": [{"host": "a", "port": 5555, "replicas": [0]}]}, "port a:5555 is given twice"),
+    ({"guests": [{"host": "b", "port": 5555}]}, "do not move to guests"),
+    ({"clusters": [], "guests": [{"host": "b", "port": 5555, "flags": {"sync": "bsp"}}]}, "has the flag sync"),
+    ({"samples": [1, 2]}, "samples has a number above 0 for each of 3 replicas"),
+    ({"keys": ""}, "anyone who reaches these hosts could join"),
+]
+
+
+@pytest.mark.parametrize(("change", "why"), FELLED)
+def test_a_tree_that_is_wrong_is_refused(change: dict[str, Any], why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        parse(json.dumps(tree() | change))
 
 
 @pytest.mark.parametrize(("change", "why"), WRONG)

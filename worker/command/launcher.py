@@ -193,7 +193,7 @@ class Launcher:
         for index in group.members:
             listens: dict[int | str, str] = {1: "out", 2: "err", "NARROWS_RECORD_FD": "event"}
             passed, name = {"NARROWS_PARENT_FD": self.parent_fd}, f"ps-worker-{index}"
-            words, environment = self.options.words, self._own_environment(index)
+            words, environment = self.options.words_of(index), self._own_environment(index)
             self.codes.pop(index, None)
             self.errors.pop(index, None)
             self.felled.discard(index)

@@ -15,6 +15,8 @@ from narrows.protocols.runtime.flags import given
 from narrows.protocols.settings import Settings
 from narrows.worker.command.managers import Place, place
 
+SAMPLES = "NARROWS_SAMPLES"  # of a step, of a process of a plan
+
 
 @dataclass(frozen=True)
 class Options:
@@ -46,9 +48,14 @@ class Options:
         """How many the copies of the script are."""
         return 1 if self.group else self.nproc
 
+    def words_of(self, index: int) -> list[str]:
+        """Of this copy: {samples} in them is its part of a step, where the plan has one."""
+        samples = self.parts[index].get(SAMPLES) if self.parts else None
+        return self.words if samples is None else [word.replace("{samples}", samples) for word in self.words]
 
-def _parts(plan: str, host: str) -> list[dict[str, str]]:
-    """Variables of each process that this host has in the plan. Raises UsageError."""
+
+def _parts(plan: str, host: str) -> tuple[list[dict[str, str]], str]:
+    """Variables of each process that this host has in the plan, and the file of its key. Raises UsageError."""
     from narrows.protocols.runtime import plans
 
     layout = plans.read(plan)
@@ -58,13 +65,14 @@ def _parts(plan: str, host: str) -> list[dict[str, str]]:
             "NARROWS_PLAN": os.path.abspath(plan),
             "NARROWS_STAGE": str(process.stage),
             "NARROWS_REPLICA": str(process.replica),
-            "NARROWS_SERVER": layout.address(layout.stages[process.stage]),
+            "NARROWS_SERVER": layout.address(layout.server_of(process)),
+            **({SAMPLES: str(layout.samples[process.replica])} if layout.samples else {}),
         }
         for process in layout.on(here)
     ]
     if not found:
-        raise UsageError(f"--plan {plan}: {here} has no process of a stage")
-    return found
+        raise UsageError(f"--plan {plan}: {here} has no worker and no process of a stage")
+    return found, layout.key_of(here)
 
 
 def checked(
@@ -72,7 +80,8 @@ def checked(
 ) -> Options:
     """`server`: "" is an embedded one, None what the manager says. Raises UsageError, one sentence that names the flag."""
     run, here = given(flags), place(os.environ)
-    parts = _parts(plan, host) if plan else []
+    parts, key = _parts(plan, host) if plan else ([], "")
+    flags["key"] = flags["key"] or key
     if parts:
         own = {
             "--server": server,

@@ -1,0 +1,85 @@
+"""Runs of two levels and of a guest from one plan.json, as a user starts them: two commands for each host, all on loopback."""
+
+from __future__ import annotations
+
+import json
+import signal
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from kit.processes import GONE_S, SCRIPT, Command, descendants, free_ports, started, until
+
+from narrows.protocols.errors import UsageError
+from narrows.ps.command import cli as serve
+
+ENOUGH = "if os.path.exists('enough'): break"
+
+
+def plan(folder: Path, **rows: Any) -> str:
+    """The root on host a, and a worker on b."""
+    first = free_ports(3)
+    document = {
+        "version": 1,
+        "hosts": {"a": "127.0.0.1", "b": "127.0.0.1", "c": "127.0.0.1"},
+        "stages": [{"host": "a", "port": first, "flags": {"sync": "ssp"}}],
+        "processes": [{"stage": 0, "replica": 0, "host": "b", "port": first + 2}],
+    }
+    for row in rows.get("clusters", []) + rows.get("guests", []):
+        row["port"] = first + 1
+    (folder / "plan.json").write_text(json.dumps(document | rows))
+    return str(folder / "plan.json")
+
+
+CLUSTER: dict[str, Any] = {"host": "a", "flags": {"sync": "ssp"}, "replicas": [0]}
+
+
+@pytest.mark.parametrize(("rows", "said"), [
+    ({"clusters": [CLUSTER], "samples": [5]}, "cluster 0: is member 1 of 1"),
+    ({"guests": [{"host": "c"}]}, "guest 0: has shard 1 of the server"),
+])  # fmt: skip
+def test_hosts_start_their_parts_in_any_order_and_all_end(tmp_path: Path, rows: dict[str, Any], said: str) -> None:
+    """Workers first, then who has the server below, then who has it above."""
+    file, script = plan(tmp_path, **rows), tmp_path / "script.py"
+    script.write_text(f"import sys\nprint(sys.argv.pop())\n{SCRIPT % ENOUGH}")
+    with ExitStack() as stack:
+
+        def start(command: str, host: str, *more: str) -> Command:
+            words = (command, "--plan", file, "--host", host, *more)
+            return stack.enter_context(started(*words, cwd=tmp_path))
+
+        worker = start("ps-worker", "b", str(script), "samples={samples}")
+        hosts = [row["host"] for row in rows.get("guests", [])] + ["a"]
+        servers = [start("ps-serve", host, "--checkpoint-dir", "none") for host in hosts]
+        until(lambda: said in servers[0].out or any(s.process.poll() for s in servers), str(servers[0]))
+        (tmp_path / "enough").touch()
+        for command in (worker, *servers):
+            assert command.wait() == 0, command
+        assert said in servers[0].out, servers[0]
+        assert f"samples={rows.get('samples', ['{samples}'])[0]}" in worker.out, worker
+
+
+def test_a_signal_ends_the_servers_of_a_host_and_those_that_still_wait(tmp_path: Path) -> None:
+    file, elsewhere = plan(tmp_path, clusters=[CLUSTER]), tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    lone = plan(elsewhere, clusters=[CLUSTER | {"host": "b"}])
+    with (
+        started("ps-serve", "--plan", file, "--host", "a", "--ready-file", "ready", cwd=tmp_path) as server,
+        started("ps-serve", "--plan", lone, "--host", "b", cwd=elsewhere) as waits,
+    ):
+        until(lambda: "waits for the server at" in waits.out, str(waits))
+        waits.process.send_signal(signal.SIGTERM)
+        assert waits.wait(GONE_S) == 128 + signal.SIGTERM, waits
+        until(lambda: all((tmp_path / f"ready.{name}-0").exists() for name in ("stage", "cluster")), str(server))
+        left = descendants(server.pid)
+        server.process.send_signal(signal.SIGTERM)
+        assert len(left) >= 4 and server.wait(GONE_S) == 128 + signal.SIGTERM, server
+        until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in left), f"the end of {left}", GONE_S)
+
+
+def test_a_host_without_a_server_is_told_what_it_has_instead(tmp_path: Path) -> None:
+    words = ["--plan", plan(tmp_path), "--host", "c"]
+    with pytest.raises(UsageError, match="no server stands on c; its workers are started with ps-worker --plan"):
+        CliRunner().invoke(serve.command, words, catch_exceptions=False, standalone_mode=False)
