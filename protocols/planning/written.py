@@ -13,9 +13,12 @@ import shlex
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from math import ceil
 from typing import Any
 
 from narrows.protocols.addresses import LOCAL_HOSTS
+from narrows.protocols.pipeline.channels import IN_FLIGHT_MAX
 from narrows.protocols.planning.choose import Choice
 from narrows.protocols.planning.levels import Indices, Work
 from narrows.protocols.planning.network import Network
@@ -88,26 +91,43 @@ def clustered(places: Places, plan: Choice, work: Work, shards: int, insecure: b
     return places.document(insecure, **rows)
 
 
-def staged(
-    places: Places, grid: Indices, servers: Sequence[int], ways: Sequence[Way], coding: str, insecure: bool
-) -> Document:
-    """A pipeline. `grid` (stages, replicas) has hosts.
+def in_flight(network: Network, grid: Indices, activation_bytes: float, micro_s: float) -> list[int]:
+    """For each edge of `grid` (stages, replicas), the micro-batches that its slowest pair's round trip covers.
 
-    servers, ways: the host and the flags of each stage's server; `coding`: of each edge, both ways.
+    activation_bytes: of one micro-batch, one way. micro_s: seconds between two micro-batches of the slowest stage.
+    """
+    way = network.transfer_s(activation_bytes)
+    trip = [float((way[here, there] + way[there, here]).max()) for here, there in pairwise(grid)]
+    return [min(IN_FLIGHT_MAX, ceil(each / micro_s)) for each in trip]
+
+
+def staged(
+    places: Places,
+    grid: Indices,
+    depths: Indices,
+    servers: Sequence[int],
+    ways: Sequence[Way],
+    coding: str,
+    flying: Sequence[int],
+    insecure: bool,
+) -> Document:
+    """A pipeline. `grid` (stages, replicas) has hosts, `depths` (stages,) the layers of each stage.
+
+    servers, ways: the host and the flags of each stage's server; `coding`: of each edge, both ways; `flying`: its `in_flight`.
     """
     ports, peers, hosts = Ports(PORT), Ports(PROCESS_PORT), places.network.hosts
     return places.document(
         insecure,
         stages=[
-            {"host": hosts[host], "port": ports.take(places.of(host)), "flags": way.flags()}
-            for host, way in zip(servers, ways, strict=True)
+            {"host": hosts[host], "port": ports.take(places.of(host)), "flags": way.flags(), "layers": int(depth)}
+            for host, way, depth in zip(servers, ways, depths, strict=True)
         ],
         processes=[
             {"stage": stage, "replica": replica, "host": hosts[host], "port": peers.take(places.of(int(host)))}
             for stage, group in enumerate(grid)
             for replica, host in enumerate(group)
         ],
-        edges=[{"forward": coding, "backward": coding}] * (len(grid) - 1),
+        edges=[{"forward": coding, "backward": coding, "in_flight": count} for count in flying],
     )
 
 

@@ -186,7 +186,12 @@ def _pipeline(places: Any, parameters: float, step_s: float, *, stages: int, rep
         for group, depth in zip(grid, depths, strict=True)
     ]
     servers, ways, step = [c[0] for c in chosen], [c[1] for c in chosen], max(c[2] for c in chosen)
-    document = written.staged(places, grid, servers, ways, coding, insecure)
+    slowest_s = max(
+        job.layer_s * int(depth) / float(network.compute[group].min())
+        for group, depth in zip(grid, depths, strict=True)
+    )
+    flying = written.in_flight(network, grid, activation_bytes / micro_batches, slowest_s / micro_batches)
+    document = written.staged(places, grid, depths, servers, ways, coding, flying, insecure)
     rows = [("stage", "layers", "hosts", "server on", "mode")]
     first = 0
     for number, (names, depth) in enumerate(zip(found.layout.names(network), depths, strict=True)):
@@ -201,6 +206,7 @@ def _pipeline(places: Any, parameters: float, step_s: float, *, stages: int, rep
         "",
         f"predicted {_seconds(step)} a step: {_seconds(predicted.compute_s)} of computing, {_seconds(predicted.pipeline_s)} "
         f"between stages; {_seconds(predicted.seconds)} with a dense exchange in every step{spare}",
+        f"micro-batches on their way between stages: {', '.join(map(str, flying)) or 'none'}",
     ]
     return document, lines, written.pipeline_commands(document, out, script, keys)
 

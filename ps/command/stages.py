@@ -3,7 +3,8 @@
 Rules
 - Stages go on from one clock. With --resume the hosts tell each other which clocks their checkpoints have, at the addresses of
   their servers, before these start. Later checkpoints are dropped.
-- Where one server fails, all of this host are ended as by Ctrl-C.
+- Where one server fails, all of this host are ended as by Ctrl-C. Where this command is killed, its servers write a checkpoint
+  and end.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ def serve(plan: str, host: str, keys: str, checkpoint_dir: str, resume: bool, jo
     heard: list[int] = []
     signals.hear(heard)
     children, started = Children(), []
+    parent_fd, _ = os.pipe()  # its end tells the servers that we ended, however that was
     for stage in served:
         words = ["-m", "narrows.ps.command.cli", "--bind", layout.address(layout.stages[stage])]
         for name, value in layout.settings(stage).items():
@@ -49,7 +51,11 @@ def serve(plan: str, host: str, keys: str, checkpoint_dir: str, resume: bool, jo
         words += ["--ready-file", f"{ready_file}.stage-{stage}"] if ready_file else []
         environment = {name: value for name, value in os.environ.items() if not name.startswith("NARROWS_")}
         environment["PYTHONSAFEPATH"] = "1"
-        started.append(children.start(stage, words, environment, listens={1: "out", 2: "err"}))
+        started.append(
+            children.start(
+                *(stage, words, environment), listens={1: "out", 2: "err"}, passed={"NARROWS_PARENT_FD": parent_fd}
+            )
+        )
     return _watch(children, started, heard)
 
 
