@@ -109,21 +109,23 @@ def staged(
     ways: Sequence[Way],
     coding: str,
     flying: Sequence[int],
-    insecure: bool,
+    keys: Mapping[str, str],
 ) -> Document:
     """A pipeline. `grid` (stages, replicas) has hosts, `depths` (stages,) the layers of each stage.
 
     servers, ways: the host and the flags of each stage's server; `coding`: of each edge, both ways; `flying`: its `in_flight`.
+    keys: the public key of each host; none: the plan is insecure.
     """
     ports, peers, hosts = Ports(PORT), Ports(PROCESS_PORT), places.network.hosts
     return places.document(
-        insecure,
+        not keys,
         stages=[
             {"host": hosts[host], "port": ports.take(places.of(host)), "flags": way.flags(), "layers": int(depth)}
             for host, way, depth in zip(servers, ways, depths, strict=True)
         ],
         processes=[
             {"stage": stage, "replica": replica, "host": hosts[host], "port": peers.take(places.of(int(host)))}
+            | ({"key": keys[hosts[host]]} if keys else {})
             for stage, group in enumerate(grid)
             for replica, host in enumerate(group)
         ],
@@ -192,5 +194,6 @@ def pipeline_commands(plan: Document, file: str, script: str, keys: str) -> dict
     for name in {stage["host"] for stage in plan["stages"]}:
         found[name].append(shlex.join(["ps-serve", "--plan", file, "--host", name, *access]))
     for name in {row["host"] for row in plan["processes"]}:
-        found[name].append(shlex.join(["ps-worker", "--plan", file, "--host", name, *shlex.split(script)]))
+        key = [] if plan["insecure"] else ["--key", f"{name}.key"]
+        found[name].append(shlex.join(["ps-worker", "--plan", file, "--host", name, *key, *shlex.split(script)]))
     return found

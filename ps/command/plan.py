@@ -39,7 +39,7 @@ CODINGS = ("dense", "fp16", "int8")  # of an edge between two stages
 @click.option("--activation-bytes", type=click.FloatRange(min=0), default=0.0,
               help="what one replica sends across one boundary in a step, one way")  # fmt: skip
 @click.option(
-    "--micro-batches", type=click.IntRange(min=1), default=8, show_default=True, help="in flight in a pipeline"
+    "--micro-batches", type=click.IntRange(min=1), default=8, show_default=True, help="of a step of a pipeline"
 )
 @click.option(
     "--coding", type=click.Choice(CODINGS), default="dense", show_default=True, help="of tensors between stages"
@@ -167,6 +167,7 @@ def _pipeline(places: Any, parameters: float, step_s: float, *, stages: int, rep
               out: str, **_: Any) -> Planned:  # fmt: skip
     from narrows.protocols.planning import written
     from narrows.protocols.planning.choose import for_stage
+    from narrows.protocols.runtime.keys import public_key
 
     try:
         from narrows.protocols.planning.cost import Job
@@ -191,7 +192,8 @@ def _pipeline(places: Any, parameters: float, step_s: float, *, stages: int, rep
         for group, depth in zip(grid, depths, strict=True)
     )
     flying = written.in_flight(network, grid, activation_bytes / micro_batches, slowest_s / micro_batches)
-    document = written.staged(places, grid, depths, servers, ways, coding, flying, insecure)
+    publics = {} if insecure else {network.hosts[host]: public_key(keys, network.hosts[host]) for host in grid.flat}
+    document = written.staged(places, grid, depths, servers, ways, coding, flying, publics)
     rows = [("stage", "layers", "hosts", "server on", "mode")]
     first = 0
     for number, (names, depth) in enumerate(zip(found.layout.names(network), depths, strict=True)):

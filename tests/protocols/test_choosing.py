@@ -22,10 +22,12 @@ from simulation.trees import Road, Tree, tree_of
 from narrows.compression.predict import Cost, Link, step_s
 from narrows.protocols.errors import UsageError
 from narrows.protocols.planning.choose import Chooser, choose
+from narrows.protocols.planning.layout import parse
 from narrows.protocols.planning.levels import Coded, Groups, Prices, Work, cuts, joined, merges, places
 from narrows.protocols.planning.network import Network, from_places
 from narrows.protocols.planning.ways import BELOW, WAYS, Way
 from narrows.protocols.planning.written import in_flight
+from narrows.protocols.runtime.keys import add, make
 from narrows.protocols.settings import Settings
 from narrows.ps.command import cli as serve
 from narrows.ps.command.plan import coded
@@ -307,11 +309,20 @@ def test_a_plan_without_clusters_has_the_fields_of_a_pipeline_alone(tmp_path: Pa
     assert plan.keys() == {"version", "hosts", "stages", "processes", "edges", "lease", "checkpoint_clocks", "insecure"}
 
 
-def test_a_pipeline_is_laid_out_with_a_server_for_each_stage(tmp_path: Path) -> None:
-    output, plan = planned(
-        tmp_path, cities([2, 2], 20, 60), "--insecure", "--pipeline", "2", "--layers", "6", "--coding", "int8",
-        "--activation-bytes", "1e6",
-    )  # fmt: skip
+@pytest.mark.parametrize("keyed", [False, True])
+def test_a_pipeline_is_laid_out_with_a_server_for_each_stage(tmp_path: Path, keyed: bool) -> None:
+    network, keys = cities([2, 2], 20, 60), str(tmp_path / "KEYS")
+    words = ["--pipeline", "2", "--layers", "6", "--coding", "int8", "--activation-bytes", "1e6"]
+    if keyed:
+        with pytest.raises(UsageError, match=r"--keys .*: it has no key of a.*or go without keys by --insecure"):
+            planned(tmp_path, network, *words, "--keys", keys)
+        make(keys)
+        for name in network.hosts:
+            add(keys, name, "worker")
+    output, plan = planned(tmp_path, network, *words, *(["--keys", keys] if keyed else ["--insecure"]))
+    layout = parse(json.dumps(plan))
+    assert len({process.key for process in layout.processes}) == (4 if keyed else 1)
+    assert output.count(".key") == (4 if keyed else 0)
     assert [(row["stage"], row["replica"]) for row in plan["processes"]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     (edge,) = plan["edges"]
     assert (edge["forward"], edge["backward"]) == ("int8", "int8")
