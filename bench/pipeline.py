@@ -1,19 +1,22 @@
 """The byte GPT in stages across a link: step time, bytes at the interface and loss of each coding, beside the unsplit model.
 
-    python bench/pipeline.py                       # 4 stages, two in each of two cities, 100 Mbit/s and 20 ms, 400 steps
-    python bench/pipeline.py --rows 'dense,int8' --steps 100
-    python bench/pipeline.py --grid                # 2 stages x 2 replicas: a replica in each city, ssp between
-    python bench/pipeline.py --grid --kill         # a stage is killed in the middle, and the run goes on with --resume
-    python bench/pipeline.py --steps 5 -- --layers 4 --width 32 --heads 2 --context 16    # small; the rest is the task's
+    python bench/pipeline.py                       # step times: 4 stages, two in each of two cities, 100 Mbit/s and 20 ms
+    python bench/pipeline.py --losses              # 400 steps: the unsplit model, int8, a subspace, its unsplit model
+    python bench/pipeline.py --grid --kill         # 2 stages x 2 replicas, a city each: a stage is killed; --resume
+    python bench/pipeline.py --rows int8/gpipe,whole:18 --steps 100 -- --lr 0.004         # what follows -- is the task's
 
 Rows
-- whole: the unsplit model in one process, each of its parts clipped on its own, as a stage is.
-- gloo: the same stages on loopback over torch's gloo, without Narrows. loopback: over Narrows on loopback, dense.
-- dense, fp16, int8: across the link, with all edges coded so. subspace:D: docs/design/pipelines.md, with coefficients in fp16.
+- whole: the unsplit model in one process, each of its parts clipped on its own, as a stage is. whole:D: with a subspace.
+- gloo: the same stages on loopback over torch's gloo and its 1F1B, without Narrows. loopback: over Narrows, dense.
+- dense, fp16, int8: across the link, with all edges coded so. subspace:D: docs/design/pipelines.md, its coefficients in int8.
+- A schedule of the task follows a slash. Else a run of Narrows has ScheduleEager1F1B, with --in-flight across the link.
 
 Rules
+- A step has 128 windows of 64 bytes in 16 micro-batches. One takes a stage 20 ms of a core, and the link 6.6 ms in int8.
 - Stages have bsp servers of their own in their city, so a pipeline of one replica steps as one process would.
 - A step's time is the median of the slowest stage. Bytes are the kernel's at the second city's interface, over the whole run.
+- The first activation and the last gradient cross the link while half of the stages wait: a step has two delays more.
+- Losses are those of 32 windows a step in 8 micro-batches.
 - The validation loss is that of the model.safetensors that the servers of the stages have written.
 """
 
@@ -45,16 +48,21 @@ import bytelm
 import pipelined
 from kit.processes import descendants
 
+from narrows.protocols.planning.layout import even
+
 TASK = Path(__file__).parent / "tasks" / "pipelined.py"
 PORT = 25_000  # of the servers, on hosts that nobody else is on; stages listen a hundred above
 GRID = {"sync": "ssp", "compress": "topk:0.05+int8"}
 OUT = launch.OUT / "pipeline.json"
 LIMIT_S = 3600.0  # of one run
-ROWS = ("whole", "gloo", "loopback", "dense", "fp16", "int8", "subspace:4", "subspace:8", "subspace:16")
+ROWS = ("gloo", "loopback", "dense", "int8", "int8/1f1b", "int8/gpipe", "subspace:18")
+LOSSES = ("whole", "int8", "whole:18", "subspace:18")
 Result = dict[str, Any]
 
 
-def plan(hosts: Sequence[lab.Host], stages: int, replicas: int, flags: dict[str, Any], coding: str) -> Result:
+def plan(
+    hosts: Sequence[lab.Host], stages: int, replicas: int, flags: dict[str, Any], coding: str, in_flight: int
+) -> Result:
     """One replica lies across the cities, its first half in the first one; of several each has a city."""
     names = ["here", "there"][: len(set(hosts))]
     first = [names[stage * len(names) // stages] for stage in range(stages)]
@@ -66,7 +74,10 @@ def plan(hosts: Sequence[lab.Host], stages: int, replicas: int, flags: dict[str,
         "version": 1,
         "hosts": dict(zip(names, dict.fromkeys(host.address for host in hosts), strict=True)),
         "stages": [{"host": first[stage], "port": PORT + stage, "flags": flags} for stage in range(stages)],
-        "edges": [{"forward": coding, "backward": coding}] * (stages - 1),
+        "edges": [
+            {"forward": coding, "backward": coding, "in_flight": in_flight * (place(stage, 0) != place(stage + 1, 0))}
+            for stage in range(stages - 1)
+        ],
         "processes": [
             {
                 "stage": stage,
@@ -159,8 +170,8 @@ def figures(said: str) -> Result:
 
 def trained(folder: Path, stages: int, args: Sequence[str]) -> float:
     """The validation loss of the model that the stages' servers have written."""
-    told = pipelined.arguments([*args, "--of", str(stages)])
-    pieces = pipelined.parts(told, stages)
+    told = pipelined.arguments(args)
+    pieces = pipelined.parts(told, even(told.layers, stages))
     for stage, piece in enumerate(pieces):
         piece.load_state_dict(load_file(folder / "checkpoints" / f"stage-{stage}" / "model.safetensors"))
     return pipelined.validation(pieces, bytelm.library()[1], told.context)
@@ -168,7 +179,7 @@ def trained(folder: Path, stages: int, args: Sequence[str]) -> float:
 
 def alone(stages: int, args: Sequence[str]) -> Result:
     """The unsplit model, in parts as they are clipped."""
-    said, seconds = launch.run([sys.executable, str(TASK), *args, "--of", str(stages)], LIMIT_S)
+    said, seconds = launch.run([sys.executable, str(TASK), *args], LIMIT_S)
     loss = float(re.findall(r"validation loss ([\d.]+)", said)[0])
     return figures(said) | {"loss": loss, "seconds": seconds}
 
@@ -179,21 +190,22 @@ def over_gloo(stages: int, args: Sequence[str]) -> Result:
     return figures(said) | {"seconds": seconds}
 
 
+ONE_MACHINE = {"whole": alone, "gloo": over_gloo}
+
+
 def measure(
-    row: str, way: Way | None, stages: int, replicas: int, flags: dict[str, Any], args: Sequence[str]
+    name: str, way: Way | None, stages: int, replicas: int, flags: dict[str, Any], in_flight: int, args: Sequence[str]
 ) -> Result:
     """One run of one plan. Raises CommandFailed."""
-    name, _, dimensions = row.partition(":")
-    coding = {"subspace": "fp16", "loopback": "dense", "grid": "int8"}.get(name, name)
-    args = [*args, *(["--subspace", dimensions] if dimensions else [])]
+    coding = {"subspace": "int8", "loopback": "dense", "grid": "int8"}.get(name, name)
     with tempfile.TemporaryDirectory() as told, cities(way) as hosts:
         folder, before = Path(told), sum(hosts[-1].bytes())
-        layout = plan(hosts, stages, replicas, flags, coding)
+        layout = plan(hosts, stages, replicas, flags, coding, in_flight)
         run = Run(hosts, layout, folder, [*args, *["--check"] * (replicas == 1)])
         began = time.monotonic()
         codes = run.go(LIMIT_S)
         if any(codes):
-            raise CommandFailed(f"{row}: exit codes {codes}: {run.said('ps-worker')[-1500:]}")
+            raise CommandFailed(f"{name}: exit codes {codes}: {run.said('ps-worker')[-1500:]}")
         result = figures(run.said("ps-worker")) | {"seconds": time.monotonic() - began}
         result["bytes"] = sum(hosts[-1].bytes()) - before
         return result | {"loss": trained(folder, stages, args)}
@@ -203,7 +215,7 @@ def killed(way: Way, args: Sequence[str]) -> Result:
     """The grid, in which a stage of the first city is killed; then the same again with --resume. Raises CommandFailed."""
     with tempfile.TemporaryDirectory() as told, cities(way) as hosts:
         folder = Path(told)
-        run = Run(hosts, plan(hosts, 2, 2, GRID, "int8"), folder, args)
+        run = Run(hosts, plan(hosts, 2, 2, GRID, "int8", 0), folder, args)
         codes = run.go(LIMIT_S, kill=True)
         lost = re.findall(r"ps-worker: (stage 1 of replica 0 .*?),", run.said("ps-worker"))
         again = run.go(LIMIT_S, "--resume")
@@ -217,45 +229,57 @@ def shown(value: Any) -> str:
 
 @click.command(context_settings={"show_default": True, "ignore_unknown_options": True})
 @click.option("--rows", default=",".join(ROWS), help="which, with commas between")
-@click.option("--grid", is_flag=True, help="2 stages x 2 replicas in two cities in the place of 4 stages")
+@click.option("--losses", is_flag=True, help=f"the rows {','.join(LOSSES)}, 400 steps of 32 windows in 8 micro-batches")
+@click.option("--grid", is_flag=True, help="the same steps, by 2 stages x 2 replicas in two cities")
 @click.option("--kill", is_flag=True, help="with --grid: kill a stage and go on")
+@click.option("--in-flight", default=2, help="micro-batches across the link; its round trip over the time of one")
 @click.option("--rate", type=lab.RATE, default="100mbit", help="of the link")
 @click.option("--delay", type=lab.TIME, default="20ms", help="of the link, one way")
-@click.option("--steps", default=400)
+@click.option("--steps", type=int, help="[20; with --losses and --grid 400]")
 @click.argument("more", nargs=-1)
-def main(rows: str, grid: bool, kill: bool, rate: float, delay: float, steps: int, more: tuple[str, ...]) -> None:
+def main(
+    rows: str, losses: bool, grid: bool, kill: bool, in_flight: int, rate: float, delay: float, steps: int | None,
+    more: tuple[str, ...],
+) -> None:  # fmt: skip
     """Measure each row; MORE goes to the task."""
-    args, way = ["--steps", str(steps), *more], Way(rate, delay)
-    stages = 2 if grid else 4
+    long = losses or grid
+    steps, way, stages = steps or (400 if long else 20), Way(rate, delay), 2 if grid else 4
+    batch = ("32", "8") if long else ("128", "16")
+    args = ["--steps", str(steps), "--batch", batch[0], "--micro", batch[1], "--of", str(stages), *more]
     results: dict[str, Result] = {}
     try:
         if kill:
             results["killed"] = killed(way, args)
             click.echo(results["killed"])
-        for row in ("whole", "grid") if grid else rows.split(","):
-            if row == "whole":
-                found = alone(stages, args)
-            elif row == "gloo":
-                found = over_gloo(stages, args)
+        for row in ("whole", "grid") if grid else LOSSES if losses else rows.split(","):
+            coded, _, schedule = row.partition("/")
+            name, _, dimensions = coded.partition(":")
+            words = [*args, *(["--subspace", dimensions] if dimensions else [])]
+            words += ["--schedule", schedule or ("1f1b" if name == "gloo" else "eager")]
+            if name in ONE_MACHINE:
+                found = ONE_MACHINE[name](stages, words)
             else:
                 flags = GRID if grid else {"sync": "bsp"}
-                found = measure(row, None if row == "loopback" else way, stages, 2 if grid else 1, flags, args)
+                link = None if name == "loopback" else way
+                found = measure(name, link, stages, 2 if grid else 1, flags, in_flight, words)
             results[row] = found
             click.echo(f"{row}: {found}")
             launch.save(OUT, {"args": args, "way": str(way), "facts": launch.facts(), "results": results})
     except CommandFailed as error:
         raise click.ClickException(str(error)) from None
-    click.echo(
-        "| run | step, ms | gradients differ by | kB a step at the interface | training loss | validation loss |"
-    )
-    click.echo("|---|---|---|---|---|---|")
+    beside = results.get("gloo", {}).get("step_ms")
+    click.echo("| run | ms a step | over gloo | gradients differ by | kB a step | training loss | validation loss |")
+    click.echo("|---|---|---|---|---|---|---|")
     for row, found in results.items():
+        over = found["step_ms"] / beside if beside and found.get("step_ms") else None
         kilobytes = found["bytes"] / steps / 1e3 if found.get("bytes") else None
-        cells = [found.get("step_ms"), found.get("differ"), kilobytes, found.get("training"), found.get("loss")]
+        cells = [found.get("step_ms"), over, found.get("differ"), kilobytes, found.get("training"), found.get("loss")]
         click.echo(f"| {row} | {' | '.join(map(shown, cells))} |")
-    facts = launch.facts()
+    facts, told = launch.facts(), pipelined.arguments(args)
     click.echo(
-        f"\n{steps} steps, {way}; commit {facts['commit']}; {facts['machine']}, load {facts['load']}; {facts['date'][:16]}."
+        f"\n{steps} steps of {told.batch} windows in {told.micro} micro-batches, {rate / 1e6:g} Mbit/s and {1e3 * delay:g} ms, "
+        f"{in_flight} in flight across the link; commit {facts['commit']}; {facts['machine']}, load {facts['load']}; "
+        f"{facts['date'][:16]}."
     )
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 __all__ = [
     "DistributedOptimizer",
     "Embedding",
+    "ScheduleEager1F1B",
     "clock",
     "device",
     "local_rank",
@@ -24,6 +25,7 @@ __all__ = [
     "resumable",
     "sampler",
     "stage",
+    "stage_layers",
     "stages",
     "step_count",
     "world_size",
@@ -34,15 +36,17 @@ if TYPE_CHECKING:
     from narrows.worker.embedding import Embedding
     from narrows.worker.machine import device, local_rank
     from narrows.worker.optimizer import DistributedOptimizer
-    from narrows.worker.pipelining import pipeline, replica, replicas, stage, stages
+    from narrows.worker.pipelining import pipeline, replica, replicas, stage, stage_layers, stages
+    from narrows.worker.pipelining.schedule import ScheduleEager1F1B
     from narrows.worker.resuming import resumable
     from narrows.worker.session import clock, rank, record, step_count, world_size
 else:
     HOMES = {
         **dict.fromkeys(("device", "local_rank"), "machine"),
-        **dict.fromkeys(("pipeline", "replica", "replicas", "stage", "stages"), "pipelining"),
+        **dict.fromkeys(("pipeline", "replica", "replicas", "stage", "stage_layers", "stages"), "pipelining"),
         "DistributedOptimizer": "optimizer",
         "Embedding": "embedding",
+        "ScheduleEager1F1B": "pipelining.schedule",
         "ranges": "datasets",
         "resumable": "resuming",
         "sampler": "datasets",

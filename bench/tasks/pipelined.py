@@ -21,10 +21,22 @@ from bytelm import Block, ByteGPT, batch_rows, learning_rate, library
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-from narrows.worker import DistributedOptimizer, pipeline, record, replica, replicas, stage, stages, step_count
+from narrows.protocols.planning.layout import even
+from narrows.worker import (
+    DistributedOptimizer,
+    ScheduleEager1F1B,
+    pipeline,
+    record,
+    replica,
+    replicas,
+    stage,
+    stage_layers,
+    stages,
+    step_count,
+)
 from narrows.worker.pipelining.subspace import Subspace, Writer
 
-SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
+SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe, "eager": ScheduleEager1F1B}
 
 
 class Part(nn.Module):
@@ -56,24 +68,22 @@ class Part(nn.Module):
         return x if space is None or ids is None else (space.leave(x, ids), ids)
 
 
-def parts(args: argparse.Namespace, count: int) -> list[Part]:
-    """The model from its seed, in `count` stages."""
+def parts(args: argparse.Namespace, depths: Sequence[range]) -> list[Part]:
+    """The model from its seed, in stages of these layers."""
     torch.manual_seed(args.seed)
     model = ByteGPT(args.layers, args.width, args.heads, args.context)
     subspace = Subspace(256, args.width, args.subspace) if args.subspace else None
     if subspace is not None:
         std = 0.02 / (2 * args.layers) ** 0.5
-        for block in model.blocks:
+        for block in model.blocks[: depths[-1].start]:  # nobody sends on what the last stage has written
             assert isinstance(block, Block)
             block.attention_out = Writer(args.width, subspace, std)  # type: ignore[assignment]
             block.mlp_out = Writer(4 * args.width, subspace, std)  # type: ignore[assignment]
         model.bytes, model.positions = nn.Embedding(256, args.subspace), nn.Embedding(args.context, args.subspace)
         for table in (model.bytes, model.positions):
-            nn.init.normal_(table.weight, std=0.02)
-    blocks, per = [b for b in model.blocks if isinstance(b, Block)], args.layers // count
-    return [
-        Part(model, blocks[i * per : (i + 1) * per], i == 0, i == count - 1, subspace) for i in range(count)
-    ]  # fmt: skip
+            nn.init.normal_(table.weight)  # as large as the fixed vectors
+    blocks = [b for b in model.blocks if isinstance(b, Block)]
+    return [Part(model, [blocks[i] for i in own], own.start == 0, own.stop == args.layers, subspace) for own in depths]
 
 
 def whole(pieces: Sequence[Part], x: Tensor) -> Tensor:
@@ -126,7 +136,7 @@ def check(args: argparse.Namespace, module: Part, pieces: list[Part], rows: Tens
 def alone(args: argparse.Namespace) -> None:
     """The unsplit model, on the same batches, in one process."""
     text, held_out, _ = library()
-    pieces = parts(args, args.of)
+    pieces = parts(args, even(args.layers, args.of))
     optimizers = [torch.optim.AdamW(p.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1) for p in pieces]
     for step in range(args.steps):
         rows = batch_rows(text, args.seed, step, args.batch, args.context)
@@ -162,7 +172,8 @@ def main(args: argparse.Namespace) -> None:
         group, place, count, here, of = None, dist.get_rank(), dist.get_world_size(), 0, 1
     else:
         group, place, count, here, of = pipeline(), stage(), stages(), replica(), replicas()
-    module = parts(args, count)[place]
+    depths = even(args.layers, count) if args.gloo else [stage_layers(args.layers, i) for i in range(count)]
+    module = parts(args, depths)[place]
     inner = torch.optim.AdamW(module.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
     optimizer: Any = inner if args.gloo else DistributedOptimizer(inner, module)
     micro_rows = args.batch // of // args.micro
@@ -179,7 +190,7 @@ def main(args: argparse.Namespace) -> None:
         told: dict[str, Any] = {"target": rows[:, 1:], "losses": losses} if piece.is_last else {}
         schedule.step(*([rows[:, :-1]] if piece.is_first else []), **told)
         if args.check and not done:
-            check(args, module, parts(args, count), rows, place)
+            check(args, module, parts(args, depths), rows, place)
         nn.utils.clip_grad_norm_(module.parameters(), args.clip)
         optimizer.step()
         if losses and not args.gloo:

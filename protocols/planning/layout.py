@@ -20,10 +20,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from hashlib import sha256
 from ipaddress import ip_address
+from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
 from narrows.protocols.addresses import ANY_HOST, LOCAL_HOSTS, parse_address
 from narrows.protocols.errors import UsageError
+from narrows.protocols.pipeline.channels import IN_FLIGHT_MAX
 from narrows.protocols.settings import Settings
 
 VERSION = 1
@@ -40,19 +42,28 @@ OURS = (
 
 @dataclass(frozen=True)
 class Edge:
-    """How tensors are coded between a stage and the next: activations forward, their gradients backward."""
+    """How tensors are coded between a stage and the next: activations forward, their gradients backward.
+
+    in_flight: of ScheduleEager1F1B, micro-batches that are on their way there and back while the stages compute.
+    """
 
     forward: str = "dense"
     backward: str = "dense"
+    in_flight: int = 0
 
 
 @dataclass(frozen=True)
 class Stage:
-    """The server of one stage. flags: of ps-serve, as they are named in Settings."""
+    """The server of one stage.
+
+    flags: of ps-serve, as they are named in Settings. layers: how many of the model the stage has; where all stages have 0, the
+    cut is even.
+    """
 
     host: str
     port: int
     flags: dict[str, Any] = field(default_factory=dict)
+    layers: int = 0
 
 
 @dataclass(frozen=True)
@@ -123,6 +134,16 @@ class Layout:
         """By stage."""
         return sorted((p for p in self.processes if p.replica == replica), key=lambda p: p.stage)
 
+    def layers(self, total: int) -> list[range]:
+        """Which layers of a model of `total` each stage has. Raises UsageError where they are not the plan's."""
+        depths = [stage.layers for stage in self.stages]
+        cuts = pairwise([0, *accumulate(depths)]) if any(depths) else None
+        found = even(total, len(depths)) if cuts is None else [range(*cut) for cut in cuts]
+        if found[-1].stop != total or not all(found):
+            shown = ", ".join(str(len(each)) for each in found)
+            raise UsageError(f"--plan: its stages have {shown} layers, and the model has {total}; each stage needs one")
+        return found
+
     def on(self, host: str) -> list[Process]:
         """The processes of a host, by replica and stage. Raises UsageError for one that the plan does not name."""
         self.known(host)
@@ -184,6 +205,11 @@ class Layout:
         return Server(name, place, above, children, keys, ["--bind", bind, *access, *more, *words])
 
 
+def even(total: int, count: int) -> list[range]:
+    """`total` layers in `count` stages, as even as they go."""
+    return [range(total * index // count, total * (index + 1) // count) for index in range(count)]
+
+
 ROWS: dict[str, type[Any]] = {
     "stages": Stage,
     "edges": Edge,
@@ -238,6 +264,12 @@ def _check(plan: Layout) -> None:
         for coding in (edge.forward, edge.backward):
             if coding not in CODINGS:
                 raise UsageError(f"--plan: {coding} codes no edge; there are {', '.join(CODINGS)}")
+        if not 0 <= edge.in_flight <= IN_FLIGHT_MAX:
+            raise UsageError(
+                f"--plan: in_flight of an edge is from 0 to {IN_FLIGHT_MAX} micro-batches, not {edge.in_flight}"
+            )
+    if len({stage.layers > 0 for stage in plan.stages}) > 1 or min(stage.layers for stage in plan.stages) < 0:
+        raise UsageError("--plan: layers is the number of layers of each stage, 1 or more, or no stage has it")
     _check_tree(plan)
     servers = [*plan.stages, *plan.clusters, *plan.guests]
     places: list[Stage | Process] = [*servers, *plan.processes]

@@ -12,8 +12,11 @@ import shlex
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from math import ceil
 from typing import Any
 
+from narrows.protocols.pipeline.channels import IN_FLIGHT_MAX
 from narrows.protocols.planning.choose import Choice
 from narrows.protocols.planning.layout import Cluster, Edge, Layout, Process, Stage
 from narrows.protocols.planning.levels import Indices, Work
@@ -66,7 +69,7 @@ def clustered(places: Places, plan: Choice, work: Work, shards: int, insecure: b
         places.addresses,
         [Stage(*served(plan.root, plan.above.flags(updates=bool(plan.clusters))))],
         [Process(0, host, name, peers.take(places.of(host))) for host, name in enumerate(hosts)],
-        clusters=[Cluster(*served(server, plan.below.flags()), [*group]) for server, group in plan.clusters],
+        clusters=[Cluster(*served(server, plan.below.flags()), replicas=[*group]) for server, group in plan.clusters],
         guests=[Stage(*served(host, {})) for host in plan.spread[1:]],
         samples=work.samples(places.network) if work.batch else [],
         insecure=insecure,
@@ -74,25 +77,47 @@ def clustered(places: Places, plan: Choice, work: Work, shards: int, insecure: b
     )
 
 
-def staged(
-    places: Places, grid: Indices, servers: Sequence[int], ways: Sequence[Way], coding: str, insecure: bool, keys: str
-) -> Layout:
-    """A pipeline. `grid` (stages, replicas) has hosts.
+def in_flight(network: Network, grid: Indices, activation_bytes: float, micro_s: float) -> list[int]:
+    """For each edge of `grid` (stages, replicas), the micro-batches that its slowest pair's round trip covers.
 
-    servers, ways: the host and the flags of each stage's server; `coding`: of each edge, both ways.
+    activation_bytes: of one micro-batch, one way. micro_s: seconds between two micro-batches of the slowest stage.
+    """
+    way = network.transfer_s(activation_bytes)
+    trip = [float((way[here, there] + way[there, here]).max()) for here, there in pairwise(grid)]
+    return [min(IN_FLIGHT_MAX, ceil(each / micro_s)) for each in trip]
+
+
+def staged(
+    places: Places,
+    grid: Indices,
+    depths: Indices,
+    servers: Sequence[int],
+    ways: Sequence[Way],
+    coding: str,
+    flying: Sequence[int],
+    publics: Mapping[str, str],
+    keys: str,
+) -> Layout:
+    """A pipeline. `grid` (stages, replicas) has hosts, `depths` (stages,) the layers of each stage.
+
+    servers, ways: the host and the flags of each stage's server; `coding`: of each edge, both ways; `flying`: its `in_flight`.
+    publics: the public key of each host, of the folder `keys`; none: the plan is insecure.
     """
     ports, peers, hosts = Ports(PORT), Ports(PROCESS_PORT), places.network.hosts
     return Layout(
         places.addresses,
-        [Stage(hosts[host], ports.take(places.of(host)), way.flags()) for host, way in zip(servers, ways, strict=True)],
         [
-            Process(stage, replica, hosts[host], peers.take(places.of(int(host))))
+            Stage(hosts[host], ports.take(places.of(host)), way.flags(), int(depth))
+            for host, way, depth in zip(servers, ways, depths, strict=True)
+        ],
+        [
+            Process(stage, replica, hosts[host], peers.take(places.of(int(host))), publics.get(hosts[host], ""))
             for stage, group in enumerate(grid)
             for replica, host in enumerate(group)
         ],
-        [Edge(coding, coding)] * (len(grid) - 1),
-        insecure=insecure,
-        keys="" if insecure else keys,
+        [Edge(coding, coding, count) for count in flying],
+        insecure=not publics,
+        keys=keys if publics else "",
     )
 
 

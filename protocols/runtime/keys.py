@@ -143,6 +143,17 @@ def revoke(folder: str, name: str) -> None:
     (Path(folder) / f"{name}.key").unlink(missing_ok=True)
 
 
+def public_key(folder: str, name: str) -> str:
+    """The public key of one that is let in. Raises UsageError."""
+    try:
+        return str(json.loads((Path(folder) / "members" / f"{name}.json").read_text())["public"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UsageError(
+            f"--keys {folder}: it has no key of {name}; make it with ps-serve keys add {name} --keys {folder}, or go without "
+            "keys by --insecure"
+        ) from None
+
+
 def listed(folder: str) -> list[str]:
     """Names of those that are let in."""
     return sorted(path.stem for path in (Path(folder) / "members").glob("*.json"))

@@ -18,12 +18,17 @@ REPEAT_S = 1.0
 
 
 def hear(heard: list[int], embedded: bool = False) -> None:
-    """Append to `heard` each signal that asks this command to end. nohup keeps what it means. One that is embedded in another
-    process is asked by the end of its stdin, and leaves signals to that one."""
+    """Append to `heard` each signal that asks this command to end. nohup keeps what it means.
+
+    One that is embedded in another process is asked by the end of its stdin, and leaves signals to that one. One that has
+    NARROWS_PARENT_FD is asked by the end of that too: nothing else says that who started it was killed.
+    """
+    parent_fd = 0 if embedded else int(os.environ.pop("NARROWS_PARENT_FD", -1))
+    if parent_fd >= 0:
+        threading.Thread(target=_until_it_ends, args=(parent_fd, heard), daemon=True).start()
     if embedded:
         for number in ENDING:
             signal.signal(number, lambda number, frame: None)  # to ignore it would be handed down to scripts
-        threading.Thread(target=_until_stdin_ends, args=(heard,), daemon=True).start()
         return
     terminals = [fd for fd in (0, 1, 2) if os.isatty(fd)]
     last: dict[int, float] = {}
@@ -44,8 +49,8 @@ def hear(heard: list[int], embedded: bool = False) -> None:
             signal.signal(number, handler)
 
 
-def _until_stdin_ends(heard: list[int]) -> None:
-    while os.read(0, 4096):
+def _until_it_ends(fd: int, heard: list[int]) -> None:
+    while os.read(fd, 4096):
         pass
     heard.append(signal.SIGTERM)
 

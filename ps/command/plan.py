@@ -41,7 +41,7 @@ CODINGS = ("dense", "fp16", "int8")  # of an edge between two stages
 @click.option("--activation-bytes", type=click.FloatRange(min=0), default=0.0,
               help="what one replica sends across one boundary in a step, one way")  # fmt: skip
 @click.option(
-    "--micro-batches", type=click.IntRange(min=1), default=8, show_default=True, help="in flight in a pipeline"
+    "--micro-batches", type=click.IntRange(min=1), default=8, show_default=True, help="of a step of a pipeline"
 )
 @click.option(
     "--coding", type=click.Choice(CODINGS), default="dense", show_default=True, help="of tensors between stages"
@@ -177,6 +177,7 @@ def _pipeline(places: Any, parameters: float, step_s: float, *, stages: int, rep
               **_: Any) -> Planned:  # fmt: skip
     from narrows.protocols.planning import written
     from narrows.protocols.planning.choose import for_stage
+    from narrows.protocols.runtime.keys import public_key
 
     try:
         from narrows.protocols.planning.cost import Job
@@ -196,7 +197,13 @@ def _pipeline(places: Any, parameters: float, step_s: float, *, stages: int, rep
         for group, depth in zip(grid, depths, strict=True)
     ]
     servers, ways, step = [c[0] for c in chosen], [c[1] for c in chosen], max(c[2] for c in chosen)
-    layout = written.staged(places, grid, servers, ways, coding, insecure, keys)
+    slowest_s = max(
+        job.layer_s * int(depth) / float(network.compute[group].min())
+        for group, depth in zip(grid, depths, strict=True)
+    )
+    flying = written.in_flight(network, grid, activation_bytes / micro_batches, slowest_s / micro_batches)
+    publics = {} if insecure else {network.hosts[host]: public_key(keys, network.hosts[host]) for host in grid.flat}
+    layout = written.staged(places, grid, depths, servers, ways, coding, flying, publics, keys)
     rows = [("stage", "layers", "hosts", "server on", "mode")]
     first = 0
     for number, (names, depth) in enumerate(zip(found.layout.names(network), depths, strict=True)):
@@ -211,6 +218,7 @@ def _pipeline(places: Any, parameters: float, step_s: float, *, stages: int, rep
         "",
         f"predicted {_seconds(step)} a step: {_seconds(predicted.compute_s)} of computing, {_seconds(predicted.pipeline_s)} "
         f"between stages; {_seconds(predicted.seconds)} with a dense exchange in every step{spare}",
+        f"micro-batches on their way between stages: {', '.join(map(str, flying)) or 'none'}",
     ]
     return layout, lines
 

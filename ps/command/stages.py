@@ -4,7 +4,8 @@ Rules
 - One below another is started once that one answers, on whichever host it is.
 - Stages go on from one clock. With --resume the hosts tell each other which clocks their checkpoints have, at the addresses of
   their servers, before these start. Later checkpoints are dropped.
-- Where one server fails, all of this host are ended as by Ctrl-C.
+- Where one server fails, all of this host are ended as by Ctrl-C. Where this command is killed, its servers write a checkpoint
+  and end.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ class Servers:
         self.waiting = [*range(len(servers))]  # for the server above
         self.started: dict[int, Child] = {}
         self.codes: dict[int, int] = {}  # of those that have ended; negative: by this signal
+        self.parent_fd, _ = os.pipe()  # its end tells the servers that we ended, however that was
         self.heard: list[int] = []
         signals.hear(self.heard)
 
@@ -101,7 +103,10 @@ class Servers:
                 self.waiting.remove(index)
                 listens: dict[int | str, str] = {1: "out", 2: "err"}
                 words = self.words[index]
-                self.started[index] = self.children.start(index, words, self.environment, listens=listens)
+                passed = {"NARROWS_PARENT_FD": self.parent_fd}
+                self.started[index] = self.children.start(
+                    index, words, self.environment, listens=listens, passed=passed
+                )
 
     def _ended(self, index: int, code: int) -> None:
         self.codes[index] = code

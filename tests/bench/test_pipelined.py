@@ -8,6 +8,8 @@ import pytest
 import torch
 from kit.tasks import load
 
+from narrows.protocols.planning.layout import even
+
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = ["--layers", "4", "--width", "16", "--heads", "2", "--context", "8"]
 
@@ -18,8 +20,8 @@ def test_the_stages_are_the_model_in_one_piece() -> None:
     torch.manual_seed(args.seed)
     model = task.ByteGPT(args.layers, args.width, args.heads, args.context)
     ids = torch.randint(0, 256, (3, 8))
-    assert torch.equal(task.whole(task.parts(args, 4), ids), model(ids))
-    assert torch.equal(task.whole(task.parts(args, 1), ids), model(ids))
+    assert torch.equal(task.whole(task.parts(args, even(4, 4)), ids), model(ids))
+    assert torch.equal(task.whole(task.parts(args, even(4, 1)), ids), model(ids))
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
@@ -27,7 +29,7 @@ def test_a_stage_takes_and_gives_what_its_examples_say(count: int) -> None:
     task: Any = load("pipelined")
     for flags in (SMALL, [*SMALL, "--subspace", "3"]):
         args, told = task.arguments(flags), (torch.randint(0, 256, (3, 8)),)
-        for place, part in enumerate(task.parts(args, count)):
+        for place, part in enumerate(task.parts(args, even(4, count))):
             shapes = task.examples(args, 3, place, count)
             assert [(x.shape, x.dtype) for x in told] == [(x.shape, x.dtype) for x in shapes["input_args"]]
             out = part(*told)
@@ -39,7 +41,8 @@ def test_in_a_subspace_few_numbers_pass_and_where_it_is_cut_changes_nothing() ->
     task: Any = load("pipelined")
     args = task.arguments([*SMALL, "--subspace", "3"])
     ids = torch.randint(0, 256, (3, 8))
-    uncut, cut = (task.whole(task.parts(args, count), ids).detach() for count in (1, 4))
-    assert float((uncut - cut).abs().max()) < 1e-5 < float(uncut.std())
-    passed, named = task.parts(args, 4)[0](ids)
+    cuts = [range(3), range(3, 4)], even(4, 4)  # the last stage's layers write anywhere, and it is the same
+    few, cut = (task.whole(task.parts(args, depths), ids).detach() for depths in cuts)
+    assert float((few - cut).abs().max()) < 1e-5 < float(few.std())
+    passed, named = task.parts(args, even(4, 4))[0](ids)
     assert passed.shape == (3, 8, 3) and named.dtype is torch.uint8

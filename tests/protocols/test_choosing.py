@@ -26,6 +26,8 @@ from narrows.protocols.planning.layout import parse
 from narrows.protocols.planning.levels import Coded, Groups, Prices, Work, cuts, joined, merges, places
 from narrows.protocols.planning.network import Network, from_places
 from narrows.protocols.planning.ways import BELOW, WAYS, Way
+from narrows.protocols.planning.written import in_flight
+from narrows.protocols.runtime.keys import add, make
 from narrows.protocols.settings import Settings
 from narrows.ps.command import cli as serve
 from narrows.ps.command.plan import coded
@@ -337,16 +339,36 @@ def test_short_commands_are_two_for_each_host_and_make_the_keys_of_the_long_ones
     assert all(line[5:] == ["train.py", "--rows", "{samples}"] for line in rest if line[0] == "ps-worker")
 
 
-def test_a_pipeline_is_laid_out_with_a_server_for_each_stage(tmp_path: Path) -> None:
-    output, plan = planned(
-        tmp_path, cities([2, 2], 20, 60), "--insecure", "--pipeline", "2", "--layers", "6", "--coding", "int8",
-        "--activation-bytes", "1e6",
-    )  # fmt: skip
+@pytest.mark.parametrize("keyed", [False, True])
+def test_a_pipeline_is_laid_out_with_a_server_for_each_stage(tmp_path: Path, keyed: bool) -> None:
+    network, keys = cities([2, 2], 20, 60), str(tmp_path / "KEYS")
+    words = ["--pipeline", "2", "--layers", "6", "--coding", "int8", "--activation-bytes", "1e6"]
+    if keyed:
+        with pytest.raises(UsageError, match=r"--keys .*: it has no key of a.*or go without keys by --insecure"):
+            planned(tmp_path, network, *words, "--keys", keys)
+        make(keys)
+        for name in network.hosts:
+            add(keys, name, "worker")
+    output, plan = planned(tmp_path, network, *words, *(["--keys", keys] if keyed else ["--insecure"]))
+    layout = parse(json.dumps(plan))
+    assert len({process.key for process in layout.processes}) == (4 if keyed else 1)
+    assert output.count(".key") == (4 if keyed else 0)
     assert [(row["stage"], row["replica"]) for row in plan["processes"]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert plan["edges"] == [{"forward": "int8", "backward": "int8"}] and len(plan["stages"]) == 2
+    (edge,) = plan["edges"]
+    assert (edge["forward"], edge["backward"]) == ("int8", "int8")
+    assert [stage["layers"] for stage in plan["stages"]] == [3, 3]
+    assert f"micro-batches on their way between stages: {edge['in_flight']}" in output
     for stage in plan["stages"]:
         Settings(**stage["flags"]).validated()
     assert output.count("ps-worker --plan") == 4 and output.count("ps-serve --plan") == 2
+
+
+def test_micro_batches_in_flight_cover_the_round_trip_of_the_slowest_pair() -> None:
+    """20 ms each way and 1e5 bytes at 20 Mbit/s each way are 120 ms: 3 micro-batches of 50 ms."""
+    network = cities([2, 2], 20, 20)
+    across, inside = np.array([[0, 1], [2, 3]]), np.array([[0, 2], [1, 3]])
+    assert in_flight(network, across, 1e5, 0.05) == [3] and in_flight(network, inside, 1e5, 0.05) == [1]
+    assert in_flight(network, across, 1e5, 1e-9) == [256]
 
 
 @pytest.mark.parametrize(("words", "why"), [

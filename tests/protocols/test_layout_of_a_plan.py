@@ -51,6 +51,15 @@ def test_a_plan_says_who_is_where() -> None:
     )
 
 
+def test_layers_are_those_of_the_plan_or_even() -> None:
+    assert read().layers(5) == [range(2), range(2, 5)]
+    plan = read(lambda p: [stage.update(layers=3 - 2 * i) for i, stage in enumerate(p["stages"])])
+    assert plan.layers(4) == [range(3), range(3, 4)]
+    for wrong, total in ((plan, 5), (read(), 1)):
+        with pytest.raises(UsageError, match=f"layers, and the model has {total}; each stage needs one"):
+            wrong.layers(total)
+
+
 WRONG: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (lambda p: p.update(version=2), "it has version 2, and this release reads 1"),
     (lambda p: p.update(more=1), "the plan has the fields hosts, stages"),
@@ -60,6 +69,8 @@ WRONG: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (lambda p: p.update(processes=[], stages=[], edges=[]), "each replica has one process for each stage"),
     (lambda p: p["edges"].append({}), "2 stages have 1 edges between them, and the plan has 2"),
     (lambda p: p["edges"][0].update(forward="topk:0.1"), "topk:0.1 codes no edge; there are dense, fp16, int8"),
+    (lambda p: p["edges"][0].update(in_flight=-1), "in_flight of an edge is from 0 to 256 micro-batches, not -1"),
+    (lambda p: p["stages"][0].update(layers=3), "layers is the number of layers of each stage"),
     (lambda p: p["stages"][0].update(host="rome"), "host rome has no address"),
     (lambda p: p["processes"][0].update(port=5556), "port leipzig:5556 is given twice"),
     (lambda p: p["processes"][0].update(port=99999), "write it as tcp://HOST:PORT"),

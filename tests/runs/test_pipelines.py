@@ -30,6 +30,7 @@ from narrows.ps.command import stages as stages_of_hosts
 from narrows.ps.process import checkpoints
 from narrows.worker.pipelining.coding import BACKWARD, CODINGS, FORWARD, decode, encode
 from narrows.worker.pipelining.group import PipelineGroup, register
+from narrows.worker.pipelining.schedule import ScheduleEager1F1B
 from narrows.worker.pipelining.subspace import Subspace, Writer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -108,13 +109,16 @@ def of_whole() -> tuple[list[torch.Tensor], float]:
     return gradients(model), loss.item()
 
 
-def piped(stages: int, schedule: Any, edge: Edge) -> tuple[list[torch.Tensor], float]:
-    """Gradients of the model in so many stages, and its loss."""
+def piped(
+    stages: int, schedule: Any, edge: Edge, told_of: Callable[[int, nn.Module], None] = lambda rank, module: None
+) -> tuple[list[torch.Tensor], float]:
+    """Gradients of the model in so many stages, and its loss. `told_of`: it is given each stage before it runs."""
     where = addresses(stages)
 
     def stage(rank: int) -> tuple[list[torch.Tensor], float]:
         per = 4 // stages
         module, (x, y) = whole_model()[rank * per : (rank + 1) * per], batch()
+        told_of(rank, module)
         with group_of(rank, where, edge) as group:
             cpu, example = torch.device("cpu"), torch.zeros(ROWS // MICRO, WIDTH, requires_grad=True)
             piece = PipelineStage(module, rank, stages, cpu, input_args=example, output_args=example, group=group)
@@ -135,6 +139,31 @@ def test_dense_gradients_are_those_of_the_model_in_one_piece(stages: int, schedu
     expected, whole = of_whole()
     assert abs(loss - whole) < 1e-6 and len(found) == len(expected) == 8
     assert max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)) < 1e-6
+
+
+@pytest.mark.parametrize("in_flight", [(0, 0, 0), (0, 2, 0), (1, 0, 2), (9, 9, 9)])
+def test_eager_1f1b_has_the_same_gradients_and_as_many_micro_batches_as_it_says(in_flight: tuple[int, ...]) -> None:
+    most, now = [0] * 4, [0] * 4
+
+    def told_of(rank: int, module: nn.Module) -> None:
+        def back(gradient: torch.Tensor) -> None:
+            now[rank] -= 1
+
+        def forth(module: nn.Module, taken: object, given: torch.Tensor) -> None:
+            now[rank] += 1
+            most[rank] = max(most[rank], now[rank])
+            given.register_hook(back)
+
+        module.register_forward_hook(forth)
+
+    def schedule(*args: Any, **more: Any) -> ScheduleEager1F1B:
+        return ScheduleEager1F1B(*args, in_flight=in_flight, **more)
+
+    found, loss = piped(4, schedule, DENSE, told_of)
+    expected, whole = of_whole()
+    assert abs(loss - whole) < 1e-6
+    assert max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)) < 1e-6
+    assert most == [min(MICRO, 4 - stage + sum(in_flight[stage:])) for stage in range(4)] and now == [0] * 4
 
 
 def test_int8_gradients_are_near_and_not_the_same() -> None:

@@ -1,4 +1,4 @@
-"""A grid of stages and replicas from one plan.json, as a user starts it: a stage is killed."""
+"""A grid of stages and replicas from one plan.json, as a user starts it: a stage is killed; then what served it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import os
 import re
 import signal
 from pathlib import Path
+from typing import Any
 
 from kit.processes import Command, descendants, free_ports, started, until
 
 from narrows.protocols.planning.layout import parse
+from narrows.protocols.runtime.keys import add, make
 from narrows.ps.command.stages import go_back
 from narrows.ps.process.checkpoints import whole
 
@@ -18,18 +20,19 @@ STAGES, REPLICAS, STEPS, EVERY = 2, 2, 60, 5
 SCRIPT = """
 import time, torch
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from narrows.worker import DistributedOptimizer, pipeline, replica, replicas, stage, stages, step_count
+from torch.distributed.pipelining import PipelineStage
+from narrows.worker import DistributedOptimizer, ScheduleEager1F1B, pipeline, replica, replicas
+from narrows.worker import stage, stage_layers, stages, step_count
 
 torch.manual_seed(stage())
 group = pipeline()
-module = nn.Linear(4, 4)
+module = nn.Sequential(*(nn.Linear(4, 4) for _ in stage_layers(3)))
 optimizer = DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.01), module)
 example = torch.zeros(2, 4, requires_grad=True)
 here = {"input_args": example, "output_args": example, "group": group}
 piece = PipelineStage(module, stage(), stages(), torch.device("cpu"), **here)
-schedule = Schedule1F1B(piece, 2, loss_fn=lambda out, target: (out - target).square().mean())
-print(f"begins at step {step_count()}")
+schedule = ScheduleEager1F1B(piece, 2, loss_fn=lambda out, target: (out - target).square().mean())
+print(f"stage {stage()} has layers {stage_layers(3)} and {schedule.warm_up} micro-batches")
 while (step := step_count()) < %d:
     rows = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))[replica() :: replicas()]
     optimizer.zero_grad()
@@ -40,16 +43,16 @@ optimizer.finish()
 """
 
 
-def grid() -> dict[str, object]:
+def grid(key: str) -> dict[str, Any]:
     ports = iter(range(free := free_ports(STAGES * (1 + REPLICAS)), free + STAGES * (1 + REPLICAS)))
     flags = {"sync": "ssp", "compress": "topk:0.5+int8"}
     return {
         "version": 1,
         "hosts": {"here": "127.0.0.1"},
-        "stages": [{"host": "here", "port": next(ports), "flags": flags} for _ in range(STAGES)],
-        "edges": [{"forward": "int8", "backward": "int8"}],
+        "stages": [{"host": "here", "port": next(ports), "flags": flags, "layers": 1 + i} for i in range(STAGES)],
+        "edges": [{"forward": "int8", "backward": "int8", "in_flight": 1}],
         "processes": [
-            {"stage": stage, "replica": replica, "host": "here", "port": next(ports)}
+            {"stage": stage, "replica": replica, "host": "here", "port": next(ports), "key": key}
             for replica in range(REPLICAS)
             for stage in range(STAGES)
         ],
@@ -69,14 +72,20 @@ def clocks(server: Command, stage: int) -> list[int]:
 
 
 def test_a_killed_stage_ends_its_pipeline_and_stages_go_back_to_a_clock_that_all_have(tmp_path: Path) -> None:
-    plan, script = tmp_path / "plan.json", tmp_path / "script.py"
-    plan.write_text(json.dumps(grid()))
+    """With keys: each process has that of its host."""
+    keys, plan, script = tmp_path / "KEYS", tmp_path / "plan.json", tmp_path / "script.py"
+    make(str(keys))
+    key = add(str(keys), "here", "worker")
+    plan.write_text(json.dumps(grid(json.loads(key.read_text())["public"])))
     assert parse(plan.read_text()).replicas == REPLICAS
     script.write_text(SCRIPT % STEPS)
     here = ("--plan", str(plan), "--host", "here")
-    serve = ("ps-serve", *here, "--checkpoint-dir", str(tmp_path / "checkpoints"))
-    with started(*serve, cwd=tmp_path) as server, started("ps-worker", *here, str(script), cwd=tmp_path) as worker:
+    serve = ("ps-serve", *here, "--keys", str(keys), "--checkpoint-dir", str(tmp_path / "checkpoints"))
+    work = ("ps-worker", *here, "--key", str(key), str(script))
+    with started(*serve, cwd=tmp_path) as server, started(*work, cwd=tmp_path) as worker:
         until(lambda: all(max(clocks(server, stage), default=0) > 2 * EVERY for stage in range(STAGES)), str(worker))
+        assert re.search(r"stage 0 has layers range\(0, 1\) and 2 micro", worker.out), worker
+        assert re.search(r"stage 1 has layers range\(1, 3\) and 1 micro", worker.out), worker
         os.kill(of_stage(worker, 1, 0), signal.SIGKILL)
         assert worker.wait() == 6, worker
         assert "stage 1 of replica 0 on here was not heard for 1 s" in worker.err, worker
@@ -85,3 +94,9 @@ def test_a_killed_stage_ends_its_pipeline_and_stages_go_back_to_a_clock_that_all
     newest = max(found := whole(folder / "stage-1"))
     (folder / "stage-1" / f"shard-0.clock-{newest}.safetensors").unlink()  # as if this stage had been slower
     assert go_back(layout, "here", folder, "") == max(set(found) - {newest}) == max(whole(folder / "stage-0"))
+    with started(*serve, "--resume", cwd=tmp_path) as server:
+        until(lambda: server.out.count("serves 1 shard") == STAGES, str(server))
+        servers = descendants(server.pid)
+        assert len(servers) >= 2 * STAGES
+        os.kill(server.pid, signal.SIGKILL)  # nobody is left to end them
+        until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in servers), f"{servers} {server}")

@@ -1,8 +1,8 @@
 """Where this process stands in a plan: its stage, its replica, and the process group of its pipeline.
 
-    from narrows.worker import DistributedOptimizer, pipeline, replica, replicas, stage, stages, step_count
+    from narrows.worker import DistributedOptimizer, pipeline, replica, replicas, stage, stage_layers, stages, step_count
     group = pipeline()
-    module = my_stage(stage(), stages())
+    module = my_stage(stage_layers(24))
     optimizer = DistributedOptimizer(torch.optim.AdamW(module.parameters()), module)
     piece = PipelineStage(module, stage(), stages(), device, input_args=..., output_args=..., group=group)
 
@@ -61,6 +61,23 @@ def replicas() -> int:
     return _place()[0].replicas
 
 
+def stage_layers(total: int, place: int | None = None) -> range:
+    """Which layers of a model of `total` a stage has, by default this one: as the plan says, else as even as they go.
+
+    Raises UsageError where the plan has another number of layers.
+    """
+    return _place()[0].layers(total)[stage() if place is None else place]
+
+
+def in_flight() -> list[int]:
+    """By edge, how many micro-batches are on their way there and back, as the plan says."""
+    return [edge.in_flight for edge in _edges(_place()[0])]
+
+
+def _edges(layout: Layout) -> list[Edge]:
+    return layout.edges or [Edge()] * (len(layout.stages) - 1)
+
+
 @cache
 def pipeline() -> dist.ProcessGroup:
     """The process group of the stages of this replica, rank = stage(); it becomes the default group of torch.
@@ -81,8 +98,9 @@ def pipeline() -> dist.ProcessGroup:
     peers = Peers(ours.stage, addresses, names, layout.digest, layout.lease, say, pair, keys)
     _close_at_end(peers)
     peers.wait(WAIT_LIMIT_S)
-    edges = layout.edges or [Edge()] * (len(processes) - 1)
-    group = PipelineGroup(peers, ours.stage, len(processes), edges, lambda: session.current().step_count, WAIT_LIMIT_S)
+    group = PipelineGroup(
+        peers, ours.stage, len(processes), _edges(layout), lambda: session.current().step_count, WAIT_LIMIT_S
+    )
     register(group)
     return group
 
