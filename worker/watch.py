@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._pytree import tree_leaves
 
 from narrows.compression import ErrorFeedback, parse
+from narrows.worker.embedding import Embedding
 from narrows.worker.flat import FlatModel, FloatArray, fingerprint
 from narrows.worker.optimizers import each_of
 
@@ -73,13 +74,16 @@ class Watch:
         """A DistributedOptimizer is made; it has not joined yet."""
         os.environ.pop(WATCH, None)  # of a process that was forked from one that had it
         self.wrapper, self.model, self.parts = wrapper, model, each_of(inner)
+        tables = [module for module in model.modules() if isinstance(module, Embedding)]
+        apart = {id(module.weight) for module in tables}  # whose gradients are of rows alone
         owned = {id(p) for group in inner.param_groups for p in group["params"]}
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad and id(p) not in apart}
         self.absent = {name for name, p in trained.items() if id(p) in owned}
         self._say(
             "model",
             trainable=sum(p.numel() for p in trained.values()),
             tensors=len(trained),
+            tables=[len(tables), sum(module.num_embeddings for module in tables)],
             frozen_values=sum(p.numel() for p in model.parameters() if not p.requires_grad),
             unowned=[name for name, p in trained.items() if id(p) not in owned],
             buffers=[sum(1 for _ in model.buffers()), sum(b.numel() * b.element_size() for b in model.buffers())],

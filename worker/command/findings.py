@@ -242,6 +242,8 @@ def facts(workers: Workers, run: dict[str, Any]) -> list[str]:
         f"parameters   {model['trainable']:,} trainable in {model['tensors']} tensors{frozen}",
         f"optimizer    {kinds}",
     ]
+    if model["tables"][0]:
+        lines.append("tables       {} on the servers, {:,} rows in all".format(*model["tables"]))
     count, size = model["buffers"]
     if count:
         lines.append(f"buffers      {count} of the module, {_bytes(size)}: those of the lowest rank hold for all")
