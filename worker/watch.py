@@ -1,4 +1,5 @@
-"""What a script of `ps-worker --check` does in its first steps; ps-worker compares the workers (worker/command/findings.py).
+"""The first steps of a script under `ps-worker --check`, as its process sees them. ps-worker compares the workers
+(worker/command/findings.py).
 
 Rules
 - Each fact is an event "check", told at once: a worker that hangs or fails has told what came before.
@@ -39,7 +40,7 @@ class Checked(SystemExit):
 
 
 class Watch:
-    """Of this process. `tell(event, **values)`: one line to ps-worker."""
+    """The watch of this process. `tell(event, **values)`: one line to ps-worker."""
 
     def __init__(self, specs: list[str], tell: Tell) -> None:
         self.specs, self.tell = specs, tell
@@ -124,7 +125,7 @@ class Watch:
         return seeing
 
     def _gradients(self, loss: Any = None) -> dict[str, Any]:
-        """What is told of the gradients that are there. Raises Checked where one is not finite."""
+        """Facts of the gradients that are there. Raises Checked where one is not finite."""
         heads = list[torch.Tensor]()
         for name, p in self.model.named_parameters():
             if p.grad is None:
@@ -178,7 +179,7 @@ class Watch:
 
 
 class Forward:
-    """What goes into the outermost forward passes, with gradients, of a model or of parts of it, up to a step."""
+    """The inputs of the outermost forward passes, with gradients, of a model or of parts of it, up to a step."""
 
     def __init__(self) -> None:
         self.depth = 0
@@ -193,7 +194,7 @@ class Forward:
             self.hooks.append(module.register_forward_hook(self._leaves, always_call=True))
 
     def close(self) -> dict[str, Any]:
-        """What was seen. A later step is not looked at: it is timed."""
+        """End it, and return what was seen. A later step is not looked at: it is timed."""
         if not self.inputs:
             return {}
         for hook in self.hooks:

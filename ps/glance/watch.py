@@ -1,4 +1,4 @@
-"""What watches a run in the process of ps-serve: its record, its page and its metrics."""
+"""The watch of a run in the process of ps-serve: its record, its page and its metrics."""
 
 from __future__ import annotations
 
