@@ -20,7 +20,7 @@ from narrows.compression.value_codings import FP32, ValueCoding, non_finite
 
 
 class Compressor(Protocol):
-    """What `parse` returns. Safe to share between threads; a Memory is not."""
+    """One compressor, as `parse` returns it. Safe to share between threads; a Memory is not."""
 
     @property
     def spec(self) -> str:

@@ -19,7 +19,7 @@ class Reduced(NamedTuple):
 
 @dataclass(slots=True)
 class Memory:
-    """What one stream of updates keeps from one encode to the next, beside its residual. Not for two threads at once.
+    """State that one stream of updates keeps from one encode to the next, beside its residual. Not for two threads at once.
 
     seed: tells streams apart. step: encodes so far; with the seed it is the key of all random numbers.
     """

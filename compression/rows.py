@@ -49,7 +49,7 @@ class Rows:
 def encode(
     table: int, count: int, indices: IndexArray, values: FloatArray | None = None, coding: int = FP32.wire_id
 ) -> bytes:
-    """Of at least one row; `values` None: of indices alone. Values that a lossy coding cannot have travel as float32."""
+    """A payload of at least one row; `values` None: of indices alone. Where a value is not finite, all travel as float32."""
     dim, body = 0, b""
     if values is not None:
         dim = values.shape[1]
@@ -99,7 +99,7 @@ def decode_values(payload: Payload, kept: int, dim: int, coding: int) -> FloatAr
 
 
 def row_bytes(dim: int, coding: int) -> int:
-    """Of one row in a body."""
+    """How many bytes one row takes in a body."""
     lossy = CODINGS[coding]
     return sum(part.byte_count(dim) for part in lossy.sections) if isinstance(lossy, Sectioned) else 4 * dim
 

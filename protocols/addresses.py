@@ -3,6 +3,7 @@ tcp://HOST:PORT/KEY where the run has keys: the public key that answers there, i
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Sequence
 
@@ -11,6 +12,14 @@ from narrows.protocols.errors import UsageError
 ANY_HOST = "0.0.0.0"
 LOCAL_HOSTS = ("127.0.0.1", "localhost")  # not all of loopback: a test proxy listens on another address of it
 ANY_HOSTS = (ANY_HOST, "*", "[::]")  # what binds to every address of a machine
+
+
+def is_loopback(host: str) -> bool:
+    """Whether this machine alone reaches it."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def parse_address(flag: str, address: str, any_port: bool = False) -> tuple[str, int]:

@@ -1,4 +1,4 @@
-"""What a worker declares of its model: tensors in registration order, its optimizer, and the module buffers beside them."""
+"""The model as a worker declares it: tensors in registration order, its optimizer, and the module buffers beside them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a worker declares: its tensors in order, and its optimizer as plain values.
+    """The declaration of a worker: its tensors in order, and its optimizer as plain values.
 
     `groups[g]` are the tensor indices of parameter group g; each tensor is in one group. `optimizer` is the class name
     in torch.optim, or "" where the server does not need one (pushed updates). `max_grad_norm` <= 0: none. `aliases` are

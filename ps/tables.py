@@ -40,7 +40,7 @@ class Table:
         self.touched = self.steps = 0  # rows that are held; updates so far
 
     def __getstate__(self) -> tuple[Any, ...]:
-        """What is held: the memory of the others is not to be copied."""
+        """The rows that are held: the memory of the others is not to be copied."""
         return self.spec, self.shard, self.shards, self.arrays()
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
@@ -50,7 +50,7 @@ class Table:
 
     @property
     def nbytes(self) -> int:
-        """Of the rows that are held, with their state."""
+        """Bytes of the rows that are held, with their state."""
         return 4 * self.touched * self.spec.dim * (1 + len(self.state))
 
     def read(self, at: npt.NDArray[Any]) -> FloatArray:
@@ -75,7 +75,7 @@ class Table:
         self.values[at] += STEPS[self.spec.optimizer](self, at, gradient, rates)
 
     def arrays(self) -> Arrays:
-        """What is held: uint32 places, which rise, and the values and state there; copies."""
+        """The rows that are held: uint32 places, which rise, and the values and state there; copies."""
         at = np.flatnonzero(self.held).astype(np.uint32)
         state = {name: array[at] for name, array in self.state.items()}
         return {"rows": at, "values": self.values[at], "steps": np.array([self.steps]), **state}
@@ -175,7 +175,7 @@ class Tables:
                     table.step(*_summed(by_table[number]), rates)
 
     def arrays(self) -> Arrays:
-        """What a checkpoint holds."""
+        """All tables as a checkpoint holds them."""
         return {
             f"{PREFIX}{number}.{name}": array
             for number, table in enumerate(self.tables)
@@ -205,7 +205,7 @@ def _of(arrays: Mapping[str, npt.NDArray[Any]], number: int) -> Arrays:
 
 
 def recut(before: Sequence[Mapping[str, npt.NDArray[Any]]], tables: int, shard: int, shards: int) -> Arrays:
-    """What shard `shard` of `shards` has of so many tables, out of what each shard had before."""
+    """The part of shard `shard` of `shards` in so many tables, out of what each shard had before."""
     made: Arrays = {}
     for number in range(tables):
         parts = []

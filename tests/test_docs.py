@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from narrows import worker
+from narrows import compression, worker
 from narrows.worker import DistributedOptimizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -116,6 +116,14 @@ def test_each_public_name_and_argument_is_on_the_page_of_the_api(name: str) -> N
     page = (ROOT / "docs/api.md").read_text("utf-8")
     (said,) = re.findall(rf"^(?:\| )?`{re.escape(name)}\(([^`]*)\)`", page, re.M)
     assert asked <= {*re.findall(r"\w+", said)}
+
+
+@pytest.mark.parametrize(
+    "of", [public(), {name: getattr(compression, name) for name in compression.__all__}], ids=["worker", "codes"]
+)
+def test_a_docstring_of_a_public_name_begins_with_its_subject(of: dict[str, Any]) -> None:
+    said = {name: inspect.getdoc(value) or "" for name, value in of.items()}
+    assert not {name: found for name, text in said.items() if (found := BEGINS.findall(text))}
 
 
 @pytest.mark.parametrize("path", pages())

@@ -97,8 +97,8 @@ def ranges(samples: int, size: int, *, epochs: int = 1, shuffle: bool = True, se
             loss_of(model, data[rows]).backward()
             optimizer.step()
 
-    It ends once the run has done so many epochs: the update of each range is in the model of all shards. What a worker has not
-    done that dies is handed to another, so no sample of an epoch is left out. Faster workers take more. The last range of an
+    It ends once the run has done so many epochs: the update of each range is in the model of all shards. Another worker
+    does what one that dies has not done, so no sample of an epoch is left out. Faster workers take more. The last range of an
     epoch may be shorter. `epochs` counts from the beginning of the run: `epochs=epoch + 1` ends after this one, and for who
     joins later at once, if that epoch is over.
 

@@ -20,7 +20,7 @@ def of_run() -> bool:
 
 
 class Holder(Protocol):
-    """What has the rows of a table (worker/tables.py)."""
+    """The owner of a table's rows in this process (worker/tables.py)."""
 
     def look_up(self, number: int, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]: ...
 

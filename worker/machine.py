@@ -1,4 +1,4 @@
-"""What a script may ask of its machine."""
+"""Questions that a script may ask of its machine."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def local_rank() -> int:
 
 
 def device() -> torch.device:
-    """Where this process computes: what --device says, and with `auto` a GPU if it sees one. Of several GPUs it has the one
-    with the number of its local rank."""
+    """Where this process computes: what --device says, and with `auto` a GPU if it sees one. It has the GPU
+    with the number of its local rank, where there are several."""
     kind, _, number = os.environ.get("NARROWS_DEVICE", "auto").partition(":")
     if kind == "auto":
         kind = CUDA if torch.cuda.is_available() else "cpu"

@@ -146,7 +146,7 @@ class Tables:
             self.ahead[number] = self._ask(number, numbers, self.shards.clock + 1)
 
     def _ahead(self, number: int, numbers: Numbers) -> Asked | None:
-        """What was asked for before, where it has all these rows and is of this clock."""
+        """The rows asked for before, where these are among them and the clock is the same; else None."""
         coming, shards = self.ahead.get(number), self.shards
         if coming is None or coming.place[1] > shards.clock:
             return None
@@ -256,7 +256,7 @@ def dense_of(inner: torch.optim.Optimizer, model: torch.nn.Module, tables: Table
 
 
 def _coding(spec: str) -> int:
-    """What rows are coded with in a run of this SPEC: its value coding, rounded to the nearest, where it keeps every value."""
+    """How rows are coded in a run of this SPEC: by its value coding, rounded to the nearest, where it keeps every value."""
     chain = None if spec.startswith("auto") else parse(spec)
     dense = isinstance(chain, Chain) and chain.reducer is None
     return chain.value_coding.wire_id if dense and chain.value_coding.wire_id in rows.CODINGS else 0  # type: ignore[union-attr]

@@ -1,4 +1,5 @@
-"""What a script of `ps-worker --check` does in its first steps; ps-worker compares the workers (worker/command/findings.py).
+"""The first steps of a script under `ps-worker --check`, as its process sees them. ps-worker compares the workers
+(worker/command/findings.py).
 
 Rules
 - Each fact is an event "check", told at once: a worker that hangs or fails has told what came before.
@@ -20,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._pytree import tree_leaves
 
 from narrows.compression import ErrorFeedback, parse
+from narrows.worker.embedding import Embedding
 from narrows.worker.flat import FlatModel, FloatArray, fingerprint
 from narrows.worker.optimizers import each_of
 
@@ -38,7 +40,7 @@ class Checked(SystemExit):
 
 
 class Watch:
-    """Of this process. `tell(event, **values)`: one line to ps-worker."""
+    """The watch of this process. `tell(event, **values)`: one line to ps-worker."""
 
     def __init__(self, specs: list[str], tell: Tell) -> None:
         self.specs, self.tell = specs, tell
@@ -73,13 +75,16 @@ class Watch:
         """A DistributedOptimizer is made; it has not joined yet."""
         os.environ.pop(WATCH, None)  # of a process that was forked from one that had it
         self.wrapper, self.model, self.parts = wrapper, model, each_of(inner)
+        tables = [module for module in model.modules() if isinstance(module, Embedding)]
+        apart = {id(module.weight) for module in tables}  # whose gradients are of rows alone
         owned = {id(p) for group in inner.param_groups for p in group["params"]}
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad and id(p) not in apart}
         self.absent = {name for name, p in trained.items() if id(p) in owned}
         self._say(
             "model",
             trainable=sum(p.numel() for p in trained.values()),
             tensors=len(trained),
+            tables=[len(tables), sum(module.num_embeddings for module in tables)],
             frozen_values=sum(p.numel() for p in model.parameters() if not p.requires_grad),
             unowned=[name for name, p in trained.items() if id(p) not in owned],
             buffers=[sum(1 for _ in model.buffers()), sum(b.numel() * b.element_size() for b in model.buffers())],
@@ -120,7 +125,7 @@ class Watch:
         return seeing
 
     def _gradients(self, loss: Any = None) -> dict[str, Any]:
-        """What is told of the gradients that are there. Raises Checked where one is not finite."""
+        """Facts of the gradients that are there. Raises Checked where one is not finite."""
         heads = list[torch.Tensor]()
         for name, p in self.model.named_parameters():
             if p.grad is None:
@@ -174,7 +179,7 @@ class Watch:
 
 
 class Forward:
-    """What goes into the outermost forward passes, with gradients, of a model or of parts of it, up to a step."""
+    """The inputs of the outermost forward passes, with gradients, of a model or of parts of it, up to a step."""
 
     def __init__(self) -> None:
         self.depth = 0
@@ -189,7 +194,7 @@ class Forward:
             self.hooks.append(module.register_forward_hook(self._leaves, always_call=True))
 
     def close(self) -> dict[str, Any]:
-        """What was seen. A later step is not looked at: it is timed."""
+        """End it, and return what was seen. A later step is not looked at: it is timed."""
         if not self.inputs:
             return {}
         for hook in self.hooks:

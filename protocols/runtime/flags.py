@@ -99,13 +99,16 @@ def run_flags(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 dashboard_flag: Callable[[Callable[..., Any]], Callable[..., Any]] = click.option(
-    "--dashboard", default="", metavar="[HOST:]PORT", help=f"serve a page of the run there; alone: at {DASHBOARD} [off]"
+    "--dashboard",
+    default="",
+    metavar="[HOST:]PORT",
+    help=f"serve a page of the run there; alone: at {DASHBOARD}; elsewhere whoever reaches it reads it [off]",
 )
 
 
 def glance_flags(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add the flags of those who look at a run: "" where one was not given."""
-    text = "serve figures of the run for Prometheus there, on loopback where no host is named [off]"
+    text = "serve figures of the run for Prometheus there, on loopback where no host is named; elsewhere as --dashboard [off]"
     return dashboard_flag(click.option("--metrics", default="", metavar="[HOST:]PORT", help=text)(function))
 
 

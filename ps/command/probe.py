@@ -136,11 +136,10 @@ def _joins(flags: dict[str, Any], host: str) -> Join:
 
 
 def _join(address: str, flags: dict[str, Any]) -> int:
-    from narrows.protocols.addresses import parse_address
+    from narrows.protocols.addresses import is_loopback, parse_address
     from narrows.protocols.runtime.hosts import own_host
     from narrows.protocols.runtime.keys import refusal
     from narrows.ps.command.probing import Measurer, key_of
-    from narrows.ps.glance.watch import is_loopback
 
     host, port = parse_address("--join", address)
     if not (flags["key"] or flags["insecure"] or is_loopback(host)):
@@ -159,9 +158,8 @@ def _join(address: str, flags: dict[str, Any]) -> int:
 
 
 def _direct(hosts: tuple[str, ...], bind: str, out: str, found: Measured, flags: dict[str, Any]) -> int:
-    from narrows.protocols.addresses import parse_address
+    from narrows.protocols.addresses import is_loopback, parse_address
     from narrows.ps.command.probing import SSH, Director, Measurer, Started, beside, own_keys, secret
-    from narrows.ps.glance.watch import is_loopback
 
     own = 0 if flags["only_others"] else 1
     count = flags["machines"] or len(hosts) + own

@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 
-from narrows.protocols.addresses import ANY_HOSTS, parse_address
+from narrows.protocols.addresses import ANY_HOSTS, is_loopback, parse_address
 from narrows.protocols.errors import UsageError
 from narrows.protocols.modes import Rule
 from narrows.protocols.robust import Robust
@@ -24,7 +24,6 @@ from narrows.protocols.runtime.records import open_record
 from narrows.protocols.settings import Settings
 from narrows.ps.command.cluster import Cluster
 from narrows.ps.command.console import EMBEDDED, say
-from narrows.ps.glance.watch import is_loopback
 
 
 def checked(

@@ -1,4 +1,4 @@
-"""What a run has come to, from the events of its record: those of ps-serve, and those of ps-worker. No I/O, no clock.
+"""The history of a run, from the events of its record: those of ps-serve, and those of ps-worker. No I/O, no clock.
 
 Rules
 - `take` is the only way in, and the record has all that it takes: so a page of a run and one of its record show the same.
@@ -50,7 +50,7 @@ class Curve:
 
 
 class History:
-    """Of one run."""
+    """The history of one run."""
 
     def __init__(self) -> None:
         self.run: dict[str, Any] = {}  # what it is
@@ -145,7 +145,7 @@ class History:
 
     @property
     def width(self) -> float:
-        """Of a cell of a lane now."""
+        """Seconds of a cell of a lane now."""
         width = CELL_S
         while self.seconds >= CELLS * width:
             width *= 2

@@ -1,25 +1,18 @@
-"""What watches a run in the process of ps-serve: its record, its page and its metrics."""
+"""The watch of a run in the process of ps-serve: its record, its page and its metrics."""
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import threading
 import time
 from typing import Any, TextIO
 
+from narrows.protocols.addresses import is_loopback
 from narrows.protocols.errors import UsageError
 from narrows.ps.glance.history import History
 from narrows.ps.glance.web import Frames, Site
 
 LOOPBACK = "127.0.0.1"
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def site_address(flag: str, address: str, trusted: bool) -> tuple[str, int]:

@@ -20,7 +20,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
 from typing import Any
 
-from narrows.protocols.addresses import ANY_HOSTS
+from narrows.protocols.addresses import ANY_HOSTS, is_loopback
 from narrows.protocols.errors import UsageError
 
 FRAME_S = 1.0  # from one frame to the next
@@ -94,8 +94,10 @@ class Site(ThreadingHTTPServer):
 
     @property
     def told(self) -> str:
-        """Where to look, for the console."""
-        return f"the run at a glance: {self.url}" if self.frames is not None else f"metrics: {self.url}metrics"
+        """Where to look, for the console, and who else can."""
+        where = f"the run at a glance: {self.url}" if self.frames is not None else f"metrics: {self.url}metrics"
+        open_ = not is_loopback(str(self.server_address[0]))
+        return where + ("; HTTP asks for no key: whoever reaches this address reads it" if open_ else "")
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if self.places.acquire(blocking=False):

@@ -193,6 +193,13 @@ def test_each_file_of_the_page_is_served_and_nothing_else(watch: Watch) -> None:
         urllib.request.urlopen(page, data=b"x", timeout=10)
 
 
+def test_the_console_says_who_may_look(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+    for site in watch.sites:
+        assert "no key" not in site.told
+        monkeypatch.setattr(site, "server_address", ("0.0.0.0", site.server_address[1]))
+        assert site.told.endswith("HTTP asks for no key: whoever reaches this address reads it")
+
+
 def test_a_page_of_another_name_is_not_told(watch: Watch) -> None:
     assert get(watch.sites[0].url + "frame.json", Host="evil.example:80")[0] == 403
     assert get(watch.sites[0].url + "frame.json", Host="localhost:80")[0] == 200

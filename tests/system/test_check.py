@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from kit.bags import Bags
 from kit.processes import finished
 
 from narrows.protocols.errors import UsageError
-from narrows.worker import watch
+from narrows.worker import embedding, watch
 from narrows.worker.command import findings
 from narrows.worker.command.cli import command
 from narrows.worker.command.findings import FAULTS, NOTICES, STEPS, Told, found
@@ -183,3 +184,16 @@ def test_the_specs_that_are_encoded() -> None:
         "dense",
         "int8",
     ]
+
+
+def test_rows_of_a_table_are_no_parameters_that_lack_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedding, "of_run", lambda: True)
+    model, events = Bags(), list[dict[str, Any]]()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen = watch.Watch([], lambda event, **values: events.append(values))
+    seen.begins(inner, inner, model)
+    seen.forward.close()
+    seen.close()
+    assert seen.absent == {"head.weight", "head.bias"} and events[0]["unowned"] == []
+    told = Told(model=events[0])
+    assert "tables       1 on the servers, 61 rows in all" in findings.facts([told, told], {})

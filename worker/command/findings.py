@@ -1,4 +1,4 @@
-"""What `ps-worker --check` says of a script, from what its workers told. Pure.
+"""The findings of `ps-worker --check` on a script, from what its workers told. Pure.
 
 Rules
 - A rule is a function of all workers: a sentence with the way out, or "" where all is well. `FAULTS` end the check with the
@@ -58,7 +58,7 @@ class Told:
 
     @property
     def compute_s(self) -> float | None:
-        """Of the last step, which is not the first: neither encoding nor waiting, nor what the check itself took."""
+        """Seconds of the last step, which is not the first: neither encoding nor waiting, nor what the check itself took."""
         if not self.done or len(self.costs) < STEPS:
             return None
         step = self.costs[STEPS - 1]
@@ -242,6 +242,8 @@ def facts(workers: Workers, run: dict[str, Any]) -> list[str]:
         f"parameters   {model['trainable']:,} trainable in {model['tensors']} tensors{frozen}",
         f"optimizer    {kinds}",
     ]
+    if model["tables"][0]:
+        lines.append("tables       {} on the servers, {:,} rows in all".format(*model["tables"]))
     count, size = model["buffers"]
     if count:
         lines.append(f"buffers      {count} of the module, {_bytes(size)}: those of the lowest rank hold for all")
@@ -291,7 +293,7 @@ def times(workers: Workers, link: predict.Link, name: str, given: dict[str, Any]
 
 
 def specs(runs: Sequence[dict[str, Any]]) -> list[str]:
-    """What an update is to be encoded with: `dense`, and the SPECs of these flags."""
+    """SPECs that an update is to be encoded with: `dense`, and the SPECs of these flags."""
     each = [Settings(**flags).validated() for flags in runs]
     named = ["dense", *(spec for settings in each for spec in (settings.compress, settings.compress_down))]
     return [spec for spec in dict.fromkeys(named) if not spec.startswith("auto")]

@@ -1,4 +1,4 @@
-"""What the workers of one ps-worker told it: the lines of --record, and the figures for the console."""
+"""The events that the workers of one ps-worker told it: the lines of --record, and the figures for the console."""
 
 from __future__ import annotations
 
