@@ -37,13 +37,14 @@ from launch import CommandFailed
 from link import Way
 from scheduling import worldwide
 
-from narrows.protocols.planning.choose import Choice, Chooser, choose
+from narrows.protocols.planning.choose import Choice, Chooser, choices, choose
 from narrows.protocols.planning.layout import Layout
-from narrows.protocols.planning.levels import Groups, Work
+from narrows.protocols.planning.levels import Groups, Prices, Work
 from narrows.protocols.planning.network import Network, from_places
 from narrows.protocols.planning.ways import BELOW, WAYS
 from narrows.protocols.planning.written import Places, clustered, long_commands
 from narrows.ps.command.plan import coded
+from narrows.ps.trial import tried
 
 LOOPBACK_GBPS, LOOPBACK_MS = 10.0, 0.05
 ALONE_STEPS = 20
@@ -161,9 +162,13 @@ def alone_s(args: str) -> float:
 def scale() -> None:
     for each in (8, 64):
         network, began = worldwide(each), time.process_time()
-        plan = choose(network, Work(1e8, 1.0, coded()))
+        work = Work(1e8, 1.0, coded())
+        plans = choices(network, work)
+        chosen_s = time.process_time() - began
+        (plan, _), *_ = tried(Prices(network, work), plans)
         print(
-            f"{len(network.hosts)} machines: {time.process_time() - began:.2f} s of CPU, {len(plan.clusters)} clusters"
+            f"{len(network.hosts)} machines: {chosen_s:.2f} s of CPU to choose, {time.process_time() - began - chosen_s:.2f} "
+            f"to try; {len(plan.clusters)} clusters"
         )
 
 
