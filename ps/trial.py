@@ -23,6 +23,7 @@ from narrows.protocols import effects as e
 from narrows.protocols import messages as m
 from narrows.protocols.cluster.coordinator import Coordinator
 from narrows.protocols.effects import NS, MemberEffect, ServerEffect
+from narrows.protocols.errors import LocalProtocolError
 from narrows.protocols.keys import fragment
 from narrows.protocols.member.exchange import Exchange
 from narrows.protocols.member.member import Member
@@ -41,7 +42,9 @@ from narrows.ps.server import Server
 from narrows.ps.shard import Shard
 
 KEYS = 16  # of the model: some for each shard of a server
-PLAN = Plan((TensorSpec("w", (KEYS,), "float32"),), "SGD", ((0,),)).packed()
+PLAN = Plan(
+    (TensorSpec("w", (KEYS,), "float32"),), "", ((0,),)
+).packed()  # updates are pushed, so servers have no optimizer
 AGES_S = 80_000.0  # nobody is lost
 TIMING = Timing(join_retry_ns=NS // 4, request_retry_ns=int(AGES_S * NS), lost_ns=int(AGES_S * NS))
 TICK_NS = NS // 5
@@ -264,6 +267,8 @@ class Working:
         elif isinstance(event, e.Held):
             for exchange in self.exchanges:
                 exchange.held_at = event.at
+        elif isinstance(event, e.Failed):
+            raise LocalProtocolError(f"{self.member.token} fails in a trial: {event.text}")
 
     def _replica(self, begin: int, end: int) -> HostReplica:
         cuts = [fragment(begin, end, self.mode.fragments, index) for index in range(self.mode.fragments)]
