@@ -20,6 +20,7 @@ CUTS_MAX = 24
 ROOTS_MAX = 24  # hosts that are tried as the root with every cut; the best plan tries all
 SPREADS = (2, 4, 8)  # hosts that a server's shards are spread over
 MOVES_MAX = 400  # plans that local moves may price
+NEAR, NEAR_MAX = 1.1, 2  # which others are worth a trial, and how many
 PATIENT = 0.999  # a plan is left only for one that costs less than this of it: equals differ by rounding
 
 
@@ -37,6 +38,11 @@ class Choice:
     spread: tuple[
         int, ...
     ] = ()  # hosts that have a shard of the root each, the root among them; none: the root has all
+
+    @property
+    def kind(self) -> tuple[Groups, Way, Way, tuple[int, ...]]:
+        """All but where servers stand."""
+        return self.groups, self.above, self.below, self.spread
 
     @property
     def clusters(self) -> list[tuple[int, tuple[int, ...]]]:
@@ -121,7 +127,7 @@ class Chooser:
         return plan
 
 
-def cheapest(plan: Choice, others: Iterator[Choice] | list[Choice]) -> Choice:
+def cheapest(plan: Choice, others: list[Choice]) -> Choice:
     for other in others:
         if other.cost < PATIENT * plan.cost:
             plan = other
@@ -130,15 +136,24 @@ def cheapest(plan: Choice, others: Iterator[Choice] | list[Choice]) -> Choice:
 
 def choose(network: Network, work: Work) -> Choice:
     """The plan that comes to a loss soonest. UsageError where samples are fewer than hosts."""
+    return choices(network, work)[0]
+
+
+def choices(network: Network, work: Work) -> list[Choice]:
+    """That plan, and the next ones that cost NEAR times as much at most."""
     chooser = Chooser(network, work)
     everybody = chooser.prices.hosts
     central = np.argsort((network.delay_s + chooser.prices.sent_s(work.parameters)).mean(0), kind="stable")
     roots = np.sort(central[:ROOTS_MAX])
-    candidates = chooser.candidates(roots)
-    plan = cheapest(next(candidates), candidates)
+    candidates = [*chooser.candidates(roots)]
+    plan = cheapest(candidates[0], candidates)
     plan = cheapest(plan, [chooser.priced(plan.groups, plan.above, plan.below, everybody)])
     plan = chooser.descended(plan, roots)
-    return cheapest(plan, [spread for way in WAYS for spread in chooser.spreads(way)])
+    spreads = [spread for way in WAYS for spread in chooser.spreads(way)]
+    plan = cheapest(plan, spreads)
+    others = (c for c in [*candidates, *spreads] if c.kind != plan.kind and c.cost <= NEAR * plan.cost)
+    near = {choice.kind: choice for choice in sorted(others, key=lambda choice: -choice.cost)}
+    return [plan, *[*near.values()][::-1][:NEAR_MAX]]
 
 
 def decides(chooser: Chooser, plan: Choice) -> str:

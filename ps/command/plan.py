@@ -137,13 +137,14 @@ Planned = tuple[Layout, list[str]]  # and the table
 def _run(places: Any, parameters: float, step_s: float, *, batch: int, script: str, shards: int, insecure: bool, keys: str,
          **_: Any) -> Planned:  # fmt: skip
     from narrows.protocols.planning import written
-    from narrows.protocols.planning.choose import Chooser, choose, decides
+    from narrows.protocols.planning.choose import Chooser, choices, decides
+    from narrows.ps.trial import tried  # and the machines of a run
 
     if ("{samples}" in script) != bool(batch):
         raise UsageError("--batch: give it together with {samples} in --script, where a worker finds its share")
     network, work = places.network, Work(parameters, step_s, coded(), batch, shards)
-    plan = choose(network, work)
     chooser = Chooser(network, work)
+    (plan, simulated_s), *others = tried(chooser.prices, choices(network, work))
     layout = written.clustered(places, plan, work, shards, insecure, keys)
     names = network.hosts
     children = len(plan.groups)
@@ -163,9 +164,15 @@ def _run(places: Any, parameters: float, step_s: float, *, batch: int, script: s
     lines = [
         *table(rows),
         "",
-        f"predicted {1e3 * plan.step_s:.3g} ms a step, and {plan.cost / plan.step_s:.2f} times bsp's steps to a loss; DDP "
-        f"{_seconds(ring_s)} a step at least; {decides(chooser, plan)}",
+        f"predicted {1e3 * plan.step_s:.3g} ms a step, {_simulated(simulated_s)}, and {plan.cost / plan.step_s:.2f} times "
+        f"bsp's steps to a loss; DDP {_seconds(ring_s)} a step at least; {decides(chooser, plan)}",
     ]
+    for other, other_s in others:
+        inside = f" over {len(other.clusters)} clusters with {other.below}" if other.clusters else ""
+        lines.append(
+            f"next: {other.above}{inside}, predicted {1e3 * other.step_s:.3g} ms a step, {_simulated(other_s)}, and "
+            f"{other.cost / other.step_s:.2f} times bsp's steps"
+        )
     if batch:
         shared = zip(names, work.samples(network), strict=True)
         lines.append(f"samples of a step: {', '.join(f'{name} {count}' for name, count in shared)}")
@@ -221,6 +228,10 @@ def _pipeline(places: Any, parameters: float, step_s: float, *, stages: int, rep
         f"micro-batches on their way between stages: {', '.join(map(str, flying)) or 'none'}",
     ]
     return layout, lines
+
+
+def _simulated(seconds: float | None) -> str:
+    return "not simulated, as that would take long" if seconds is None else f"simulated {1e3 * seconds:.3g} ms"
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -16,12 +16,13 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from heapq import heappop, heappush
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
 from narrows.protocols.effects import NS
+from narrows.protocols.timeline import Timeline
+from narrows.protocols.timeline import Wire as Wire
 
 MS = NS // 1000
 AT_ONCE = 512  # values of a generator
@@ -81,26 +82,6 @@ class Machine(Protocol[Heard]):
 
 
 @dataclass(slots=True)
-class Wire:
-    """One direction of what joins two places: `delay_ns` one way, and a rate that all links laid over it share."""
-
-    delay_ns: int
-    bytes_per_second: int
-    free_ns: int = 0  # when the last byte so far has passed
-    passed: int = 0  # bytes so far
-
-    def pass_ns(self, size: int) -> int:
-        """How long `size` bytes keep it busy."""
-        return size * NS // self.bytes_per_second
-
-    def arrival_ns(self, now_ns: int, size: int) -> int:
-        """When a message of `size` bytes that is sent now is there; the wire is busy until its bytes have passed."""
-        self.passed += size
-        self.free_ns = max(now_ns, self.free_ns) + self.pass_ns(size)
-        return self.free_ns + self.delay_ns
-
-
-@dataclass(slots=True)
 class _Link:
     sent: int = 0
     newest: int = -1  # the greatest number that has arrived
@@ -109,7 +90,7 @@ class _Link:
     wire: Wire | None = None
 
 
-class Simulator(Generic[Message]):
+class Simulator(Timeline, Generic[Message]):
     """Runs machines on one heap of events. `trace`, where given, is told of each: when, what, and the message in it."""
 
     def __init__(
@@ -119,21 +100,19 @@ class Simulator(Generic[Message]):
         tick_ns: int,
         trace: Callable[[int, str, Message | None], None] | None = None,
     ) -> None:
+        super().__init__()
         self.random = Random(seed)
         self.faults, self.tick_ns, self.trace = faults, tick_ns, trace
         # Of 2**64 values those below are a fault.
         self._lost, self._held_back, self._copied = (
             p * (_MASK + 1) for p in (faults.loss, faults.reordering, faults.duplication)
         )
-        self.now_ns = 0
         self.struck: Counter[str] = Counter()
         self.digest = 0  # of all events so far: two runs are the same where it is
         self._machines: dict[str, Machine[Message]] = {}
         self._ticks: dict[str, int] = {}  # by address: which of its ticks count, those of the newest start
         self._stopped: dict[str, int] = {}  # by address: until when
         self._links: dict[tuple[str, str], _Link] = {}
-        self._events: list[tuple[int, int, Callable[..., None], tuple[Any, ...]]] = []
-        self._made = 0
 
     # Machines.
 
@@ -213,19 +192,6 @@ class Simulator(Generic[Message]):
         return link
 
     # Time.
-
-    def at(self, time_ns: int, action: Callable[..., None], *arguments: Any) -> None:
-        """Call `action` then; an event like any other."""
-        self._made += 1
-        heappush(self._events, (time_ns, self._made, action, arguments))
-
-    def step(self) -> bool:
-        """One event. False where there is none left."""
-        if not self._events:
-            return False
-        self.now_ns, _, action, arguments = heappop(self._events)
-        action(*arguments)
-        return True
 
     def note(self, text: str, message: Message | None = None) -> None:
         """A line of the trace, and part of the digest."""

@@ -1,0 +1,327 @@
+"""A plan is tried before it is printed: how long a step takes by the machines of a run in virtual time. No I/O.
+
+Rules
+- Servers, clusters, members and exchanges are those that ship. A few keys stand for the model. Its bytes, what workers compute
+  and encode, and what servers handle take as long as `Prices` says, each one after the other.
+- Hosts have a card each way, places a wire to each other one, and pairs of hosts a link. Small messages take the delay alone.
+- Nobody fails. Nobody ends: of `clocks` updates of each of the root's children, the time after the first third counts.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from narrows.compression import ErrorFeedback, ladder, parse
+from narrows.compression.codecs import raw_pieces
+from narrows.compression.replica import HostReplica
+from narrows.protocols import effects as e
+from narrows.protocols import messages as m
+from narrows.protocols.cluster.coordinator import Coordinator
+from narrows.protocols.effects import NS, MemberEffect, ServerEffect
+from narrows.protocols.errors import LocalProtocolError
+from narrows.protocols.keys import fragment
+from narrows.protocols.member.exchange import Exchange
+from narrows.protocols.member.member import Member
+from narrows.protocols.plan import Plan, TensorSpec
+from narrows.protocols.planning.choose import Choice
+from narrows.protocols.planning.levels import Prices
+from narrows.protocols.planning.ways import Way
+from narrows.protocols.settings import Settings
+from narrows.protocols.timeline import Stream, Timeline, Wire, delay_ns
+from narrows.protocols.timing import Timing
+from narrows.ps.changes import FloatArray
+from narrows.ps.events import Event, Kind
+from narrows.ps.planned import Means
+from narrows.ps.reports import COORDINATOR
+from narrows.ps.server import Server
+from narrows.ps.shard import Shard
+
+KEYS = 16  # of the model: some for each shard of a server
+PLAN = Plan(
+    (TensorSpec("w", (KEYS,), "float32"),), "", ((0,),)
+).packed()  # updates are pushed, so servers have no optimizer
+AGES_S = 80_000.0  # nobody is lost
+TIMING = Timing(join_retry_ns=NS // 4, request_retry_ns=int(AGES_S * NS), lost_ns=int(AGES_S * NS))
+TICK_NS = NS // 5
+CLOCKS = 10
+EVENTS_MAX = 100_000  # 1 to 3 s of a core
+SMALL = 128  # hosts of a network whose plans are compared, with all clocks
+SKIPPED = 3  # one part in so many, at the beginning: windows fill
+FAST = 1 << 50  # bytes a second of what takes no time
+BULK = (m.Push, m.State)
+
+
+class Ways:
+    """Between hosts, for messages of one size."""
+
+    def __init__(self, prices: Prices, wires: dict[tuple[object, ...], Wire], size: float) -> None:
+        self.prices, self.wires, self.size = prices, wires, size
+        with np.errstate(divide="ignore"):
+            self.rates = size / prices.sent_s(size)
+
+    def path(self, source: int, target: int) -> list[Wire]:
+        """From host to host."""
+        if source == target:
+            return []
+        prices, here, there = self.prices, int(self.prices.place[source]), int(self.prices.place[target])
+        hops = [self._wire(("out", source), prices.port_out[source])]
+        if here != there:
+            between = self.rates[np.ix_(prices.place == here, prices.place == there)]
+            hops.append(self._wire(("places", here, there), between.max()))
+        far_ns = int(prices.network.delay_s[source, target] * NS)
+        hops.append(self._wire(("pair", self.size, source, target), self.rates[source, target], far_ns))
+        return [*hops, self._wire(("in", target), prices.port_in[target])]
+
+    def _wire(self, key: tuple[object, ...], rate: float, far_ns: int = 0) -> Wire:
+        if key not in self.wires:
+            self.wires[key] = Wire(far_ns, max(1, int(min(rate, FAST))))
+        return self.wires[key]
+
+
+class Level:
+    """One server and its children. `hosts`: of its shards."""
+
+    def __init__(
+        self, trial: Trial, name: str, way: Way, hosts: Sequence[int], children: int, above: Level | None
+    ) -> None:
+        self.trial, self.name, self.hosts, self.above = trial, name, hosts, above
+        work, coded = trial.prices.work, trial.prices.work.coded[way.compress]
+        self.whole, count = way.compress == "dense", len(hosts)
+        codes = {} if self.whole else {"compress": "fp16", "compress_down": "fp16"}  # any that makes differences
+        flags = way.flags(updates=True) | codes
+        self.settings = Settings(**flags, workers=children, shards=count, lease=AGES_S).validated()
+        self.size = int(coded.bytes * work.parameters / count)
+        self.encode_ns = int(coded.encode_s * work.parameters * NS)
+        serve_s = coded.serve_s * work.parameters / (count * work.shards)
+        self.serving = [Wire(0, max(1, int(self.size / serve_s)) if serve_s else FAST) for _ in hosts]
+        self.ways = Ways(trial.prices, trial.wires, max(1.0, float(self.size)))
+        self.peers: dict[bytes, Serving | Working] = {}
+        self.streams: dict[tuple[int, int, bytes, bool], Stream] = {}
+        self.shards = [Serving(self, index) for index in range(count)]
+
+    def up(self, child: Serving | Working, shard: int, message: m.Message, late_ns: int = 0) -> None:
+        server = self.shards[shard]
+        self.peers[child.peer] = child
+        more = [self.serving[shard]] if isinstance(message, m.Push) else []
+        stream = self._stream(child.host, server.host, child.peer, more)
+        self._send(stream, message, late_ns, partial(server.below, child.peer, message))
+
+    def down(self, shard: int, peer: bytes, message: m.Message) -> None:
+        child = self.peers[peer]
+        stream = self._stream(self.hosts[shard], child.host, peer, [])
+        self._send(stream, message, 0, partial(child.told, shard, message))
+
+    def _stream(self, source: int, target: int, peer: bytes, more: list[Wire]) -> Stream:
+        key = (source, target, peer, bool(more))
+        if key not in self.streams:
+            path = [*self.ways.path(source, target), *more]
+            self.streams[key] = Stream(self.trial.time, path, self.size)
+        return self.streams[key]
+
+    def _send(self, stream: Stream, message: m.Message, late_ns: int, action: Callable[[], None]) -> None:
+        time = self.trial.time
+        # Whole states of what is coded come to children that join, before the time that counts.
+        if isinstance(message, BULK) and (self.whole or not isinstance(message, m.State) or not message.whole):
+            time.at(time.now_ns + late_ns, stream.send, action)
+        else:
+            time.at(time.now_ns + delay_ns(stream.wires), action)
+
+
+class Serving:
+    """One shard of a level's server, as ps/process/runner.py has it."""
+
+    def __init__(self, level: Level, index: int) -> None:
+        self.level, self.index, self.host = level, index, level.hosts[index]
+        self.peer = level.name.encode().ljust(m.NAME_BYTES) + b"/%d" % index  # above
+        self.own = b"shard".ljust(m.NAME_BYTES) + b"/%d" % index  # for shard 0
+        above, first = level.above, index == 0
+        coordinator = Coordinator(level.settings, 1 << 20, -1, child=above is not None) if first else None
+        member = Member(level.name, "here", timing=TIMING, below=coordinator.tree) if coordinator and above else None
+        means = Means(child=above is not None, member=member, coordinator=coordinator, timing=TIMING)
+        self.server = Server(
+            Shard(index, level.settings, 1, 1 + index, (), means), coordinator, member, "above" if above else ""
+        )
+        level.trial.time.at(0, self.happen, Kind.START)
+        level.trial.ticks(self.happen, Kind.TICK)
+
+    def below(self, peer: bytes, message: m.Message) -> None:
+        trial = self.level.trial
+        if isinstance(message, m.Push) and self.level is trial.root and not self.index:
+            trial.pushes_ns.append(trial.time.now_ns)
+        self.happen(Kind.BELOW, peer, message)
+
+    def told(self, shard: int, message: m.Message) -> None:
+        """By the server above."""
+        self.happen(Kind.ABOVE, b"", message)
+
+    def happen(
+        self, kind: Kind, peer: bytes = b"", message: m.Message | None = None, values: tuple[object, ...] = ()
+    ) -> None:
+        now_ns = self.level.trial.time.now_ns
+        self._carry_out(self.server.happen(Event(kind, now_ns, peer, message, values)))
+        while self.server.inner:
+            self._carry_out(self.server.advance(now_ns))
+
+    def _carry_out(self, effects: Sequence[ServerEffect]) -> None:
+        level, time = self.level, self.level.trial.time
+        for effect in effects:
+            if isinstance(effect, e.Checkpoint):
+                time.at(time.now_ns, self.happen, Kind.WROTE, b"", None, (effect.clock, [effect.clock], 0))
+            elif not isinstance(effect, e.Send):
+                continue
+            elif isinstance(effect.peer, int):
+                assert level.above is not None
+                level.above.up(self, effect.peer, effect.message, level.above.encode_ns)
+            elif effect.peer == COORDINATOR:
+                self._beside(level.shards[0], Kind.BELOW, self.own, effect.message)
+            elif effect.peer.startswith(b"shard".ljust(m.NAME_BYTES)):
+                shard = level.shards[int(effect.peer.rpartition(b"/")[2])]
+                self._beside(shard, Kind.COORDINATOR, b"", effect.message)
+            else:
+                level.down(self.index, effect.peer, effect.message)
+
+    def _beside(self, other: Serving, kind: Kind, peer: bytes, message: m.Message) -> None:
+        time = self.level.trial.time
+        there_ns = time.now_ns + delay_ns(self.level.ways.path(self.host, other.host))
+        time.at(there_ns, other.happen, kind, peer, message)
+
+
+class Working:
+    """A worker that computes for ever, as worker/engine.py has it."""
+
+    def __init__(self, level: Level, host: int) -> None:
+        self.level, self.host = level, host
+        name = f"worker-{host}"
+        self.peer = name.encode().ljust(m.NAME_BYTES) + b"/"
+        self.mode = level.settings.mode()
+        prices = level.trial.prices
+        self.own_ns = int(float(prices.compute_s[host]) * self.mode.local_steps * NS) + level.encode_ns
+        self.whole = ladder(level.settings.compress_down).lossless
+        self.member = Member(name, "here", timing=TIMING)
+        self.events: deque[MemberEffect] = deque()
+        self.exchanges: list[Exchange[FloatArray]] = []
+        self.computing = self.computed = False
+        self._apply(self.member.join(0))
+        self._apply(self.member.declare(PLAN, 0))
+        level.trial.ticks(self._tick)
+
+    def told(self, shard: int, message: m.Message) -> None:
+        self._apply(self.member.receive(shard, message, self.level.trial.time.now_ns))
+        self._go()
+
+    def _tick(self) -> None:
+        self._apply(self.member.tick(self.level.trial.time.now_ns))
+        self._go()
+
+    def _apply(self, effects: Iterable[MemberEffect]) -> None:
+        for effect in effects:
+            if isinstance(effect, e.Send):
+                assert isinstance(effect.peer, int)
+                self.level.up(self, effect.peer, effect.message)
+            else:
+                self.events.append(effect)
+
+    def _say(self, shard: int, messages: Sequence[m.Message]) -> None:
+        self._apply(self.member.say(shard, messages, self.level.trial.time.now_ns) if messages else [])
+
+    def _go(self) -> None:
+        time = self.level.trial.time
+        while self.events:
+            self._event(self.events.popleft())
+        if not self.exchanges or self.computing:
+            return
+        if self.computed and all(x.may_push for x in self.exchanges):
+            self.computed = False
+            for shard, exchange in enumerate(self.exchanges):
+                replica = exchange.replica
+                zeros = np.zeros(replica.end - replica.begin, np.float32)
+                self._say(shard, exchange.push(replica.encode(zeros, exchange.clock), 1))
+        if not self.computed and all(x.may_compute for x in self.exchanges):
+            for x in self.exchanges:  # own updates that no longer stand in are forgotten
+                x.base(x.replica.begin, x.replica.end, np.empty(x.replica.end - x.replica.begin, np.float32))
+            self.computing = True
+            time.at(time.now_ns + self.own_ns, self._done)
+
+    def _done(self) -> None:
+        self.computing, self.computed = False, True
+        self._go()
+
+    def _event(self, event: MemberEffect) -> None:
+        if isinstance(event, e.Started):
+            self.exchanges = [Exchange(self.mode, self._replica(*keys), self.whole) for keys in event.ranges]
+            for shard, exchange in enumerate(self.exchanges):
+                self._say(shard, exchange.begin(event.worker, event.epoch, event.clock))
+        elif isinstance(event, e.GiveWeights):
+            replica = self.exchanges[event.shard].replica
+            zeros = np.zeros(KEYS, np.float32)
+            self._say(
+                event.shard, self.exchanges[event.shard].give(raw_pieces(zeros, 0, [(replica.begin, replica.end)]))
+            )
+        elif isinstance(event, (e.StateArrived, e.PushSettled)) and self.exchanges:
+            self._say(event.shard, self.exchanges[event.shard].take(event))
+        elif isinstance(event, e.Held):
+            for exchange in self.exchanges:
+                exchange.held_at = event.at
+        elif isinstance(event, e.Failed):
+            raise LocalProtocolError(f"{self.member.token} fails in a trial: {event.text}")
+
+    def _replica(self, begin: int, end: int) -> HostReplica:
+        cuts = [fragment(begin, end, self.mode.fragments, index) for index in range(self.mode.fragments)]
+        feedbacks = [(keys, ErrorFeedback(parse("dense"), keys[1] - keys[0])) for keys in cuts]
+        return HostReplica(begin, end, feedbacks, lambda low, high: [(low, high)])
+
+
+class Trial:
+    """One plan."""
+
+    def __init__(self, prices: Prices, plan: Choice) -> None:
+        self.prices, self.plan, self.time = prices, plan, Timeline()
+        self.tick_ns = max(TICK_NS, int(plan.step_s * plan.above.mode().local_steps * NS))
+        self.wires: dict[tuple[object, ...], Wire] = {}
+        self.pushes_ns: list[int] = []  # updates at the root
+        self.machines = 0
+        self.root = Level(self, "root", plan.above, plan.spread or (plan.root,), len(plan.groups), None)
+        for number, (server, group) in enumerate(zip(plan.servers, plan.groups, strict=True)):
+            level = self.root
+            if len(group) > 1:
+                level = Level(self, f"c{number}", plan.below, (server,), len(group), self.root)
+            for host in group:
+                Working(level, host)
+
+    def ticks(self, action: Callable[..., None], *arguments: Any) -> None:
+        """Out of step with the others."""
+        self.machines += 1
+        after_ns = self.machines * self.tick_ns // len(self.prices.hosts) % self.tick_ns
+        self.time.at(after_ns, self._ticked, action, arguments)
+
+    def _ticked(self, action: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        action(*arguments)
+        self.time.at(self.time.now_ns + self.tick_ns, self._ticked, action, arguments)
+
+    def step_s(self) -> float | None:
+        """Seconds of a step, or None where EVENTS_MAX events are too few."""
+        children = len(self.plan.groups)
+        clocks = CLOCKS if len(self.prices.hosts) <= SMALL else CLOCKS // 2
+        first, last = children * (clocks // SKIPPED), children * clocks
+        for _ in range(EVENTS_MAX):
+            if len(self.pushes_ns) >= last or not self.time.step():
+                break
+        if len(self.pushes_ns) < last:
+            return None
+        took_ns = self.pushes_ns[last - 1] - self.pushes_ns[first - 1]
+        return took_ns / (clocks - clocks // SKIPPED) / NS / self.plan.above.mode().local_steps
+
+
+def tried(prices: Prices, plans: Sequence[Choice]) -> list[tuple[Choice, float | None]]:
+    """Each plan with its simulated seconds of a step, the cheapest first. A first one that takes too many events stays the
+    first, and of more than SMALL hosts it is the only one."""
+    found = [(plan, Trial(prices, plan).step_s()) for plan in plans[: None if len(prices.hosts) <= SMALL else 1]]
+    if found[0][1] is None:
+        return found[:1]
+    # Dear are those that were not simulated.
+    return sorted(found, key=lambda each: (each[1] or np.inf) * each[0].cost / each[0].step_s)
