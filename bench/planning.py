@@ -42,7 +42,7 @@ from narrows.protocols.planning.levels import Groups, Work
 from narrows.protocols.planning.network import Network, from_places
 from narrows.protocols.planning.ways import BELOW, WAYS
 from narrows.protocols.planning.written import Document, Places, clustered, commands
-from narrows.ps.command.plan import coded
+from narrows.ps.coded import coded
 
 LOOPBACK_GBPS, LOOPBACK_MS = 10.0, 0.05
 ALONE_STEPS = 20

@@ -104,22 +104,6 @@ def _write(out: str, document: dict[str, Any]) -> None:
         raise UsageError(f"--out {out}: {error.strerror}") from None
 
 
-def coded() -> dict[str, Any]:
-    """What each SPEC of a plan costs a parameter: bytes as measured where `auto` has it, else at most."""
-    from narrows.compression.auto import ENCODE_NS, LADDER, ladder
-    from narrows.protocols.planning.levels import Coded
-    from narrows.protocols.planning.ways import WAYS
-
-    rungs = {rung.spec: rung.bytes for rung in LADDER}
-    specs = {way.compress for way in WAYS}
-    return {
-        spec: Coded(
-            rungs.get(spec) or ladder(spec)[0].bytes, 0.0 if spec == "dense" else ENCODE_NS / 1e9, spec == "dense"
-        )
-        for spec in sorted(specs)
-    }
-
-
 Planned = tuple[dict[str, Any], list[str], dict[str, list[str]]]  # the document, the table, commands of each host
 
 
@@ -128,6 +112,7 @@ def _run(places: Any, parameters: float, step_s: float, *, batch: int, script: s
     from narrows.protocols.planning import written
     from narrows.protocols.planning.choose import Chooser, choose, decides
     from narrows.protocols.planning.levels import Work
+    from narrows.ps.coded import coded
 
     if ("{samples}" in script) != bool(batch):
         raise UsageError("--batch: give it together with {samples} in --script, where a worker finds its share")
@@ -167,6 +152,7 @@ def _pipeline(places: Any, parameters: float, step_s: float, *, stages: int, rep
               out: str, **_: Any) -> Planned:  # fmt: skip
     from narrows.protocols.planning import written
     from narrows.protocols.planning.choose import for_stage
+    from narrows.ps.coded import coded
 
     try:
         from narrows.protocols.planning.cost import Job

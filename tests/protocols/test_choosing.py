@@ -26,8 +26,8 @@ from narrows.protocols.planning.levels import Coded, Groups, Prices, Work, cuts,
 from narrows.protocols.planning.network import Network, from_places
 from narrows.protocols.planning.ways import BELOW, WAYS, Way
 from narrows.protocols.settings import Settings
+from narrows.ps.coded import coded
 from narrows.ps.command import cli as serve
-from narrows.ps.command.plan import coded
 from narrows.ps.command.plan import command as ps_plan
 from narrows.worker.command import cli as worker
 

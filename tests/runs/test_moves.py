@@ -149,6 +149,9 @@ def test_a_run_that_cannot_move_says_why(flags: dict[str, Any], why: str) -> Non
     assert (log.values["shards"], log.values["target"]) == (2, 2)
 
 
+OVER_TWO = Settings(shards=2).validated().packed()
+
+
 def test_a_place_that_is_none_is_refused() -> None:
     member = Member("w", "here")
     member.join(0)
@@ -158,11 +161,11 @@ def test_a_place_that_is_none_is_refused() -> None:
     assert member.receive(0, m.Move(3, 7, 1, 5), 0) == member.receive(0, m.Move(4, 8, 1, 5), 0) == []
     for ports, ranges in (((1, 2), ((0, 3), (3, 4))), ((1, 0), ((0, 2), (2, 4))), ((), ())):
         with pytest.raises(RemoteProtocolError, match="a place that is none"):
-            member.receive(0, m.Move(3, 8, 2, 5, 9, ports, ranges), 0)
-    moved, beat = member.receive(0, m.Move(3, 8, 2, 5, 9, (1, 2), ((0, 2), (2, 4))), 0)
+            member.receive(0, m.Move(3, 8, 2, 5, 9, ports, ranges, (), OVER_TWO), 0)
+    moved, beat = member.receive(0, m.Move(3, 8, 2, 5, 9, (1, 2), ((0, 2), (2, 4)), (), OVER_TWO), 0)
     assert isinstance(moved, Moved) and (moved.epoch, moved.clock) == (9, 5)
     assert isinstance(beat, Send) and beat.message == m.Heartbeat(3, 9, 0, move=2)
-    assert member.receive(0, m.Move(3, 8, 2, 5, 9, (1, 2), ((0, 2), (2, 4))), 0) == [], "it comes twice"
+    assert member.receive(0, m.Move(3, 8, 2, 5, 9, (1, 2), ((0, 2), (2, 4)), (), OVER_TWO), 0) == [], "it comes twice"
 
 
 def test_a_shard_on_another_machine_is_dialled_there_and_its_link_timed_by_itself() -> None:
@@ -174,8 +177,8 @@ def test_a_shard_on_another_machine_is_dialled_there_and_its_link_timed_by_itsel
     ranges = ((0, 2), (2, 4))
     for hosts in (("",), ("", "a b"), ("", "*"), ("", "a:1/b")):
         with pytest.raises(RemoteProtocolError, match="a place that is none"):
-            member.receive(0, m.Move(3, 8, 1, 5, 9, (1, 2), ranges, hosts), 0)
-    moved, _ = member.receive(0, m.Move(3, 8, 1, 5, 9, (1, 2), ranges, ("", "10.0.0.2")), 0)
+            member.receive(0, m.Move(3, 8, 1, 5, 9, (1, 2), ranges, hosts, OVER_TWO), 0)
+    moved, _ = member.receive(0, m.Move(3, 8, 1, 5, 9, (1, 2), ranges, ("", "10.0.0.2"), OVER_TWO), 0)
     assert isinstance(moved, Moved) and moved.hosts == ("", "10.0.0.2")
     here, there = member.sessions
     assert here.meter is member.meter is not there.meter
