@@ -106,11 +106,6 @@ class Moves(Decision):
         self.next = settings
 
     @property
-    def still(self) -> bool:
-        """No move is under way."""
-        return self.phase is MovePhase.STILL
-
-    @property
     def fixed(self) -> str:
         """Why a new plan of this run takes a restart, "" where it does not."""
         mode = self.run.mode
@@ -171,13 +166,16 @@ class Moves(Decision):
         return self.phase not in (MovePhase.STILL, MovePhase.PASSED)
 
     def call_off(self, why: str) -> Log:
+        stays = (
+            "the keys stay where they are" if self.next.plan == self.run.settings.plan else "the plan stays as it is"
+        )
         self.number += self.holds
         self._move("stay")
         self._settle()
         self.at, self.why = -1, why
         self.rounds.stop_at(-1)
         self.offered.clear()
-        return self.where(f"the keys stay where they are: {why}")
+        return self.where(f"{stays}: {why}")
 
     def _settle(self) -> None:
         """There are no more shards than there are."""
@@ -279,7 +277,8 @@ class Moves(Decision):
         self.generations.anew()
         cut = f"the keys of {before.shards} shards are those of {self.target} from clock {self.at} on"
         changed = f"plan {self.next.plan} from clock {self.at} on: {self.next.summary()}"
-        self.said.append(self.where(changed if self.next.plan != before.plan else cut))
+        replan = Log("replan", {"plan": self.next.plan, "clock": self.at, "text": changed})
+        self.said += [self.where(""), replan] if self.next.plan != before.plan else [self.where(cut)]
         return True
 
     def _serve(self) -> bool:

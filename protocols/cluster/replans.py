@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from narrows.protocols.cluster.moves import Moves
+from narrows.protocols.cluster.moves import MovePhase, Moves
 from narrows.protocols.cluster.roster import Roster
 from narrows.protocols.cluster.rounds import Rounds
 from narrows.protocols.cluster.run import Decision, Run, Seat
@@ -103,7 +103,7 @@ class Replans(Decision):
     def _best(self) -> tuple[Price, Price, Seat, Child] | None:
         """The cheapest way that the run may go, the present one, and the member with the slowest link."""
         run, children = self.run, self._children()
-        open_ = run.started and not run.over and run.mode.rule is not Rule.MIX and self.moves.still
+        open_ = run.started and not run.over and run.mode.rule is not Rule.MIX and self.moves.phase is MovePhase.STILL
         if not open_ or not children or self.roster.plan is None or self.plan != run.settings.plan:
             return None
         now = present(run.settings, self.coded)
