@@ -275,6 +275,12 @@ class Settings:
         given: dict[str, Any] = {"staleness": -1, "compress": "dense", "compress_down": ""} | way
         return replace(self, **given, plan=self.plan + 1).validated()
 
+    def told(self, clock: int) -> dict[str, Any]:
+        """That the run has this plan from `clock` on, for a record and for the page."""
+        summary = self.summary()
+        told = {"plan": self.plan, "clock": clock, "mode": self.sync, "compress": self.compress, "summary": summary}
+        return told | {"text": f"plan {self.plan} from clock {clock} on: {summary}"}
+
     def packed(self) -> bytes:
         return pack(asdict(self))
 

@@ -276,8 +276,7 @@ class Moves(Decision):
         self.rounds.shift()
         self.generations.anew()
         cut = f"the keys of {before.shards} shards are those of {self.target} from clock {self.at} on"
-        changed = f"plan {self.next.plan} from clock {self.at} on: {self.next.summary()}"
-        replan = Log("replan", {"plan": self.next.plan, "clock": self.at, "text": changed})
+        replan = Log("replan", self.next.told(self.at))
         self.said += [self.where(""), replan] if self.next.plan != before.plan else [self.where(cut)]
         return True
 

@@ -164,7 +164,9 @@ def machine(process: Process, port: int, lent: Callable[[], bool], own: Secret |
         if restart >= 0 and folder is not None:
             _, facts = checkpoints.read(folder, 0, restart, only=())
             first_epoch = max(first_epoch, facts.get("epoch", 0) + RUN_EPOCHS)  # a clock may have been set back
-            settings = resumed(settings, facts.get("settings", b""))
+            before, settings = settings, resumed(settings, facts.get("settings", b""))
+            if settings.plan > before.plan:
+                emit("log", name="replan", values=settings.told(restart))
         priced = coded() if settings.compress.startswith("auto") else coded(settings.compress)
         coordinator = Coordinator(settings, first_epoch, restart, child, keys_that_fit(), dict(process.away), priced)
         if not process.again:

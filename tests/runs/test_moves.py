@@ -96,6 +96,17 @@ def test_a_disk_that_refuses_leaves_the_keys_where_they_are(tmp_path: Path, monk
     assert distance(trained(settings, tmp_path / "b", {4: 3}), undisturbed) < 1e-6
 
 
+@pytest.mark.parametrize(("replan", "plan"), [("change", 2), ("say", 1)])
+def test_a_run_that_is_resumed_goes_on_with_its_newest_plan(replan: str, plan: int, tmp_path: Path) -> None:
+    settings = Settings(sync="bsp", push="update", workers=2, shards=2, replan=replan)
+    trained(settings, tmp_path, {4: {"sync": "ssp", "staleness": 3, "compress": "int4"}})
+    coordinator = OnDisk(settings, tmp_path, resume=True).servers[0].coordinator
+    assert coordinator is not None and coordinator.run.restart_clock > CLOCKS
+    run = coordinator.run.settings
+    told = (run.plan, run.sync, run.staleness, run.compress)
+    assert told == ((2, "ssp", 3, "int4") if plan == 2 else (1, "bsp", 0, "dense")), "else the flags hold"
+
+
 @pytest.mark.parametrize("moves", [MOVES, PLANS], ids=["keys", "plans"])
 def test_no_update_is_lost_where_most_of_each_waits_for_the_next(
     moves: dict[int, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -85,7 +85,7 @@ KINDS = {
         *(
             8,
             " --move",
-            "runs of one cluster whose keys move (of 12 one: whose plan changes), of three one with kills, and one with a restart",
+            "runs of one cluster whose keys move, of 12 one whose plan changes; of three one with kills and one with a restart",
         ),
         lambda seed, kit, trace: _moved(seed, (seed % 3 == 2, seed % 3 == 1), kit, trace),
     ),

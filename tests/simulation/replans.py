@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count
+from typing import Any
 
 from narrows.protocols.cluster.coordinator import Coordinator
 from narrows.protocols.effects import ServerEffect
@@ -50,17 +51,17 @@ def drops_of(seed: int, restart: bool = False, kills: bool = False) -> Drops:
     random = Random(seed * 2 + restart)
     found = (case_of(other, restart, kills) for other in count(seed * 31))
     case = next(case for case in found if movable(case) and case.settings.mode().rule is Rule.ADD)
-    flags = {"replan": "change", "replan_after": 1.0, "workers": case.settings.workers, "shards": case.settings.shards}
-    begins = {"sync": "bsp", "staleness": -1} if random.chance(0.5) else {"sync": "ssp", "staleness": 1}
-    settings = replace(case.settings, **(flags | begins), compress="dense", compress_down="dense").validated()
+    begins: dict[str, Any] = {"sync": "bsp", "staleness": -1} if random.chance(0.5) else {"sync": "ssp", "staleness": 1}
+    begins |= {"compress": "dense", "compress_down": "dense", "replan": "change", "replan_after": 1.0}
+    settings = replace(case.settings, **begins).validated()
     return Drops(replace(case, settings=settings, torn=0), random.between(1, 9), random.between(25, 35))
 
 
 class Pricing(Coordinator):
     """As ps-serve makes it: it knows what SPECs cost."""
 
-    def __init__(self, *words: object, **more: object) -> None:
-        super().__init__(*words, **more, coded=CODED)  # type: ignore[arg-type]
+    def __init__(self, *words: Any, **more: Any) -> None:
+        super().__init__(*words, **more | {"coded": CODED})
 
 
 class Told(Figures):
