@@ -275,6 +275,10 @@ class Settings:
         given: dict[str, Any] = {"staleness": -1, "compress": "dense", "compress_down": ""} | way
         return replace(self, **given, plan=self.plan + 1).validated()
 
+    def follows(self, before: Settings) -> bool:
+        """They are those of the same run, over other shards or with another plan."""
+        return replace(self, **{name: getattr(before, name) for name in (*OF_PLAN, "shards")}) == before
+
     def told(self, clock: int) -> dict[str, Any]:
         """That the run has this plan from `clock` on, for a record and for the page."""
         summary = self.summary()

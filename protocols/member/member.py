@@ -281,7 +281,7 @@ class Member:
         ranges = split(Plan.unpacked(self.plan).size, len(move.ports))
         settings = Settings.unpacked(move.settings)
         placed = len(move.ports) == settings.shards and are_addresses(move.hosts, move.ports)
-        if list(move.ranges) != ranges or not placed:
+        if list(move.ranges) != ranges or not placed or not settings.follows(self.settings):
             raise RemoteProtocolError("the server sent a place that is none: it cuts the model elsewhere")
         self.move, self.welcome = move.number, replace(self.welcome, ports=move.ports, hosts=move.hosts)
         self.settings = settings

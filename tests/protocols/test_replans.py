@@ -34,7 +34,13 @@ class Watched:
     """A run of two members that say every second what they measure; `links`: the rate of each."""
 
     def __init__(self, **flags: Any) -> None:
-        known = {"sync": "bsp", "push": "update", "workers": 2, "replan": "change", "replan_after": 60.0}
+        known: dict[str, Any] = {
+            "sync": "bsp",
+            "push": "update",
+            "workers": 2,
+            "replan": "change",
+            "replan_after": 60.0,
+        }
         run = Run(Settings(**known | flags).validated(), 1, -1)
         self.rounds = rounds = Rounds(run)
         above = Above(run, rounds, False)
@@ -75,11 +81,16 @@ class Watched:
 
 def test_a_way_that_gains_for_long_enough_is_the_next_plan() -> None:
     watched = Watched(sync="ssp", compress="int4")
-    assert watched.goes(600) == [] and watched.moves.phase is MovePhase.STILL, "the link carries that"
+    assert watched.goes(600) == [] and not watched.moves.may_stay, "the link carries that"
     watched.links[1] = NARROW
     assert watched.goes(60) == []
     (log,) = watched.goes(8)
-    assert log.event == "replan" and log.values["plan"] == 2 and log.values["changes"] and log.values["gain"] > 0.2
+    assert (
+        log.event == "replan"
+        and log.values["plan"] == 2
+        and log.values["changes"]
+        and float(str(log.values["gain"])) > 0.2
+    )
     text = str(log.values["text"])
     assert text.startswith("plan 2: ssp, S = ") and "instead of ssp, S = 1, int4 would take 0." in text
     assert "the slowest link, to rank 1 (leipzig), has 5 Mbit/s up" in text and text.endswith("the run changes to it")
@@ -185,9 +196,7 @@ def test_a_way_that_no_row_has_loses_as_the_nearest_one() -> None:
 
 
 def test_flags_that_do_not_go_together() -> None:
-    for flags, why in (
-        ({"replan": "soon"}, "off, say, change"),
-        ({"replan": "change", "compress": "auto"}, "auto chooses"),
-    ):
-        with pytest.raises(UsageError, match=why):
-            Settings(**flags).validated()
+    with pytest.raises(UsageError, match="off, say, change"):
+        Settings(replan="soon").validated()
+    with pytest.raises(UsageError, match="auto chooses"):
+        Settings(replan="change", compress="auto").validated()
