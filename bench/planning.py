@@ -44,7 +44,7 @@ from narrows.protocols.planning.levels import Groups, Prices, Work
 from narrows.protocols.planning.network import Network
 from narrows.protocols.planning.ways import BELOW, WAYS, Way
 from narrows.protocols.planning.written import Places, clustered, long_commands
-from narrows.ps.command.plan import coded
+from narrows.ps.coded import coded
 from narrows.ps.trial import tried
 
 PROBE_S = 10.0  # of a round

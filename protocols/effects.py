@@ -86,26 +86,28 @@ class Started:
     ranges: tuple[tuple[int, int], ...]
     buffers: bytes
     again: bool
+    settings: bytes = b""  # of the run by now, as in Joined
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Member: push no update from clock `at` on, -1: push as before. The keys are about to be cut anew."""
+    """Member: push no update from clock `at` on, -1: push as before. Keys or plan are about to change."""
 
     at: int
 
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """Member: the keys are cut anew, and our place is with these shards, in another epoch. All that was pushed before `clock`
-    is in; residuals and the clock stay."""
+    """Member: the keys are cut anew, or the run has another plan (`settings`), and our place is with these shards, in another
+    epoch. All that was pushed before `clock` is in; residuals and the clock stay."""
 
     worker: int
     epoch: int
     clock: int
     ranges: tuple[tuple[int, int], ...]
     ports: tuple[int, ...]
-    hosts: tuple[str, ...] = ()  # as in Welcome
+    hosts: tuple[str, ...]  # as in Welcome
+    settings: bytes  # the same
 
 
 @dataclass(frozen=True, slots=True)

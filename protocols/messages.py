@@ -363,7 +363,7 @@ class Heartbeat(Message):
 
 @dataclass(frozen=True, slots=True)
 class Move(Message):
-    """Coordinator to worker: the keys are cut anew. The newest number replaces all before it.
+    """Coordinator to worker: the keys are cut anew, or the run has another plan. The newest number replaces all before it.
 
     at >= 0, place 0: push no update from this clock on, until the next Move. place > 0: all updates before clock `at` are in
     the shards that are named here; go on with them at that clock, in the epoch `place`. at -1: go on as before.
@@ -377,6 +377,7 @@ class Move(Message):
     ports: Ints = ()
     ranges: Sets = ()
     hosts: Texts = ()  # as in Welcome
+    settings: bytes = b""  # of the run from that clock on, as in Welcome, with place > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -487,7 +488,7 @@ class Ledger(Message):
     alone: bool = False  # the server above is gone, and the run goes on without it (gossip)
     shared: int = -1  # the newest checkpoint that all shards have, -1: none
     names: bytes = b""  # of each member, NAME_BYTES: who speaks for it has this name
-    shards: int = 0  # of this generation, 0: as before
+    settings: bytes = b""  # of this generation, packed; empty once the shard is in it
 
     def decides_as(self, other: Ledger) -> bool:
         """Only the numbers of the messages differ."""

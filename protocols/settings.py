@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
 
 from narrows.protocols.errors import RemoteProtocolError, UsageError
 from narrows.protocols.gossip.topology import RANDOM, TOPOLOGIES, TOPOLOGY
-from narrows.protocols.messages import WORKERS_MAX
+from narrows.protocols.messages import INT_MAX, WORKERS_MAX
 from narrows.protocols.modes import GAIN_MAX, MODES, OUTER_LR, Mode, Rule, outer_momentum
 from narrows.protocols.robust import LEAST, Robust
 from narrows.protocols.wire import pack, unpack
@@ -15,6 +16,8 @@ SHARDS_MAX = 256
 PRIVACY_MAX = 1e6  # of --dp-clip and --dp-noise: beyond it float32 has no place for both an update and its noise
 STALENESS_MAX = 1 << 20
 FRAGMENTS_MAX = 1024  # more than models have layers; a shard keeps a list of them
+REPLAN = ("off", "say", "change")  # what comes of another way that would gain (protocols/cluster/replans.py)
+OF_PLAN = ("sync", "staleness", "compress", "compress_down", "plan")  # what a new plan may change
 
 
 def _flag(name: str) -> str:
@@ -50,6 +53,11 @@ class Settings:
     lease: float = 10.0  # seconds
     checkpoint_every: float = -1.0  # seconds; 0: at the end and on Ctrl-C only; -1: adaptive
     checkpoint_clocks: int = -1  # of a run that is one stage of a model: clocks, in place of a time; -1: it is none
+    replan: str = "say"  # one of REPLAN
+    replan_after: float = 300.0  # seconds
+    plan: int = (
+        1  # no flag: the version of mode and SPEC, one more with each change in the running run (--replan change)
+    )
 
     def validated(self) -> Settings:
         """Return the settings with every default filled in. Raises UsageError: one sentence that names the flag."""
@@ -70,6 +78,8 @@ class Settings:
             ("look_ahead", -1.0, 1e3),
             ("quorum", -1, WORKERS_MAX),
             ("grace", -1.0, 86400.0),
+            ("replan_after", 1.0, 86400.0),
+            ("plan", 1, INT_MAX),
         ):
             value = getattr(self, name)
             least = 1 if name in ("local_steps", "quorum", "checkpoint_clocks") else max(low, 0)
@@ -111,6 +121,12 @@ class Settings:
             raise UsageError("--compress-down: --sync gossip has no downlink; --compress codes both ways")
         if mixes and self.checkpoint_every > 0:
             raise UsageError("--checkpoint-every: under --sync gossip the server has no model until the end")
+        if self.replan not in REPLAN:
+            raise UsageError(f"--replan {self.replan}: give one of {', '.join(REPLAN)}")
+        if self.replan == "change" and self.compress.startswith("auto"):
+            raise UsageError(
+                f"--replan change: --compress {self.compress} chooses the SPEC already; leave out one of the two"
+            )
         if self.push and self.push not in row.push_choices:
             choices = " or ".join(row.push_choices)
             raise UsageError(f"--push {self.push}: --sync {self.sync} pushes {choices}")
@@ -254,6 +270,21 @@ class Settings:
         flags += [f"--quorum {self.quorum}"] if self.quorum > 0 else []
         return ", ".join([*flags, f"--compress {self.compress}", f"--compress-down {self.compress_down}"])
 
+    def changed(self, **way: Any) -> Settings:
+        """The next plan of this run, with these of OF_PLAN; what is not named is as the mode has it."""
+        given: dict[str, Any] = {"staleness": -1, "compress": "dense", "compress_down": ""} | way
+        return replace(self, **given, plan=self.plan + 1).validated()
+
+    def follows(self, before: Settings) -> bool:
+        """They are those of the same run, over other shards or with another plan."""
+        return replace(self, **{name: getattr(before, name) for name in (*OF_PLAN, "shards")}) == before
+
+    def told(self, clock: int) -> dict[str, Any]:
+        """That the run has this plan from `clock` on, for a record and for the page."""
+        summary = self.summary()
+        told = {"plan": self.plan, "clock": clock, "mode": self.sync, "compress": self.compress, "summary": summary}
+        return told | {"text": f"plan {self.plan} from clock {clock} on: {summary}"}
+
     def packed(self) -> bytes:
         return pack(asdict(self))
 
@@ -279,6 +310,8 @@ def contradiction(expected: dict[str, object], actual: Settings) -> str | None:
     Every flag of a run is compared: mode, compression and all the rest come from the server.
     """
     for name in Settings.__slots__:
+        if actual.plan > 1 and name in OF_PLAN:
+            continue  # the run has changed that
         has = getattr(actual, name)
         if name in expected and expected[name] != has:
             runs = (

@@ -1,4 +1,4 @@
-"""What a member says of itself with its heartbeat: figures that a user is shown. No decision reads them. No I/O.
+"""What a member says of itself with its heartbeat: figures that a user is shown. One decision reads them, replans.py. No I/O.
 
 Rules
 - A counter counts from the beginning of its member's life: a summary that is lost costs nothing. A gauge is the newest value.

@@ -126,15 +126,15 @@ class Server:
 
     def start(self, now_ns: int) -> list[ServerEffect]:
         """The first report of this shard, and where there is a server above, a Hello to it. Nothing of one that had begun."""
+        where = [self.coordinator.moves.where("")] if self.coordinator is not None else []
         if self.begun:
             if self.shard.planned is not None:
                 self.shard.planned.publications.repeat_soon()
-            where = [self.coordinator.moves.where("")] if self.coordinator is not None else []
             return [*where, *self.linked(""), *self._route([self.shard.report(now_ns)], now_ns)]
         above, self.begun = self.membership, True
         effects = above.seen(above.member.join(now_ns), now_ns) if above is not None else []
         # As if of long ago: process 0 may not listen yet, and the first tick says it again.
-        return self._route([*effects, self.shard.report(0)], now_ns)
+        return self._route([*where, *effects, self.shard.report(0)], now_ns)
 
     def serve(self, view: int, standby: str, port: int, before: str) -> list[ServerEffect]:
         """Another view has begun. `port`: where this shard listens by now; `before`: in whose place, on another machine."""

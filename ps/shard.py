@@ -10,7 +10,6 @@ Rules
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from narrows.protocols import messages as m
 from narrows.protocols.effects import Load, Log, MemberEffect, Send, ServerEffect
@@ -111,8 +110,10 @@ class Shard:
         effects: list[ServerEffect] = []
         reached, clock = self.min_clock, max(ledger.restart_clock, 0)
         self.owed = self.above.kept.residual if self.planned is not None else self.owed
+        self.settings = Settings.unpacked(ledger.settings) if ledger.settings else self.settings
+        self.mode = self.settings.mode()
         self.inbox, self.planned, self.service = Inbox(self.index, self.mode), None, None
-        self.settings, self.tried = replace(self.settings, shards=ledger.shards or self.settings.shards), -1
+        self.tried = -1
         if self.retired:
             return effects
         if reached > clock:  # said by each shard: where shard 0 was restarted, its coordinator does not know

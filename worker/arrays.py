@@ -19,6 +19,7 @@ from narrows.protocols.keys import Keys, parts
 from narrows.protocols.member.exchange import Exchange
 from narrows.worker.flat import Array, Flat, FloatArray
 
+SPARE = 2  # buffers beside those of updates in flight: the one that is computed, and one that the link may still read
 Feedbacks = Sequence[tuple[Keys, Feedback[Any]]]
 
 
@@ -69,7 +70,12 @@ class Arrays:
         self.start = self.base if exact else home.zeros(flat.size)
         # Buffers of pushes: one is free again once its push is settled and no longer stands in. What leaves a device is a
         # copy, so there it is free at once.
-        self.ring = [home.zeros(flat.size) for _ in range(self.rounds if home is HOST else min(self.rounds, 1))]
+        self.fit_rounds(self.rounds)
+
+    def fit_rounds(self, rounds: int) -> None:
+        """So many updates may be on their way from now on; none is."""
+        home, self.rounds = self.home, rounds
+        self.ring = [home.zeros(self.flat.size) for _ in range(rounds if home is HOST else min(rounds, 1))]
         self.landings = self.ring if home is HOST else list[FloatArray]()
 
     def fit(self, ranges: Sequence[Keys]) -> range:

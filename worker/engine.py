@@ -19,7 +19,7 @@ from narrows.protocols.effects import MemberEffect
 from narrows.protocols.errors import NarrowsError, UsageError
 from narrows.protocols.modes import Rule
 from narrows.protocols.settings import Settings
-from narrows.worker.arrays import Arrays
+from narrows.worker.arrays import SPARE, Arrays
 from narrows.worker.buffers import Buffers
 from narrows.worker.degree import degree_of
 from narrows.worker.flat import Array, FlatModel, FloatArray
@@ -176,7 +176,7 @@ class Engine:
             arrays = Arrays(flat, shared=True, direct=direct, rounds=rounds, lends=lends, home=self.home)
             return Gradients(self, arrays, overlap)
         # A fragment is merged before it is pushed again, so of one there is never more than one update.
-        rounds = 3 if mode.merges else mode.window + 2
+        rounds = 3 if mode.merges else mode.window + SPARE
         arrays = Arrays(flat, shared=False, direct=False, rounds=rounds, home=self.home)
         return (Merging if mode.merges else Updates)(self, arrays)
 
@@ -209,6 +209,8 @@ class Engine:
         self.tuning.waited(time.monotonic() - began)
 
     def _handle(self, event: MemberEffect) -> None:
+        if isinstance(event, (e.Started, e.Moved)):
+            self._change(Settings.unpacked(event.settings))
         if isinstance(event, e.Started):
             self._started = True
             self.buffers.load(event.buffers)
@@ -223,6 +225,13 @@ class Engine:
             self.left = True
         else:
             self.sync.handle(event)
+
+    def _change(self, settings: Settings) -> None:
+        """The run may have another plan, which says how updates of ours are coded and waited for from now on."""
+        if settings.plan != self.settings.plan:
+            self.mode = settings.mode()
+            self.tuning.change(settings)
+        self.settings = settings
 
     def _send_buffers(self) -> None:
         if packed := self.buffers.packed():

@@ -20,7 +20,7 @@ from narrows.protocols.keys import fragment
 from narrows.protocols.member.exchange import Exchange
 from narrows.protocols.member.replica import Piece
 from narrows.protocols.modes import Mode
-from narrows.worker.arrays import Arrays
+from narrows.worker.arrays import SPARE, Arrays
 from narrows.worker.flat import Array
 from narrows.worker.group import Group, GroupEndedError
 from narrows.worker.runner import Link
@@ -43,18 +43,23 @@ class Shards:
         self, link: Link, mode: Mode, arrays: Arrays, tuning: Tuning, wait: Wait, group: Group | None = None
     ) -> None:
         self.link, self.mode, self.arrays, self.tuning, self.wait, self.group = link, mode, arrays, tuning, wait, group
-        self.whole = tuning.down_lossless and mode.fragments == 1
         self.exchanges: list[Exchange[Array]] = []
         self.replicas: list[ArrayReplica[Array]] = []
         self.ours = range(0)  # the shards that these exchanges are with: all of them, but for a rank of a group
         self.count = 0  # of all shards
         self.clock = 0
         self.worker, self.epoch = -1, 0
+        self.plan = tuning.plan  # that the exchanges are of
         self.place = 0  # our epoch at the server: as long as this life goes on, another one after each move of keys
         self.samples = 1 if group is None else group.size  # of a push
         self.samples_pending = 0  # and of the next one alone
         self.wait_s = 0.0  # in the newest step
         self.pulls: bool | None = None  # the master copy is awaited, and whether all is to be in it
+
+    @property
+    def whole(self) -> bool:
+        """States come whole, not as differences."""
+        return self.tuning.down_lossless and self.mode.fragments == 1
 
     @property
     def _each(self) -> list[tuple[int, Exchange[Array]]]:
@@ -88,7 +93,7 @@ class Shards:
     def begin(self, event: e.Started, follow: bool = True) -> None:
         """A place in the run, or another one: what was in flight is given up, the residuals are not. `follow`: what the server
         publishes is wanted."""
-        if not event.again or len(event.ranges) != self.count:
+        if not event.again or len(event.ranges) != self.count or self.plan != self.tuning.plan:
             self._cut(event)
         self.worker, self.epoch, self.samples_pending, self.clock = event.worker, event.epoch, 0, event.clock
         self.place = event.epoch
@@ -99,6 +104,9 @@ class Shards:
     def _cut(self, event: e.Started | e.Moved) -> None:
         """An exchange with each of these shards. The residuals go along with their keys."""
         before, first = self.replicas, not self.count
+        if self.plan != self.tuning.plan:
+            self.plan, self.mode = self.tuning.plan, self.tuning.mode
+            self.arrays.fit_rounds(self.mode.window + SPARE)
         kept = None if self.group is None or first else self.arrays.residual(before)
         self.ours, self.count = self.arrays.fit(event.ranges), len(event.ranges)
         self.replicas = [
@@ -113,7 +121,7 @@ class Shards:
         self.exchanges = [Exchange(self.mode, each, self.whole) for each in self.replicas]
 
     def _moved(self, event: e.Moved) -> None:
-        """The keys are cut anew. All that was pushed is in, so nothing is given up, and this life goes on."""
+        """The keys are cut anew, or coded otherwise. All that was pushed is in: nothing is given up, and this life goes on."""
         before, self.clock, self.place = self.exchanges, event.clock, event.epoch
         self._cut(event)
         for shard, exchange in self._each:

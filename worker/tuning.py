@@ -22,21 +22,26 @@ class Tuning:
     """The present compressor of an engine, and the switches to be reported."""
 
     def __init__(self, settings: Settings, count: int, now_s: Callable[[], float] = time.monotonic) -> None:
-        mode = settings.mode()
-        # A gradient that is sparse or late costs far more loss than an update (README.md, "Results"): not unless asked for.
-        sparse = mode.rule is not Rule.OPTIMIZER
-        up, down = ladder(settings.compress, sparse), ladder(settings.compress_down, sparse)
-        self.auto = Auto(up, down, count, mode.window)
-        self.now_s = now_s
-        self.chooses, self.chooses_down = len(self.auto.choices) > 1, len(down) > 1
-        self.up_raw, self.up_lossless, self.down_lossless = up.raw, up.lossless, down.lossless
-        self.compressor: Compressor = parse(self.auto.up)
+        self.count, self.now_s = count, now_s
         self.waited_s = self.encode_s = 0.0  # of this clock
         self.spent_s = (0.0, 0.0)  # on waiting and on encoding, since this worker began
         self.sampled = 0  # weights of all that it pushed
         self.ended_s: float | None = None  # when the last clock ended
         self.seen: list[LinkSeen] = []  # of this clock
         self.switches: list[tuple[int, Switch]] = []  # the first clock of each; whoever reports them takes them out
+        self.change(settings)
+
+    def change(self, settings: Settings) -> None:
+        """From the present clock on the run has this plan."""
+        self.plan, self.mode = settings.plan, settings.mode()
+        mode = self.mode
+        # A gradient that is sparse or late costs far more loss than an update (README.md, "Results"): not unless asked for.
+        sparse = mode.rule is not Rule.OPTIMIZER
+        up, down = ladder(settings.compress, sparse), ladder(settings.compress_down, sparse)
+        self.auto = Auto(up, down, self.count, mode.window)
+        self.chooses, self.chooses_down = len(self.auto.choices) > 1, len(down) > 1
+        self.up_raw, self.up_lossless, self.down_lossless = up.raw, up.lossless, down.lossless
+        self.compressor: Compressor = parse(self.auto.up)
 
     def waited(self, seconds: float) -> None:
         self.waited_s += seconds

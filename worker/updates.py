@@ -87,9 +87,11 @@ class Updates:
         self.shards.samples_pending += samples
 
     def begin(self, event: e.Started) -> None:
+        self.mode = self.engine.mode
         self.shards.begin(event)
 
     def handle(self, event: MemberEffect) -> None:
+        self.mode = self.engine.mode
         self.shards.handle(event)
         self.taking.handle(event)
 

@@ -20,6 +20,7 @@ from narrows.protocols.cluster.guests import Guest, Guests
 from narrows.protocols.cluster.meeting import Meeting
 from narrows.protocols.cluster.moves import Moves
 from narrows.protocols.cluster.ranges import Ranges
+from narrows.protocols.cluster.replans import Replans
 from narrows.protocols.cluster.roster import Roster
 from narrows.protocols.cluster.rounds import Rounds
 from narrows.protocols.cluster.run import NO_KEY, Decision, Key, Run, Seat
@@ -27,6 +28,7 @@ from narrows.protocols.effects import NS, Log, Send, ServerEffect, Stop
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.modes import Rule
 from narrows.protocols.plan import KEYS_MAX
+from narrows.protocols.planning.levels import Coded
 from narrows.protocols.settings import Settings
 from narrows.protocols.summary import Row, unpacked
 
@@ -47,7 +49,7 @@ class Coordinator:
     """Messages from workers and Reports in, effects out. `first_epoch` is greater than any epoch of an earlier life.
 
     `child`: this cluster is a member of a run above, and admits workers once it has its place there (`joined_above`,
-    `placed`). `keys_max`: parameters of a model that the servers have memory for.
+    `placed`). `keys_max`: parameters of a model that the servers have memory for. `coded`: what each SPEC costs.
     """
 
     def __init__(
@@ -58,23 +60,22 @@ class Coordinator:
         child: bool = False,
         keys_max: int = KEYS_MAX,
         away: Mapping[int, str] | None = None,
+        coded: Mapping[str, Coded] | None = None,
     ) -> None:
-        self.version = 1
-        self.lines = {0: Line(b"")}  # shard 0 is in our process
+        self.version, self.lines = 1, {0: Line(b"")}  # shard 0 is in our process
         self.tree_above: Callable[[], str] = str  # all levels, as the server above tells them
         self.run = run = Run(settings, first_epoch, restart_clock)
         self.seats, self.reports = run.seats, run.reports
         self.rounds = rounds = Rounds(run)
-        self.buffers = RunBuffers(run, rounds)
+        self.buffers, self.meeting = RunBuffers(run, rounds), Meeting(run)
         self.above = above = Above(run, rounds, child)
         self.generations = Generations(run, rounds, above)
         self.ranges = Ranges(run, rounds, self.generations, above)
-        self.meeting = meeting = Meeting(run)
-        self.roster = Roster(run, rounds, above, meeting, keys_max)
+        self.roster = Roster(run, rounds, above, self.meeting, keys_max)
         self.moves = moves = Moves(run, rounds, above, self.generations, self.roster, away or {})
-        self.guests = Guests(run, moves)
-        kept = (self.generations, self.ranges, rounds, meeting, above, self.roster, moves, self.guests)
-        self.decisions: tuple[Decision, ...] = kept
+        self.guests, self.replans = Guests(run, moves), Replans(run, rounds, self.roster, moves, coded or {})
+        first = (self.generations, self.ranges, rounds, self.meeting, above, self.roster)
+        self.decisions: tuple[Decision, ...] = (*first, moves, self.guests, self.replans)
 
     # For a runner, or a machine beside it.
 
@@ -165,7 +166,7 @@ class Coordinator:
         """What a member says of itself and of those below it, for whoever watches."""
         if not rows or not seat.epoch:
             return []
-        seat.rows = tuple(row.below(seat.rank, seat.host) for row in rows)
+        self.replans.heard(seat, tuple(row.below(seat.rank, seat.host) for row in rows))
         size, mixes = self.roster.plan.size if self.roster.plan is not None else 0, self.run.mode.rule is Rule.MIX
         clock = 0 if mixes else self.min_clock  # under gossip none closes here
         told = {"worker": seat.worker, "clock": clock, "parameters": size, "rows": [row.told() for row in seat.rows]}
@@ -295,9 +296,8 @@ class Coordinator:
 
     def stop(self, now_ns: int) -> list[ServerEffect]:
         """Ctrl-C: checkpoint at the clock reached, and end."""
-        text = f"the server was stopped at clock {self.min_clock}"
         self.above.take(b"", 0)
-        refuse = self.roster.refuse_all(m.RefuseCode.SERVER_LOST, text)
+        refuse = self.roster.refuse_all(m.RefuseCode.SERVER_LOST, f"the server was stopped at clock {self.min_clock}")
         self.generations.end(self.version + 1)
         return [*refuse, *self._broadcast(now_ns)]
 
@@ -339,7 +339,7 @@ class Coordinator:
             self.lines[shard] = Line(self.moves.offered[shard][0])
         ledgers = [self._ledger(shard, now_ns) for shard in self.lines]
         self.lines = {shard: line for shard, line in self.lines.items() if shard < self.run.shards}
-        told = [*self.rounds.tell(), *self.ranges.tell(), *self.moves.tell(), *self.guests.tell()]
+        told = [log for decision in self.decisions for log in decision.tell()]
         return [*told, *ledgers, *self.meeting.introductions(), *self.moves.words()]
 
     def _ledger(self, shard: int, now_ns: int) -> Send:

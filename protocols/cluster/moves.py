@@ -1,4 +1,4 @@
-"""Cuts the keys of a run anew, over more or fewer shards, at a clock of the run; training goes on.
+"""Cuts the keys of a run anew, over more or fewer shards, or gives it another plan, at a clock of the run; training goes on.
 
 Rules
 - Members are told to hold: to push no update from clock `at` on. It is the first one that none can have pushed, for no clock
@@ -8,13 +8,15 @@ Rules
 - Until that checkpoint is on all disks, all can go on as before, and do so where anything fails. From then on a shard that
   fails goes back to it, as to any other.
 - While members hold, nobody else becomes one.
+- Another plan, a mode and a SPEC (replans.py), is a move too: the next generation has other settings over the same shards. So
+  whoever has a place in a generation has its plan, and nothing that was coded by another one counts there.
 - Shards of other machines (guests.py) are the last ones. A report counts where it comes from the machine that the shard is on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from enum import Enum
 
 from narrows.protocols import messages as m
@@ -26,7 +28,7 @@ from narrows.protocols.cluster.run import Decision, Run, Seat
 from narrows.protocols.effects import NS, Log, Send
 from narrows.protocols.keys import split
 from narrows.protocols.modes import Rule
-from narrows.protocols.settings import SHARDS_MAX
+from narrows.protocols.settings import SHARDS_MAX, Settings
 
 HOLD_LEASES = 2  # in which a member that lives says that it knows, whatever its script does: no clock closes until then
 
@@ -66,6 +68,7 @@ class Moves(Decision):
         self.generations, self.roster = generations, roster
         self.phase = MovePhase.STILL
         self.target, self.at, self.number = run.shards, -1, 0
+        self.next = run.settings  # of the generation after this move
         self.most = run.shards  # that there ever were to be
         self.since_ns = 0  # when the present phase began
         self.told = 0  # the newest number that all members were sent
@@ -92,9 +95,27 @@ class Moves(Decision):
             return self.where(f"the keys stay where they are: {why}")
         self._move("ask")
         self.target, self.most = shards, max(self.most, shards)
+        self.next = replace(self.run.settings, shards=shards)
         if host:
             self.away |= dict.fromkeys(range(self.run.shards, shards), host)
         return self.where(f"{self.run.shards} shards become {shards}{f', with those at {host}' if host else ''}")
+
+    def change(self, settings: Settings) -> None:
+        """Give the run this plan. The caller has asked whether it may."""
+        self._move("ask")
+        self.next = settings
+
+    @property
+    def fixed(self) -> str:
+        """Why a new plan of this run takes a restart, "" where it does not."""
+        mode = self.run.mode
+        if mode.rule is Rule.OPTIMIZER:
+            return "the servers have the state of the optimizer, for gradients are pushed; with --push update workers have it"
+        if mode.rule is Rule.OUTER:
+            return "the servers have the momentum of the outer steps"
+        if self.away:
+            return "some of its shards are on other machines"
+        return self.never
 
     def unfit(self, shards: int, host: str = "") -> str:
         """Why they cannot become so many now, "" where they can."""
@@ -135,6 +156,7 @@ class Moves(Decision):
             "target": self.target,
             "clock": self.rounds.min_clock,
             "away": dict(self.away),
+            "settings": asdict(self.run.settings),
         }
         return Log("move", told | {"text": text})
 
@@ -144,17 +166,20 @@ class Moves(Decision):
         return self.phase not in (MovePhase.STILL, MovePhase.PASSED)
 
     def call_off(self, why: str) -> Log:
+        stays = (
+            "the keys stay where they are" if self.next.plan == self.run.settings.plan else "the plan stays as it is"
+        )
         self.number += self.holds
         self._move("stay")
         self._settle()
         self.at, self.why = -1, why
         self.rounds.stop_at(-1)
         self.offered.clear()
-        return self.where(f"the keys stay where they are: {why}")
+        return self.where(f"{stays}: {why}")
 
     def _settle(self) -> None:
         """There are no more shards than there are."""
-        self.target = self.run.shards
+        self.target, self.next = self.run.shards, self.run.settings
         self.away = {shard: host for shard, host in self.away.items() if shard < self.target}
 
     def known(self, report: m.Report) -> bool:
@@ -244,13 +269,15 @@ class Moves(Decision):
             self.said.append(self.call_off(f"shard {lacks[0]} could not write its checkpoint"))
             return True
         self._move("pass")
-        before = self.run.shards
-        self.run.shift(self.target, self.at)
+        before = self.run.settings
+        self.run.shift(self.next, self.at)
         for shard, (_, report) in self.offered.items():  # each can begin from the others' checkpoint
             self.run.reports[shard] = replace(report, checkpoints=(self.at,))
         self.rounds.shift()
         self.generations.anew()
-        self.said.append(self.where(f"the keys of {before} shards are those of {self.target} from clock {self.at} on"))
+        cut = f"the keys of {before.shards} shards are those of {self.target} from clock {self.at} on"
+        replan = Log("replan", self.next.told(self.at))
+        self.said += [self.where(""), replan] if self.next.plan != before.plan else [self.where(cut)]
         return True
 
     def _serve(self) -> bool:
@@ -285,7 +312,8 @@ class Moves(Decision):
         if not seat.before:
             return [Send(seat.peer, m.Move(seat.worker, seat.epoch, self.number, -1))]
         ports, hosts = self.run.where
-        place = (seat.epoch, ports, tuple(split(self.roster.plan.size, self.run.shards)), hosts)
+        ranges = tuple(split(self.roster.plan.size, self.run.shards))
+        place = (seat.epoch, ports, ranges, hosts, self.run.settings.packed())
         return [Send(seat.peer, m.Move(seat.worker, seat.before, self.number, seat.start, *place))]
 
     def knows(self, seat: Seat, number: int) -> bool:
@@ -308,7 +336,7 @@ class Moves(Decision):
         return [word for seat in self.run.declared for word in self.word(seat)]
 
     def fields(self, shard: int) -> dict[str, object]:
-        return {"shards": self.run.shards}
+        return {"settings": b"" if self.run.planned(shard) else self.run.settings.packed()}
 
 
 STEPS = {

@@ -38,7 +38,7 @@ class Progress:
 
 class Rounds(Decision):
     def __init__(self, run: Run) -> None:
-        self.run, self.mode, self.settings = run, run.mode, run.settings
+        self.run, self.mode = run, run.mode
         self.min_clock = max(run.restart_clock, 0)
         self.reached_ns: dict[int, int] = {}  # when min_clock came to each of the last s + 1 clocks
         self.progress: dict[int, Progress] = {}  # of members
@@ -143,13 +143,17 @@ class Rounds(Decision):
         self.stop = clock
 
     def shift(self) -> None:
-        """All members go on from the present clock, over other shards; none has an update that is not folded."""
+        """All members go on from this clock, over other shards or in another mode; none has an update that is not folded."""
+        self.mode = self.run.mode
         for worker, before in self.progress.items():
             start = self.run.seats[worker].start
             arrived = [start] * self.run.shards
             self.progress[worker] = Progress(arrived, start, start, before.moved_ns, before.step_ns)
         for table in (self.departed, self.sets, self.norms, self.shard_norms):
             table.clear()
+        self.reached_ns = {
+            self.min_clock: self.reached_ns.get(self.min_clock, 0)
+        }  # with another bound others are asked for
         self.stop = -1
 
     def decide(self, now_ns: int) -> bool:
@@ -178,7 +182,7 @@ class Rounds(Decision):
         if not going:
             return False
         if not all(map(self._open, going)):
-            pushed = sum(map(self._open, going)) + len(self.departed) if self.settings.quorum > 0 else 0
+            pushed = sum(map(self._open, going)) + len(self.departed) if self.run.settings.quorum > 0 else 0
             if not self._grace_over(pushed, now_ns):
                 return False
         # Late updates alone could close one clock after the other, with no one to see them.
@@ -186,7 +190,7 @@ class Rounds(Decision):
 
     def _grace_over(self, pushed: int, now_ns: int) -> bool:
         """Whether the present clock, with so many open updates, is to be closed without the rest."""
-        if not 0 < self.settings.quorum <= pushed:
+        if not 0 < self.run.settings.quorum <= pushed:
             return False
         if self.quorum_ns < 0:
             self.quorum_ns = now_ns
@@ -197,9 +201,9 @@ class Rounds(Decision):
     @property
     def grace_ns(self) -> int:
         """How long a clock stays open once its quorum is there."""
-        if self.settings.grace >= 0:
-            return int(self.settings.grace * NS)
-        limit = min(GRACE_MAX_NS, int(self.settings.lease * NS))
+        if self.run.settings.grace >= 0:
+            return int(self.run.settings.grace * NS)
+        limit = min(GRACE_MAX_NS, int(self.run.settings.lease * NS))
         return min(max(int(GRACE_SHARE * self.round_ns), GRACE_MIN_NS), limit)
 
     def _close(self, now_ns: int) -> None:

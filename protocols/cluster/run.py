@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from narrows.protocols import messages as m
+from narrows.protocols.effects import Log
 from narrows.protocols.settings import Settings
 from narrows.protocols.summary import Row
 
@@ -121,19 +122,20 @@ class Run:
         self.move("restart")
         self.generation, self.restart_clock = self.changed(), clock
         self.seats.clear()
-        self._cut(shards)
+        self._adopt(replace(self.settings, shards=shards))
 
-    def shift(self, shards: int, clock: int) -> None:
-        """A generation over so many shards, which begins where the one before has come to: its members stay."""
+    def shift(self, settings: Settings, clock: int) -> None:
+        """A generation with these settings, which begins where the one before has come to: its members stay."""
         self.generation, self.restart_clock = self.changed(), clock
         for seat in [seat for seat in self.seats.values() if not seat.epoch]:
             del self.seats[seat.worker]  # it was told of the shards before, and joins again
         for seat in self.seats.values():
             seat.before, seat.epoch, seat.start = seat.epoch, self.epoch, clock
-        self._cut(shards)
+        self._adopt(settings)
 
-    def _cut(self, shards: int) -> None:
-        self.shards, self.settings = shards, replace(self.settings, shards=shards)
+    def _adopt(self, settings: Settings) -> None:
+        self.settings, self.mode, self.shards = settings, settings.mode(), settings.shards
+        shards = self.shards
         for shard in [shard for shard in self.reports if shard >= shards]:
             del self.reports[shard]
 
@@ -198,6 +200,10 @@ class Decision:
 
     def anew(self) -> None:
         """A generation has begun: forget what counted in the one before."""
+
+    def tell(self) -> list[Log]:
+        """What is to be said with the next ledgers, once."""
+        return []
 
     def fields(self, shard: int) -> dict[str, object]:
         """Its part of a ledger for this shard."""

@@ -57,7 +57,7 @@ class Exchange(Generic[A]):
         """A place with a shard that has keys of those before. All that was pushed is in its state; where the states of that
         clock were all here they are what it shows, so none has to come again."""
         asks, first = self.begin(moved.worker, moved.epoch, moved.clock), before[0]
-        if any((x.settled, x.publication) != (moved.clock, first.publication) for x in before):
+        if any((x.settled, x.publication, x.whole) != (moved.clock, first.publication, self.whole) for x in before):
             return asks
         self.publication, self.min_clock, self.settled = first.publication, first.min_clock, first.settled
         self.gain, self.ahead, self.agreement = first.gain, first.ahead, first.agreement

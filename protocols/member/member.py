@@ -257,9 +257,9 @@ class Member:
         self._seat(message.epoch)
         if self.settings.mode().rule is Rule.MIX:
             self.peers, self.ended = Peers(self.worker, int(self.settings.lease * NS)), False
-        self.views.epoch = self.epoch
-        again, self.again = self.again, True
-        return [e.Started(message.worker, message.epoch, message.clock, tuple(ranges), message.buffers, again)]
+        self.views.epoch, again, self.again = self.epoch, self.again, True
+        place = (message.worker, message.epoch, message.clock, tuple(ranges), message.buffers, again)
+        return [e.Started(*place, self.settings.packed())]
 
     def _seat(self, epoch: int) -> None:
         """A session with each shard."""
@@ -271,7 +271,7 @@ class Member:
         self.sessions = [Session(i, epoch, mode, self.timing, meters[host]) for i, host in enumerate(hosts)]
 
     def _moved(self, move: m.Move, now_ns: int) -> list[MemberEffect]:
-        """The keys are about to be cut anew, or are. A cluster does not say that it knows: its server cannot follow."""
+        """Keys or plan are about to change, or have. A cluster does not say that it knows: its server cannot follow."""
         ours = move.worker == self.worker and move.epoch == self.epoch and self.phase is Phase.RUNNING
         if not ours or move.number <= self.move or self.below() or self.welcome is None:
             return []
@@ -279,14 +279,15 @@ class Member:
             self.move = move.number
             return [e.Held(move.at), self.beat(now_ns)]
         ranges = split(Plan.unpacked(self.plan).size, len(move.ports))
-        if list(move.ranges) != ranges or not move.ports or not are_addresses(move.hosts, move.ports):
-            text = "the server sent a place that is none: it cuts the model elsewhere, or has no ports"
-            raise RemoteProtocolError(text)
+        settings = Settings.unpacked(move.settings)
+        placed = len(move.ports) == settings.shards and are_addresses(move.hosts, move.ports)
+        if list(move.ranges) != ranges or not placed or not settings.follows(self.settings):
+            raise RemoteProtocolError("the server sent a place that is none: it cuts the model elsewhere")
         self.move, self.welcome = move.number, replace(self.welcome, ports=move.ports, hosts=move.hosts)
-        self.settings = replace(self.settings, shards=len(ranges))
+        self.settings = settings
         self._seat(move.place)
-        moved = e.Moved(self.worker, self.epoch, move.at, tuple(ranges), move.ports, move.hosts)
-        return [moved, self.beat(now_ns)]
+        where = (tuple(ranges), move.ports, move.hosts, move.settings)
+        return [e.Moved(self.worker, self.epoch, move.at, *where), self.beat(now_ns)]
 
     def _beaten(self, message: m.HeartbeatAck, now_ns: int) -> list[MemberEffect]:
         if message.worker == self.worker:

@@ -87,6 +87,13 @@ RUN_FLAGS: tuple[tuple[str, Any, str, str], ...] = (
         "by time",
         "of a run that is one stage of a model: clocks between two checkpoints",
     ),
+    (
+        "replan",
+        str,
+        "say",
+        "where another mode or SPEC would gain 20 %: off, say so, or change to it in the running run",
+    ),
+    ("replan_after", float, "300", "seconds that it must have gained so much without a break"),
 )
 
 

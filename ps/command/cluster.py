@@ -253,6 +253,7 @@ class Cluster:
             case (index, "alive", {"within": within}):
                 self.lives.expect(index, within)
             case (_, "log", {"name": "move", "values": values}):
+                self.settings = Settings(**values["settings"] | {"shards": self.settings.shards})
                 self.moving.heard(values["shards"], values["target"], values["text"], values["away"])
                 if values["text"]:
                     show("move", values)

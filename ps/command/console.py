@@ -17,7 +17,7 @@ FIGURES = ("worker", "summary")
 NOTED = ("void", "long", "against", "worker", "epoch")  # what members send, and which samples are done
 # What a user of ps-worker must know.
 SHOWN_EMBEDDED = ("discarded", "restart", "lost", "refused", "hyper", "dropped", "disk", "damaged", "journal", "void", "long",
-                  "against", "epoch")  # fmt: skip
+                  "against", "epoch", "replan")  # fmt: skip
 
 
 def say(text: str, error: bool = False) -> None:

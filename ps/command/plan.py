@@ -12,7 +12,6 @@ import click
 
 from narrows.protocols.errors import UsageError
 from narrows.protocols.planning.layout import Layout
-from narrows.protocols.planning.levels import Coded, Work
 from narrows.protocols.planning.network import Network
 from narrows.protocols.runtime.flags import COMMAND, run
 from narrows.protocols.settings import SHARDS_MAX
@@ -113,24 +112,6 @@ def _write(out: str, text: str) -> None:
         raise UsageError(f"--out {out}: {error.strerror}") from None
 
 
-# A parameter, of one child: an update is received and folded, a state sent (docs/results.md). Dense: what a second worker adds
-# to a step of 100 MiB, 102.0 ms instead of 60.3 (bench/transport.py). Others: the fold of int4, the slowest of them, 6.2 GB/s
-# (bench/compressors.py).
-SERVE_DENSE_NS, SERVE_NS = 1.6, 0.65
-
-
-def coded() -> dict[str, Coded]:
-    """What each SPEC of a plan costs a parameter: bytes as measured where `auto` has it, else at most."""
-    from narrows.compression.auto import ENCODE_NS, LADDER, ladder
-    from narrows.compression.predict import clock_s, whole_clock_s
-    from narrows.protocols.planning.ways import WAYS
-
-    rungs = {rung.spec: rung.bytes for rung in LADDER}
-    sizes = {way.compress: rungs.get(way.compress) or ladder(way.compress)[0].bytes for way in WAYS}
-    whole = {"dense": Coded(sizes.pop("dense"), 0.0, whole_clock_s, SERVE_DENSE_NS / 1e9)}
-    return whole | {spec: Coded(size, ENCODE_NS / 1e9, clock_s, SERVE_NS / 1e9) for spec, size in sorted(sizes.items())}
-
-
 Planned = tuple[Layout, list[str]]  # and the table
 
 
@@ -138,6 +119,8 @@ def _run(places: Any, parameters: float, step_s: float, *, batch: int, script: s
          **_: Any) -> Planned:  # fmt: skip
     from narrows.protocols.planning import written
     from narrows.protocols.planning.choose import Chooser, choices, decides
+    from narrows.protocols.planning.levels import Work
+    from narrows.ps.coded import coded
     from narrows.ps.trial import tried  # and the machines of a run
 
     if ("{samples}" in script) != bool(batch):
@@ -185,6 +168,7 @@ def _pipeline(places: Any, parameters: float, step_s: float, *, stages: int, rep
     from narrows.protocols.planning import written
     from narrows.protocols.planning.choose import for_stage
     from narrows.protocols.runtime.keys import public_key
+    from narrows.ps.coded import coded
 
     try:
         from narrows.protocols.planning.cost import Job

@@ -76,6 +76,8 @@ class History:
             self._stepped(event)
         elif name in ("run", "start"):
             self._started(event)
+        elif name == "replan" and "summary" in event:  # the plan has changed
+            self.run |= {each: event[each] for each in ("mode", "compress", "summary")}
         elif name == "member":
             self._member(event)
         elif name == "done":

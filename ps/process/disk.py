@@ -72,6 +72,8 @@ class Disk:
             "epoch": coordinator.run.epoch if coordinator is not None else 0,
             "ranges": coordinator.ranges.packed(clock) if coordinator is not None else b"",
             "saved": planned.saved,
+            # Of the clocks after it: where the plan is about to change, the next one.
+            "settings": coordinator.moves.next.packed() if coordinator is not None else b"",
         }
         self.nbytes, self.prepared = server.shard.nbytes, True
         self.writer.write(clock, planned.arrays(server.shard.ledger), facts, server.shard.ledger.shared)

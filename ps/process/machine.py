@@ -11,7 +11,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,9 +24,10 @@ from narrows.protocols.modes import Rule
 from narrows.protocols.plan import Plan
 from narrows.protocols.runtime.hosts import reached
 from narrows.protocols.runtime.keys import Secret
-from narrows.protocols.settings import Settings
+from narrows.protocols.settings import OF_PLAN, Settings
 from narrows.protocols.timing import Timing
 from narrows.protocols.wire import pack
+from narrows.ps.coded import coded
 from narrows.ps.copies import Original, lost_after
 from narrows.ps.planned import Means
 from narrows.ps.process import checkpoints
@@ -138,6 +139,13 @@ def release() -> str:
     return ", ".join([f"Python {platform.python_version()}", *(f"{name} {version(name)}" for name in names)])
 
 
+def resumed(settings: Settings, kept: bytes) -> Settings:
+    """The newest plan, where the run may change it: that of a checkpoint, or the one that is known already."""
+    if settings.replan != "change" or not kept or (before := Settings.unpacked(kept)).plan <= settings.plan:
+        return settings
+    return replace(settings, **{name: getattr(before, name) for name in OF_PLAN}).validated()
+
+
 def machine(process: Process, port: int, lent: Callable[[], bool], own: Secret | None, disk: Disk) -> Server:
     """The machine of a process that listens on `port`, with the newest checkpoint of the run where it resumes one. `own`: the
     key that other clusters find here."""
@@ -156,7 +164,11 @@ def machine(process: Process, port: int, lent: Callable[[], bool], own: Secret |
         if restart >= 0 and folder is not None:
             _, facts = checkpoints.read(folder, 0, restart, only=())
             first_epoch = max(first_epoch, facts.get("epoch", 0) + RUN_EPOCHS)  # a clock may have been set back
-        coordinator = Coordinator(settings, first_epoch, restart, child, keys_that_fit(), dict(process.away))
+            before, settings = settings, resumed(settings, facts.get("settings", b""))
+            if settings.plan > before.plan:
+                emit("log", name="replan", values=settings.told(restart))
+        priced = coded() if settings.compress.startswith("auto") else coded(settings.compress)
+        coordinator = Coordinator(settings, first_epoch, restart, child, keys_that_fit(), dict(process.away), priced)
         if not process.again:
             coordinator.generations.resumed()
         if facts:

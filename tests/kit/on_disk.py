@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from kit import in_process
 from narrows.protocols.effects import NS, Send, ServerEffect
@@ -95,6 +96,14 @@ class OnDisk(in_process.Cluster):
             for index in first:
                 self.servers.append(self._server(index))
                 self._apply(index, self.servers[index].start(self.now()))
+
+    def change(self, **way: Any) -> None:
+        """As --replan change does it."""
+        coordinator = self.servers[0].coordinator
+        assert coordinator is not None
+        with self.changed:
+            coordinator.moves.change(coordinator.run.settings.changed(**way))
+            self._apply(0, self.servers[0].tick(self.now()))
 
     def interrupt(self) -> None:
         """Ctrl-C."""

@@ -30,8 +30,8 @@ from narrows.protocols.planning.ways import BELOW, WAYS, Way
 from narrows.protocols.planning.written import in_flight
 from narrows.protocols.runtime.keys import add, make
 from narrows.protocols.settings import Settings
+from narrows.ps.coded import coded
 from narrows.ps.command import cli as serve
-from narrows.ps.command.plan import coded
 from narrows.ps.command.plan import command as ps_plan
 from narrows.ps.trial import Trial, tried
 from narrows.worker.command import cli as worker

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections import Counter
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -33,11 +34,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 CLOCKS = 12
 MOVES = {4: 3, 8: 2}  # by the clock of the first worker
+PLANS: dict[int, Any] = {3: {"sync": "bsp"}, 7: {"sync": "ssp", "staleness": 3, "compress": "topk:0.1+sign"}}
 ADAMW: Any = lambda p: torch.optim.AdamW(p, lr=3e-3)  # noqa: E731
 
 
-def trained(settings: Settings, folder: Path, moves: dict[int, int], shards: int = 2, **more: Any) -> Any:
-    """The model that all workers end with; the keys are with so many shards by then."""
+def trained(settings: Settings, folder: Path, moves: dict[int, Any], shards: int = 2, **more: Any) -> Any:
+    """The model that all workers end with; the keys are with so many shards by then. A move is to so many, or to a plan."""
     cluster = OnDisk(settings, folder)
 
     def script(worker: int) -> Any:
@@ -47,7 +49,8 @@ def trained(settings: Settings, folder: Path, moves: dict[int, int], shards: int
         while clock() < CLOCKS:
             if worker == 0 and clock() in moves and clock() > asked:
                 asked = clock()
-                cluster.move(moves[asked])
+                move = moves[asked]
+                cluster.change(**move) if isinstance(move, dict) else cluster.move(move)
             optimizer.zero_grad()
             loss_of(net, step_count(), rank(), settings.workers).backward()
             optimizer.step()
@@ -93,13 +96,25 @@ def test_a_disk_that_refuses_leaves_the_keys_where_they_are(tmp_path: Path, monk
     assert distance(trained(settings, tmp_path / "b", {4: 3}), undisturbed) < 1e-6
 
 
+@pytest.mark.parametrize(("replan", "plan"), [("change", 2), ("say", 1)])
+def test_a_run_that_is_resumed_goes_on_with_its_newest_plan(replan: str, plan: int, tmp_path: Path) -> None:
+    settings = Settings(sync="bsp", push="update", workers=2, shards=2, replan=replan)
+    trained(settings, tmp_path, {4: {"sync": "ssp", "staleness": 3, "compress": "int4"}})
+    coordinator = OnDisk(settings, tmp_path, resume=True).servers[0].coordinator
+    assert coordinator is not None and coordinator.run.restart_clock > CLOCKS
+    run = coordinator.run.settings
+    told = (run.plan, run.sync, run.staleness, run.compress)
+    assert told == ((2, "ssp", 3, "int4") if plan == 2 else (1, "bsp", 0, "dense")), "else the flags hold"
+
+
+@pytest.mark.parametrize("moves", [MOVES, PLANS], ids=["keys", "plans"])
 def test_no_update_is_lost_where_most_of_each_waits_for_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    moves: dict[int, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each part that was pushed is folded once; and all that workers have moved by is in what was folded, once they have sent
     what was left: so the residuals went along with their keys."""
     size = sum(parameter.numel() for parameter in build().parameters())
-    pushed, folded = Counter[tuple[int, ...]](), Counter[tuple[int, ...]]()
+    pushed, folded, codecs = Counter[tuple[int, ...]](), Counter[tuple[int, ...]](), dict[int, int]()
     moved, summed = np.zeros(size), np.zeros(size, np.float32)
     encode, push, accept = ArrayReplica.encode, Exchange.push, Planned.accept
 
@@ -117,6 +132,7 @@ def test_no_update_is_lost_where_most_of_each_waits_for_the_next(
 
     def accepting(planned: Any, seat: Any, update: Any) -> Any:
         folded.update(part(seat.worker, seat.clock, piece) for piece in update)
+        codecs[seat.clock] = update[0].codec
         for piece in update:
             add(piece, 1.0, summed, 0)
         return accept(planned, seat, update)
@@ -125,11 +141,13 @@ def test_no_update_is_lost_where_most_of_each_waits_for_the_next(
     monkeypatch.setattr(Exchange, "push", pushing)
     monkeypatch.setattr(Planned, "accept", accepting)
     settings = Settings(sync="ssp", staleness=2, workers=2, shards=2, compress="topk:0.05+int8")
-    trained(settings, tmp_path, MOVES)
+    trained(settings, tmp_path, moves)
     assert pushed == folded and set(folded.values()) == {1}
-    assert {begin for _, _, begin, *_ in folded} == {0, size // 3, size // 2, 2 * size // 3}, (
-        "of two shards and of three"
-    )
+    cut = {begin for _, _, begin, *_ in folded}
+    assert moves is PLANS or cut == {0, size // 3, size // 2, 2 * size // 3}, "of two shards and of three"
+    if moves is PLANS:
+        coded = [coded for coded, _ in groupby(codecs[clock] > 0 for clock in range(CLOCKS))]
+        assert coded == [True, False, True], "bsp is dense"
     assert distance(summed, moved.astype(np.float32)) < 1e-5
 
 
@@ -149,6 +167,9 @@ def test_a_run_that_cannot_move_says_why(flags: dict[str, Any], why: str) -> Non
     assert (log.values["shards"], log.values["target"]) == (2, 2)
 
 
+OVER_TWO = Settings(shards=2).validated().packed()
+
+
 def test_a_place_that_is_none_is_refused() -> None:
     member = Member("w", "here")
     member.join(0)
@@ -158,11 +179,11 @@ def test_a_place_that_is_none_is_refused() -> None:
     assert member.receive(0, m.Move(3, 7, 1, 5), 0) == member.receive(0, m.Move(4, 8, 1, 5), 0) == []
     for ports, ranges in (((1, 2), ((0, 3), (3, 4))), ((1, 0), ((0, 2), (2, 4))), ((), ())):
         with pytest.raises(RemoteProtocolError, match="a place that is none"):
-            member.receive(0, m.Move(3, 8, 2, 5, 9, ports, ranges), 0)
-    moved, beat = member.receive(0, m.Move(3, 8, 2, 5, 9, (1, 2), ((0, 2), (2, 4))), 0)
+            member.receive(0, m.Move(3, 8, 2, 5, 9, ports, ranges, (), OVER_TWO), 0)
+    moved, beat = member.receive(0, m.Move(3, 8, 2, 5, 9, (1, 2), ((0, 2), (2, 4)), (), OVER_TWO), 0)
     assert isinstance(moved, Moved) and (moved.epoch, moved.clock) == (9, 5)
     assert isinstance(beat, Send) and beat.message == m.Heartbeat(3, 9, 0, move=2)
-    assert member.receive(0, m.Move(3, 8, 2, 5, 9, (1, 2), ((0, 2), (2, 4))), 0) == [], "it comes twice"
+    assert member.receive(0, m.Move(3, 8, 2, 5, 9, (1, 2), ((0, 2), (2, 4)), (), OVER_TWO), 0) == [], "it comes twice"
 
 
 def test_a_shard_on_another_machine_is_dialled_there_and_its_link_timed_by_itself() -> None:
@@ -174,8 +195,8 @@ def test_a_shard_on_another_machine_is_dialled_there_and_its_link_timed_by_itsel
     ranges = ((0, 2), (2, 4))
     for hosts in (("",), ("", "a b"), ("", "*"), ("", "a:1/b")):
         with pytest.raises(RemoteProtocolError, match="a place that is none"):
-            member.receive(0, m.Move(3, 8, 1, 5, 9, (1, 2), ranges, hosts), 0)
-    moved, _ = member.receive(0, m.Move(3, 8, 1, 5, 9, (1, 2), ranges, ("", "10.0.0.2")), 0)
+            member.receive(0, m.Move(3, 8, 1, 5, 9, (1, 2), ranges, hosts, OVER_TWO), 0)
+    moved, _ = member.receive(0, m.Move(3, 8, 1, 5, 9, (1, 2), ranges, ("", "10.0.0.2"), OVER_TWO), 0)
     assert isinstance(moved, Moved) and moved.hosts == ("", "10.0.0.2")
     here, there = member.sessions
     assert here.meter is member.meter is not there.meter

@@ -590,9 +590,7 @@ class Worker:
     def __init__(self, run: Host, index: int, life: int) -> None:
         self.run, self.index, self.life = run, index, life
         self.name = f"{run.prefix}w{index}.{life}"
-        self.settings = run.settings
-        self.mode, self.whole = self.settings.mode(), ladder(self.settings.compress_down).lossless
-        self.whole &= self.mode.fragments == 1
+        self._adopt(run.settings)
         self.member = run.kit.member(self.name, "here", timing=TIMING)
         self.events: deque[MemberEffect] = deque()
         self.exchanges: list[Exchange[FloatArray]] = []
@@ -613,6 +611,10 @@ class Worker:
         run.sim.start(self, self.name)
         self._apply(self.member.join(self.awake.now()))
         self._apply(self.member.declare(run.plan, self.awake.now()))
+
+    def _adopt(self, settings: Settings) -> None:
+        self.settings, self.mode = settings, settings.mode()
+        self.whole = ladder(settings.compress_down).lossless and self.mode.fragments == 1
 
     def _wall(self) -> int:
         return self.run.sim.now_ns + self.leapt_ns
@@ -735,6 +737,7 @@ class Worker:
 
     def _start(self, event: e.Started) -> None:
         """A place, or another one: what was under way belongs to the life before."""
+        self._adopt(Settings.unpacked(event.settings))
         self.replicas = [self._replica(begin, end) for begin, end in event.ranges]
         self.exchanges = [Exchange(self.mode, replica, self.whole) for replica in self.replicas]
         self.worker, self.epoch = event.worker, event.epoch
@@ -748,7 +751,8 @@ class Worker:
             self._say(shard, messages)
 
     def _move(self, event: e.Moved) -> None:
-        """The keys are cut anew, and this life goes on."""
+        """The keys are cut anew, or the plan is another one, and this life goes on."""
+        self._adopt(Settings.unpacked(event.settings))
         before, replicas = self.exchanges, self.replicas
         self.replicas = [self._replica(begin, end) for begin, end in event.ranges]
         for replica in self.replicas:

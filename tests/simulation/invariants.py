@@ -35,6 +35,7 @@ from narrows.protocols.cluster.coordinator import Coordinator
 from narrows.protocols.cluster.rounds import GRACE_MAX_NS, GRACE_MIN_NS
 from narrows.protocols.effects import NS, ServerEffect
 from narrows.protocols.runtime.clock import TURN_NS
+from narrows.protocols.settings import Settings
 from narrows.ps.events import Event
 from simulation.mirrors import BOTH, FloatArray, Given, Held, Mirror, Violation
 
@@ -46,19 +47,19 @@ SLACK_NS = NS  # ticks and a step of the protocol or two
 COST_NS = NS  # what a message that is lost costs on top of its delay: its repeat
 
 
+def bound_of(settings: Settings) -> int | None:
+    """The staleness that they allow; None: any."""
+    delay, clock_steps = settings.merge_delay, settings.local_steps // settings.fragments
+    late = next(clocks for clocks in range(delay + 1) if clocks * clock_steps >= delay)  # begun before a merge is due
+    return None if settings.sync == "async" else settings.staleness + late
+
+
 class Checker:
     """Told of everything by the run; raises Violation."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        settings = run.case.settings
-        self.mode = settings.mode()
-        self.quorum = settings.quorum
-        delay, clock_steps = settings.merge_delay, settings.local_steps // settings.fragments
-        late = next(
-            clocks for clocks in range(delay + 1) if clocks * clock_steps >= delay
-        )  # begun before a merge is due
-        self.bound = None if settings.sync == "async" else settings.staleness + late
+        self.quorum = run.case.settings.quorum
         self.given = Given()
         self.made: dict[tuple[int, int], int] = {}  # worker, epoch -> its clock, as it knows itself
         self.pulls: dict[tuple[int, int, int, int], int] = {}  # shard, worker, epoch, request -> clock
@@ -86,9 +87,10 @@ class Checker:
         self.made[worker.worker, worker.epoch] = worker.clock
 
     def computes(self, worker: Worker, clock: int, min_clocks: Sequence[int]) -> None:
-        if self.bound is not None and clock > min(min_clocks) + self.bound:
+        bound = bound_of(worker.settings)
+        if bound is not None and clock > min(min_clocks) + bound:
             raise Violation(
-                f"staleness: {worker.name} computes with clock {clock} on states of {min_clocks}, s = {self.bound}"
+                f"staleness: {worker.name} computes with clock {clock} on states of {min_clocks}, s = {bound}"
             )
 
     def pushed(self, worker: Worker, clock: int, values: FloatArray, samples: int) -> None:
@@ -227,7 +229,8 @@ class Checker:
         assert coordinator is not None
         if coordinator.run.generation == generation and state.min_clock > coordinator.min_clock:
             raise Violation(f"{where} is ahead of the coordinator")
-        bound = 0 if master else self.bound
+        own = bound_of(mirror.settings)
+        bound = 0 if master else own
         if follow is not None and not master and state.publication - follow.have > follow.credit and not state.whole:
             raise Violation(f"{where} is publication {state.publication}, asked for were {follow}")
         # Differences are followed from the first on, whatever the clock: a worker computes on them when it may.
@@ -235,9 +238,9 @@ class Checker:
             raise Violation(f"staleness: {where} is settled to {state.settled}, s = {bound}")
         if state.settled > state.min_clock or (self.quorum < 0 and state.settled < state.min_clock):
             raise Violation(f"{where} is settled to {state.settled}, of min_clock {state.min_clock}")
-        complete = self.bound is not None  # with none a publication may be older than min_clock is
-        for own in range(max(state.settled - 3, 0), state.settled) if complete else ():
-            push = (state.worker, state.epoch, own)
+        complete = own is not None  # with none a publication may be older than min_clock is
+        for each in range(max(state.settled - 3, 0), state.settled) if complete else ():
+            push = (state.worker, state.epoch, each)
             shown = push in held.folded if master else held.shown.get(push, state.publication + 1) <= state.publication
             if push in self.given.pushes and not shown:
                 raise Violation(f"own writes: {where} is settled to {state.settled} and lacks {push}")
@@ -248,14 +251,15 @@ class Checker:
         number = (generation, mirror.index, state.publication)
         if state.whole and zlib.crc32(state.payload) != self.given.publications[number]:
             raise Violation(f"{where} is not publication {number}")  # what deltas come to is seen where they arrive
-        if not self.mode.barrier:
+        if not mirror.mode.barrier:
             self._on_contains(mirror, state, where)
 
     def _on_rows(self, mirror: Mirror, rows: m.Rows) -> None:
         clock = self.asks[mirror.index, rows.worker, rows.epoch, rows.request]
         for worker, epoch, joined in mirror.process.shard.ledger.members:
             own = (worker, epoch) == (rows.worker, rows.epoch)
-            least = clock if own else clock - self.bound if self.bound is not None else joined
+            bound = bound_of(mirror.settings)
+            least = clock if own else clock - bound if bound is not None else joined
             for each in range(joined, max(joined, least)):
                 if (worker, epoch, each) not in mirror.held.folded:
                     raise Violation(f"rows for clock {clock} of worker {rows.worker} lack {(worker, epoch, each)}")
@@ -270,7 +274,7 @@ class Checker:
             for clock in held.clocks.get(who, ())
             if clock >= state.min_clock and held.shown[*who, clock] <= state.publication
         ]
-        if self.bound is None:  # only the last ones are kept
+        if bound_of(mirror.settings) is None:  # only the last ones are kept
             shown = shown[len(shown) - len(state.contains) :]
         if list(state.contains) != shown:
             raise Violation(f"{where} says it contains {state.contains}, not {shown}")
@@ -334,7 +338,7 @@ class Checker:
         for clock in range(self.min_clock, coordinator.min_clock):
             workers = [member.worker for member in coordinator.declared if member.start <= clock]
             updates = [(worker, clock) for worker in workers]
-            if self.mode.barrier:
+            if coordinator.run.mode.barrier:
                 updates = list(self.given.sets.get((coordinator.run.generation, clock), ()))
                 self._on_set(coordinator, clock, updates)
             for worker, update in updates:

@@ -14,6 +14,7 @@ from simulation.gossips import Campaign
 from simulation.moves import Moved, moves_of
 from simulation.network import Simulator
 from simulation.pairs import Pairs, pair_case
+from simulation.replans import Replanned, drops_of
 from simulation.standbys import Theatre
 from simulation.trees import Tree, fault_case
 
@@ -40,6 +41,11 @@ class Kind(NamedTuple):
 def _some_with_rows(case: Case) -> Case:
     """One of six has an embedding table, in each mode that may have one."""
     return with_rows(case) if case.seed // len(MODES) % 6 == 1 else case
+
+
+def _moved(seed: int, faults: tuple[bool, bool], kit: Kit, trace: Trace | None) -> Moved:
+    plans = seed % 12 == 7  # none of those that docs/simulation.md names
+    return Replanned(drops_of(seed, *faults), kit, trace) if plans else Moved(moves_of(seed, *faults), kit, trace)
 
 
 KINDS = {
@@ -79,9 +85,9 @@ KINDS = {
         *(
             8,
             " --move",
-            "runs of one cluster whose keys move, of three one with kills, and one with a restart",
+            "runs of one cluster whose keys move, of 12 one whose plan changes; of three one with kills and one with a restart",
         ),
-        lambda seed, kit, trace: Moved(moves_of(seed, seed % 3 == 2, kills=seed % 3 == 1), kit, trace),
+        lambda seed, kit, trace: _moved(seed, (seed % 3 == 2, seed % 3 == 1), kit, trace),
     ),
 }
 

@@ -110,7 +110,8 @@ class Mirror:
 
     def __init__(self, process: Process, store: Store, case: Case, given: Given) -> None:
         self.process, self.store, self.case, self.given = process, store, case, given
-        self.index, self.mode = process.index, case.settings.mode()
+        self.index, self.settings = process.index, process.shard.settings
+        self.mode = self.settings.mode()
         self.held = Held(np.zeros(store.size, np.float32), np.zeros(store.size, np.float32))
         self.samples: dict[int, int] = {}
         self.batch: list[tuple[float, PushId]] = []  # folded since the last publication (barrier)
@@ -197,7 +198,9 @@ class Mirror:
 
     def saved(self, clock: int) -> Held:
         self._is_of(clock)
-        return self.held.copy()
+        held = self.held.copy()
+        held.closed = clock  # another plan may have a barrier, and goes on there
+        return held
 
     def _is_of(self, clock: int) -> None:
         if self.mode.barrier and self.held.closed != clock:
@@ -318,7 +321,7 @@ class Mirror:
         number = self._publication()
         if self.given.publications.setdefault(number, checksum) != checksum:
             raise Violation(f"publication {number} is there twice, and not the same")
-        if self.case.settings.compress_down == "dense" and zlib.crc32(held.x.tobytes()) != checksum:
+        if self.settings.compress_down == "dense" and zlib.crc32(held.x.tobytes()) != checksum:
             raise Violation(f"shard {self.index} publishes {self.store.p}, the log gives {held.x}")
         if self.mode.barrier and held.publication > 0:
             self._closed()

@@ -15,7 +15,7 @@ import pytest
 
 from narrows.ps.copies import Original
 from narrows.ps.inbox import Seat
-from simulation import test_campaigns, test_lives, test_moves, test_ranges, test_standbys, test_trees
+from simulation import test_campaigns, test_lives, test_moves, test_ranges, test_replans, test_standbys, test_trees
 from simulation.actors import Bug, planted
 from simulation.kinds import KINDS, mixed, shares
 
@@ -52,6 +52,7 @@ PLANTED: dict[str, Bug] = (
     | {bug: row[0] for bug, row in test_lives.PLANTED.items()}
     | {bug: row[0] for bug, row in test_moves.PLANTED.items()}
     | {bug: row[0] for bug, row in test_ranges.PLANTED.items()}
+    | {bug: row[0] for bug, row in test_replans.PLANTED.items()}
     | {bug: [row] for bug, row in test_standbys.PLANTED.items()}
     | {f"{bug}, in a tree": row[0] for bug, row in test_trees.PLANTED.items()}
 )

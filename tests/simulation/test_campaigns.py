@@ -186,7 +186,7 @@ class Impatient(Rounds):
 
     def _grace_over(self, pushed: int, now_ns: int) -> bool:
         super()._grace_over(pushed, now_ns)
-        return 0 < self.settings.quorum <= pushed
+        return 0 < self.run.settings.quorum <= pushed
 
 
 class Patient(Rounds):

@@ -13,6 +13,7 @@ from narrows.protocols.cluster.guests import Guest, Guests
 from narrows.protocols.cluster.moves import Moves
 from narrows.protocols.cluster.run import Run
 from narrows.protocols.effects import ServerEffect
+from narrows.protocols.settings import Settings
 from narrows.ps import recut as recutting
 from narrows.ps.shard import Shard
 from simulation import actors
@@ -88,9 +89,9 @@ class KeepsItsKeys(Shard):
         return effects
 
 
-def one_early(run: Run, shards: int, clock: int) -> None:
+def one_early(run: Run, settings: Settings, clock: int) -> None:
     """Members go on one clock before that of the checkpoint: what was under way is folded on both sides."""
-    shift(run, shards, clock)
+    shift(run, settings, clock)
     for seat in run.seats.values():
         seat.start = clock - 1
 

@@ -156,6 +156,7 @@ MOVE: dict[str, Any] = {
     "ranges": ((0, 5), (5, 9)),
     "ports": (1, 2),
     "hosts": ("", "there"),
+    "settings": b"of the run",
 }
 SAID = [
     e.Started(3, 7, 4, ((0, 5), (5, 9)), b"buffers", True),

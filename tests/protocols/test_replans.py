@@ -1,0 +1,202 @@
+"""Whether another plan would gain: by fabricated figures of members, in virtual time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from narrows.protocols import messages as m
+from narrows.protocols.cluster.above import Above
+from narrows.protocols.cluster.generations import Generations
+from narrows.protocols.cluster.meeting import Meeting
+from narrows.protocols.cluster.moves import MovePhase, Moves
+from narrows.protocols.cluster.replans import Replans
+from narrows.protocols.cluster.roster import Roster
+from narrows.protocols.cluster.rounds import Rounds
+from narrows.protocols.cluster.run import Run, Seat
+from narrows.protocols.effects import NS, Log
+from narrows.protocols.errors import UsageError
+from narrows.protocols.plan import KEYS_MAX, Plan, TensorSpec
+from narrows.protocols.planning.present import Child, present, prices
+from narrows.protocols.planning.ways import BELOW, WAYS
+from narrows.protocols.settings import Settings
+from narrows.protocols.summary import Row, Summary
+from narrows.ps.coded import coded
+
+KEYS = 1_300_000
+WIDE, NARROW = 12.5e6, 0.625e6  # bytes a second: 100 and 5 Mbit/s
+CODED = coded("dense")
+
+
+class Watched:
+    """A run of two members that say every second what they measure; `links`: the rate of each."""
+
+    def __init__(self, **flags: Any) -> None:
+        known: dict[str, Any] = {
+            "sync": "bsp",
+            "push": "update",
+            "workers": 2,
+            "replan": "change",
+            "replan_after": 60.0,
+        }
+        run = Run(Settings(**known | flags).validated(), 1, -1)
+        self.rounds = rounds = Rounds(run)
+        above = Above(run, rounds, False)
+        roster = Roster(run, rounds, above, Meeting(run), KEYS_MAX)
+        roster.plan = Plan((TensorSpec("w", (KEYS,), "float32"),), "", ((0,),))
+        self.moves = Moves(run, rounds, above, Generations(run, rounds, above), roster, {})
+        self.replans = Replans(run, rounds, roster, self.moves, CODED)
+        self.run, self.seats = run, list[Seat]()
+        self.joins()
+        self.joins()
+        run.move("start")
+        rounds.open(0)
+        self.steps, self.now_s, self.links = 0, 0, [WIDE, WIDE]
+
+    def joins(self) -> None:
+        seat = self.run.sit(m.Hello(f"{len(self.seats)}", "leipzig"), b"", 0)
+        seat.declare(self.run.changed(), 0, "")
+        self.rounds.enter(seat, 0)
+        self.seats.append(seat)
+
+    def says(self, seat: Seat, rate: float, computing_s: float = 0.1, runs: str = "") -> None:
+        told = Summary(steps=self.steps, compute_seconds=self.steps * computing_s, rate_up=rate, rate_down=rate)
+        rows = [Row((seat.rank,), "leipzig", runs, replace(told, round_trip_seconds=0.02))]
+        rows += [Row((seat.rank, 0), "below", "", told)] if runs else []
+        self.replans.heard(seat, tuple(rows))
+
+    def goes(self, seconds: int) -> list[Log]:
+        """On for so long; what was said."""
+        said = []
+        for _ in range(seconds):
+            self.now_s, self.steps = self.now_s + 1, self.steps + 5
+            for seat, rate in zip(self.seats, self.links, strict=True):
+                self.says(seat, rate)
+            self.replans.decide(self.now_s * NS)
+            said += self.replans.tell()
+        return said
+
+
+def test_a_way_that_gains_for_long_enough_is_the_next_plan() -> None:
+    watched = Watched(sync="ssp", compress="int4")
+    assert watched.goes(600) == [] and not watched.moves.may_stay, "the link carries that"
+    watched.links[1] = NARROW
+    assert watched.goes(60) == []
+    (log,) = watched.goes(8)
+    assert (
+        log.event == "replan"
+        and log.values["plan"] == 2
+        and log.values["changes"]
+        and float(str(log.values["gain"])) > 0.2
+    )
+    text = str(log.values["text"])
+    assert text.startswith("plan 2: ssp, S = ") and "instead of ssp, S = 1, int4 would take 0." in text
+    assert "the slowest link, to rank 1 (leipzig), has 5 Mbit/s up" in text and text.endswith("the run changes to it")
+    settings = watched.moves.next
+    assert watched.moves.phase is MovePhase.ASKED and settings.plan == 2 and settings.mode().bound
+    assert str(present(settings, CODED)) == log.values["to"]
+
+
+def test_a_gain_with_a_break_does_not_count() -> None:
+    watched = Watched(sync="ssp", compress="int4")
+    for _ in range(8):
+        watched.links[1] = NARROW
+        assert watched.goes(55) == []
+        watched.links[1] = WIDE
+        assert watched.goes(7) == []
+
+
+def test_what_was_measured_before_a_change_does_not_count_after_it() -> None:
+    watched = Watched(sync="ssp", compress="int4")
+    watched.links[1] = NARROW / 10
+    (log,) = watched.goes(80)
+    watched.moves.phase = MovePhase.STILL
+    watched.run.shift(watched.moves.next, 9)
+    watched.says(watched.seats[0], WIDE)
+    assert watched.replans.plan == 2 and len(watched.replans.steps) == 1, "the other one has said nothing since"
+    watched.links[1] = WIDE
+    assert watched.goes(60) == [], "a way back takes as long"
+    (back,) = watched.goes(9)
+    assert back.values["from"] == log.values["to"] and back.values["plan"] == 3
+
+
+def test_it_is_said_once_where_the_run_is_to_stay_as_it_is() -> None:
+    watched = Watched(sync="ssp", compress="int4", replan="say")
+    watched.links[1] = NARROW
+    (log,) = watched.goes(600)
+    assert str(log.values["text"]).endswith("--replan change changes a running run to it") and not log.values["changes"]
+    assert watched.moves.phase is MovePhase.STILL
+    silent = Watched(sync="ssp", compress="int4", replan="off")
+    silent.links[1] = NARROW
+    assert silent.goes(600) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ({"push": "gradient"}, "the servers have the state of the optimizer"),
+        ({"sync": "local", "local_steps": 2}, "momentum of the outer steps"),
+        ({"sync": "async"}, "has no bound"),
+    ],
+)
+def test_what_takes_a_restart_is_said(flags: dict[str, Any], why: str) -> None:
+    watched = Watched(**{"compress": "dense"} | flags)
+    watched.links = [NARROW, NARROW]
+    (log,) = watched.goes(100)
+    assert "it takes a restart: " in str(log.values["text"]) and why in str(log.values["text"])
+    assert not log.values["changes"] and watched.moves.phase is MovePhase.STILL
+
+
+def test_clusters_are_compared_by_what_those_below_them_compute() -> None:
+    watched = Watched(sync="ssp", compress="int4")
+    for _ in range(70):
+        watched.now_s, watched.steps = watched.now_s + 1, watched.steps + 5
+        for seat in watched.seats:
+            seat.below = "a cluster"
+            watched.says(seat, NARROW, runs="--sync bsp")
+        watched.replans.decide(watched.now_s * NS)
+    (log,) = watched.replans.tell()
+    assert "it takes a restart: this run has two levels" in str(log.values["text"])
+
+
+def test_nothing_is_said_until_every_member_has_measured() -> None:
+    watched = Watched(sync="ssp", compress="int4")
+    watched.links = [NARROW, NARROW]
+    watched.goes(30)
+    watched.joins()
+    for _ in range(100):
+        watched.now_s, watched.steps = watched.now_s + 1, watched.steps + 5
+        for seat in watched.seats[:2]:
+            watched.says(seat, NARROW)
+        assert not watched.replans.decide(watched.now_s * NS)
+    watched.links.append(NARROW)
+    assert watched.goes(60) == [] and len(watched.goes(9)) == 1
+
+
+def test_the_prices_are_those_of_a_plan() -> None:
+    """A star of alike links: each is its own, and the server's port takes them all."""
+    one = Child(0.1, WIDE, WIDE, 0.02)
+    for way, alone, many in zip(
+        WAYS, prices([one], KEYS, CODED, WAYS), prices([one] * 9, KEYS, CODED, WAYS), strict=True
+    ):
+        assert alone.step_s == pytest.approx(many.step_s), way
+        assert many.cost == pytest.approx(many.step_s * way.steps(9))
+    (bsp,) = prices([one], KEYS, CODED, WAYS[:1])
+    assert bsp.step_s == pytest.approx(0.1 + 0.02 + 2 * 4 * KEYS / WIDE)
+
+
+def test_a_way_that_no_row_has_loses_as_the_nearest_one() -> None:
+    settings = Settings(sync="ssp", staleness=2, compress="topk:0.01+int8").validated()
+    way = present(settings, coded(settings.compress))
+    assert str(way) == "ssp, S = 2, topk:0.01+int8" and way.over == (0.041,)  # of cycle:0.15+sign
+    assert [present(Settings(**row.flags()).validated(), CODED) for row in WAYS] == [*WAYS]
+    assert all(way.mode().bound is not None for way in BELOW)
+
+
+def test_flags_that_do_not_go_together() -> None:
+    with pytest.raises(UsageError, match="off, say, change"):
+        Settings(replan="soon").validated()
+    with pytest.raises(UsageError, match="auto chooses"):
+        Settings(replan="change", compress="auto").validated()
