@@ -72,17 +72,16 @@ def parts(args: argparse.Namespace, depths: Sequence[range]) -> list[Part]:
     """The model from its seed, in stages of these layers."""
     torch.manual_seed(args.seed)
     model = ByteGPT(args.layers, args.width, args.heads, args.context)
+    blocks = [b for b in model.blocks if isinstance(b, Block)]
     subspace = Subspace(256, args.width, args.subspace) if args.subspace else None
     if subspace is not None:
         std = 0.02 / (2 * args.layers) ** 0.5
-        for block in model.blocks:
-            assert isinstance(block, Block)
+        for block in blocks[: depths[-1].start]:  # nobody sends on what the last stage has written
             block.attention_out = Writer(args.width, subspace, std)  # type: ignore[assignment]
             block.mlp_out = Writer(4 * args.width, subspace, std)  # type: ignore[assignment]
         model.bytes, model.positions = nn.Embedding(256, args.subspace), nn.Embedding(args.context, args.subspace)
         for table in (model.bytes, model.positions):
-            nn.init.normal_(table.weight, std=0.02)
-    blocks = [b for b in model.blocks if isinstance(b, Block)]
+            nn.init.normal_(table.weight)  # as large as the fixed vectors
     return [Part(model, [blocks[i] for i in own], own.start == 0, own.stop == args.layers, subspace) for own in depths]
 
 

@@ -41,7 +41,8 @@ def test_in_a_subspace_few_numbers_pass_and_where_it_is_cut_changes_nothing() ->
     task: Any = load("pipelined")
     args = task.arguments([*SMALL, "--subspace", "3"])
     ids = torch.randint(0, 256, (3, 8))
-    uncut, cut = (task.whole(task.parts(args, even(4, count)), ids).detach() for count in (1, 4))
-    assert float((uncut - cut).abs().max()) < 1e-5 < float(uncut.std())
+    cuts = [range(3), range(3, 4)], even(4, 4)  # the last stage's layers write anywhere, and it is the same
+    few, cut = (task.whole(task.parts(args, depths), ids).detach() for depths in cuts)
+    assert float((few - cut).abs().max()) < 1e-5 < float(few.std())
     passed, named = task.parts(args, even(4, 4))[0](ids)
     assert passed.shape == (3, 8, 3) and named.dtype is torch.uint8

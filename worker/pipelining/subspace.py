@@ -2,11 +2,11 @@
 
 This is the central idea of "Protocol Models" (Ramasinghe et al. 2025, 2506.01260). The residual stream of a transformer is the
 token's embedding plus what layers have written. Let each layer write into one subspace S. Let an embedding be a fixed vector of
-the token plus a trained part in S. Then x - fixed[id] lies in S at every stage. Its D coefficients say all of it, and their
-gradient is the whole gradient.
+the token plus a trained part in S. Then x - fixed[id] lies in S at every cut. Its D coefficients say all of it, and their
+gradient is the whole gradient. Layers of the last stage may write anywhere: nobody sends on what they wrote.
 
-We differ from the paper. A layer that writes has D rows, and the basis after them, so any optimizer stays in S; the paper keeps
-full weights in S by a changed AdamW. Our basis stays as it was drawn; the paper moves it now and then.
+A layer that writes has D rows, and the basis after them, so any optimizer stays in S. The authors' reference code does so too
+(PluralisResearch/ProtocolNanoGPT at 0551bc3, train_gpt_ssn.py), and draws fixed vectors of deviation 1 and a basis that stays.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Subspace(nn.Module):
     basis: Tensor
     fixed: Tensor
 
-    def __init__(self, tokens: int, width: int, dimensions: int, std: float = 0.02, seed: int = 0) -> None:
+    def __init__(self, tokens: int, width: int, dimensions: int, std: float = 1.0, seed: int = 0) -> None:
         super().__init__()
         if not 1 <= dimensions <= width:
             raise UsageError(
