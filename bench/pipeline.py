@@ -1,6 +1,7 @@
 """The byte GPT in stages across a link: step time, bytes at the interface and loss of each coding, beside the unsplit model.
 
     python bench/pipeline.py                       # step times: 4 stages, two in each of two cities, 100 Mbit/s and 20 ms
+    python bench/pipeline.py -- --rest 10          # the same, where each stage sleeps 30 ms a micro-batch beside
     python bench/pipeline.py --losses              # 400 steps: the unsplit model, int8, a subspace, its unsplit model
     python bench/pipeline.py --grid --kill         # 2 stages x 2 replicas, a city each: a stage is killed; --resume
     python bench/pipeline.py --rows int8/gpipe,whole:18 --steps 100 -- --lr 0.004         # what follows -- is the task's

@@ -39,6 +39,21 @@ from narrows.worker.pipelining.subspace import Subspace, Writer
 SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe, "eager": ScheduleEager1F1B}
 
 
+class Rest(torch.autograd.Function):
+    """Takes so many seconds forward, twice as many backward, and no core: stages stand as on machines of their own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        time.sleep(2 * ctx.seconds)
+        return gradient, None
+
+
 class Part(nn.Module):
     """One stage of the model. With a subspace, (coefficients, ids) travel in the place of the residual stream."""
 
@@ -48,6 +63,7 @@ class Part(nn.Module):
         super().__init__()
         self.first, self.last, self.subspace = first, last, subspace
         self.blocks = nn.Sequential(*blocks)
+        self.rest_s = 0.0
         if first:
             self.bytes, self.positions = model.bytes, model.positions
         if last:
@@ -63,6 +79,7 @@ class Part(nn.Module):
             assert ids is not None
             x = space.enter(x, ids)
         x = self.blocks(x)
+        x = Rest.apply(x, self.rest_s) if self.rest_s else x  # type: ignore[no-untyped-call]
         if self.last:
             return self.head(self.norm(x))
         return x if space is None or ids is None else (space.leave(x, ids), ids)
@@ -72,17 +89,16 @@ def parts(args: argparse.Namespace, depths: Sequence[range]) -> list[Part]:
     """The model from its seed, in stages of these layers."""
     torch.manual_seed(args.seed)
     model = ByteGPT(args.layers, args.width, args.heads, args.context)
+    blocks = [b for b in model.blocks if isinstance(b, Block)]
     subspace = Subspace(256, args.width, args.subspace) if args.subspace else None
     if subspace is not None:
         std = 0.02 / (2 * args.layers) ** 0.5
-        for block in model.blocks[: depths[-1].start]:  # nobody sends on what the last stage has written
-            assert isinstance(block, Block)
+        for block in blocks[: depths[-1].start]:  # nobody sends on what the last stage has written
             block.attention_out = Writer(args.width, subspace, std)  # type: ignore[assignment]
             block.mlp_out = Writer(4 * args.width, subspace, std)  # type: ignore[assignment]
         model.bytes, model.positions = nn.Embedding(256, args.subspace), nn.Embedding(args.context, args.subspace)
         for table in (model.bytes, model.positions):
             nn.init.normal_(table.weight)  # as large as the fixed vectors
-    blocks = [b for b in model.blocks if isinstance(b, Block)]
     return [Part(model, [blocks[i] for i in own], own.start == 0, own.stop == args.layers, subspace) for own in depths]
 
 
@@ -117,6 +133,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for flag, default in (flags | {"micro": 8, "of": 4, "subspace": 0}).items():
         parser.add_argument(f"--{flag}", type=int, default=default)
     parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument(
+        "--rest", type=float, default=0.0, help="ms that a stage sleeps in a micro-batch, and twice on its way back"
+    )
     parser.add_argument("--clip", type=float, default=1.0)
     parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b")
     parser.add_argument("--gloo", action="store_true")
@@ -174,6 +193,7 @@ def main(args: argparse.Namespace) -> None:
         group, place, count, here, of = pipeline(), stage(), stages(), replica(), replicas()
     depths = even(args.layers, count) if args.gloo else [stage_layers(args.layers, i) for i in range(count)]
     module = parts(args, depths)[place]
+    module.rest_s = args.rest / 1000
     inner = torch.optim.AdamW(module.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
     optimizer: Any = inner if args.gloo else DistributedOptimizer(inner, module)
     micro_rows = args.batch // of // args.micro
