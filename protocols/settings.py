@@ -17,7 +17,7 @@ PRIVACY_MAX = 1e6  # of --dp-clip and --dp-noise: beyond it float32 has no place
 STALENESS_MAX = 1 << 20
 FRAGMENTS_MAX = 1024  # more than models have layers; a shard keeps a list of them
 REPLAN = ("off", "say", "change")  # what comes of another way that would gain (protocols/cluster/replans.py)
-OF_PLAN = ("sync", "staleness", "compress", "compress_down", "plan")  # what a new plan may change
+OF_PLAN = ("sync", "staleness", "compress", "compress_down", "plan_number")  # what a new plan may change
 
 
 def _flag(name: str) -> str:
@@ -55,7 +55,7 @@ class Settings:
     checkpoint_clocks: int = -1  # of a run that is one stage of a model: clocks, in place of a time; -1: it is none
     replan: str = "say"  # one of REPLAN
     replan_after: float = 300.0  # seconds
-    plan: int = (
+    plan_number: int = (
         1  # no flag: the version of mode and SPEC, one more with each change in the running run (--replan change)
     )
 
@@ -79,7 +79,7 @@ class Settings:
             ("quorum", -1, WORKERS_MAX),
             ("grace", -1.0, 86400.0),
             ("replan_after", 1.0, 86400.0),
-            ("plan", 1, INT_MAX),
+            ("plan_number", 1, INT_MAX),
         ):
             value = getattr(self, name)
             least = 1 if name in ("local_steps", "quorum", "checkpoint_clocks") else max(low, 0)
@@ -273,7 +273,7 @@ class Settings:
     def changed(self, **way: Any) -> Settings:
         """The next plan of this run, with these of OF_PLAN; what is not named is as the mode has it."""
         given: dict[str, Any] = {"staleness": -1, "compress": "dense", "compress_down": ""} | way
-        return replace(self, **given, plan=self.plan + 1).validated()
+        return replace(self, **given, plan_number=self.plan_number + 1).validated()
 
     def follows(self, before: Settings) -> bool:
         """They are those of the same run, over other shards or with another plan."""
@@ -282,8 +282,14 @@ class Settings:
     def told(self, clock: int) -> dict[str, Any]:
         """That the run has this plan from `clock` on, for a record and for the page."""
         summary = self.summary()
-        told = {"plan": self.plan, "clock": clock, "mode": self.sync, "compress": self.compress, "summary": summary}
-        return told | {"text": f"plan {self.plan} from clock {clock} on: {summary}"}
+        told = {
+            "plan": self.plan_number,
+            "clock": clock,
+            "mode": self.sync,
+            "compress": self.compress,
+            "summary": summary,
+        }
+        return told | {"text": f"plan {self.plan_number} from clock {clock} on: {summary}"}
 
     def packed(self) -> bytes:
         return pack(asdict(self))
@@ -310,7 +316,7 @@ def contradiction(expected: dict[str, object], actual: Settings) -> str | None:
     Every flag of a run is compared: mode, compression and all the rest come from the server.
     """
     for name in Settings.__slots__:
-        if actual.plan > 1 and name in OF_PLAN:
+        if actual.plan_number > 1 and name in OF_PLAN:
             continue  # the run has changed that
         has = getattr(actual, name)
         if name in expected and expected[name] != has:

@@ -228,7 +228,7 @@ class Engine:
 
     def _change(self, settings: Settings) -> None:
         """The run may have another plan, which says how updates of ours are coded and waited for from now on."""
-        if settings.plan != self.settings.plan:
+        if settings.plan_number != self.settings.plan_number:
             self.mode = settings.mode()
             self.tuning.change(settings)
         self.settings = settings

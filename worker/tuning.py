@@ -33,7 +33,7 @@ class Tuning:
 
     def change(self, settings: Settings) -> None:
         """From the present clock on the run has this plan."""
-        self.plan, self.mode = settings.plan, settings.mode()
+        self.plan, self.mode = settings.plan_number, settings.mode()
         mode = self.mode
         # A gradient that is sparse or late costs far more loss than an update (README.md, "Results"): not unless asked for.
         sparse = mode.rule is not Rule.OPTIMIZER

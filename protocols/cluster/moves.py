@@ -167,7 +167,9 @@ class Moves(Decision):
 
     def call_off(self, why: str) -> Log:
         stays = (
-            "the keys stay where they are" if self.next.plan == self.run.settings.plan else "the plan stays as it is"
+            "the keys stay where they are"
+            if self.next.plan_number == self.run.settings.plan_number
+            else "the plan stays as it is"
         )
         self.number += self.holds
         self._move("stay")
@@ -277,7 +279,7 @@ class Moves(Decision):
         self.generations.anew()
         cut = f"the keys of {before.shards} shards are those of {self.target} from clock {self.at} on"
         replan = Log("replan", self.next.told(self.at))
-        self.said += [self.where(""), replan] if self.next.plan != before.plan else [self.where(cut)]
+        self.said += [self.where(""), replan] if self.next.plan_number != before.plan_number else [self.where(cut)]
         return True
 
     def _serve(self) -> bool:

@@ -1,7 +1,7 @@
 """Whether another plan of a running run, a mode and a SPEC, would gain by what its members measure now. docs/planning.md.
 
 Rules
-- A plan has a number, from 1 on (Settings.plan), and this is its one owner. `Moves` brings a new one to all, at one clock.
+- Plans are numbered from 1 on (Settings.plan_number), and this is the one owner. `Moves` brings a new one to all, at one clock.
 - The present way and the others are priced alike, by the newest figures of every member: who has none yet is waited for.
 - A way that gains more than GAIN for --replan-after seconds without a break is proposed, each once in a plan. With --replan
   change it is the next plan.
@@ -43,7 +43,7 @@ class Replans(Decision):
 
     def __init__(self, run: Run, rounds: Rounds, roster: Roster, moves: Moves, coded: Mapping[str, Coded]) -> None:
         self.run, self.rounds, self.roster, self.moves, self.coded = run, rounds, roster, moves, coded
-        self.plan = run.settings.plan  # that all below is of
+        self.plan = run.settings.plan_number  # that all below is of
         self.steps: dict[tuple[int, ...], Steps] = {}  # by member, and the ranks of the worker below it
         self.due_ns, self.since_ns = 0, -1  # the next look; since when another way gains, -1: none does
         self.proposed: set[Way] = set()
@@ -51,7 +51,7 @@ class Replans(Decision):
 
     def heard(self, seat: Seat, rows: tuple[Row, ...]) -> None:
         """A member says what it and those below it measure. A cluster computes as long as the slowest worker below it."""
-        if self.plan != self.run.settings.plan:
+        if self.plan != self.run.settings.plan_number:
             self.anew()
         seat.rows = rows
         for row in rows:
@@ -69,7 +69,7 @@ class Replans(Decision):
         self.steps = {key: steps for key, steps in self.steps.items() if key[0] != seat.worker}
 
     def anew(self) -> None:
-        self.plan, self.since_ns = self.run.settings.plan, -1
+        self.plan, self.since_ns = self.run.settings.plan_number, -1
         self.steps.clear()
         self.proposed.clear()
 
@@ -104,7 +104,7 @@ class Replans(Decision):
         """The cheapest way that the run may go, the present one, and the member with the slowest link."""
         run, children = self.run, self._children()
         open_ = run.started and not run.over and run.mode.rule is not Rule.MIX and self.moves.phase is MovePhase.STILL
-        if not open_ or not children or self.roster.plan is None or self.plan != run.settings.plan:
+        if not open_ or not children or self.roster.plan is None or self.plan != run.settings.plan_number:
             return None
         now = present(run.settings, self.coded)
         ways = [now, *(WAYS if self.moves.fixed else BELOW)]
@@ -114,7 +114,7 @@ class Replans(Decision):
 
     def _propose(self, best: Price, here: Price, seat: Seat, child: Child) -> None:
         run, fixed = self.run, self.moves.fixed
-        number, ratio = run.settings.plan + 1, best.cost / here.cost
+        number, ratio = run.settings.plan_number + 1, best.cost / here.cost
         changes = run.settings.replan == "change" and not fixed
         text = (
             f"plan {number}: {best.way} instead of {here.way} would take {ratio:.2f} of the time to a loss, "

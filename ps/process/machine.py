@@ -141,7 +141,11 @@ def release() -> str:
 
 def resumed(settings: Settings, kept: bytes) -> Settings:
     """The newest plan, where the run may change it: that of a checkpoint, or the one that is known already."""
-    if settings.replan != "change" or not kept or (before := Settings.unpacked(kept)).plan <= settings.plan:
+    if (
+        settings.replan != "change"
+        or not kept
+        or (before := Settings.unpacked(kept)).plan_number <= settings.plan_number
+    ):
         return settings
     return replace(settings, **{name: getattr(before, name) for name in OF_PLAN}).validated()
 
@@ -165,7 +169,7 @@ def machine(process: Process, port: int, lent: Callable[[], bool], own: Secret |
             _, facts = checkpoints.read(folder, 0, restart, only=())
             first_epoch = max(first_epoch, facts.get("epoch", 0) + RUN_EPOCHS)  # a clock may have been set back
             before, settings = settings, resumed(settings, facts.get("settings", b""))
-            if settings.plan > before.plan:
+            if settings.plan_number > before.plan_number:
                 emit("log", name="replan", values=settings.told(restart))
         priced = coded() if settings.compress.startswith("auto") else coded(settings.compress)
         coordinator = Coordinator(settings, first_epoch, restart, child, keys_that_fit(), dict(process.away), priced)

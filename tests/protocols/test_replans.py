@@ -95,7 +95,7 @@ def test_a_way_that_gains_for_long_enough_is_the_next_plan() -> None:
     assert text.startswith("plan 2: ssp, S = ") and "instead of ssp, S = 1, int4 would take 0." in text
     assert "the slowest link, to rank 1 (leipzig), has 5 Mbit/s up" in text and text.endswith("the run changes to it")
     settings = watched.moves.next
-    assert watched.moves.phase is MovePhase.ASKED and settings.plan == 2 and settings.mode().bound
+    assert watched.moves.phase is MovePhase.ASKED and settings.plan_number == 2 and settings.mode().bound
     assert str(present(settings, CODED)) == log.values["to"]
 
 

@@ -88,8 +88,8 @@ class PlanChecker(MoveChecker):
     def _on_generation(self, coordinator: Coordinator, effects: Sequence[ServerEffect]) -> None:
         run = coordinator.run
         before, self.plans[run.generation] = self.plans.get(self.generation), run.settings
-        if before is not None and run.settings.plan < before.plan:
-            raise Violation(f"plan {before.plan} is followed by plan {run.settings.plan}")
+        if before is not None and run.settings.plan_number < before.plan_number:
+            raise Violation(f"plan {before.plan_number} is followed by plan {run.settings.plan_number}")
         self.plan_at = {clock: plan for clock, plan in self.plan_at.items() if clock < run.restart_clock}
         super()._on_generation(coordinator, effects)
 
@@ -100,15 +100,19 @@ class PlanChecker(MoveChecker):
     def _has_plan(self, generation: int, settings: Settings, who: str) -> None:
         plan = self.plans.get(generation)
         if plan is not None and plan != settings:
-            raise Violation(f"{who} has plan {settings.plan} in a generation of plan {plan.plan}: {settings.summary()}")
+            raise Violation(
+                f"{who} has plan {settings.plan_number} in a generation of plan {plan.plan_number}: {settings.summary()}"
+            )
 
     def pushed(self, worker: Worker, clock: int, values: FloatArray, samples: int) -> None:
         super().pushed(worker, clock, values, samples)
         if self.given.generation_of.get((worker.worker, worker.epoch)) != self.generation:
             return  # it does not know yet that its place is none
-        plan = self.plan_at.setdefault(clock, worker.settings.plan)
-        if plan != worker.settings.plan:
-            raise Violation(f"clock {clock} is pushed under plan {plan} and, by {worker.name}, {worker.settings.plan}")
+        plan = self.plan_at.setdefault(clock, worker.settings.plan_number)
+        if plan != worker.settings.plan_number:
+            raise Violation(
+                f"clock {clock} is pushed under plan {plan} and, by {worker.name}, {worker.settings.plan_number}"
+            )
 
     def server_event(self, process: Process, effects: Sequence[ServerEffect], event: Event, source: str) -> None:
         super().server_event(process, effects, event, source)
@@ -142,9 +146,9 @@ class Replanned(Moved):
         narrow = self.drops.narrow <= coordinator.min_clock < self.drops.wide
         self.rate = NARROW if narrow else WIDE
         settings = coordinator.run.settings
-        if settings.plan != self.settings.plan:
+        if settings.plan_number != self.settings.plan_number:
             self.settings = settings  # as ps/command/cluster.py learns it
-            self.plans.append(settings.plan)
+            self.plans.append(settings.plan_number)
             self.sim.struck["plan changed"] += 1
 
     def run(self) -> Replanned:
