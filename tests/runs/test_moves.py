@@ -103,7 +103,7 @@ def test_a_run_that_is_resumed_goes_on_with_its_newest_plan(replan: str, plan: i
     coordinator = OnDisk(settings, tmp_path, resume=True).servers[0].coordinator
     assert coordinator is not None and coordinator.run.restart_clock > CLOCKS
     run = coordinator.run.settings
-    told = (run.plan, run.sync, run.staleness, run.compress)
+    told = (run.plan_number, run.sync, run.staleness, run.compress)
     assert told == ((2, "ssp", 3, "int4") if plan == 2 else (1, "bsp", 0, "dense")), "else the flags hold"
 
 
