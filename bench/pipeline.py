@@ -225,7 +225,9 @@ def killed(way: Way, args: Sequence[str]) -> Result:
 
 
 def shown(value: Any) -> str:
-    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+    if not isinstance(value, float):
+        return "-" if value is None else str(value)
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 @click.command(context_settings={"show_default": True, "ignore_unknown_options": True})

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -164,6 +165,15 @@ def test_eager_1f1b_has_the_same_gradients_and_as_many_micro_batches_as_it_says(
     assert abs(loss - whole) < 1e-6
     assert max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)) < 1e-6
     assert most == [min(MICRO, 4 - stage + sum(in_flight[stage:])) for stage in range(4)] and now == [0] * 4
+
+
+def test_each_edge_has_a_number_of_micro_batches_in_flight() -> None:
+    stage: Any = SimpleNamespace(num_stages=3, stage_index=1)
+    assert ScheduleEager1F1B(stage, 8, in_flight=(5, 1)).warm_up == 3
+    assert ScheduleEager1F1B(stage, 8, in_flight=(0, 70)).warm_up == 8
+    for wrong in ((1,), (1, -1)):
+        with pytest.raises(UsageError, match="in_flight: 3 stages have 2 edges"):
+            ScheduleEager1F1B(stage, 8, in_flight=wrong)
 
 
 def test_int8_gradients_are_near_and_not_the_same() -> None:
