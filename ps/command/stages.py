@@ -1,7 +1,7 @@
 """ps-serve --plan: the servers that stand on this host, of stages, of clusters, and guests: each a ps-serve of its own.
 
 Rules
-- One below another is started once that one answers, on whichever host it is.
+- One that does not find the server above it is started again, until MEET_S: the hosts of a plan begin in any order.
 - Stages go on from one clock. With --resume the hosts tell each other which clocks their checkpoints have, at the addresses of
   their servers, before these start. Later checkpoints are dropped.
 - Where one server fails, all of this host are ended as by Ctrl-C. Where this command is killed, its servers write a checkpoint
@@ -10,15 +10,12 @@ Rules
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
-import socket
 import time
 from pathlib import Path
 
-from narrows.protocols.addresses import parse_address
 from narrows.protocols.errors import RemoteProtocolError, UnreachableError, UsageError
 from narrows.protocols.messages import Buffer
 from narrows.protocols.planning.layout import Layout, Server
@@ -27,7 +24,6 @@ from narrows.protocols.runtime.children import Child, Children
 from narrows.ps.command.console import doing, say
 
 MEET_S = 600.0  # all hosts have begun within this
-DIAL_S = 1.0
 TAG = 0
 
 
@@ -65,30 +61,25 @@ class Servers:
     def __init__(self, servers: list[Server], words: list[list[str]], environment: dict[str, str]) -> None:
         self.servers, self.words, self.environment = servers, words, environment
         self.children = Children()
-        self.waiting = [*range(len(servers))]  # for the server above
         self.started: dict[int, Child] = {}
         self.codes: dict[int, int] = {}  # of those that have ended; negative: by this signal
         self.parent_fd, _ = os.pipe()  # its end tells the servers that we ended, however that was
         self.heard: list[int] = []
+        self.meet_by = time.monotonic() + MEET_S
         signals.hear(self.heard)
 
     def watch(self) -> int:
         """Until all have ended: the code of the first that failed, else 0, or what a signal says."""
-        told, deadline = 0, time.monotonic() + MEET_S
-        for server in self.servers:
-            if server.above:
-                doing(f"{server.name} waits for the server at {server.above} ...")
-        while self.waiting or self.started.keys() - self.codes.keys():
-            self._start()
+        for index in range(len(self.servers)):
+            self._start(index)
+        told = 0
+        while len(self.codes) < len(self.started):
             match self.children.next(0.2):
                 case (index, "exit", code):
                     self._ended(index, code)
                 case (index, kind, str(line)):
                     say(f"{self.servers[index].name}: {line.removeprefix('ps-serve: ')}", error=kind == "err")
-            if self.waiting and time.monotonic() > deadline:
-                self._ended(self.waiting.pop(0), UnreachableError.exit_code)
             for number in self.heard[told:]:
-                self.waiting.clear()
                 for child in self.started.values():
                     child.signal(number)
             told = len(self.heard)
@@ -96,38 +87,21 @@ class Servers:
         failed = [code for code in failed if code and code != 128 + signal.SIGINT]
         return failed[0] if failed else 128 + self.heard[0] if self.heard else 0
 
-    def _start(self) -> None:
-        """Whom nobody above keeps waiting."""
-        for index in [index for index in self.waiting if _answers(self.servers[index].above)]:
-            if not self.heard:
-                self.waiting.remove(index)
-                listens: dict[int | str, str] = {1: "out", 2: "err"}
-                words = self.words[index]
-                passed = {"NARROWS_PARENT_FD": self.parent_fd}
-                self.started[index] = self.children.start(
-                    index, words, self.environment, listens=listens, passed=passed
-                )
+    def _start(self, index: int) -> None:
+        listens: dict[int | str, str] = {1: "out", 2: "err"}
+        words, passed = self.words[index], {"NARROWS_PARENT_FD": self.parent_fd}
+        self.started[index] = self.children.start(index, words, self.environment, listens=listens, passed=passed)
 
     def _ended(self, index: int, code: int) -> None:
+        server = self.servers[index]
+        if code == UnreachableError.exit_code and server.above and not self.heard and time.monotonic() < self.meet_by:
+            doing(f"{server.name} is started again, and waits for the server at {server.above} ...")
+            return self._start(index)
         self.codes[index] = code
         if code and not self.heard:
-            server = self.servers[index]
-            how = (
-                f"ended with exit code {code}"
-                if index in self.started
-                else f"found no server at {server.above} within {MEET_S:.0f} s"
-            )
-            say(f"the server of {server.name} {how}; the others of this host end too", error=True)
+            text = f"the server of {server.name} ended with exit code {code}; the others of this host end too"
+            say(text, error=True)
             self.heard.append(signal.SIGINT)
-
-
-def _answers(address: str) -> bool:
-    """Somebody listens there, or there is nobody to wait for."""
-    with contextlib.suppress(OSError):
-        if address:
-            socket.create_connection(parse_address("--plan:", address), DIAL_S).close()
-        return True
-    return False
 
 
 def go_back(layout: Layout, here: str, folder: Path, keys: str) -> int:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from kit.processes import GONE_S, SCRIPT, Command, descendants, free_ports, started, until
+from kit.processes import GONE_S, LIMIT_S, SCRIPT, Command, descendants, free_ports, started, until
 
 from narrows.protocols.errors import UsageError
 from narrows.ps.command import cli as serve
@@ -61,22 +63,33 @@ def test_hosts_start_their_parts_in_any_order_and_all_end(tmp_path: Path, rows: 
         assert f"samples={rows.get('samples', ['{samples}'])[0]}" in worker.out, worker
 
 
-def test_a_signal_ends_the_servers_of_a_host_and_those_that_still_wait(tmp_path: Path) -> None:
-    file, elsewhere = plan(tmp_path, clusters=[CLUSTER]), tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    lone = plan(elsewhere, clusters=[CLUSTER | {"host": "b"}])
-    with (
-        started("ps-serve", "--plan", file, "--host", "a", "--ready-file", "ready", cwd=tmp_path) as server,
-        started("ps-serve", "--plan", lone, "--host", "b", cwd=elsewhere) as waits,
-    ):
-        until(lambda: "waits for the server at" in waits.out, str(waits))
-        waits.process.send_signal(signal.SIGTERM)
-        assert waits.wait(GONE_S) == 128 + signal.SIGTERM, waits
+def test_a_signal_ends_all_servers_of_a_host(tmp_path: Path) -> None:
+    file = plan(tmp_path, clusters=[CLUSTER])
+    with started("ps-serve", "--plan", file, "--host", "a", "--ready-file", "ready", cwd=tmp_path) as server:
         until(lambda: all((tmp_path / f"ready.{name}-0").exists() for name in ("stage", "cluster")), str(server))
         left = descendants(server.pid)
         server.process.send_signal(signal.SIGTERM)
-        assert len(left) >= 4 and server.wait(GONE_S) == 128 + signal.SIGTERM, server
+        assert len(left) >= 4 and server.wait() == 128 + signal.SIGTERM, server
         until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in left), f"the end of {left}", GONE_S)
+
+
+AGAIN = """
+import sys
+from narrows.protocols.planning.layout import Server, Stage
+from narrows.ps.command.stages import Servers
+server = Server("cluster 0", Stage("a", 1), sys.argv[1], [], "", [])
+sys.exit(Servers([server], [["-c", sys.argv[2]]], {}).watch())
+"""
+
+
+@pytest.mark.parametrize(("above", "code"), [("tcp://127.0.0.1:1", 0), ("", 3)])
+def test_one_that_does_not_find_the_server_above_is_started_again(tmp_path: Path, above: str, code: int) -> None:
+    """It ends with 3 until a file is there, which the first one makes."""
+    there = f"pathlib.Path({str(tmp_path / 'there')!r})"
+    child = f"import pathlib, sys; found = {there}.exists(); {there}.touch(); sys.exit(0 if found else 3)"
+    done = subprocess.run([sys.executable, "-c", AGAIN, above, child], capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == code, done
+    assert ("is started again, and waits for the server at tcp://127.0.0.1:1" in done.stdout) == (not code)
 
 
 def test_a_host_without_a_server_is_told_what_it_has_instead(tmp_path: Path) -> None:
