@@ -174,7 +174,7 @@ def _check(plan: Layout) -> None:
     if not 0 < plan.lease < 86400 or plan.checkpoint_clocks < 1:
         raise UsageError("--plan: lease is a number of seconds above 0, and checkpoint_clocks at least 1")
     for index, stage in enumerate(plan.stages):
-        unknown = set(stage.flags) & set(OURS) | set(stage.flags) - set(Settings.__slots__)
+        unknown = set(stage.flags) & set(OURS) | set(stage.flags) - (set(Settings.__slots__) - {"plan"})
         if unknown:
             raise UsageError(f"--plan: stages[{index}] has the flag {min(unknown)}, which is none of a stage's server")
         try:

@@ -25,6 +25,7 @@ from narrows.protocols.planning.choose import Chooser, choose
 from narrows.protocols.planning.levels import Coded, Groups, Prices, Work, cuts, joined, merges, places
 from narrows.protocols.planning.network import Network, from_places
 from narrows.protocols.planning.ways import BELOW, WAYS, Way
+from narrows.protocols.runtime.flags import given
 from narrows.protocols.settings import Settings
 from narrows.ps.coded import coded
 from narrows.ps.command import cli as serve
@@ -282,8 +283,7 @@ def test_printed_commands_are_ones_that_can_be_pasted(tmp_path: Path, access: li
     workers = [words for words in told(output) if words[0] == "ps-worker"]
     assert len(servers) == 3 and len(workers) == 5
     for words in servers:
-        given = serve.command.make_context("ps-serve", words[1:]).params
-        names = {name: value for name, value in given.items() if name in Settings.__slots__ and value is not None}
+        names = given(serve.command.make_context("ps-serve", words[1:]).params)
         assert Settings(**names).validated().shards == 2
     for words in workers:
         worker.command.make_context("ps-worker", words[1:])
