@@ -37,6 +37,7 @@ OURS = (
     "quorum",
     "lease",
     "checkpoint_clocks",
+    "plan_number",
 )  # flags that follow from the rest of a plan, or that no run of one can have
 
 
