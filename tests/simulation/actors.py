@@ -473,14 +473,14 @@ class Process:
                     run.send(self.up, self.first_port, effect.message)
                 else:
                     run.send(self.port, source_of(effect.peer), effect.message)
-            elif isinstance(effect, e.Log):
-                told = " ".join(f"{k}={v}" for k, v in effect.values.items() if k not in ("host", "text"))
+            elif isinstance(effect, e.Log) and effect.values.get("text") != "":  # without words it is for the process above
+                told = " ".join(f"{k}={v}" for k, v in effect.values.items() if k not in ("host", "text", "settings"))
                 run.sim.note(f"{self.port} log {effect.event} {told}")
             elif isinstance(effect, e.Checkpoint):
                 self._checkpoint(effect.clock)
             elif isinstance(effect, e.Load):
                 self._load(effect.clock)
-            else:
+            elif isinstance(effect, e.Stop):
                 run.over = True
 
     # Killed, and made again.

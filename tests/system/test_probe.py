@@ -60,7 +60,7 @@ def test_machines_with_keys_measure_one_another_within_their_bytes(tmp_path: Pat
     network = Network.parse(document)
     assert network.hosts == ("a", "b") and 0 < network.delay_s[0, 1] < 0.05 and (network.memory_bytes > 0).all()
     sent = sum(flow["sent_bytes"] for link in document["links"] for flow in link["flows"])
-    assert 1 * MB < sent <= 20 * MB
+    assert 1 * MB < sent <= 20.5 * MB  # as above; what a busy machine sends twice counts too
     assert all(0 < flow["bytes"] <= flow["sent_bytes"] for link in document["links"] for flow in link["flows"])
 
     old = document | {"hosts": ["b", "c"], "links": [link | {"from": "b", "to": "c"} for link in document["links"][:1]]}
