@@ -473,7 +473,9 @@ class Process:
                     run.send(self.up, self.first_port, effect.message)
                 else:
                     run.send(self.port, source_of(effect.peer), effect.message)
-            elif isinstance(effect, e.Log) and effect.values.get("text") != "":  # without words it is for the process above
+            elif isinstance(effect, e.Log):
+                if effect.values.get("text") == "":
+                    continue  # it is for the process above
                 told = " ".join(f"{k}={v}" for k, v in effect.values.items() if k not in ("host", "text", "settings"))
                 run.sim.note(f"{self.port} log {effect.event} {told}")
             elif isinstance(effect, e.Checkpoint):
