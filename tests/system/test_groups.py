@@ -35,7 +35,7 @@ from narrows.worker import DistributedOptimizer, clock, local_rank, rank, record
 torch.manual_seed(os.getpid())
 model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2))
 optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01), model)
-print("begins", rank(), world_size(), local_rank(), os.getpid(), clock(), flush=True)
+print(f"begins {rank()} {world_size()} {local_rank()} {os.getpid()} {clock()}\\n", end="", flush=True)
 generator = torch.Generator().manual_seed(0)
 while not os.path.exists(sys.argv[1]) or clock() % 5 or clock() < 20:
     x = torch.randn(12, 8, generator=generator)[rank() :: world_size()]
@@ -48,7 +48,7 @@ while not os.path.exists(sys.argv[1]) or clock() % 5 or clock() < 20:
 optimizer.finish()
 with optimizer.shared():
     weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
-print("ends", rank(), hashlib.sha256(weights).hexdigest(), flush=True)
+print(f"ends {rank()} {hashlib.sha256(weights).hexdigest()}\\n", end="", flush=True)
 """
 
 
@@ -341,7 +341,7 @@ for step in range(20):
 optimizer.finish()
 x = torch.randint(0, 31, (8, 12), generator=generator)
 with optimizer.shared(), torch.no_grad():
-    print("ends", rank(), loss_of(x).item(), flush=True)
+    print(f"ends {rank()} {loss_of(x).item()}\\n", end="", flush=True)
 """
 
 
