@@ -29,7 +29,7 @@ class Shared:
 
 
 def shared(count: int, rounds: Sequence[Sequence[Pair]], rates: Mapping[Pair, float]) -> list[Shared]:
-    """`rates`: bit/s of each way that is known, of `count` machines. The fewest first ones come first."""
+    """Those of the rounds, by their two places. `rates`: bit/s of each way that is known, of `count` machines."""
     table = [[rates.get((a, b), 1.0) for b in range(count)] for a in range(count)]
     delay = [[0.0] * count for _ in range(count)]
     document = {"format": FORMAT, "hosts": [*map(str, range(count))], "delay_s": delay}
