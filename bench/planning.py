@@ -80,6 +80,12 @@ def network_of(cities: Sequence[City]) -> Network:
     return network.of([network.hosts.index(name) for name in names])
 
 
+def cities_of(network: Network, cities: Sequence[City]) -> dict[str, str]:
+    """A name for the address of each machine: those of one city share one, so that their servers have ports apart."""
+    homes = [f"city-{number}" for number, city in enumerate(cities) for _ in range(city.machines)]
+    return dict(zip(network.hosts, homes, strict=True))
+
+
 def by_hand(chooser: Chooser, cities: Sequence[City]) -> Iterator[Choice]:
     """Plans by hand; the root stands where the plan's price says."""
     alone, begin = chooser.alone, 0
@@ -112,6 +118,10 @@ def stretch(way: Way) -> int:
 def step_of(record: Path, steps: int = 1) -> float:
     """Median seconds of a step, each over so many."""
     ends = [step["seconds"] for step in wan.steps_of(record)[wan.SETTLE : -1]]
+    if len(ends) <= steps:
+        raise CommandFailed(
+            f"a run of {len(ends) + wan.SETTLE + 1} steps is too short to be measured: leave out --steps"
+        )
     return float(statistics.median((b - a) / steps for a, b in zip(ends, ends[steps:], strict=False)))
 
 
@@ -208,7 +218,7 @@ def main(networks: str, plans: str, steps: int | None, pause: float, args: str, 
         all_plans = {"plan": choose(network, work)} | {str(k): plan for k, plan in enumerate(by_hand(chooser, cities))}
         for which in plans.split(","):
             plan = all_plans[which]
-            layout = clustered(Places(network, {}), plan, work, 1, insecure=True, keys="")
+            layout = clustered(Places(network, cities_of(network, cities)), plan, work, 1, insecure=True, keys="")
             levels = f"{plan.above}" + (f"; inside {len(plan.clusters)} clusters {plan.below}" if plan.clusters else "")
             try:
                 over = stretch(plan.above)
