@@ -77,7 +77,7 @@ def strike(number: int, *pids: int) -> None:
 
 
 def started(command: Sequence[str], said: Path, host: Host | None) -> subprocess.Popen[Any]:
-    """On this host, None: this machine. What it says is added to `said`."""
+    """Start a command on this host, None: this machine. Its output is added to `said`."""
     with said.open("a") as file:
         return (host.popen if host else subprocess.Popen)(
             command, cwd=launch.ROOT, env=launch.environment(), stdout=file, stderr=file
@@ -98,7 +98,7 @@ class Worker:
     last: dict[str, float] = field(default_factory=dict)
 
     def look(self) -> None:
-        """What its newest record has that was not read."""
+        """Read the lines of its newest record that were not read yet."""
         if not self.records or not self.records[-1].exists():
             return
         with self.records[-1].open("rb") as file:
@@ -161,7 +161,7 @@ class Run:
     ) -> None:
         self.flags, self.steps, self.seed, self.limit_s = list(flags), steps, seed, limit_s
         self.flags += ["--shards", str(shards), "--workers", str(workers), "--replicas", str(int(standby))]
-        # Of a lab two are the servers', the one that serves and the one that stands by, and then each worker has one.
+        # The first two hosts of a lab are for the server and its standby, each of the others is for one worker.
         self.hosts: Sequence[Host | None] = lab.hosts if lab else [None] * (SERVERS + workers)
         self.links: Sequence[Link] = lab.links if lab else []
         self.standby, self.machines, self.numbers = standby, list[Machine](), itertools.count()

@@ -106,7 +106,7 @@ def table(count: int, rounds: int) -> list[str]:
 
 
 def targets(count: int) -> list[str]:
-    """What the issue asks of selection, fold and codings, in one run."""
+    """The speeds of selection, fold and codings beside their aims, from one run."""
     rng = np.random.default_rng(0)
     values, other = rng.standard_normal(count, dtype=np.float32), np.empty(count, np.float32)
     tensor, k = torch.from_numpy(values), round(0.01 * count)
@@ -181,7 +181,7 @@ def ratios(count: int) -> list[str]:
 
 
 def gpt_gradients() -> FloatArray:
-    """Of the byte GPT after a few steps."""
+    """The gradients of the byte GPT after a few steps."""
     sys.path.insert(0, str(launch.ROOT / "bench" / "tasks"))
     import bytelm
 

@@ -52,7 +52,7 @@ def first(count: int) -> npt.NDArray[np.float32]:
 
 
 def measured(topology: str, spec: str, count: int, rounds: int) -> float:
-    """Of the distance at first, after `rounds`."""
+    """The share of the models' first distance that is left after `rounds`."""
     net = Net(topology, spec)
     for _ in range(count):
         net.add(rounds, bound=0)

@@ -1,4 +1,4 @@
-"""What a worker's own work costs on a device, beside what the device's memory allows, and a step with it.
+"""How long a worker's own work takes on a device, beside what the device's memory allows, and a step with it.
 
     python bench/device.py                                    # the first GPU: 1, 10 and 100 M values, then steps
     python bench/device.py --part codes --count 100000000 --spec topk:0.01
@@ -11,7 +11,7 @@ Rules
 - "fold" starts from a payload in host memory: its check on the CPU and its way over PCIe are included. "whole step" is what a
   worker does between two optimizer steps: difference, encode, fold of a state as large, and the replica composed.
 - A step is the median of the script's own, one worker and a server of two shards on this machine: the script alone, with its
-  arrays on the host, and with them on the device. What is not hidden is the step beyond that of the script alone.
+  arrays on the host, and with them on the device. The cost not hidden is the step minus that of the script alone.
 - Without a GPU this exits with 2 and says what is missing.
 """
 
@@ -52,7 +52,7 @@ Rows = dict[str, Callable[[], Any]]
 
 
 def rows_of(home: DeviceHome[torch.Tensor], spec: str, updates: list[torch.Tensor]) -> Rows:
-    """What is timed, by name."""
+    """The calls that are timed, by name."""
     kernels, update, count = home.kernels, updates[0], updates[0].numel()
     spare, residual = home.zeros(count), updates[1].clone()
     feedback = device.DeviceErrorFeedback(kernels, parse(spec), count)

@@ -1,4 +1,4 @@
-"""What the path between two hosts of the lab does to one TCP stream and to single packets."""
+"""Measures the path between two hosts of the lab, with one TCP stream and with single packets."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["SKIPPED", "Stream", "round_trips", "stream"]
 
 
 class Stream(NamedTuple):
-    """What a TCP stream has done."""
+    """The figures of one TCP stream."""
 
     rate: float  # bit/s of payload, once it had found its rate
     payload: int  # bytes that the receiver's program has read

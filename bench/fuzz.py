@@ -7,8 +7,8 @@
 Rules
 - A target takes bytes and returns, or raises an error that names what is wrong with them. Anything else is a finding: another
   exception, a crash, more than LIMIT_S for one input, more than MEMORY_MB.
-- What is accepted must be usable: a message is encoded again, a payload is added into an array.
-- Each target runs in a process of its own. What it finds lies in bench/out/fuzz/TARGET, and so does its corpus.
+- Accepted input must be usable: a message is encoded again, a payload is added into an array.
+- Each target runs in a process of its own. Its findings lie in bench/out/fuzz/TARGET, and so does its corpus.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ PACKED: tuple[Callable[[bytes], object], ...] = (
 
 
 def packed(data: bytes) -> None:
-    """What travels packed in a field: which of them, the first byte says."""
+    """Decodes bytes that travel packed in a field: the first byte says which kind."""
     try:
         PACKED[data[0] % len(PACKED)](data[1:])
     except NarrowsError as error:

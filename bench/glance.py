@@ -1,4 +1,4 @@
-"""What looking at a run costs: a step of it with its page and metrics open, and with neither, in turn.
+"""How much looking at a run costs: a step of it with its page and metrics open, and with neither, in turn.
 
     python bench/glance.py                              # the byte GPT on loopback, 2 workers, 3 rounds
     python bench/glance.py --task digits --workers 4    # short steps: more of them for the same summaries
@@ -73,7 +73,7 @@ class Visitors:
 
 
 def step_s(lines: list[dict[str, Any]]) -> float:
-    """Of the slowest worker."""
+    """The median step of the slowest worker, in seconds."""
     found: list[float] = []
     for worker in {line["local_rank"] for line in lines if line["event"] == "step"}:
         at = [line["seconds"] for line in lines if line["event"] == "step" and line["local_rank"] == worker][SETTLE:]

@@ -1,4 +1,4 @@
-"""What each SPEC holds back of a recorded stream: AdamW's updates of the byte GPT, one process, one thread, no server.
+"""How much each SPEC holds back of a recorded stream: AdamW's updates of the byte GPT, in one thread, with no server.
 
     python bench/held_back.py                                          # all of SPECS
     python bench/held_back.py --specs topk:0.05+int8,topk:0.11+sign    # these

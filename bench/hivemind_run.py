@@ -2,7 +2,7 @@
 
     RANK=0 WORLD_SIZE=2 MASTER_ADDR=... MASTER_PORT=... LAB_ADDRESS=... python bench/hivemind_run.py HOW RECORD.jsonl [flags]
 
-LAB_ADDRESS: of this rank's host. What is averaged crosses as half (Float16Compression). Rank 0 is the first peer of the DHT.
+LAB_ADDRESS: of this rank's host. Means cross as half (Float16Compression). Rank 0 is the first peer of the DHT.
 HOW is one of:
 - delayed: gradients are averaged and the optimizer steps in the background, one round late; the weights are averaged after
   each, as in hivemind's ALBERT example. A step is one of hivemind's epochs: --batch rows of all ranks together, or the more

@@ -9,8 +9,8 @@ Rules
 - Who is struck is killed at a quarter and at half of the steps: a worker, shard 0, shard 1, ps-serve alone, the standby or the
   cluster's server with all its shards. A standby that was lost or serves is replaced by another before the next strike. Without
   a standby ps-serve, or the server of a cluster, dies once: the workers end with 6, and `--resume` goes on to the last step.
-- What each worker was acknowledged is held against what each shard of who serves last has folded (tests/kit/logs.py), on both
-  levels. Of a life that was ended it is held against what that life had folded.
+- The updates that each worker was acknowledged are held against those that each shard of who serves last has folded
+  (tests/kit/logs.py), on both levels. If a life was ended, they are held against those that it had folded.
 - A stall is the longest time in which no worker came to a clock beyond those before. Times are those of ps-worker's record.
 - Losses of undisturbed runs are of `--seeds` seeds, the least and the greatest; all others have seed 0.
 """
@@ -147,7 +147,7 @@ class Run:
     def _standby(self) -> Server:
         return self._serve("--standby", self.server.address)
 
-    # What happens.
+    # The run.
 
     def go(self) -> None:
         code, lost = self._train("first"), self.role.serves and not self.trial.standby
@@ -238,10 +238,10 @@ class Run:
                 server, self.second = self.server, None
                 until(lambda: "goes on without one" in server.command.out, str(server.command))
 
-    # What came of it.
+    # The outcome.
 
     def _read(self, record: Path) -> None:
-        """Of a record: the longest stall, the first and the last clock, the loss."""
+        """Read from a record the longest stall, the first and the last clock, and the loss."""
         top, moved_s = -1, 0.0
         self.began = -1
         for line in record.read_text().splitlines():
@@ -261,7 +261,7 @@ class Run:
         self.wrong += wrong(folded(told), acknowledged, {})
 
     def _above(self) -> None:
-        """What the cluster, in all its lives, was acknowledged by the root, which is the first server of all."""
+        """Check what the root, the first server of all, has acknowledged to the cluster in all its lives."""
         lives = [self.folder / f"server{life}" for life in range(2, self.lives + 1)]
         acknowledged = [*dict.fromkeys(settled_each(lives))]
         self.acknowledged += len(acknowledged)

@@ -16,8 +16,8 @@ In a test or a benchmark:
 Rules
 - link.c says what queue, jitter and loss mean exactly.
 - Bytes are the kernel's, read at the interface: IP packets with their headers, acks and retransmissions.
-- All is gone when the block ends, by an exception or SIGTERM too: processes, links, namespaces. What a killed run has
-  left is found by name, which holds its pid, and removed by the next.
+- All is gone when the block ends, by an exception or SIGTERM too: processes, links, namespaces. Leftovers of a
+  killed run are found by name, which holds its pid, and removed by the next.
 - Needs Linux, root, /dev/net/tun, ip and cc: `available()` says what is missing.
 """
 
@@ -92,7 +92,7 @@ def _capabilities() -> int:
 
 
 class Host:
-    """A network namespace with a loopback of its own. What is started in it ends with the lab."""
+    """A network namespace with a loopback of its own. Processes started in it end with the lab."""
 
     def __init__(self, netns: str) -> None:
         self.netns, self.address = netns, ""

@@ -1,8 +1,8 @@
-"""What the benchmarks share: real ps-serve and ps-worker commands as child processes, and what a result must name.
+"""Shared by the benchmarks: real ps-serve and ps-worker commands as child processes, and what a result must name.
 
 Rules
 - Every process gets one thread for its arithmetic, and no NARROWS_ or rank variable of ours.
-- What is started here is ended here, by its own id.
+- Each process that is started here is ended here, by its own id.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def commit() -> str:
 
 
 def facts() -> dict[str, Any]:
-    """What a figure is worth nothing without."""
+    """The facts without which a figure is worth nothing."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     processor = next((line.split(":")[-1].strip() for line in lines if "model name" in line), platform.processor())
     return {

@@ -1,4 +1,4 @@
-"""What one worker that lies costs a run, with and without the defence that docs/guarantees.md recommends.
+"""How much one worker that lies costs a run, with and without the defence that docs/guarantees.md recommends.
 
     python bench/liars.py                         # byte GPT, one of 4 workers lies, bsp and ssp
     python bench/liars.py --steps 60 --workers 3  # a quick look

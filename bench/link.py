@@ -60,7 +60,7 @@ class Way:
 
 
 class Counts(NamedTuple):
-    """What a way has done, as link.c says."""
+    """The counts of one way so far, as link.c says them."""
 
     packets: int
     bytes: int

@@ -123,7 +123,7 @@ def step_ms(block: Block) -> float:
 
 
 def losses(block: Block) -> list[float]:
-    """Of the global batch, each step: each worker told its share times the number of workers."""
+    """The loss of the global batch at each step: each worker told its share times the number of workers."""
     return [statistics.fmean(step) for step in zip(*(worker["losses"] for worker in block), strict=True)]
 
 

@@ -120,7 +120,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def figures(frame: dict[str, Any]) -> dict[str, Any]:
-    """What does not depend on when one looks."""
+    """The figures of a frame that do not depend on when one looks."""
     of_member = ("path", "host", "clock", "step_seconds", "staleness", "bytes", "step_bytes", "loss")
     members = [{name: each[name] for name in of_member} for each in frame["members"]]
     names = ("clock", "loss", "bytes_up", "bytes_down", "ratio", "curve", "events", "over")

@@ -158,7 +158,7 @@ def kill_stage(pid: int) -> None:
 
 
 def figures(said: str) -> Result:
-    """What the task has printed, of all its stages."""
+    """The figures that the task has printed, over all its stages."""
     steps = [float(each) for each in re.findall(r"median step ([\d.]+) ms", said)]
     differ = [float(a) / float(b) for a, b in re.findall(r"differ by (\S+), the largest is (\S+)", said)]
     losses = re.findall(r"training loss ([\d.]+)", said)

@@ -1,4 +1,4 @@
-"""What ps-plan predicts of a step, and what it takes in the lab: its own plan, and ten that were made by hand.
+"""The step that ps-plan predicts, beside the one measured in the lab: its own plan, and ten that were made by hand.
 
     python bench/planning.py                                    # three networks, all plans; about 20 minutes of an idle machine
     python bench/planning.py --networks cities --plans plan,1 --steps 20
@@ -73,7 +73,7 @@ PLANS = (
 
 
 def network_of(cities: Sequence[City]) -> Network:
-    """What ps-probe finds, run on each machine."""
+    """Run ps-probe on each machine, and return the network that it finds."""
     found, _, _ = probing.probe([city.access for city in cities], PROBE_S, [city.machines for city in cities])
     network = Network.parse(found)
     names = sorted(network.hosts, key=lambda name: int(name.removeprefix("host-")))

@@ -1,4 +1,4 @@
-"""What bench/convergence.py runs: tasks, rows of a table, and the presets that name them."""
+"""The runs of bench/convergence.py: tasks, rows of a table, and the presets that name them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Task:
         return [str(launch.ROOT / "bench" / "tasks" / f"{self.name}.py"), *map(str, flag), "--seed", str(seed)]
 
     def rounded(self, steps: int) -> int:
-        """What the script can run: whole epochs."""
+        """Round down to whole epochs, one at least: the script runs nothing else."""
         whole = self.steps_per_epoch or 1
         return max(1, steps // whole) * whole
 

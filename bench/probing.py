@@ -118,7 +118,7 @@ class Row(NamedTuple):
 
 
 def rows(network: tuple[Access, ...], document: dict[str, Any]) -> Iterator[Row]:
-    """Of each path."""
+    """Yield one row for each path."""
     for link in document["links"]:
         i, j = (int(re.sub(r"\D", "", link[end])) for end in ("from", "to"))
         a, b = network[i], network[j]
@@ -161,7 +161,7 @@ def table(hosts: int, seconds: float) -> Iterator[str]:
 )
 @click.option("--seconds", default=SECONDS, help="at most, of a round")
 def main(chosen: tuple[str, ...], seconds: float) -> None:
-    """What ps-probe finds in networks of the lab."""
+    """Run ps-probe in networks of the lab, and show what it finds."""
     if missing := lab.available():
         raise click.ClickException(missing)
     try:

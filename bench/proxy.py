@@ -1,7 +1,7 @@
 """A slow road between workers and servers: a TCP forwarder that holds every chunk of bytes for a fixed time.
 
-Both directions are held alike, order is kept, bandwidth is not limited; the end of a stream is held too. What one way of one
-connection holds is bounded by HELD_BYTES_MAX, then reading pauses and TCP slows the sender down.
+Both directions are held alike, order is kept, bandwidth is not limited; the end of a stream is held too. One way of one
+connection holds HELD_BYTES_MAX at most, then reading pauses and TCP slows the sender down.
 
 A run of several shards tells its workers ports, and they dial those on the host that they dialled first. So the proxy
 listens on another loopback address with the same ports:

@@ -1,4 +1,4 @@
-"""What should a worker train on, when its own updates are sparse, late, and folded before or after the others'?
+"""Which state should a worker train on, when its own updates are sparse, late, and folded before or after the others'?
 
 One process and virtual time, no sockets: W workers train bench/tasks/bytelm.py under `ssp` or `async`. Each has its
 own replica and its own AdamW; it pushes the top-k of its update and residual, which the server adds at weight 1/W after
@@ -77,7 +77,7 @@ def pulled_and_residual(worker: Worker, min_clock: int, weight: float, window: i
 
 
 def in_flight_at_share(worker: Worker, min_clock: int, weight: float, window: int | None) -> Tensor | float:
-    """What the state would be, were the link instant: updates in flight at the weight that they will be folded at."""
+    """The state as if the link were instant: updates in flight at the weight that they will be folded at."""
     return worker.residual + weight * sum(u for c, u in worker.sent.items() if c >= worker.folded)
 
 
@@ -97,7 +97,7 @@ def first_own(worker: Worker, min_clock: int, window: int | None) -> int:
     return min_clock if window is None else max(min_clock, worker.clock - window)
 
 
-# What is added to the pulled state. `weight` is 1/W; own clocks are 0..clock-1.
+# Each rule returns what is added to the pulled state. `weight` is 1/W; own clocks are 0..clock-1.
 RULES: dict[str, Callable[[Worker, int, float, int | None], Tensor | float]] = {
     "pulled": pulled,
     "pulled + residual": pulled_and_residual,
@@ -124,7 +124,7 @@ def compress(x: Tensor, density: float, int8: bool) -> Tensor:
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained: given as functions, so that the simulation below knows no task."""
+    """The training that is simulated: given as functions, so that the simulation below knows no task."""
 
     build: Callable[[], nn.Module]
     optimizer: Callable[[nn.Module], torch.optim.Optimizer]

@@ -42,7 +42,7 @@ START_S = 240.0
 
 @dataclass
 class Seen:
-    """Of a run: steps so far at each look, and what the server's record said when."""
+    """A run as it was watched: steps so far at each look, and what the server's record said when."""
 
     steps: Follower
     record: Path
@@ -121,7 +121,7 @@ def measure(begins: str, replan: str, after_s: float, steps: int, way: Way, narr
 @click.option("--narrow", type=lab.RATE, default="5mbit")
 @click.option("--delay", type=lab.TIME, default="10ms", help="one way")
 def main(begins: str, replan: str, after_s: float, steps: int, rate: float, narrow: float, delay: float) -> None:
-    """What --replan does when a link gets narrow."""
+    """Show what --replan does when a link gets narrow."""
     if missing := lab.available():
         raise click.ClickException(missing)
     try:

@@ -1,4 +1,4 @@
-"""What bytelm.py trains, and how updates are coded, for many replicas at once: one batch of arrays, on any device.
+"""The training of bytelm.py, and the codes of updates, for many replicas at once: one batch of arrays, on any device.
 
 - The model, its rows and held-out loss, AdamW and Muon: as bytelm.py and torch.optim have them, to rounding.
 - A code gives what a receiver decodes, not bytes. It selects and rounds as compression/ does, but for the exact borders of

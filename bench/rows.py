@@ -30,8 +30,8 @@ MODES = {"bsp": ("--sync", "bsp"), "ssp": ("--sync", "ssp", "--compress", "topk:
 
 
 def measure(mode: str, rows: int, dim: int, steps: int, workers: int, shards: int, limit_s: float) -> dict[str, Any]:
-    """Of one run: peak and own memory of the worker that has most, MB; bytes up and down, and of the rows that were touched, a
-    step; and its seconds. Raises CommandFailed."""
+    """Measure one run: peak and own memory of the worker that has most, MB; bytes up and down, and of the rows that
+    were touched, a step; and its seconds. Raises CommandFailed."""
     with tempfile.TemporaryDirectory() as folder:
         record = Path(folder) / "record"
         command = [sys.executable, "-m", "narrows.worker.command.cli", "-n", str(workers), "--shards", str(shards)]

@@ -153,7 +153,7 @@ def networks(seeds: int, evaluations: int) -> None:
 
 
 def spread(found: list[tuple[float, int]]) -> str:
-    """Of (total, found at): the totals' best, median and worst, and the median evaluation that found them."""
+    """Format pairs (total, found at): the totals' best, median and worst, and the median evaluation that found them."""
     totals, at = zip(*found, strict=True)
     return ", ".join(f"{of(totals):.2f}" for of in (min, statistics.median, max)) + f", {statistics.median(at):.0f}"
 

@@ -51,7 +51,7 @@ TELL_S = 60  # between two lines of progress, where nobody watches
 
 @dataclass
 class Tally:
-    """What some runs came to."""
+    """The totals of some runs."""
 
     kinds: Counter[str] = field(default_factory=Counter)  # of KINDS
     cpu_ns: Counter[str] = field(default_factory=Counter)  # of each kind

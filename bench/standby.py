@@ -1,4 +1,4 @@
-"""What a standby costs: a step of the byte GPT with one and without, in turn.
+"""How much a standby costs: a step of the byte GPT with one and without, in turn.
 
     python bench/standby.py                                   # two cities, 20 Mbit/s and 60 ms between them
     python bench/standby.py --link loopback --rounds 5        # everything on this machine

@@ -1,4 +1,4 @@
-"""What a worker's step costs while its partner is 4 times slower, against what it costs while both are alike.
+"""How much a worker's step costs while its partner is 4 times slower, against what it costs while both are alike.
 
     python bench/straggler.py                      # every mode, 3 rounds of 40 + 40 steps of the fast worker
     python bench/straggler.py --rows async --rounds 6
@@ -55,7 +55,7 @@ Result = dict[str, Any]
 
 @contextmanager
 def pinned(cores: set[int]) -> Iterator[None]:
-    """What is started meanwhile runs on these cores, with all its threads and children."""
+    """Inside, this thread runs on these cores, and each process that it starts does, with its threads and children."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
     try:
@@ -98,7 +98,7 @@ def processor_s(root: int) -> float:
 
 
 def block_figures(fast: Sequence[Result], slow: Sequence[Result], server_s: float) -> Result:
-    """Of one block; `server_s`: of processor that the server had in all of it."""
+    """The figures of one block; `server_s`: seconds of processor that the server had in all of it."""
     kept = fast[SETTLE:]
     partner = [b["at"] - a["at"] for a, b in pairwise(slow) if kept[0]["at"] <= b["at"] <= kept[-1]["at"]]
     return {
@@ -163,7 +163,7 @@ def of(blocks: Sequence[Result], phase: str, name: str) -> list[float]:
 
 
 def ratio(blocks: Sequence[Result]) -> float:
-    """Of the fast worker's step with a slowed partner to that with one like itself."""
+    """The ratio of the fast worker's step with a slowed partner to that with one like itself."""
     return statistics.median(of(blocks, "slow", "step_ms")) / statistics.median(of(blocks, "even", "step_ms"))
 
 

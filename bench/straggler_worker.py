@@ -3,7 +3,7 @@
     STRAGGLER_PHASE   a file, read after each step: "even", "slow" or "end"
     STRAGGLER_TIMES   while it says "slow", a step of this worker costs so many times what it costs else; 1: never slowed
 
-What makes it slow keeps its core busy, as a slow processor is: a worker that slept would leave its core to the others. It lets
+The slowing keeps its core busy, as a slow processor is: a worker that slept would leave its core to the others. It lets
 the interpreter go meanwhile, as a step does, so that the session's own thread answers as ever.
 """
 

@@ -50,7 +50,7 @@ DEVICE = "wan0"
 TRACED = 2  # workers of the run whose rounds are listed
 LIMIT_S = 240.0
 
-# Of Linux, where the module socket does not name them.
+# Linux's numbers that the module socket does not name.
 ETH_P_ALL, PACKET_OUTGOING, SO_RCVBUFFORCE, SO_TIMESTAMPNS, PACKET_STATISTICS = 3, 4, 33, 35, 6
 SOL_PACKET = 263
 BUFFER_BYTES = 256 << 20  # all that comes while the listening thread waits for a core
@@ -76,7 +76,7 @@ class Segment(NamedTuple):
 
 
 class Listener:
-    """What passes one interface while the block lasts; `whole`: with what the packets carry, not headers alone."""
+    """Hears what passes one interface while the block lasts; `whole`: with the packets' contents, not headers alone."""
 
     def __init__(self, host: lab.Host, whole: bool) -> None:
         self.take = PACKET_BYTES if whole else HEADER_BYTES
@@ -176,7 +176,7 @@ class Exchange(NamedTuple):
 
 
 def exchanges(here: Sequence[Segment], there: Sequence[Segment]) -> list[dict[int, Exchange]]:
-    """Of each shard, by clock; `here`: heard at the cluster."""
+    """The exchanges of each shard, by clock; `here`: heard at the cluster, `there`: at the root."""
     flows: dict[tuple[bool, tuple[int, int]], list[Segment]] = defaultdict(list)
     for near, segments in (True, here), (False, there):
         for segment in segments:
@@ -205,7 +205,7 @@ def exchanges(here: Sequence[Segment], there: Sequence[Segment]) -> list[dict[in
 
 
 def overlap(intervals: Sequence[Interval]) -> tuple[float, float]:
-    """What two share: of what they cover together, and of the shorter one."""
+    """The time that two intervals share, divided by what they cover together, and by the shorter one."""
     (first, second), shorter = sorted(intervals), min(end - begin for begin, end in intervals)
     shared = max(0.0, min(first[1], second[1]) - second[0])
     return shared / (max(first[1], second[1]) - first[0]), shared / shorter

@@ -40,7 +40,7 @@ class Runs:
         return [(row, found) for row in each if (found := self.found(commit, row))]
 
     def newest_commit(self) -> str:
-        """Of the runs of these steps."""
+        """The commit of the newest run of these steps."""
         mine = [r for r in self.results if r["task"] == self.task.name and r["steps"] == self.steps]
         return str(mine[-1]["commit"]) if mine else "none"
 

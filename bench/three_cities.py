@@ -67,7 +67,7 @@ class Shell:
             return host.popen(["bash", "-c", line], stdout=log, stderr=log, cwd=self.folder, env=self.environment)
 
     def ended(self, name: str, host: lab.Host, line: str, process: subprocess.Popen[Any], deadline: float) -> str:
-        """What it said; that is printed too, but for what it was doing. Raises CommandFailed."""
+        """Wait for a command, print what it said without progress lines, and return all of it. Raises CommandFailed."""
         try:
             code: int | str = process.wait(max(CALM_S, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:

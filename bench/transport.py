@@ -5,7 +5,7 @@
     python bench/transport.py --keys                with what keys cost (CURVE), in two more columns
 
 Rules
-- What is timed is `optimizer.step()` whole: gradient out of p.grad, to the server, folded there (a step of SGD, or the
+- Times are of `optimizer.step()` whole: gradient out of p.grad, to the server, folded there (a step of SGD, or the
   addition of an update), the new state back and written into the parameters. Under bsp a step waits for all of that; under
   ssp and async the answer to the step before is on its way meanwhile.
 - The echo is DEALER to ROUTER and back with no copy of ours at either end: the same bytes each way, in frames of 1, 2 and

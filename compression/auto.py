@@ -41,7 +41,7 @@ class Rung:
 
     @property
     def share(self) -> float:
-        """Of fp32's bytes."""
+        """The payload's bytes as a share of fp32's."""
         return self.bytes / 4
 
 
@@ -104,7 +104,7 @@ def ladder(spec: str, sparse: bool = True) -> Ladder:
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """What one clock of a worker was measured to cost. 0 bytes: nothing was timed that way."""
+    """The measured cost of one clock of a worker. 0 bytes: nothing was timed that way."""
 
     compute_s: float  # neither waiting nor encoding
     encode_s: float  # with the rung of this clock
@@ -125,7 +125,7 @@ class Switch:
 
 
 class _Median:
-    """Of the newest WINDOW values."""
+    """The median of the newest WINDOW values."""
 
     def __init__(self) -> None:
         self.values: deque[float] = deque(maxlen=WINDOW)

@@ -1,5 +1,5 @@
-"""Pieces of a model as they travel: values of keys [begin, end), coded by one of CODECS. What is done with a piece of any
-codec is here and nowhere else, on arrays of the host; arrays on a device get the same methods.
+"""Pieces of a model as they travel: values of keys [begin, end), coded by one of CODECS. Everything that is done with a
+piece of any codec is here and nowhere else, on arrays of the host; arrays on a device get the same methods.
 """
 
 import math
@@ -22,7 +22,7 @@ VOID = -1  # in the place of values that count for nothing; it never travels
 
 
 class PieceLike(Protocol):
-    """What is needed of a piece; messages that carry values are pieces too."""
+    """The attributes that every piece has; messages that carry values are pieces too."""
 
     @property
     def codec(self) -> int: ...
@@ -111,7 +111,7 @@ def raw_pieces(values: FloatArray, origin: int, cuts: Iterable[tuple[int, int]])
 
 
 def coded_piece(payload: Payload, begin: int, end: int) -> Piece:
-    """What a compressor made of keys [begin, end)."""
+    """The piece of keys [begin, end) whose payload a compressor made."""
     return Piece(CODED, begin, end, payload)
 
 

@@ -94,8 +94,8 @@ class Home(Protocol[A]):
         """The values at these positions; where they are on a device, this waits for it."""
 
     def sampling(self, values: A, places: Any, turn: int) -> Sample:
-        """The same of the values as they are now, on its way. Of each of two turns one may be under way; it is read before the
-        next is begun."""
+        """The same of the values as they are now, on its way. Each of two turns may have one under way; it is read
+        before the next is begun."""
 
     def any(self, values: A) -> bool:
         """Whether any is not zero; waits likewise."""

@@ -24,7 +24,7 @@ ReadIndices = Callable[
 
 
 class CodedIndices(NamedTuple):
-    """What a header and a body say of indices."""
+    """The indices as the header and the body of a payload say them."""
 
     wire_id: int
     parameter: int

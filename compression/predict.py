@@ -46,7 +46,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of one worker: seconds of an inner step, seconds to encode one update, bytes of an exchange each way."""
+    """One worker's cost: seconds of an inner step, seconds to encode one update, bytes of an exchange each way."""
 
     compute_s: float
     encode_s: float

@@ -1,4 +1,4 @@
-"""What a reducer is: the first stage of a chain, which keeps some of many values as they are."""
+"""The interface of a reducer: the first stage of a chain, which keeps some of many values as they are."""
 
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol

@@ -1,7 +1,7 @@
 """Reducers that keep some values as they are: top-k, the k largest of each block, random ones, those above a threshold.
 
 Top-k by magnitude: Aji & Heafield 2017 (1704.05021), Stich et al. 2018 (1809.07599); with error feedback it converges as
-SGD does. Of equal magnitudes the lowest indices are kept; zeros never are, so there may be fewer than k.
+SGD does. Among equal magnitudes the lowest indices are kept; zeros never are, so there may be fewer than k.
 """
 
 import math
@@ -47,7 +47,7 @@ NOTHING = CodedIndices(1, 0, np.empty(0, np.uint8))  # Rice, of no index
 
 
 class _Selecting(ABC):
-    """What all members have in common that keep values as they are."""
+    """The base class of all reducers that keep values as they are."""
 
     unbiased = False
 
@@ -208,7 +208,7 @@ class Cycle(_Selecting):
         return Reduced(read_only(np.ascontiguousarray(values[memory.step % self.stride :: self.stride])), indices)
 
     def indices(self, count: int, memory: Memory) -> CodedIndices:
-        """What this step takes; where arrays are shorter than a cycle, maybe nothing."""
+        """The indices that this step takes; where arrays are shorter than a cycle, maybe none."""
         phase = memory.step % self.stride
         parameter = phase * STRIDE_UNIT + self.stride if phase < count else 0
         return CodedIndices(STRIDE.wire_id, parameter, np.empty(0, np.uint8))
@@ -216,9 +216,9 @@ class Cycle(_Selecting):
 
 @dataclass(frozen=True)
 class CycleTop(Cycle):
-    """Of what Cycle takes on this step, the k = max(1, round(share * their number)) largest, as TopK takes them.
+    """The k = max(1, round(share * n)) largest, as TopK takes them, of the n values that Cycle takes on this step.
 
-    What a step leaves out waits for the next turn of its place, so that a turn sends what has gathered most.
+    A value that a step leaves out waits for the next turn of its place: a turn sends those that have gathered most.
     """
 
     share: float

@@ -1,7 +1,7 @@
 """How values travel: the second axis of a chain. A member turns float32 values into bytes of a fixed count and back.
 
-VALUE_CODINGS is the wire's table; a number, once given, is never used for anything else. What a decoder opens is
-checked in full first, so reading cannot fail. A lossy coding is a row: its sections, one after the other, and its kernels,
+VALUE_CODINGS is the wire's table; a number, once given, is never used for anything else. A decoder checks in
+full what it opens, so reading cannot fail. A lossy coding is a row: its sections, one after the other, and its kernels,
 which take values, then sections, and sections, then values.
 """
 
@@ -25,7 +25,7 @@ assert all(CHUNK % block == 0 for block in (INT8_BLOCK, INT4_BLOCK, SIGN_BLOCK, 
 
 
 class Key(NamedTuple):
-    """What random numbers of one encode follow from: the stream's seed and its step, 32 bits each."""
+    """The random numbers of one encode follow from it: the stream's seed and its step, 32 bits each."""
 
     seed: int
     step: int

@@ -33,7 +33,7 @@ Walk = dict[tuple[str, str], None]  # file and function, in the order of the fir
 
 
 def walked(call: Callable[[], Any]) -> tuple[Any, Walk]:
-    """What `call` returns, and the functions of the product that it passed."""
+    """Return what `call` returns, and the functions of the product that it passed."""
     walk: Walk = {}
 
     def seen(frame: FrameType, event: str, argument: object) -> None:
@@ -98,7 +98,7 @@ def numbered(ledger: m.Ledger, version: int) -> m.Ledger:
 
 
 def kind_of(message: m.Message, before: m.Ledger) -> str:
-    """What this message is to a shard that has the ledger `before`; "" for what is not looked at."""
+    """Name the kind of this message for a shard that has the ledger `before`; "" for kinds that are not looked at."""
     if isinstance(message, m.Push):
         return "a push in one part" if message.parts == 1 else ""
     if not isinstance(message, m.Ledger) or not before.started:

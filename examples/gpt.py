@@ -57,7 +57,7 @@ class GPT(nn.Module):
 
 
 def rate(step: int, steps: int) -> float:
-    """Of the peak: up over a tenth of the steps, then along a cosine down to a tenth."""
+    """The share of the peak rate: it rises over a tenth of the steps, then falls along a cosine to a tenth."""
     warm = steps // 10
     if step < warm:
         return (step + 1) / (warm + 1)

@@ -14,7 +14,7 @@ from narrows.worker import DistributedOptimizer, rank, world_size  # 1
 
 
 class SharedModel(TrainerCallback):
-    """What is saved and evaluated is the shared model. Trainer itself calls eval() before it evaluates, not before it saves."""
+    """Trainer saves and evaluates the shared model. It calls eval() itself before it evaluates, not before it saves."""
 
     def on_step_end(self, args, state, control, optimizer=None, **rest):
         if control.should_save or control.should_evaluate:

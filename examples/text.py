@@ -1,4 +1,4 @@
-"""What the examples train on: the text of Python's own standard library, as bytes."""
+"""The data that the examples train on: the text of Python's own standard library, as bytes."""
 
 import sysconfig
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What many tests ask for by name."""
+"""Fixtures that many tests ask for by name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 
 def pytest_collection_finish() -> None:
-    """What was imported and collected is no garbage: a simulated run makes much, and all would be looked at each time."""
+    """Imported and collected objects are no garbage: a simulated run makes much, and each search for it would visit them."""
     gc.collect()
     gc.freeze()
 

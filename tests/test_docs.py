@@ -103,7 +103,7 @@ def test_each_guarantee_names_a_test_that_is_there() -> None:
 
 
 def public() -> dict[str, Any]:
-    """What narrows.worker has for scripts, as docs/api.md writes it."""
+    """The public names of narrows.worker and their objects, as docs/api.md writes them."""
     methods = {f".{name}": value for name, value in vars(DistributedOptimizer).items() if inspect.isroutine(value)}
     found = {name: getattr(worker, name) for name in worker.__all__} | methods
     return {name: value for name, value in found.items() if not name.startswith("._")}

@@ -36,7 +36,7 @@ RUNNERS = (
     *("worker/runner.py", "worker/hub.py", "worker/session.py"),
 )
 
-# What a deterministic machine cannot know: sockets, threads, clocks, files, processes, randomness, logs.
+# Modules that a deterministic machine cannot use: sockets, threads, clocks, files, processes, randomness, logs.
 IMPURE = {
     *("socket", "socketserver", "select", "selectors", "ssl", "http", "urllib", "zmq"),
     *("threading", "_thread", "asyncio", "concurrent", "queue", "sched", "signal", "multiprocessing", "subprocess"),

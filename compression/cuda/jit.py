@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeAlias, TypeVar, cast
 import numpy
 from llvmlite import ir
 
-# Kernels are typed by Numba. To mypy, which would take their arithmetic for NumPy's, both modules are untyped.
+# Kernels are typed by Numba. Both modules are untyped for mypy, which would take their arithmetic for NumPy's.
 cuda, types, cgutils, driver, devicearray, extending = (
     import_module(f"numba.cuda{name}")
     for name in ("", ".types", ".cgutils", ".cudadrv.driver", ".cudadrv.devicearray", ".extending")
@@ -23,8 +23,8 @@ cuda, types, cgutils, driver, devicearray, extending = (
 config: Any = import_module("numba.cuda.core.config")
 np: Any = numpy
 DeviceArray: TypeAlias = Any  # numba's device array; in the simulator a wrapper around an ndarray
-# Of a kernel's arguments those that it writes to, also in part; of a tuple of four arrays, the last one. Tests look whether
-# that is so, and see from it which launches must not run at once.
+# These mark the arguments that a kernel writes to, also in part; of a tuple of four arrays, the last one. Tests check
+# this, and see from it which launches must not run at once.
 Written: TypeAlias = Annotated[Any, "written"]
 LastWritten: TypeAlias = Annotated[Any, "last written"]
 Four: TypeAlias = tuple[Any, Any, Any, Any]

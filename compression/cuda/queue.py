@@ -1,4 +1,4 @@
-"""What runs in order on one stream of one device: launches, copies, and the scratch memory that they share.
+"""Work that runs in order on one stream of one device: launches, copies, and the scratch memory that they share.
 
 Rules
 - Each launch, memset and copy names its stream. It is the caller's (torch's current one), so what the caller has put
@@ -48,7 +48,7 @@ class Landing:
 
 
 class Queue:
-    """Of device `number`. Not for two threads at once.
+    """The queue of device `number`. Not for two threads at once.
 
     allocate: makes arrays of so many bytes with a __cuda_array_interface__, so that memory comes from one pool, as torch's;
     None: numba's. current: the stream of the caller, a CUstream; 0: the legacy default stream.
@@ -73,8 +73,8 @@ class Queue:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """What this thread launches inside goes to this device, on the caller's stream: after what it has launched before, on
-        another stream too, for scratch is one."""
+        """Inside, this thread launches on this device, on the caller's stream: after what it has launched before, on
+        another stream too, for all streams share the scratch memory."""
         with cuda.gpus[self.number]:
             stream = self.current()
             if stream != self._current:
@@ -165,7 +165,7 @@ class Queue:
             self.counts["device copies"] += 1
             target.copy_to_device(source, stream=self.stream)
 
-    # To the host and back.
+    # Copies to the host and back.
 
     def pinned(self, count: int) -> npt.NDArray[numpy.uint8]:
         """Host memory that the device writes to directly; page-locking takes milliseconds, so keep it."""

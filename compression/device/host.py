@@ -46,7 +46,7 @@ CODINGS = {coding.decode_kernel.__name__.removeprefix("decode_"): coding for cod
 
 
 class HostArray(np.ndarray[Any, np.dtype[Any]]):
-    """What is used of numba's device arrays."""
+    """A NumPy array with those methods of numba's device arrays that are called here."""
 
     def copy_to_host(self) -> npt.NDArray[Any]:
         return np.array(self)
@@ -99,7 +99,7 @@ class HostKernels:
         yield
 
     def view(self, array: Any) -> HostArray:
-        """Of a NumPy array, or of a torch tensor on the CPU: no copy."""
+        """Return a NumPy array, or a torch tensor on the CPU, as a HostArray, without a copy."""
         if not isinstance(array, np.ndarray):
             if not hasattr(array, "numpy"):
                 raise TypeError(f"{type(array).__name__} is no array of this device")

@@ -1,4 +1,4 @@
-"""What kernels of a device fuse with a selection: the sum that error feedback makes."""
+"""The sum that error feedback makes: kernels of a device fuse it with a selection."""
 
 from typing import Any, NamedTuple
 

@@ -53,7 +53,7 @@ def test_a_name_says_what_runs(row: Any) -> None:
 
 
 class Tried(Campaign):
-    """Whose runs end at a loss that a function of rate and seed knows."""
+    """A campaign whose runs end at a loss that a function of rate and seed knows."""
 
     def __init__(self, path: Path, loss: Callable[[float, int], float | None]) -> None:
         super().__init__(TUNED, TUNED.tasks[0], 400, path, 0.0, 0.0)

@@ -204,7 +204,7 @@ def test_a_threshold_by_sample_keeps_about_the_density() -> None:
 
 
 def test_the_window_gain_is_the_products() -> None:
-    """Of two runs of three workers whose updates agree more and more."""
+    """Two runs of three workers are compared; their updates agree more and more."""
     gain = lockstep.Windows(500, "cpu")
     true = [TrueGain(0.0) for _ in range(2)]
     for clock in range(4 * WINDOW + 3):

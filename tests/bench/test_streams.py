@@ -1,4 +1,4 @@
-"""What bench/streams.py reads off a link: bytes in their order, when each passed first, and the messages in them."""
+"""Checks what bench/streams.py reads off a link: bytes in order, when each passed first, and the messages in them."""
 
 from __future__ import annotations
 

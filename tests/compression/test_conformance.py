@@ -106,7 +106,7 @@ def conform(spec: str, values: Array) -> None:
     if compressor.lossless:
         assert same_bits(decoded, values)
 
-    # What error feedback keeps: the input without what was sent, exactly or to the stated rounding.
+    # Error feedback keeps the input without what was sent, exactly or to the stated rounding.
     contraction = compressor.contraction()
     if contraction is not compressor:
         payload = contraction.encode(values)

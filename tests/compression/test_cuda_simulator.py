@@ -1,6 +1,6 @@
 """The CUDA kernels and DeviceErrorFeedback, in processes of their own: in numba-cuda's simulator, and on a GPU if there is one.
 
-What they do is in cuda_checks.py.
+cuda_checks.py says what they do.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""What a worker does on a GPU, but for the GPU's own kernels: torch tensors of the CPU, real sizes, the host's kernels."""
+"""A worker's work on a GPU, but for the GPU's own kernels: torch tensors of the CPU, real sizes, the host's kernels."""
 
 from __future__ import annotations
 

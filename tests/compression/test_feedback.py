@@ -182,7 +182,7 @@ def test_momentum_correction_trains() -> None:
 
 
 def test_every_encode_is_a_step() -> None:
-    """Of any SPEC, so that a change of it finds the stream where it is."""
+    """It holds for any SPEC, so that a change of it finds the stream where it is."""
     for spec in ("dense", "int8", "topk:0.1", "lz4"):
         feedback = ErrorFeedback(parse(spec), 100)
         for _ in range(3):

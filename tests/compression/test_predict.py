@@ -56,6 +56,6 @@ OWN_S = 0.110  # of a step with its encoding, where the link is 1 Gbit/s
     (112 * 50, 1, 50, 221),  # local, the mean (README.md)
 ])  # fmt: skip
 def test_what_was_measured(kilobytes: float, window: int, local_steps: int, ms: float) -> None:
-    """To 15 %."""
+    """The prediction is within 15 %."""
     link, size = Link.parse("20mbit,60ms"), 1e3 * kilobytes
     assert step_s(link, Cost(OWN_S, 0.0, size, size), window, local_steps) * 1e3 == pytest.approx(ms, rel=0.15)

@@ -1,4 +1,4 @@
-"""What a SPEC is worth: ratios, entropy, mass, bias, rank; on random numbers and on gradients of the byte GPT."""
+"""The worth of a SPEC: ratios, entropy, mass, bias, rank; on random numbers and on gradients of the byte GPT."""
 
 import math
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from narrows.compression.index_codings import GROUPED_RICE, RICE
 
 
 def gradients() -> Array:
-    """Of the byte GPT after a few steps of AdamW, flat: clustered by row and tensor as no random numbers are."""
+    """Flat gradients of the byte GPT after 4 steps of AdamW: clustered by row and tensor as no random numbers are."""
     torch.manual_seed(0)
     model = bytelm.ByteGPT(layers=2, width=96, heads=3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)

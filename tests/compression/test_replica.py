@@ -1,4 +1,4 @@
-"""What an `ArrayReplica` (protocols/member/replica.py) must do, against the obvious arrays, wherever its arrays live."""
+"""Checks an `ArrayReplica` (protocols/member/replica.py) against the obvious arrays, wherever its arrays live."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def made(member: str, spec: str) -> HostReplica:
 
 
 def values_of(pieces: Sequence[Piece], begin: int, end: int) -> Array:
-    """What pieces of all these keys hold."""
+    """The values of keys [begin, end), read from pieces that cover them."""
     out = np.zeros(end - begin, np.float32)
     for piece in pieces:
         at = out[piece.begin - begin : piece.end - begin]
@@ -82,7 +82,7 @@ def test_what_was_sent_and_the_residual_are_what_was_given(member: str, spec: st
 @pytest.mark.parametrize("size", [1e-30, 1.0, 1e25])
 @pytest.mark.parametrize("member", MEMBERS)
 def test_what_is_held_back_is_the_residual_in_norms_of_an_update(member: str, size: float) -> None:
-    """Of float32 values whose squares are none."""
+    """It holds for float32 values whose squares are no float32, too."""
     home = MEMBERS[member]()
     feedback = home.feedback(parse("topk:0.1"), 300, 0)
     update = np.full(300, size, np.float32)

@@ -58,7 +58,7 @@ def slower(optimizer: torch.optim.Optimizer) -> None:
 
 
 def alone(kind: str, steps: int, scheduled: bool = True, lost: int = -1) -> Bags:
-    """What one process ends with on the whole batch; one that does all but take the step `lost`."""
+    """The model that one process ends with on the whole batch. At step `lost` it does all but update the parameters."""
     model = Bags()
     with torch.sparse.check_sparse_tensor_invariants():  # torch warns where nobody says
         each = OPTIMIZERS[kind](model)

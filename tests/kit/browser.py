@@ -49,7 +49,7 @@ class Browser:
         return self.call("POST", "/execute/sync", script=script, args=[])
 
     def until(self, script: str, limit_s: float = START_S) -> Any:
-        """What `script` returns, once that is true."""
+        """Wait until `script` returns something true, and return it."""
         deadline = time.monotonic() + limit_s
         while not (found := self.run(script)):
             assert time.monotonic() < deadline, f"not within {limit_s:g} s: {script}"
@@ -57,7 +57,7 @@ class Browser:
         return found
 
     def complaints(self) -> list[str]:
-        """What the console of the page has said."""
+        """The messages in the console of the page."""
         return [line["message"] for line in self.call("POST", "/se/log", type="browser")]
 
     def scheme(self, name: str) -> None:

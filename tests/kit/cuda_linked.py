@@ -1,4 +1,4 @@
-"""What compilers make of each CUDA kernel, on machines without a GPU: PTX, and registers and shared memory of the machine code.
+"""Compiles each CUDA kernel without a GPU, to PTX and to machine code, with its registers and shared memory.
 
 cd tests; python -m kit.cuda_linked          the table of docs/design/kernels.md
 """

@@ -63,6 +63,6 @@ def history_of(*events: dict[str, Any]) -> History:
 
 
 def beats(until_s: float, rank: int, rate: float) -> list[dict[str, Any]]:
-    """Of a worker that takes `rate` steps a second."""
+    """The summaries of a worker that takes `rate` steps a second."""
     times = [BEAT_S * beat for beat in range(1, int(until_s / BEAT_S) + 1)]
     return [summary(at, rank, int(at * rate)) for at in times]

@@ -45,7 +45,7 @@ class Table:
 
 
 class ThreadGroup(Group):
-    """What torch.distributed carries, over a table."""
+    """A group of threads: a table carries what torch.distributed carries else."""
 
     def __init__(self, table: Table, rank: int) -> None:
         self.table, self.rank, self.size = table, rank, len(table.slots)

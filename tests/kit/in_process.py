@@ -33,13 +33,13 @@ warm_up()  # as ps-serve and ps-worker do: a kernel that is compiled in the midd
 
 
 def store_of(server: Server) -> Store:
-    """Of a server that knows its model."""
+    """The store of a server that knows its model."""
     assert server.shard.planned is not None
     return server.shard.planned.store
 
 
 def member_of(cluster: Cluster) -> Member:
-    """Of a cluster below another: what it is there."""
+    """The member that this cluster is in the run above."""
     membership = cluster.servers[0].membership
     assert membership is not None
     return membership.member
@@ -147,7 +147,7 @@ class Cluster:
             self.parent._pass_on()
 
     def _pass_on(self) -> None:
-        """What clusters below tell each other: as on a link, nothing overtakes what was said before it."""
+        """Deliver what clusters below tell each other: as on a link, nothing overtakes what was said before it."""
         if not self.telling:
             self.telling = True
             try:
@@ -165,7 +165,7 @@ class Cluster:
 
 
 class Link(Commands):
-    """What worker.engine needs of worker.runner.Link."""
+    """Stands for worker.runner.Link, with all that worker.engine needs of it."""
 
     def __init__(self, cluster: Cluster, token: str) -> None:
         self.clock = Awake(lambda: 0)  # no lease runs out here

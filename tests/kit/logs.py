@@ -1,4 +1,4 @@
-"""What was acknowledged to who pushed, against what the shards have folded: each update once, in its order, at its weight.
+"""Compares acknowledged updates with those that the shards have folded: each update once, in its order, at its weight.
 
 Server processes write it down (tests/kit/told/sitecustomize.py). A worker of the test's own process is looked at here.
 """
@@ -29,13 +29,13 @@ def telling(folder: Path, planted: str = "") -> dict[str, str]:
 
 
 def folded(folder: Path) -> list[list[tuple[Update, float]]]:
-    """Of each shard, in the order of their keys."""
+    """The updates that each shard has folded, with their weights; shards in the order of their keys."""
     paths = sorted(folder.glob("folded-*.json"), key=lambda path: int(path.stem.split("-")[1]))
     return [[((row[0], row[1], row[2]), row[3]) for row in json.loads(path.read_text())] for path in paths]
 
 
 def settled(*folders: Path) -> list[tuple[int, Update]]:
-    """What members that wrote into these folders were acknowledged: the shard, and the update."""
+    """The updates acknowledged to members that wrote into these folders: the shard, and the update."""
     rows: list[tuple[int, Update]] = []
     for folder in folders:
         paths = [(int(path.stem.split("-")[1]), path) for path in folder.glob("settled-*.json")]
@@ -46,7 +46,7 @@ def settled(*folders: Path) -> list[tuple[int, Update]]:
 
 
 class Log:
-    """What this worker was told by each shard: `settled`, and the weights in the acks."""
+    """The acknowledgements of each shard to this worker: `settled`, and the weights in the acks."""
 
     def __init__(self, worker: Worker) -> None:
         assert worker.session.link is not None
@@ -66,7 +66,7 @@ class Log:
 
 
 def whole_run(address: str, steps: int, begun: threading.Event, rate: float = 0.001) -> Log:
-    """Of a worker in this process, from its first step to its last. Steps take a while, so that something may happen."""
+    """The log of a worker in this process, from its first step to its last. Steps are slow: something may happen."""
     worker = Worker(address, rate=rate)
     log = Log(worker)
     for step in range(steps):
@@ -83,7 +83,7 @@ def wrong(
     settled: Sequence[tuple[int, Update]],
     weights: dict[tuple[int, Update], float],
 ) -> list[str]:
-    """What does not hold: a sentence for each update."""
+    """Return a sentence for each update that is folded out of order, lost, or at another weight."""
     found = []
     for shard, rows in enumerate(shards):
         newest: dict[tuple[int, int], int] = {}

@@ -60,7 +60,7 @@ class Gains:
 
     @property
     def sums(self) -> Matrix:
-        """Of the newest whole window."""
+        """The sums over the newest whole window."""
         whole = len(self.made) // WINDOW * WINDOW
         total: Matrix = np.sum(self.made[whole - WINDOW : whole], axis=0)
         return total

@@ -40,7 +40,7 @@ class Access(NamedTuple):
 
 
 class Trace:
-    """What was done so far, and what of it may run at once though it must not."""
+    """The accesses so far, and the races: accesses that may run at once though they must not."""
 
     def __init__(self) -> None:
         self.clocks: dict[Any, Counter[Any]] = {}
@@ -135,7 +135,7 @@ class Event:
 
 
 class Cuda:
-    """What a queue asks of numba.cuda."""
+    """Stands for numba.cuda, with all that a queue asks of it."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace, self.gpus = trace, jit.cuda.gpus

@@ -1,6 +1,6 @@
 """Real ps-serve and ps-worker commands on loopback, and a worker of theirs in this process.
 
-What is started here is ended here, by its pid. Every wait has a limit; nothing sleeps to let something happen.
+All that is started here is ended here, by its pid. Every wait has a limit; nothing sleeps to let something happen.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def environment(extra: dict[str, str] | None = None) -> dict[str, str]:
 
 
 def until(done: Callable[[], Any], what: str, limit_s: float = LIMIT_S) -> Any:
-    """What `done` returns once that is true. Fails with `what` after `limit_s`."""
+    """Wait until `done` returns something true, and return it. Fails with `what` after `limit_s`."""
     deadline = time.monotonic() + limit_s
     while not (result := done()):
         assert time.monotonic() < deadline, f"waited {limit_s:.0f} s for {what}"
@@ -184,7 +184,7 @@ class Server:
 
     @property
     def pids(self) -> list[int]:
-        """Of ps-serve, and of its shards as they are now."""
+        """The pids of ps-serve, and of its shards as they are now."""
         told = json.loads(self.ready.read_text())
         return [told["pid"], *told["shard_pids"]]
 
@@ -239,7 +239,7 @@ def loss_of(model: nn.Module, step: int) -> torch.Tensor:
 
 
 def trained_alone(steps: int, rate: float = 0.05) -> npt.NDArray[np.float32]:
-    """What a `Worker` of a run of bsp ends with."""
+    """The parameters that a `Worker` of a run of bsp ends with; here one process trains alone."""
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
     for step in range(steps):

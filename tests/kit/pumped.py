@@ -86,7 +86,7 @@ def pump(
 
 
 def finished(run: Run, clusters: Sequence[Cluster], *scripts: Script, real_s: float = REAL_S) -> list[Array]:
-    """What the scripts returned, once all have ended well."""
+    """Run until all scripts have ended well, and return their results."""
     assert pump(run, clusters, lambda: all(script.ended for script in scripts), real_s=real_s), "stuck"
     assert [script.error for script in scripts] == [None] * len(scripts)
     return [script.result for script in scripts]

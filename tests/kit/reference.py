@@ -150,7 +150,7 @@ def rice_last_index(lows: Array, unary: Array, kept: int, r: int, count: int) ->
 
 
 def rice_decode(lows: Array, unary: Array, r: int, cursor: Array, indices: Array) -> None:
-    """Of the cursor only the last field, the indices found, is used and kept."""
+    """The cursor's last field, the indices found, is the only one used and kept."""
     begin, end = int(cursor[3]), int(cursor[3]) + indices.size
     ones = np.flatnonzero(np.unpackbits(unary.view(np.uint8), bitorder="little"))
     low_bits = np.unpackbits(lows.view(np.uint8), count=ones.size * r, bitorder="little").reshape(ones.size, r)
@@ -226,7 +226,7 @@ def fixed_last_index(words: Array, width: int, kept: int) -> int:
 
 
 def fixed_decode(words: Array, width: int, cursor: Array, indices: Array) -> None:
-    """Of the cursor only the first field, gaps read, is used and kept."""
+    """The cursor's first field, gaps read, is the only one used and kept."""
     begin, end = int(cursor[0]), int(cursor[0]) + indices.size
     bits = np.unpackbits(words.view(np.uint8), count=end * width, bitorder="little").reshape(end, width)
     indices[:] = (np.cumsum((bits.astype(np.int64) << np.arange(width)).sum(axis=1) + 1) - 1)[begin:]
@@ -319,7 +319,7 @@ def decode_int4(scales: Array, nibbles: Array, out: Array) -> None:
 
 
 def unit_of(part: Array, spare: int) -> float:
-    """What a mean of `part` is counted in: 2**-(23 - spare) of the largest power of two in it."""
+    """The unit that a mean of `part` is counted in: 2**-(23 - spare) of the largest power of two in it."""
     exponent = max(largest_key(part) >> 23, 1)
     return 2.0 ** (exponent - 150 + spare)
 

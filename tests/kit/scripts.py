@@ -147,7 +147,7 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def loss_of(model: nn.Module, step: int, worker: int = 0, of: int = 1) -> torch.Tensor:
-    """Of every `of`th row of the batch, from row `worker` on."""
+    """The loss of every `of`th row of the batch, from row `worker` on."""
     x, y = batch(step)
     return nn.functional.cross_entropy(model(x[worker::of]), y[worker::of])
 
@@ -157,7 +157,7 @@ def flat(model: nn.Module) -> Array:
 
 
 def mean_loss(weights: Array, steps: int) -> float:
-    """Of a model with these weights, over the batches of so many steps."""
+    """The mean loss of a model with these weights, over the batches of so many steps."""
     model = build()
     nn.utils.vector_to_parameters(torch.from_numpy(weights), model.parameters())
     with torch.no_grad():
@@ -171,7 +171,7 @@ def train(
     at: Callable[[int], None] = lambda step: None,
     finish: bool = True,
 ) -> Array:
-    """What a user writes; it knows of no mode. `at` is called after each step. Returns the model that it ends with."""
+    """A user's script, which knows of no mode. `at` is called after each step. Returns the model that it ends with."""
     model = build(seed)
     optimizer = DistributedOptimizer(make(model), model)
     for step in range(steps):

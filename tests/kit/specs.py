@@ -12,7 +12,7 @@ from narrows.compression import (
     indices,
 )
 
-# What arrays on a device and boxes are tried with: each mode once, and the SPECs of README.
+# Arrays on a device and boxes are tried with these: each mode once, and the SPECs of README.
 MODES: dict[str, dict[str, Any]] = {
     "bsp": {"sync": "bsp"},
     "bsp, updates": {"sync": "bsp", "push": "update"},

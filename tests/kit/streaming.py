@@ -111,7 +111,7 @@ class Reference:
                     self.base[worker][keys] = shown
 
     def finish(self) -> None:
-        """What is left of every fragment, in turn, dense; not of the one pushed last, where nothing is left of it."""
+        """Exchange the rest of every fragment, in turn, dense; not of the one pushed last, where it has none."""
         self.merge(1 << 30)
         last = [(worker, keys) for _, keys in self.keys(self.clock - 1) for worker in range(self.settings.workers)]
         left = any((self.local[worker][keys] != self.base[worker][keys]).any() for worker, keys in last)
@@ -147,7 +147,7 @@ class Flat(nn.Module):
 
 
 def train(started: Run, steps: range, finish: bool = True, look: bool = False) -> list[tuple[list[Array], list[Array]]]:
-    """Of each worker: its parameters after each step; the shared model after each where it is to `look`, and at the end."""
+    """By worker: its parameters after each step, and the shared model, after each if it is to `look`, and at the end."""
     together = threading.Barrier(len(started.sessions))
 
     def script(worker: int) -> tuple[list[Array], list[Array]]:

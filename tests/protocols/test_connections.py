@@ -48,7 +48,7 @@ def dialled(port: int, handshake: bool = True) -> socket.socket:
 
 
 def ended(connection: socket.socket) -> bool:
-    """The other end has hung up. What it had said is thrown away."""
+    """The other end has hung up. Its messages are thrown away."""
     connection.setblocking(False)
     try:
         while connection.recv(1 << 16):
@@ -109,7 +109,7 @@ def test_what_a_stranger_may_send_has_an_end(kept: Connections, server: Sockets)
 
 
 def test_who_sends_nothing_but_nonsense_is_hung_up_on(kept: Connections, server: Sockets) -> None:
-    """What had come of it by then is not read."""
+    """Its messages that had come by then are not read."""
     port, count = server.listen("tcp://127.0.0.1:0"), 0
     with dialled(port) as other, dialled(port) as stranger:
         other.sendall(frame(b"good"))

@@ -372,7 +372,7 @@ def door(**flags: Any) -> Coordinator:
 
 
 def said(effects: list[ServerEffect]) -> list[m.Message]:
-    """To those who dialled."""
+    """The messages to those who dialled."""
     return [each.message for each in effects if isinstance(each, Send) and each.peer != b""]
 
 
@@ -573,7 +573,7 @@ def test_a_shard_that_cannot_write_keeps_the_keys_where_they_are() -> None:
 def says(
     ours: Coordinator, token: str, shards: int = 1, first: int = -1, wish: Wish = Wish.STAY, now_ns: int = 0
 ) -> m.Room:
-    """What a machine says, and hears."""
+    """Join as a machine does, and return the answer."""
     effects = ours.handle(b"guest", m.Join(token, f"host-{token}", shards, first, wish), now_ns)
     (room,) = (each.message for each in effects if isinstance(each, Send) and isinstance(each.message, m.Room))
     assert room.token == token
@@ -596,7 +596,7 @@ class House:
         return says(self.ours, token, shards, first, wish, self.now_ns)
 
     def moves(self) -> None:
-        """To the end of a move that is under way."""
+        """Carry out a move that is under way, to its end."""
         run, moves = self.ours.run, self.ours.moves
         assert moves.may_stay
         for shard in range(run.shards, moves.target):

@@ -1,4 +1,4 @@
-"""What a member takes from its shard, and what it computes on then: the gain of a mean of updates, as states say it."""
+"""A member takes a state from its shard and computes on it: the gain of a mean of updates, as states say it."""
 
 from __future__ import annotations
 

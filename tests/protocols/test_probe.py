@@ -40,7 +40,7 @@ def figures(rate: float) -> dict[str, float]:
 
 
 def seen(listens: bool, times: float = 1.0) -> list[Flow]:
-    """What one end reports of a pair whose rates are 8 Mbit/s from the listener, 2 Mbit/s towards it, or so many times that."""
+    """One end's report on a pair: 8 Mbit/s from the listener, 2 Mbit/s towards it, or so many times that."""
     rows = [] if listens else [Flow(PINGED, 0, {"min_rtt": 0.02, "p50_rtt": 0.03, "p95_rtt": 0.04, "pings": 30})]
     for number, phase in enumerate(PHASES):
         for way in phase.ways:

@@ -1,4 +1,4 @@
-"""What is done at once where the other end is another process: said again, measured anew."""
+"""A member does this at once where the other end is another process: it says things again, and measures anew."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def pings(meter: LinkMeter, there_ns: int) -> int:
 
 
 def test_the_clock_of_another_process_is_no_delay() -> None:
-    """It stood still while nobody ran it. Of two clocks the least delays would be 20 ms less than an hour, or none."""
+    """It stood still while nobody ran it. With two clocks the least delays are 20 ms less than an hour, or none."""
     kept, anew = Member("token", "here"), Member("token", "here")
     assert pings(kept.meter, HOUR) == pings(anew.meter, HOUR) == 20 * MS
     anew.repeat_soon(0)

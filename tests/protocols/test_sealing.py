@@ -1,4 +1,4 @@
-"""What encryption costs: measured, and said where it is what a run waits for."""
+"""The cost of encryption: it is measured, and said where a run waits for it."""
 
 from __future__ import annotations
 

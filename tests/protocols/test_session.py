@@ -1,4 +1,4 @@
-"""What a member says to a shard and takes from it: publications in their order, whatever is lost, late or comes twice."""
+"""A member talks with a shard: publications in their order, whatever is lost, late or comes twice."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def trained(model: torch.nn.Module, optimizer: DistributedOptimizer, steps: rang
 
 
 def test_a_server_sends_each_difference_as_it_is_made() -> None:
-    """The states of a worker come late, so several are under way. What they come to is what one whole state says."""
+    """The states of a worker come late, so several are under way. Together they say what one whole state says."""
     with run(replace(LOSSY, workers=1)) as started:
         started.become(0)
         model = build()

@@ -1,4 +1,4 @@
-"""What a member says of itself: whole or refused, bounded, and never a reason to lose the member that says it."""
+"""A member's summary of itself: whole or refused, bounded, and never a reason to lose the member that says it."""
 
 from __future__ import annotations
 

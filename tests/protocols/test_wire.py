@@ -339,7 +339,7 @@ def test_errors_are_short_whatever_was_sent() -> None:
     assert len(str(caught.value)) < 200
 
 
-# What is packed inside a field.
+# Values that are packed inside a field.
 
 PLAN = Plan(
     (
@@ -543,7 +543,7 @@ def test_mutated_fields_are_refused_or_are_fields(name: str) -> None:
 
     for _, data in zip(range(MUTATIONS // 4), mutations(rng, [good, PACKED["pack"][1]]), strict=False):
         reads(data)
-    # Of these the same are accepted whatever the seed.
+    # Flips are the same whatever the seed, and so are those that are accepted.
     outcome = Counter(map(reads, flips(good)))
     assert min(outcome[True], outcome[False]) > 8 * 5, "some bytes are values, some say what they are"
 

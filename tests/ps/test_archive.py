@@ -43,7 +43,7 @@ class Lossy:
             yield "tcp://there:1", [*encode(self.answers.pop())]
 
     def close(self) -> None:
-        """What is still under way is of nobody."""
+        """Answers that are still under way reach nobody."""
         self.answers.clear()
 
 
@@ -54,7 +54,7 @@ def there(tmp_path: Path) -> Archive:
 
 @pytest.fixture
 def away(there: Archive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Away:
-    """Of shard 2."""
+    """The `Away` of shard 2."""
     monkeypatch.setattr(archive, "AGAIN_S", 0.0)
     monkeypatch.setattr(archive, "PART_BYTES", 1000)
     (tmp_path / "here").mkdir()

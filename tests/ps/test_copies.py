@@ -60,7 +60,7 @@ class Machine:
 def original(
     machine: Machine | None = None, parts: int = 1, siblings: Siblings | None = None, before: str = ""
 ) -> Original:
-    """Of shard 0, whose machine takes two bytes for each part."""
+    """The original of shard 0, whose machine takes two bytes for each part."""
     siblings = siblings or Siblings(1, LOST_NS)
     return Original(0, machine or Machine(), 4711, LOST_NS, lambda: bytes(range(2 * parts)), siblings, 100, before)
 
@@ -118,7 +118,7 @@ def test_the_other_side_is_lost_after_a_quarter_of_a_lease_or_a_second() -> None
     assert [lost_after(lease) for lease in (1.0, 4.0, 10.0)] == [NS, NS, 5 * NS // 2]
 
 
-# What is copied.
+# The events that are copied.
 
 
 def test_nothing_is_kept_where_nobody_copies() -> None:
@@ -234,7 +234,7 @@ def test_one_standby_at_a_time() -> None:
 
 
 def test_a_life_that_is_over_counts_for_nothing(small: None) -> None:
-    """What was copied of it may have as many events as this one, and is something else."""
+    """A copy of that life may have as many events as this one, and is something else."""
     ours = original(Machine(happened=3), parts=3)
     assert parts(ours.receive(STANDBY, copy(3, life=LIFE - 1), 0)) == [0, 1, 2]
     assert not ours.copied(0) and not parts(ours.receive(STANDBY, copy(-1, 3, 2, life=LIFE - 1), 1))

@@ -100,7 +100,7 @@ class Life:
         self.standby = self.follower.standby
 
     def machine(self, stands_by: bool = True) -> bytes:
-        """Of the server that it copies."""
+        """The machine of the server that it copies, frozen."""
         settings = Settings(shards=2).validated()
         index = self.follower.process.index
         coordinator = Coordinator(settings, 7) if not index else None
@@ -318,7 +318,7 @@ def test_who_is_not_told_says_why(
 
 
 def test_who_asks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What else comes is of no account."""
+    """Other messages are ignored."""
     answers = [m.Copied(1, 0, 0, 1, b"", 0, b"", b""), m.Original(pack(TOLD))]
     monkeypatch.setattr(asking, "Sockets", lambda **how: Answering(answers, **how))
     assert asking.ask("--standby", ORIGINAL, "") == TOLD

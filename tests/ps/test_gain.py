@@ -98,7 +98,7 @@ def test_a_gain_is_what_the_reference_says(seed: int) -> None:
 
 @pytest.mark.parametrize("keys", [SAMPLE, 3 * SAMPLE + 1, 100_000])
 def test_a_sample_of_the_keys_stands_for_all_of_them(keys: int) -> None:
-    """Of updates that carry each 4th key in turn as well."""
+    """It does even where updates carry each 4th key in turn."""
     draws = noise(1, keys)
 
     def updates(worker: int, clock: int) -> FloatArray:
@@ -129,7 +129,7 @@ def test_a_fold_into_a_store_is_measured_as_it_is_folded() -> None:
     assert set(gain.windows) == {0, 1} and gain.factor > 1.05
 
 
-# What is sampled.
+# The sample.
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, SAMPLE - 1, SAMPLE])
@@ -151,7 +151,7 @@ def test_a_sample_is_spread_over_all_keys_and_over_those_of_every_stride(size: i
         assert counts.max() * stride < SAMPLE * 2, stride
 
 
-# What is measured.
+# The measurement.
 
 
 @pytest.mark.parametrize("workers", [2, 3, 5, 16])
@@ -264,7 +264,7 @@ def test_updates_of_nothing_measure_nothing() -> None:
     assert (both.gain.factor, both.gain.agreement) == (1.0, 0.0)
 
 
-# What a checkpoint keeps.
+# The gain in a checkpoint.
 
 
 def test_a_gain_goes_on_where_it_was() -> None:
@@ -301,7 +301,7 @@ def test_a_store_keeps_its_gain_in_a_checkpoint() -> None:
     assert again.gain.factor == pytest.approx(gain.factor, rel=1e-6)
 
 
-# What is said with a state.
+# The gain in a state.
 
 AHEAD: list[tuple[dict[str, Any], float, float]] = [
     # flags, degree, what an own update in flight stands for beside the gain

@@ -1,4 +1,4 @@
-"""What is written of a machine, and read again after anything that may have stopped the writing."""
+"""The journal of a machine: it is written, and read again after anything that may have stopped the writing."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_what_was_written_is_read(both: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("about", [[99, 0, b"", []], ["x", 0, b"", []], [1, 0, b"", None], [1, 0, b""], None])
 def test_an_event_that_is_none_is_what_a_peer_may_send(about: object) -> None:
-    """To a standby it comes over the network."""
+    """A standby gets events over the network."""
     with pytest.raises(RemoteProtocolError, match="an event has a kind"):
         Event.of(pack(about), [])
 

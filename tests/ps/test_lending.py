@@ -1,4 +1,4 @@
-"""What a shard has lent to one who does not take it."""
+"""The bytes that a shard has lent to one who does not take them."""
 
 from __future__ import annotations
 

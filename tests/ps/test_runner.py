@@ -101,7 +101,7 @@ def said(capfd: pytest.CaptureFixture[str], name: str) -> list[Any]:
 
 
 def test_a_resumed_run_begins_after_the_one_before_though_the_clock_was_set_back(life: Life) -> None:
-    """By a day: epochs begin with the time. What is still under way of the run before must count for nothing."""
+    """By a day: epochs begin with the time. Messages of the run before must count for nothing."""
     life.push()
     written(life.runner)
     before = life.runner.server.coordinator

@@ -34,7 +34,7 @@ SPARSEST = ladder("auto")[-1].spec
 
 
 class Link:
-    """What the clocks of a worker cost on a link of `rate` bytes a second, as `Auto` is told."""
+    """The costs of a worker's clocks on a link of `rate` bytes a second, as `Auto` is told."""
 
     def __init__(
         self,
@@ -249,7 +249,7 @@ def test_it_is_deterministic() -> None:
     assert once == again and once
 
 
-# What is left out is not lost.
+# Values that are left out are not lost.
 
 
 def test_a_residual_outlives_a_change_of_compressor() -> None:
@@ -293,7 +293,7 @@ def test_publications_of_any_coding_lead_to_the_same_state() -> None:
     assert not store.since(store.publication - 2)
 
 
-# What the link shows.
+# The measurements of a link.
 
 
 @pytest.mark.parametrize("clocks_differ_s", [0.0, 1e6, -1e6])

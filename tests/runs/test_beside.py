@@ -1,4 +1,4 @@
-"""What each worker sends beside the others: cosine, overlap and what was left out, for the console and the record."""
+"""Each worker's updates beside the others': cosine, overlap and what was left out, for the console and the record."""
 
 from __future__ import annotations
 

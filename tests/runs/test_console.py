@@ -1,4 +1,4 @@
-"""What ps-worker shows: worker/command/console.py and recording.py, and what a worker says while it waits."""
+"""The output of ps-worker: worker/command/console.py and recording.py, and the lines of a worker that waits."""
 
 from __future__ import annotations
 

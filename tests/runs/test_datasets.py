@@ -95,7 +95,7 @@ class Stream:
 
 
 def streamed(steps: int, batches: int, folder: Path) -> tuple[list[int], int]:
-    """What this worker trained on in so many steps, and how many batches it has fetched."""
+    """The rows that this worker trained on in so many steps, and how many batches it has fetched."""
     model, stream = build(), Stream()
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model)
     rows = resumable(stream, folder, batches=batches, every=5)

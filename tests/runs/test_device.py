@@ -31,7 +31,7 @@ At = Callable[[int, "Script"], None]
 
 
 class Script:
-    """One worker, stepped from outside. What it holds after a step is what is compared."""
+    """One worker, stepped from outside. Its state after each step is compared."""
 
     def __init__(self, started: Run, worker: int, make: Callable[[], nn.Module] = build) -> None:
         self.started, self.worker = started, worker
@@ -54,8 +54,8 @@ class Script:
 
 
 def trace(started: Run, barrier: bool, at: At, make: Callable[[], nn.Module]) -> list[bytes]:
-    """What all workers hold after each step, and the servers at the end. Workers take turns in one thread, so that nothing
-    depends on who is faster; at a barrier, where each waits for all, they have threads, and nothing does."""
+    """The states of all workers after each step, and of the servers at the end. Workers take turns in one thread, so
+    that nothing depends on who is faster; at a barrier, where each waits for all, they have threads, and nothing does."""
     scripts = started.together(lambda worker: Script(started, worker, make))  # where each waits for all
 
     def work(worker: int) -> list[bytes]:

@@ -84,7 +84,7 @@ class WantsMore(torch.optim.SGD):
 
 
 class Signs(torch.optim.Optimizer):
-    """Of the script's own: along the signs of the gradient."""
+    """The script's own optimizer: it steps along the signs of the gradient."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
@@ -220,7 +220,7 @@ def test_a_gain_that_was_given_is_the_gain(tmp_path: Path) -> None:
     assert late and all(step["gain"] == 1.125 and step["agreement"] < 0.98 for step in late)
 
 
-# What each side holds.
+# The model on each side.
 
 
 def test_a_worker_computes_on_what_the_shard_says() -> None:

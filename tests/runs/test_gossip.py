@@ -83,7 +83,7 @@ def test_a_power_of_two_is_averaged_exactly_by_its_logarithm() -> None:
     np.testing.assert_array_equal(product, np.full((8, 8), 1 / 8))
 
 
-# What a mix does.
+# The effect of a mix.
 
 
 def begun(net: Net, count: int, rounds: int, seed: int = 0, **kinds: Any) -> Array:
@@ -106,7 +106,7 @@ def consensus(models: npt.NDArray[Any]) -> float:
 @both
 @pytest.mark.parametrize("count", [4, 7])
 def test_the_mean_is_kept_over_a_thousand_rounds(topology: str, count: int) -> None:
-    """To float32 rounding, in full and in low precision, and the models come together. A thousand for four who send once."""
+    """Up to float32 rounding, in full and low precision, and the models come together. A thousand for four who send once."""
     many = 1000 if count == 4 and topology != "ring" else 200
     for spec, rounds in (("dense", many), ("int8", 60), ("topk:0.1+int8", 60)):
         net = Net(topology, spec)
@@ -160,7 +160,7 @@ def test_sparse_differences_need_no_consensus_step_size() -> None:
     assert consensus(np.stack([node.reached for node in net.nodes.values()])) < 0.02 * before
 
 
-# What it survives.
+# Faults that it survives.
 
 
 @everyone
@@ -352,7 +352,7 @@ def test_a_joiner_hears_from_a_peer_whose_owner_is_busy() -> None:
 
 
 def test_a_model_is_asked_for_again_of_a_peer_that_says_other_things() -> None:
-    """Of one that is done, who says so every second."""
+    """The peer is done, and says so every second."""
     peers, asked = Peers(0, LEASE_NS), 0
     peers.roster(m.Roster(0, 1, True, ((0, 2, 0, 1), (1, 1, 1, 0)), ("0", "1")), 0)
     peers.adopt(1, 0)
@@ -465,7 +465,7 @@ def test_a_gain_that_was_given_is_that_of_gossip_and_rounds_of_steps_have_none()
 
 @pytest.mark.parametrize("degree", [0.0, 0.5, 1.0])
 def test_the_gain_of_a_pair_is_that_of_all_their_updates(degree: float) -> None:
-    """Of updates that share a known part."""
+    """All updates share a known part."""
     random, workers, size = np.random.default_rng(0), 6, 4000
     at = np.arange(size)
     for shared in (0.0, 0.3, 1.0):
@@ -790,7 +790,7 @@ def test_a_worker_that_is_killed_is_mixed_with_no_more(tmp_path: Path) -> None:
 
 
 def test_bytes_of_strangers_change_nothing(tmp_path: Path) -> None:
-    """What a peer's port is sent by others is refused by name, and the run goes on."""
+    """A peer's port refuses by name what others send it, and the run goes on."""
     with serving("--sync", "gossip", "--workers", "1") as server, Worker(server.address) as worker:
         worker.train(2)
         address = worker.session.link.member.address
@@ -810,7 +810,7 @@ def test_bytes_of_strangers_change_nothing(tmp_path: Path) -> None:
 
 
 def forged(worker: Worker) -> list[m.Message]:
-    """Of a worker that no roster names, and messages that no peer sends."""
+    """Messages of a worker that no roster names, and messages that no peer sends."""
     mine, count = worker.session.link.member.worker, worker.engine.flat.size
     payload = np.full(count, 1e9, np.float32).tobytes()
     offer = m.Offer(99, mine, 1, 0, 0, 0, 1, 0, count, 0.5, True, RAW, payload)

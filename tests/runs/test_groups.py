@@ -103,7 +103,7 @@ def _listen(started: Groups, patch: pytest.MonkeyPatch, pushes: list[tuple[Any, 
 
 
 def check_same(group: Trained, single: Trained) -> None:
-    """What they sent and have, bit for bit."""
+    """They have sent the same and have the same, bit for bit."""
     assert group.pushes == single.pushes and len(group.pushes) >= STEPS // 4
     assert len({weights.tobytes() for weights in group.weights.values()}) == 1, "all ranks end with one model"
     assert group.weights[0, 0].tobytes() == single.weights[0, 0].tobytes()
@@ -221,12 +221,12 @@ def test_groups_single_workers_and_devices_end_with_one_model(monkeypatch: pytes
     assert len({weights.tobytes() for weights in found.values()}) == 1
 
 
-# What scripts do with their optimizer.
+# Scripts use their optimizer.
 
 
 @pytest.mark.parametrize("first", [[2], [1]])
 def test_a_state_is_of_whole_tensors_and_fits_any_group(first: list[int]) -> None:
-    """What a group has saved, a single worker or another group goes on with, and the other way round."""
+    """A single worker or another group goes on with what a group has saved, and the other way round."""
     settings = Settings(workers=1, shards=3, sync="ssp", compress="topk:0.05+int8")
     saved = trained(
         settings, first, at=lambda step, who, optimizer, net: _copy(optimizer, net) if step == 7 else None, steps=8
@@ -423,7 +423,7 @@ def test_counts_of_a_fused_optimizer_are_where_its_parameters_are() -> None:
         assert cut["step"].device.type == ("meta" if fused else "cpu")
 
 
-# What happens to the run.
+# Events that befall the run.
 
 
 def test_a_group_whose_lease_ran_out_joins_again_on_all_ranks_at_once() -> None:

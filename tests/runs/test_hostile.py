@@ -138,7 +138,7 @@ def _copies_share_what_never_changes() -> Iterator[None]:
 
 
 def state_of(server: Server) -> tuple[Any, ...]:
-    """What a refused message may not have changed."""
+    """The state that a refused message may not have changed."""
     shard, coordinator = server.shard, server.coordinator
     planned = shard.planned
     model: tuple[Any, ...] = ()
@@ -159,7 +159,7 @@ def state_of(server: Server) -> tuple[Any, ...]:
 
 
 class Tally:
-    """Of forged messages, `count` of each true one."""
+    """Counts forged messages, of which there are `count` for each true one."""
 
     def __init__(self, rng: random.Random, count: int) -> None:
         self.rng, self.count = rng, count
@@ -308,7 +308,7 @@ def test_nan_is_found_in_whatever_carries_it(spec: str) -> None:
 
 
 def first_weights(codec: int, payload: m.Buffer) -> m.FirstWeights:
-    """Of keys [0, 100)."""
+    """The first weights of keys [0, 100)."""
     return m.FirstWeights(0, 1, 0, 1, 0, 100, codec, payload)
 
 

@@ -13,7 +13,7 @@ from narrows.protocols.settings import Settings
 
 STEPS = 8
 SPECS = ("dense", "int8", "topk:0.2+int8", "cycle:0.25+sign", "topk:8/64+2bit", "cycle:0.5/0.3+sign")
-# Of the server above a cluster: what the cities of the README run, and a barrier.
+# The server above a cluster has these modes: what the cities of the README run, and a barrier.
 ABOVE = {"ssp": {"staleness": 1}, "bsp": {"push": "update"}}
 
 

@@ -308,8 +308,8 @@ def test_own_writes_stand_in_as_the_rule_says(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize(("gain", "ahead"), [(1.0, 1.0), (1.25, 1.25), (1.0, 1.5), (1.5, 1.875)])
 def test_an_own_update_never_falls_back_on_its_way_into_the_mean(gain: float, ahead: float) -> None:
-    """What pulled + own writes hold of one own update: `ahead` until its clock is complete, then its weight; the others' of
-    that clock have come by then, and of all together there is the gain."""
+    """Pulled + own writes hold one own update at `ahead` until its clock is complete, then at its weight; the others'
+    of that clock have come by then, and all together sum to the gain."""
     mode, workers = Settings(sync="ssp", staleness=2, workers=4).validated().mode(), 4
     clock, weight = 5, gain / workers
     for own_clock in (6, 7):

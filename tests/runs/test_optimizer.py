@@ -69,7 +69,7 @@ def plain(make: Make, loop: Loop = each_step, model: Callable[[], nn.Module] = b
 def trained(
     settings: Settings, make: Make, loop: Loop = each_step, model: Callable[[], nn.Module] = build, **wrapper: Any
 ) -> Array:
-    """What every worker sees in the end: the shared model, which is the same for all."""
+    """The model that every worker sees in the end: the shared one, which is the same for all."""
 
     def script(worker: int) -> Array:
         net = model()
@@ -983,7 +983,7 @@ def test_nothing_of_the_updates_is_lost_or_doubled(spec: str, expire_at: int | N
 
 
 def given_updates(inner: torch.optim.Optimizer, net: nn.Module) -> list[Array]:
-    """What each step of `inner` adds to the parameters, from now on."""
+    """A list that gets what each step of `inner` adds to the parameters, from now on."""
     updates: list[Array] = []
     plain_step = inner.step
 

@@ -432,7 +432,7 @@ def test_a_state_of_another_number_of_optimizers_is_refused() -> None:
             optimizer.load_state_dict({"optimizers": [{}] * 3})
 
 
-# What is refused.
+# Things that are refused.
 
 
 class Stubborn(torch.optim.SGD):

@@ -97,7 +97,7 @@ def test_epsilon_is_that_of_opacus(sigma: float, pushes: int) -> None:
 
 @pytest.fixture
 def hidden(monkeypatch: pytest.MonkeyPatch) -> list[list[Array]]:
-    """What leaves `Privacy.hide`, in its order."""
+    """The updates that leave `Privacy.hide`, in their order."""
     seen: list[list[Array]] = []
     hide = Privacy.hide
 
@@ -133,7 +133,7 @@ def residual_of(optimizer: DistributedOptimizer) -> Array:
 
 
 def test_error_feedback_sees_the_noise(hidden: list[list[Array]]) -> None:
-    """What the server has and what is kept back are the noised updates together, and nothing else."""
+    """The server's change and the residual are the noised updates together, and nothing else."""
     pytest.importorskip("opacus")
     settings = Settings(sync="ssp", shards=2, compress="topk:0.25", dp_clip=CLIP, dp_noise=SIGMA, **PLAIN)
     before, after, optimizer = trained(settings, 3)

@@ -69,7 +69,7 @@ def reference(works: list[list[int]], quorum: int, grace: float, rounds: int) ->
     x, velocity = np.arange(KEYS, dtype=np.float64), np.zeros(KEYS)
     for half in range(200_000):
         now = half / 2
-        # What comes at one moment comes in the order of the workers; the last look is that of the tick.
+        # Pushes of one moment come in the order of the workers; the last look is that of the tick.
         for comes in [worker for worker in range(len(works)) if pushes[worker] == now] or [-1] * (half % 2 == 0):
             open_ += [comes] if comes >= 0 else []
             if len(open_) >= quorum and there < 0:

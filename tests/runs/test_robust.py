@@ -36,7 +36,7 @@ Floats = npt.NDArray[np.float32]
 
 
 def trimmed(values: Floats, cut: float) -> Floats:
-    """Of float32[n, keys] each key on its own: the rule, at its slowest."""
+    """The rule at its slowest: each key of float32[n, keys] on its own."""
     n = len(values)
     gone = min(math.ceil(cut * n), (n - 1) // 2)
     kept = [np.sort(values[:, key])[gone : n - gone] for key in range(values.shape[1])]
@@ -44,7 +44,7 @@ def trimmed(values: Floats, cut: float) -> Floats:
 
 
 def cosines(sent: list[tuple[int, Floats]]) -> dict[int, tuple[float, float]]:
-    """Of each worker, once all of this was sent: with the others, and among them; by the definition."""
+    """The cosines of each worker, once all of this was sent: with the others, and among them; by the definition."""
     means: dict[int, npt.NDArray[np.float64]] = {}
     for who in sorted({worker for worker, _ in sent}):
         means[who] = np.zeros(KEYS)

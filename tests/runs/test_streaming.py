@@ -143,7 +143,7 @@ def test_an_exchange_has_a_fragment_of_the_bytes_both_ways(spec: str) -> None:
         assert part == pytest.approx(one / 4, rel=0.0 if spec == "dense" else 0.15)
 
 
-# What else a run meets.
+# Other events that a run meets.
 
 STREAM = Settings(
     sync="local", local_steps=4, fragments=2, merge_delay=3, workers=2, shards=2, outer_lr=0.7, outer_momentum=0.5

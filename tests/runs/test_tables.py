@@ -35,7 +35,7 @@ def whole_of(model: Bags, optimizer: DistributedOptimizer) -> tuple[torch.Tensor
 
 
 def trained(kind: str, settings: Settings, between: Callable[[Run, int, int], None] = lambda *_: None) -> Ends:
-    """What each worker ends with. between(run, worker, step): before each step."""
+    """Train, and return what each worker ends with. between(run, worker, step): called before each step."""
 
     def script(worker: int) -> tuple[torch.Tensor, torch.Tensor]:
         model = Bags()

@@ -1,4 +1,4 @@
-"""What can happen between a cluster and the server above: messages lost, late or twice, leases that end, workers that differ.
+"""Faults between a cluster and the server above: messages lost, late or twice, leases that end, workers that differ.
 
 Virtual time: `pump` lets the clock of every machine run, and their timers with it.
 """
@@ -296,7 +296,7 @@ def test_it_owes_nothing_where_the_run_above_begins_with_its_weights(tmp_path: P
 
 
 def test_a_shard_that_goes_back_owes_what_it_owes(tmp_path: Path) -> None:
-    """Another one failed. What this one has pushed since is in the model above, so an older debt would count twice."""
+    """Another one failed. This one's pushes since then are in the model above, so an older debt would count twice."""
     root = Cluster(SPARSE)
     cluster, go = OnDisk(like(Settings(sync="bsp", push="update"), shards=2), tmp_path, parent=root), threading.Event()
     with tree(root, cluster) as run:

@@ -115,14 +115,14 @@ class FailsError(Exception):
 
 @dataclass(slots=True)
 class Disk:
-    """What ps/checkpoints.py is: (shard, clock) -> arrays, publication, plan, shards. A write takes less than `slow_ns`. One
-    that is torn is no checkpoint."""
+    """Stands for ps/checkpoints.py: (shard, clock) -> arrays, publication, plan, shards. A write takes less than
+    `slow_ns`. One that is torn is no checkpoint."""
 
     files: dict[tuple[int, int], tuple[dict[str, FloatArray], int, bytes, int]] = field(default_factory=dict)
     slow_ns: int = NS // 5
     tears: Callable[[int, int], bool] = lambda shard, clock: False  # whether a checkpoint is torn once it is written
     torn: set[tuple[int, int]] = field(default_factory=set)
-    # What else is in them: ranges, of shard 0; and of each which updates it has.
+    # They also have: of shard 0, the ranges; of each shard, which updates it has.
     facts: dict[tuple[int, int], tuple[bytes, m.Pairs]] = field(default_factory=dict)
 
     def takes_ns(self, shard: int, clock: int) -> int:
@@ -261,7 +261,7 @@ class Host(Protocol):
 
     @property
     def ranges(self) -> Work | None:
-        """Of samples, where workers take some."""
+        """The ranges of samples, where workers take some."""
 
     @property
     def parent(self) -> Host | None:
@@ -272,10 +272,10 @@ class Host(Protocol):
     def send(self, source: str, target: str, message: m.Message) -> None: ...
     def compute_ns(self, index: int) -> int: ...
     def kills_of(self, index: int) -> list[Kill]:
-        """Of a server process, the last first."""
+        """The kills of a server process, the last first."""
 
     def gives(self, worker: Worker, values: FloatArray) -> FloatArray:
-        """What this worker hands up in the place of what it computed."""
+        """The update that this worker hands up in the place of the one that it computed."""
 
     def replayed(self, process: Process) -> None:
         """It was killed, and goes on."""
@@ -377,12 +377,12 @@ class Process:
         return f"{self.run.parent.prefix}s{self.index}" if self.run.parent is not None else ""
 
     def kind(self, source: str) -> Kind:
-        """What a message from there is."""
+        """The kind of a message from there."""
         return {self.above: Kind.ABOVE, self.first_port: Kind.COORDINATOR}.get(source, Kind.BELOW)
 
     @property
     def now_ns(self) -> int:
-        """What time it is for the machine: the runner's own clock leaves out what this process has missed."""
+        """The time for the machine: the runner's own clock leaves out what this process has missed."""
         return self.awake.now()
 
     def _wall(self) -> int:
@@ -406,7 +406,7 @@ class Process:
             raise Violation(f"{self.port} blames {source}, which keeps the rules: {error}") from error
 
     def _strange(self, source: str, message: m.Message) -> None:
-        """Of somebody who speaks as another: whether the machine finds that out shows in all that is checked."""
+        """Handle a message of one who speaks as another: all that is checked shows whether the machine finds out."""
         try:
             self._happen(Event(Kind.BELOW, self.now_ns, peer_of(source), message), source)
         except NarrowsError as error:

@@ -38,7 +38,7 @@ LEANING = 4.0  # what the updates of all have in common, where the server looks 
 LEAP_NS = (4 * NS, 60 * NS, 7200 * NS)  # how far a clock jumps at most
 WIRE_EVERY = 16  # one run in so many sends bytes, not objects
 
-# What `local` streams in every other run of it: one clock in flight, two, four.
+# Every other run of `local` streams, with one of these: one clock in flight, two, four.
 STREAMS: tuple[dict[str, Any], ...] = (
     {"local_steps": 4, "fragments": 2, "merge_delay": 0},
     {"local_steps": 6, "fragments": 2, "merge_delay": 2},
@@ -243,7 +243,7 @@ class Run:
         self.ranges = Work(self, case.epochs, case.settings.workers) if case.epochs else None
         if case.torn:
             assert case.restart is not None
-            # Of the one that begins anew, which looks at what it has, or of another, which finds out when it reads it.
+            # Torn: those of the shard that begins anew, which looks at them, or of another, which finds out on reading.
             whose = (case.restart.who + case.torn) % 2
             self.disk.tears = lambda shard, clock: shard % 2 == whose and clock % (2 + case.torn // 2) == 0
         self.checker = Checker(self)
@@ -284,7 +284,7 @@ class Run:
         self.workers[index] = Worker(self, index, life)
 
     def run(self) -> Run:
-        """To the end. Raises Violation with the seed in it."""
+        """Run to the end. Raises Violation with the seed in it."""
         try:
             while not self._ended():
                 if not self.sim.step() or self.sim.now_ns > END_NS:

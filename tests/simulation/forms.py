@@ -1,8 +1,8 @@
 """How long a round of a tree takes on links without faults, in closed form, and how long it took.
 
-Of child i of a server: c its compute for one clock (inner steps times the time of one), u and d what its update and the
-state take on the road, delay + bytes / rate. A round is one advance of the root's min_clock; in `async`, as many updates as
-there are children.
+For child i of a server: c is its compute for one clock (inner steps times the time of one), u and d are what its update
+and the state take on the road, delay + bytes / rate. A round is one advance of the root's min_clock; in `async`, as
+many updates as there are children.
 
     bound 0 (bsp, local)  the slowest child is waited for, and its road both ways: T = max_i (c_i + u_i + d_i)
     no bound (async)      a child waits for its road and its window of W updates alone (s + 1 for a bound s):
@@ -49,7 +49,7 @@ class Forms:
         self.compute_s = [step / NS * self.below.local_steps for step in case.step_ns]
 
     def bytes_s(self, road: Road) -> float:
-        """What one copy of the model takes to pass."""
+        """Seconds that the bytes of one copy of the model take to pass."""
         return (self.case.model_bytes + HEADER_BYTES) / road.bytes_per_second
 
     def road_s(self, road: Road) -> float:

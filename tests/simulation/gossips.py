@@ -46,7 +46,7 @@ def bad(loss: float, duplication: float, late_ns: int) -> Faults:
 
 
 class Books:
-    """What holds of all mixes, looked at with each of them, whatever workers do and whoever dies.
+    """Rules of all mixes, checked with each of them, whatever workers do and whoever dies.
 
     - Both sides of a round name each other, with one weight.
     - The exchanges of a pair are mixed once by each side, in order, and move the two by opposite values. So the sum of all
@@ -232,7 +232,7 @@ class Node:
             self.say(self.driver.go_on(now_ns))
 
     def take(self, effects: Sequence[MemberEffect]) -> None:
-        """What peers say, to the driver, and what that says back."""
+        """Tell the driver what peers say, and carry out what it answers."""
         queue = deque(effects)
         while queue:
             effect = queue.popleft()
@@ -495,7 +495,7 @@ class Campaign(Served):
             self.at(random.between(0, span), self.kill_server)
 
     def run(self, limit_s: float = 1500.0) -> None:
-        """To its end. Raises Violation with the seed in it."""
+        """Run to its end. Raises Violation with the seed in it."""
         try:
             super().run(limit_s)
             self._ended()

@@ -25,7 +25,7 @@ from simulation.network import MS, Random
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """Of a run, that a machine joins at a clock with so many shards; and that it goes at a clock, or is lost so long after it
+    """A run in which a machine joins at a clock with so many shards; it goes at a clock, or is lost so long after it
     joined, 0: it is not."""
 
     case: Case
@@ -102,7 +102,7 @@ class Visited(Moved):
         self.served = self.gone = False  # it has had keys; its visit has ended
 
     def _listen(self, shards: int, target: int) -> None:
-        """Of its own shards none comes or goes."""
+        """None of its own shards comes or goes."""
         self.heard = (shards, target)
         self.settings = replace(self.settings, shards=shards)
 

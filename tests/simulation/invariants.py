@@ -14,7 +14,7 @@
     progress      no wait is longer than a lease and the repeats of what was lost; every run ends
     restarts      go back to a checkpoint that all shards have, and say which clocks are lost
 
-What a shard must hold is in tests/mirrors.py. What machines hold is looked at only to be compared.
+The state that a shard must hold is in mirrors.py. The state of machines is looked at only to be compared.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Checker:
         self.mirrors: dict[int, Mirror] = {}
         self.disk: dict[tuple[int, int, int], Held] = {}  # shard, clock, shards
         self.reached: dict[int, tuple[int, int]] = {}  # shard -> generation, min_clock
-        # Of the coordinator, as of its last event.
+        # The coordinator as of its last event.
         self.version = (0, 0)  # its life, and the version of what it decided
         self.generation = -1
         self.min_clock = 0
@@ -81,7 +81,7 @@ class Checker:
         self.moved_ns = 0
         self.moved_struck: Counter[str] = Counter()
 
-    # What workers do.
+    # Events of workers.
 
     def worker_started(self, worker: Worker) -> None:
         self.made[worker.worker, worker.epoch] = worker.clock
@@ -129,7 +129,7 @@ class Checker:
     def model_arrived(self, worker: Worker, shard: int, model: bytes) -> None:
         pass  # looked at where it was sent
 
-    # What servers do.
+    # Events of servers.
 
     def server_started(self, process: Process) -> None:
         self.mirrors.pop(process.index, None)
@@ -302,7 +302,7 @@ class Checker:
         if [(values["from_clock"], values["to_clock"]) for values in logs] != [(goes_on, was)]:
             raise Violation(f"clocks {goes_on} to {was} are lost, and the record says {logs}")
 
-    # What the coordinator decides.
+    # Decisions of the coordinator.
 
     def _decided(self, coordinator: Coordinator, effects: Sequence[ServerEffect]) -> None:
         if coordinator.run.generation != self.generation:

@@ -99,7 +99,7 @@ class Level:
         self.done: set[Child] = set()  # wait for the last model, and are waited for by nobody
         self.holds: dict[tuple[int, str], tuple[int, int]] = {}  # shard, worker: publication held, checksum
 
-    # What children do. A worker tells it itself, a cluster by its mirrors and processes.
+    # Events of children. A worker tells them itself, a cluster by its mirrors and processes.
 
     def child_started(self, child: Child, clock: int) -> None:
         self.started[child] = clock
@@ -167,7 +167,7 @@ class Level:
         if zlib.crc32(model) not in root.masters[shard]:
             raise Violation(f"{worker.name} ends with a model that the root has never sent")
 
-    # What servers do.
+    # Events of servers.
 
     def server_started(self, process: Process) -> None:
         pass
@@ -246,7 +246,7 @@ class Level:
             checksum = zlib.crc32(above.replica.pulled.tobytes())
             parent.checker.child_holds(process.index, mirror.publication, checksum, process.port)
 
-    # What the coordinator decides.
+    # Decisions of the coordinator.
 
     def _decided(self, coordinator: Coordinator) -> None:
         if coordinator.run.epoch != self.epoch:
@@ -361,7 +361,7 @@ class Mirror:
 
         above._push = pushes  # type: ignore[method-assign]
 
-    # What is done to the store.
+    # Changes of the store.
 
     def _apply(self, change: Change) -> None:
         match change:
@@ -413,7 +413,7 @@ class Mirror:
         self.gathered += values
 
     def _once(self, update: Update, weight: float) -> Values:
-        """What the child gave whose push is folded: after the one before, and once only."""
+        """The values that the child gave for this push; it is folded after the one before, and once only."""
         push = update[0]
         assert isinstance(push, m.Push)
         child, where = (push.worker, push.epoch), f"update {push.clock} of {push.worker, push.epoch} on {self.name}"
@@ -457,7 +457,7 @@ class Mirror:
             raise Violation(f"{self.name} closes clock {clock} with weights that sum to {sum(weights)}")
         self.batch = []
 
-    # What goes up.
+    # Pushes to the server above.
 
     def _sent_up(self, above: Pushing) -> None:
         """Sent plus residual is what the children's updates came to since the last push."""

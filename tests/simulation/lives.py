@@ -2,7 +2,7 @@
 
 Rules
 - An event is written before the machine handles it. A process that is killed in an event has sent some of the effects, in
-  their order, and never sends the rest. What it has sent arrives.
+  their order, and never sends the rest. All that it has sent arrives.
 - The next process does the events again and sends nothing meanwhile. It stands where the killed one stood: the mirrors go on
   with it, and compare.
 - Time stands still for the machine while nobody runs it.
@@ -33,7 +33,7 @@ WATCHED = ("apply", "accept", "_push")
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """Of server process `who`, in its event of this number, after so many of the effects; another is there `lasts_ns` later."""
+    """Kills server process `who` at its event number `event`, after `effects` effects; another runs `lasts_ns` later."""
 
     who: int
     event: int

@@ -167,7 +167,7 @@ class Hall:
         return self.members is not None and not self.coordinator.seats and done
 
     def run(self) -> Hall:
-        """To the end. Raises Violation with the seed in it."""
+        """Run to the end. Raises Violation with the seed in it."""
         try:
             while not self.over and not self._deserted():
                 if not self.sim.step() or self.sim.now_ns > END_NS:

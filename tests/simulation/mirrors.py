@@ -1,4 +1,4 @@
-"""What each shard must hold: the state that follows, in the order of its folds, from what the workers gave.
+"""The state that each shard must hold: it follows, in the order of its folds, from what the workers gave.
 
 A mirror hears what is done to its shard's store, and does it over again from the log of the run, `Given`: the weights from
 the member sets, the sums in float32 and in the order given. It believes neither the payloads nor the weights of a shard.
@@ -64,7 +64,7 @@ class Given:
 
 @dataclass(slots=True)
 class Held:
-    """What a checkpoint keeps of a mirror."""
+    """The part of a mirror that a checkpoint keeps."""
 
     x: FloatArray
     momentum: FloatArray
@@ -231,7 +231,7 @@ class Mirror:
     def _publication(self) -> tuple[int, int, int]:
         return (self.process.shard.ledger.generation, self.index, self.held.publication)
 
-    # What is done to a store; one method for each of its own.
+    # Changes of a store; one method for each method of the store.
 
     def _first_weights(self, pieces: Update) -> None:
         if self.held.folded:
@@ -280,7 +280,7 @@ class Mirror:
                 self.gain.forget(push[:2])
 
     def _pushes(self, terms: Terms, at_once: float | None = None) -> list[tuple[float, PushId]]:
-        """Whose pushes are folded, and at which weight; `at_once`: that, where the mean is of one."""
+        """The pushes that are folded, with their weights; `at_once`: the weight to check, where the mean is of one."""
         pushes = [(weight, self._once(push_of(update))) for weight, update in terms]
         if self.mode.barrier:
             self._judge([push for _, push in pushes])
@@ -306,7 +306,7 @@ class Mirror:
         held, settings = self.held, self.case.settings
         mean = self._true_mean(pushes)
         rate, momentum = np.float32(settings.outer_lr), np.float32(settings.outer_momentum)
-        # Of the keys whose turn this clock is, and of no others.
+        # Only the keys whose turn this clock is are folded.
         clock, begin, size = pushes[0][1][2], self.store.begin, self.store.size
         low, high = (begin + size * (clock % settings.fragments + i) // settings.fragments for i in (0, 1))
         if keys != (low, high):
@@ -326,10 +326,10 @@ class Mirror:
         if self.mode.barrier and held.publication > 0:
             self._closed()
 
-    # What must be so.
+    # Rules.
 
     def _once(self, push: PushId) -> PushId:
-        """Whose push is folded: one that was given, once only, and of this generation."""
+        """Check a push that is folded: it was given, is folded once only, and is of this generation."""
         where = f"{push} on shard {self.index}"
         if push not in self.given.pushes:
             raise Violation(f"{where} was never pushed")
@@ -379,7 +379,7 @@ class Mirror:
         self.batch, self.judged, held.closed = [], {}, clock + 1
 
     def _true_mean(self, pushes: list[tuple[float, PushId]], shrink: float = 1.0) -> FloatArray:
-        """What the store must have folded, clipped where the plan says so: by the norm over all shards."""
+        """The mean that the store must have folded, clipped where the plan says so: by the norm over all shards."""
         mean = self.screen.mean if self.screen.cut else sum_of
         whole = mean([(w, self.given.pushes[push][0]) for w, push in pushes])
         clip = self.case.max_grad_norm

@@ -1,4 +1,4 @@
-"""Runs whose keys are cut anew over more or fewer shards, while every fault strikes. What no other run can break:
+"""Runs whose keys are cut anew over more or fewer shards, while every fault strikes. No other run can break these:
 
     one owner     no key is with two shards of one generation
     at a clock    the keys are cut where every member has pushed all updates before that clock, and none from it on
@@ -36,7 +36,7 @@ class Moves:
 
 
 def moves_of(seed: int, restart: bool = False, kills: bool = False) -> Moves:
-    """Of a mode whose keys can move."""
+    """The moves of a run whose keys can move."""
     random = Random(seed * 2 + restart)
     found = (case_of(other, restart, kills) for other in count(seed * 31))
     case = next(case for case in found if movable(case))
@@ -54,7 +54,7 @@ def movable(case: Case) -> bool:
 
 
 class MoveChecker(Checker):
-    """Of a `Moved`."""
+    """The checker of a `Moved`."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)

@@ -3,10 +3,10 @@
 Rules
 - All follows from the seed: one generator, one heap of events, ties in the order in which they were made.
 - It knows no message and no machine, only that a machine handles and ticks. A machine speaks through `send`.
-- A link is a pair of addresses. It keeps the order of what is sent unless a fault strikes. What is under way to a machine
-  that has crashed reaches the next one at that address, or nobody.
-- Links may share a wire, which has a rate: bytes pass one message after the other, then take the delay. What a fault adds
-  comes on top; what it loses has passed the wire.
+- A link is a pair of addresses. It keeps the order of what is sent unless a fault strikes. Messages under way to a
+  machine that has crashed reach the next one at that address, or nobody.
+- Links may share a wire, which has a rate: bytes pass one message after the other, then take the delay. The delay of a
+  fault comes on top; a message that it loses has passed the wire.
 - `struck` counts what the faults really did to a machine that is there, not what was drawn.
 """
 
@@ -63,7 +63,7 @@ def _values(state: int) -> Iterator[int]:
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """What a link does to each message: probabilities, and delays in ns."""
+    """The faults that a link draws for each message: probabilities, and delays in ns."""
 
     loss: float = 0.0
     duplication: float = 0.0
@@ -73,8 +73,8 @@ class Faults:
 
 
 class Machine(Protocol[Heard]):
-    """What stands at an address. Both calls may `send`, `start` and `crash`. One that has `unreached` is told of an address
-    where what it sent found nobody, and one that has `disconnected` of one where whoever was connected with it is gone."""
+    """The machine at an address. Both calls may `send`, `start` and `crash`. If it has `unreached`, that is told of
+    an address where its message found nobody; `disconnected`, of one where the machine connected to it is gone."""
 
     def handle(self, source: str, message: Heard, now_ns: int) -> None: ...
 
@@ -103,7 +103,7 @@ class Simulator(Timeline, Generic[Message]):
         super().__init__()
         self.random = Random(seed)
         self.faults, self.tick_ns, self.trace = faults, tick_ns, trace
-        # Of 2**64 values those below are a fault.
+        # A random number of 64 bits is a fault where it is below these.
         self._lost, self._held_back, self._copied = (
             p * (_MASK + 1) for p in (faults.loss, faults.reordering, faults.duplication)
         )
@@ -134,7 +134,7 @@ class Simulator(Timeline, Generic[Message]):
                 self.at(self.now_ns + self.faults.delay_ns[1], self.disconnect, source, target)
 
     def stop(self, until_ns: int, *addresses: str) -> None:
-        """The machine there does nothing until then. What comes meanwhile waits for it."""
+        """The machine there does nothing until then. Messages wait for it meanwhile."""
         for address in addresses:
             self._stopped[address] = until_ns
         self.note(f"stop {' '.join(addresses)}")

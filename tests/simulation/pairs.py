@@ -9,8 +9,8 @@ nobody rejoins each member has one place from its first step to its last
 conservation   what a cluster has sent up, and what it keeps, is what its children's updates came to
 progress       the run ends, and so does each worker, with a model that the root has sent
 
-All machines are those that ship. What they did is written down in them (`recorded`): so it goes to the standby with them, and
-is lost with what is lost.
+All machines are those that ship. They have a record of what they did (`recorded`): it goes to the standby with them,
+and is lost with what is lost.
 """
 
 from __future__ import annotations
@@ -127,11 +127,11 @@ def where(address: str) -> str:
     return ("" if node == "root" else f"{node}.") + f"s{int(port) - 1}" + (f"+{which}" if which != "0" else "")
 
 
-# What machines write down of themselves.
+# Records that machines keep of themselves.
 
 
 def checksum(pieces: Iterable[Any], begin: int, size: int) -> tuple[int, FloatArray]:
-    """Of the values of an update, which may be in parts."""
+    """The checksum of an update's values, which may be in parts, and the values as one array."""
     total = np.zeros(size, np.float32)
     for piece in pieces:
         add(piece, 1.0, total, begin)
@@ -174,7 +174,7 @@ def recorded() -> Iterator[None]:
 
 
 class Story(Level):
-    """What the children of one node were told, and what its servers have done in the end."""
+    """The story of one node: what its children were told, and what its servers have done in the end."""
 
     def __init__(self, node: House) -> None:
         super().__init__(node)
@@ -236,7 +236,7 @@ class Story(Level):
         """Only the end tells: until then what is here may be lost, and come again."""
 
     def end(self) -> None:
-        """What must hold of the server that serves in the end."""
+        """Check the server that serves in the end."""
         for index, process in sorted(self.house.servers.items()):
             planned = process.shard.planned
             if planned is None:
@@ -610,7 +610,7 @@ class House(Node):
 
     @property
     def ports(self) -> set[str]:
-        """Of all of its servers so far."""
+        """The ports of all of its servers so far."""
         return {site.port(index) for site in self.sites for index in range(self.settings.shards)}
 
     def _serve(self, index: int) -> None:
@@ -674,7 +674,7 @@ class House(Node):
 
     @property
     def machine(self) -> Server:
-        """Of process 0: of whoever serves, or is about to."""
+        """The machine of process 0: of whoever serves, or is about to."""
         if self.serving.lost:
             after = next(site for site in self.sites if site.follows is self.serving and site.stands_by())
             return after.shards[0].server
@@ -770,7 +770,7 @@ class Pairs(Tree):
             self.sim.at(strike.at_ns, node.strike, strike)
 
     def run(self) -> Pairs:
-        """To the end. Raises Violation with the seed in it."""
+        """Run to the end. Raises Violation with the seed in it."""
         try:
             with recorded():
                 while not self.root.over:

@@ -32,7 +32,7 @@ class Found(NamedTuple):
 
 
 def not_held(original: Original) -> bool:
-    """What follows from an event is sent at once, acks too, though the standby lacks the event."""
+    """The effects of an event are sent at once, acks too, though the standby lacks the event."""
     return False
 
 
@@ -62,7 +62,7 @@ OF_STANDBYS = {"an ack before the standby has the update", *test_standbys.PLANTE
 
 
 def says(bug: str, kind: str, seed: int) -> str:
-    """What fails in this run with this bug, "" where nothing does."""
+    """The failure of this run with this bug, "" where nothing fails."""
     with pytest.MonkeyPatch.context() as patch:
         kit = planted(PLANTED[bug], patch)
         try:

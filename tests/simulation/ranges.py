@@ -27,7 +27,7 @@ RANGES = 10  # of an epoch, for each worker
 
 
 class Work:
-    """Of one run."""
+    """The work ranges of one run."""
 
     def __init__(self, run: Run, epochs: int, workers: int) -> None:
         self.run = run

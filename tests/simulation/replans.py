@@ -1,12 +1,12 @@
-"""Runs that change their plan by themselves: links get narrow and wide again, while every fault strikes. What no other run
-can break:
+"""Runs that change their plan by themselves: links get narrow and wide again, while every fault strikes. No other run
+can break these:
 
     one plan      whoever has a place in a generation, shard or worker, has the plan of that generation
     at a clock    no clock is pushed under two plans
     the bound     a worker computes on states that are as new as its plan wants them (invariants.py, by its settings)
     nothing lost  as where keys move (moves.py): a change of the plan is a move over the same shards
 
-What a worker measures is made up: its true link has no rate. What the coordinator makes of it is not.
+A worker's measurements are made up: its true link has no rate. The coordinator's decisions on them are not.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Drops:
 
 
 def drops_of(seed: int, restart: bool = False, kills: bool = False) -> Drops:
-    """Of updates that are added, whose plan can change."""
+    """The drops of a run whose updates are added and whose plan can change."""
     random = Random(seed * 2 + restart)
     found = (case_of(other, restart, kills) for other in count(seed * 31))
     case = next(case for case in found if movable(case) and case.settings.mode().rule is Rule.ADD)
@@ -65,7 +65,7 @@ class Pricing(Coordinator):
 
 
 class Told(Figures):
-    """What a worker says of itself."""
+    """A worker's figures of itself."""
 
     def __init__(self, worker: Worker, run: Replanned) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Told(Figures):
 
 
 class PlanChecker(MoveChecker):
-    """Of a `Replanned`."""
+    """The checker of a `Replanned`."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)

@@ -94,7 +94,7 @@ class Rounds(Net):
 
     @property
     def distance(self) -> float:
-        """Of all models to their mean, of what it was at first."""
+        """The distance of all models to their mean, as a share of what it was at first."""
         return distance(self.models()) / self.first
 
     @property

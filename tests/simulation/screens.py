@@ -21,7 +21,7 @@ UNSURE = 1e-4  # a cosine that is so near to a bound may fall on either side: ma
 
 
 class Screen:
-    """Of one shard, under `robust`, as it is told on the command line."""
+    """The screen of one shard under `robust`, which is given as on the command line."""
 
     def __init__(self, robust: str) -> None:
         self.robust = robust
@@ -46,14 +46,14 @@ class Screen:
         return [_count(worker, means) for worker, _ in updates]
 
     def settle(self, worker: int, counted: bool) -> None:
-        """What came of its newest update."""
+        """Note whether its newest update counted."""
         if counted:
             self.out.discard(worker)
         else:
             self.out.add(worker)
 
     def share(self, workers: Collection[int]) -> float:
-        """Of each of these that counts: all alike, whatever they say of their samples."""
+        """The share of each of these that counts: all alike, whatever they say of their samples."""
         return 1 / max(1, sum(worker not in self.out for worker in workers))
 
     def mean(self, terms: Sequence[tuple[float, Values]]) -> Values:

@@ -44,7 +44,7 @@ VIEWS_OF_A_LIFE = 1000  # more than shard 0 comes to in one
 
 @dataclass(frozen=True)
 class Ask:
-    """Of a member to a shard: do this."""
+    """A member asks a shard to do this."""
 
     worker: int
     number: int
@@ -52,7 +52,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Done:
-    """Of a shard to a member: it is done. Of a shard to shard 0: so that it knows."""
+    """A shard tells a member that it is done, or shard 0, so that it knows."""
 
     shard: int
     worker: int
@@ -68,7 +68,7 @@ class Seat:
 
 @dataclass
 class Box:
-    """What a shard has done, in order, and who is a member."""
+    """The state of a shard: what it has done, in order, and who is a member."""
 
     index: int
     view: int = 0
@@ -86,7 +86,7 @@ class Box:
         return [Seat(worker, peer, m.name_of(peer)) for worker, peer in sorted(self.seats.items())]
 
     def happen(self, event: Event) -> list[tuple[bytes, Any]]:
-        """What is to be sent, and to whom."""
+        """Handle an event, and return what is to be sent, and to whom."""
         self.happened += 1
         if event.kind is Kind.VIEW:
             self.view, self.standby, _, before = event.values
@@ -131,7 +131,7 @@ class Box:
         return cls(index, *kept)
 
     def reborn(self) -> Box:
-        """Of a life that begins from a checkpoint, which has all but views."""
+        """The box of a life that begins from a checkpoint, which has all but views."""
         return replace(
             Box.of(self.packed()), view=0, standby="", happened=0, viewed=0, incarnation=self.incarnation + 1
         )

@@ -347,7 +347,7 @@ def with_states(spec: str, seed: int) -> Case:
 
 
 def with_barrier(seed: int) -> Case:
-    """Of a mode with a barrier, in which a shard restarts."""
+    """A case of a mode with a barrier, in which a shard restarts."""
     found = (case_of(other, restart=True) for other in range(99 * seed, 99 * seed + 99))
     return next(case for case in found if case.settings.mode().barrier)
 

@@ -78,7 +78,7 @@ def test_a_server_that_lives_on_does_no_harm_above() -> None:
 
 
 def ungated(serving: Serving) -> None:
-    """What goes up is sent before the standby has the cause."""
+    """Messages go up before the standby has their cause."""
     for row in [row for row in serving.held if isinstance(row[1], Send) and isinstance(row[1].peer, int)]:
         serving.held.remove(row)
         serving.site.lets_out(serving.index, row[0])
@@ -105,7 +105,7 @@ def impatient(roster: Roster, peer: bytes, now_ns: int) -> None:
 
 
 def waits(seated: Seated, place: Place) -> None:
-    """What was under way to the server before is not said again at once, nor later."""
+    """Messages that were under way to the server before are not said again, at once or later."""
     seated.place = place
     seated.session.pushes.clear()
 

@@ -54,7 +54,7 @@ def held_is_done(rounds: Rounds, worker: int) -> int:
 
 
 class Keeps(Ranges):
-    """What a dead worker has not done is not handed out again."""
+    """The ranges that a dead worker has not done are not handed out again."""
 
     def left(self, seat: Seat, how: str) -> None:
         self.held.pop(seat.worker, None)

@@ -85,7 +85,7 @@ def test_a_standby_copies_anew_what_begins_from_a_checkpoint(index: int) -> None
 
 
 def contested() -> Theatre:
-    """Of four members w0 turns to the standby, hears the server again, and is asked by it. Then w1 turns too."""
+    """One of four members, w0, turns to the standby, hears the server again, and is asked by it. Then w1 turns too."""
     theatre = Theatre(2, quiet=True)
     assert len(theatre.guests) == 4
     cuts = [("b", 30), ("w0", 3.2), ("w1", 30)]
@@ -134,7 +134,7 @@ def test_members_that_are_asked_by_both_have_one_server() -> None:
 
 
 def too_early(shard: Shard) -> None:
-    """What follows from an event is sent before the standby has the event."""
+    """The effects of an event are sent before the standby has the event."""
     while shard.held:
         _, to, message = shard.held.popleft()
         shard._send(to, message)

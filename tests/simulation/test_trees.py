@@ -168,7 +168,7 @@ def shows_early(planned: Planned, ledger: m.Ledger, now_ns: int) -> Any:
 
 
 def keeps_updates(planned: Planned, changes: list[Change]) -> None:
-    """What was folded is lost on the way up: the base is set over it."""
+    """Folded updates are lost on the way up: the base is set over them."""
     apply(planned, changes)
     for change in changes:
         if isinstance(change, Rebase):
@@ -183,7 +183,7 @@ def other_set(folding: Barrier, clock: int, pairs: Iterable[m.Pair], clip: Any) 
 
 
 def pushes_twice(above: Pushing, *arguments: Any, **more: Any) -> Any:
-    """What was pushed goes up once more with the next push."""
+    """A pushed update goes up once more with the next push."""
     start = above.start
     effects = push_up(above, *arguments, **more)
     if above.exchange.clock % 3 == 2:

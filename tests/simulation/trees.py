@@ -57,7 +57,7 @@ BELOW: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Road:
-    """What joins a child to its server: the same both ways."""
+    """The link between a child and its server: the same both ways."""
 
     delay_ns: int
     bytes_per_second: int
@@ -237,7 +237,7 @@ class Node:
                 if self.sim.alive(process.port):
                     self.sim.crash(process.port, process.up)
 
-    # What actors ask of their host, and tell it.
+    # Actors call these to ask their host, and to tell it.
 
     def send(self, source: str, target: str, message: m.Message) -> None:
         tree = self.tree
@@ -326,7 +326,7 @@ class Tree:
         return self.clusters[index // self.case.workers] if self.clusters else self.root
 
     def run(self) -> Tree:
-        """To the end. Raises Violation with the seed in it."""
+        """Run to the end. Raises Violation with the seed in it."""
         limit_ns = (self.case.clocks + 10) * (self.case.wait_ns + 60 * NS)
         try:
             while not self.root.over:

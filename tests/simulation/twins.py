@@ -38,7 +38,7 @@ def said(effects: Sequence[ServerEffect]) -> list[Any]:
 
 
 class Twin(Kept):
-    """Of one process."""
+    """The twin of one process."""
 
     replays = 0  # of all twins
 

@@ -68,7 +68,7 @@ def test_a_server_that_nobody_stands_by_for_says_so_once(tmp_path: Path) -> None
         assert server.command.out.count(f"ps-serve: {text}\n") == 1
 
 
-# What is said wrong.
+# Wrong flags.
 
 
 @pytest.mark.parametrize(("words", "why"), [

@@ -25,7 +25,7 @@ from narrows.ps.command.recipe import READY
 
 pytestmark = pytest.mark.skipif(bool(lab.available()), reason=lab.available() or "available")
 
-# What an engine does for a container: its names, its volume. Its /tmp has another name, for our own files may be below /tmp.
+# An engine gives a container its names and its volume. Its /tmp has another name, for our own files may be below /tmp.
 INSIDE = """
 mount --bind "$1/hosts" /etc/hosts
 mount -t tmpfs none /run
@@ -56,7 +56,7 @@ def wire(hosts: dict[str, lab.Host], networks: dict[str, list[str]], switch: lab
 
 @contextmanager
 def up(text: str, folder: Path, script: str, args: list[str]) -> Iterator[dict[str, subprocess.Popen[Any]]]:
-    """What `docker compose up` starts, in its order."""
+    """Start what `docker compose up` starts, in its order."""
     document = yaml.safe_load(text)
     services: dict[str, dict[str, Any]] = document["services"]
     networks = {net: [name for name in services if net in services[name]["networks"]] for net in document["networks"]}

@@ -1,4 +1,4 @@
-"""What can happen to processes: signals, sudden deaths, a server that goes and comes back, strangers at its port."""
+"""Faults of processes: signals, sudden deaths, a server that goes and comes back, strangers at its port."""
 
 from __future__ import annotations
 

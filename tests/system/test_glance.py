@@ -69,7 +69,7 @@ def test_the_page_in_chromium() -> None:
 
 
 def figures(frame: dict[str, Any]) -> dict[str, Any]:
-    """What does not depend on when one looks."""
+    """The figures of a frame that do not depend on when one looks."""
     members = [
         {
             name: each[name]

@@ -34,7 +34,7 @@ AT_ONCE_S = 3.0  # refused within a second; the rest is the start of a process o
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Of a server that lets in `city`."""
+    """The key folder of a server that lets in `city`."""
     keys.make(str(tmp_path / "K"))
     keys.add(str(tmp_path / "K"), "city", "worker")
     return tmp_path / "K"
@@ -163,7 +163,7 @@ class Strangers:
         self.server, self.script = server, script
 
     def refused(self, *flags: str) -> str:
-        """What a command of ours says that ends with 4, at once."""
+        """Run a command of ours, which ends with 4 at once, and return its error."""
         words = ("ps-worker", "--server", self.server.address, *flags, self.script, "3")
         with started(*words) as command:
             until(lambda: "starting 1 worker" in command.err or command.process.poll() is not None, "its start")
@@ -423,7 +423,7 @@ def test_two_levels_with_keys_of_their_own(sync: str, folder: Path, tmp_path: Pa
 
 
 def test_nothing_is_said_in_the_open_by_who_has_keys(folder: Path) -> None:
-    """To a peer that names no key least of all; only a server above that has none may be dialled so."""
+    """A peer that names no key hears least of all; only a server above that has none may be dialled so."""
     keys.add(str(folder), "north", "cluster")
     own, cluster = keys.server_key(str(folder)), keys.member_key(key_of(folder, "north"), "--parent-key")
     plain, keyed = "tcp://10.0.0.1:5", f"tcp://10.0.0.1:5/{'a' * 64}"

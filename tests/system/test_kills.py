@@ -222,7 +222,7 @@ def test_all_at_once() -> None:
 def test_only_one_that_was_killed_goes_on(
     code: int, serves: bool, keeps: bool, replays: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What failed, or was killed while it did all over again, would do so again."""
+    """A process that failed, or was killed while it did all over again, would do so again."""
     told: list[Any] = []
     monkeypatch.setattr(cluster, "say", lambda *words, **more: None)
     ours = Cluster(Settings(shards=2).validated())

@@ -1,4 +1,4 @@
-"""What a manager says of its ps-workers: one table, and the one line that ps-worker prints of it."""
+"""A manager's facts about its ps-workers: one table, and the one line that ps-worker prints of it."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class Guest:
 
     @property
     def pids(self) -> list[int]:
-        """Of its shards, once it has their keys."""
+        """The pids of its shards, once it has their keys."""
         return list(json.loads(self.ready.read_text())["shard_pids"]) if self.ready.exists() else []
 
     def kill(self) -> None:

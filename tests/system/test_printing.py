@@ -1,4 +1,4 @@
-"""What ps-serve --print writes: it parses, and each command in it is one that the parsers of its flags take."""
+"""The output of ps-serve --print: it parses, and each command in it is one that the parsers of its flags take."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from narrows.worker import ranges, session
 SAMPLES, SIZE = 4_000, 8
 TWICE_MOST = 0.02
 
-# What it takes goes into a file before the update leaves: worker, its epoch, clock, and the samples.
+# Each work range goes into a file before its update leaves: worker, its epoch, clock, and the samples.
 SCRIPT = f"""
 import json, os, sys, time, torch
 while len(sys.argv) > 2 and not os.path.exists(sys.argv[2]):

@@ -153,7 +153,7 @@ def test_a_shard_that_is_killed_while_it_starts_is_started_again() -> None:
 
 
 def test_a_worker_that_waits_when_a_shard_is_killed_at_the_start_is_let_in() -> None:
-    """What forks processes stands still, so shard 1 is not there yet, and shard 0 lets nobody in."""
+    """The process that forks the others stands still, so shard 1 is not there yet, and shard 0 lets nobody in."""
     port = free_ports(2)
     where, address = ("--bind", f"tcp://127.0.0.1:{port}"), f"tcp://127.0.0.1:{port}"
     with (

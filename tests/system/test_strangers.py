@@ -28,7 +28,7 @@ def test_frames_that_begin_as_ours_do_are_of_this_version() -> None:
 
 
 def said(port: int, messages: Sequence[m.Message]) -> list[m.Message]:
-    """What a stranger hears that says so."""
+    """Send these messages as a stranger, and return the answers."""
     context = zmq.Context()
     try:
         dealer = context.socket(zmq.DEALER)

@@ -1,7 +1,7 @@
 """Each process of a run writes down what its model is made of, and what it was acknowledged: put this folder on PYTHONPATH, and
 name one in TOLD.
 
-What was folded is kept in the store itself, and what was acknowledged in the exchange. So both go where the machine goes: into
+Folded updates are kept in the store itself, acknowledged ones in the exchange. So both go where the machine goes: into
 the journal, and with it into the process that comes after one that was killed. A line is what this machine has folded, not
 what some process once did. PLANTED: what becomes of updates that are folded while events are done again, "lost" or "twice".
 """
