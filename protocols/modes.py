@@ -18,8 +18,9 @@ ELEMENTWISE = (
 )
 
 
-# Of the outer optimizer, by the inner steps of a round. Few steps of AdamW differ little from one: momentum on top of its own
-# doubles it. docs/results.md has 4 to 50 steps at five settings; DiLoCo (2311.08105) has 0.9 for 500 steps and long runs.
+# The outer optimizer's, by the inner steps of a round. Few steps of AdamW differ little from one: momentum on top of
+# its own doubles it. docs/results.md has 4 to 50 steps at five settings; DiLoCo (2311.08105) has 0.9 for 500 steps and
+# long runs.
 LONG_ROUND = 8
 OUTER_LR, OUTER_MOMENTUM = 0.7, 0.6
 
@@ -30,7 +31,7 @@ def outer_momentum(local_steps: int) -> float:
 
 
 class Rule(Enum):
-    """What a shard does with what is pushed."""
+    """How a shard uses what is pushed."""
 
     OPTIMIZER = "optimizer"  # gradients: a step of the script's optimizer
     ADD = "add"  # updates: weighted addition
@@ -42,11 +43,11 @@ class Rule(Enum):
 class Mode:
     """One resolved row of the table.
 
-    local_steps: inner steps of one clock. bound: staleness bound s; None: no bound. Of gossip: rounds that may be computed
-    while one is mixed. barrier: folded when every live worker has pushed, else at once. push_choices: what may be pushed, the
-    default first. fragments: update c carries fragment c mod `fragments` of each shard (keys.fragment), which is merged
-    `merge_delay` inner steps after it was pushed, as merge_alpha * local + (1 - merge_alpha) * global (Streaming DiLoCo,
-    2501.18512, alg. 2).
+    local_steps: inner steps of one clock. bound: staleness bound s; None: no bound. In gossip: rounds that may be
+    computed while one is mixed. barrier: folded when every live worker has pushed, else at once. push_choices: what may
+    be pushed, the default first. fragments: update c carries fragment c mod `fragments` of each shard (keys.fragment),
+    which is merged `merge_delay` inner steps after it was pushed, as merge_alpha * local + (1 - merge_alpha) * global
+    (Streaming DiLoCo, 2501.18512, alg. 2).
     """
 
     name: str
@@ -69,7 +70,7 @@ class Mode:
 
     @property
     def streams(self) -> bool:
-        """What a worker computes on is, between two clocks, more than the last state and its inner steps since."""
+        """Between two clocks a worker computes on more than the last state and its inner steps since."""
         return self.fragments > 1 or self.merge_delay > 0 or self.merge_alpha > 0
 
     def fragment(self, clock: int) -> int:

@@ -1,4 +1,4 @@
-"""What a member says of itself with its heartbeat: figures that a user is shown. One decision reads them, replans.py. No I/O.
+"""The figures that a member sends with its heartbeat, for a user to see. One decision reads them, replans.py. No I/O.
 
 Rules
 - A counter counts from the beginning of its member's life: a summary that is lost costs nothing. A gauge is the newest value.
@@ -27,7 +27,7 @@ STALE = (0, 1, 2, 4, 8, 16, 64)  # upper ends of the counts of staleness; the la
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Of one member. Counters are since the beginning of its life, seconds are of its own clock."""
+    """The figures of one member. Counters are since the beginning of its life, seconds are of its own clock."""
 
     seconds: float = 0.0  # that it has been a member
     clock: int = 0

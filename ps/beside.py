@@ -1,5 +1,5 @@
-"""What each worker sends beside what the others send: for the console and the record, where a flag lets updates be looked at.
-No I/O.
+"""Compares what each worker sends with what the others send: for the console and the record, where a flag lets updates
+be looked at. No I/O.
 
 Rules
 - An update is held against the newest of each other worker, scaled to length 1: each is one voice.
@@ -23,8 +23,8 @@ EVERY = 50  # updates of a worker that one row of the record is of
 
 @dataclass(slots=True)
 class Row:
-    """Of one worker. `compared`: its updates that were held against others. `cosine`, `overlap`: means of the last EVERY of
-    them; older ones fade."""
+    """The figures of one worker. `compared`: its updates that were held against others. `cosine`, `overlap`: means of
+    the last EVERY of them; older ones fade."""
 
     unit: FloatArray  # its newest update, scaled
     kept: npt.NDArray[np.bool_]  # where that is not 0
@@ -37,7 +37,7 @@ class Row:
 
 
 class Beside:
-    """Of shard `index`, `size` positions of its sample."""
+    """Compares the workers' updates on shard `index`, at the `size` positions of its sample."""
 
     def __init__(self, index: int, size: int) -> None:
         self.index = index

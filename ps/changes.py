@@ -1,4 +1,4 @@
-"""What may be done to a store: each change is a record, and `Store.apply` carries it out."""
+"""The changes that a store may take: each is a record, and `Store.apply` carries it out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the SPECs that a plan may give cost a parameter."""
+"""The bytes and the time that each SPEC of a plan costs for a parameter."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from narrows.compression.predict import clock_s, whole_clock_s
 from narrows.protocols.planning.levels import Coded
 from narrows.protocols.planning.ways import WAYS
 
-# Of one child, to the server: an update is received and folded, a state sent (docs/results.md). Dense: what a second worker
-# adds to a step of 100 MiB, 102.0 ms instead of 60.3 (bench/transport.py). Others: the fold of int4, the slowest of them,
-# 6.2 GB/s (bench/compressors.py).
+# One child costs the server this: an update is received and folded, a state sent (docs/results.md). Dense: what a
+# second worker adds to a step of 100 MiB, 102.0 ms instead of 60.3 (bench/transport.py). Others: the fold of int4, the
+# slowest of them, 6.2 GB/s (bench/compressors.py).
 SERVE_DENSE_NS, SERVE_NS = 1.6, 0.65
 
 

@@ -47,7 +47,7 @@ def again_after(size: int) -> int:
 
 
 class Member(Protocol):
-    """What is known of a member."""
+    """The part of a member that is known here."""
 
     worker: int
     peer: bytes
@@ -55,7 +55,7 @@ class Member(Protocol):
 
 
 class Machine(Protocol):
-    """What is asked of a shard's machine."""
+    """The part of a shard's machine that is asked for here."""
 
     view: int
     standby: str
@@ -69,8 +69,9 @@ class Machine(Protocol):
 
 
 class Original:
-    """Of shard `index`, which serves and listens on `port`. `freeze`: its machine, as bytes. `first_view`: none of an earlier
-    life of the run was as large. `before`: where the shard is that this one copied, and in whose place it serves now."""
+    """Copies shard `index`, which serves and listens on `port`, to a standby. `freeze`: its machine, as bytes.
+    `first_view`: none of an earlier life of the run was as large. `before`: where the shard is that this one copied,
+    and in whose place it serves now."""
 
     def __init__(
         self,
@@ -100,7 +101,7 @@ class Original:
         self.greeted: set[int] = set()  # members
         self.missed_ns = self.deposed_ns = 0  # when the standby was missed first, 0: it is there; told the one before
 
-    # What happens to this shard.
+    # Events of this shard.
 
     @property
     def before(self) -> str:
@@ -109,7 +110,7 @@ class Original:
 
     @property
     def holds(self) -> bool:
-        """What follows from an event waits until the standby has it."""
+        """Whether effects wait until the standby has the event that they follow from."""
         return bool(self.machine.standby)
 
     def note(self, event: Event, frames: Sequence[m.Buffer]) -> list[CopyEffect]:
@@ -150,7 +151,7 @@ class Original:
         self.tail.clear()
         self.tail_bytes, self.frozen, self.frozen_at = 0, b"", -1
 
-    # What a standby says, a member of it, and the other shards.
+    # Messages of a standby, of a member of it, and of the other shards.
 
     def receive(self, peer: bytes, message: m.Message, now_ns: int) -> list[CopyEffect]:
         """Return the effects of one of OF_COPIES."""
@@ -166,7 +167,7 @@ class Original:
         return []
 
     def copy(self, peer: bytes, copy: m.Copy, now_ns: int) -> list[CopyEffect]:
-        """What is still missing there."""
+        """Send a standby what it lacks, events or the machine; refuse it where another stands by."""
         other = self.machine.standby or (self.address if now_ns - self.heard_ns <= self.lost_ns else "")
         if other and copy.address != other:
             text = f"another server stands by already, at {other}"
@@ -225,7 +226,7 @@ class Original:
         return [Serve(view.view, view.standby)] if view.view > self.machine.view else []
 
     def deposed(self, view: m.View) -> list[CopyEffect]:
-        """What a standby says that serves by now."""
+        """A standby says that it serves by now; then this server stops."""
         if view.view <= self.machine.view:
             return []
         return [Stop(RefuseCode.SERVER_LOST, f"the standby at {self.machine.standby or 'its address'} serves now")]

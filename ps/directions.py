@@ -56,7 +56,7 @@ class Directions:
         mean += (values / np.float32(length) - mean) / np.float32(min(self.seen[worker], RECENT))
 
     def cosines(self) -> dict[int, tuple[float, float]]:
-        """Of each worker that is known: the mean cosine with the others, and that among those. Of none while too few are."""
+        """Return each known worker's mean cosine with the others, and that among those; {} while too few are known."""
         known = [worker for worker in sorted(self.means) if self.seen[worker] >= LEAST]
         count = len(known)
         if count < WORKERS:

@@ -1,5 +1,5 @@
-"""What happens to the machine of a server process, each a record: from its state before and the event the same state follows
-always. So a machine whose process was killed can be made again (ps/process/journal.py). No I/O."""
+"""The events of a server process's machine, each a record. The same state before and the same event always give the
+same state after, so a machine whose process was killed can be made again (ps/process/journal.py). No I/O."""
 
 from __future__ import annotations
 

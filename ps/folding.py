@@ -6,7 +6,7 @@ Rules
 - Where the screen takes all workers alike, their samples do not count.
 - Where updates are added, the mean of them is scaled by the gain (gain.py).
 - At a barrier it is held until the ledger closes a clock over a set that names it, and folded in the order of worker ids,
-  with its samples over those of the set. What no set ever will, since its worker left, is dropped.
+  with its samples over those of the set. An update that no set will name, since its worker left, is dropped.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ def rates_of(update: Update) -> bytes:
 
 
 class Folding(Protocol):
-    """What a shard does with updates."""
+    """A way in which a shard folds updates."""
 
     def accept(self, seat: Seat, update: Update, publication: int) -> list[Change]:
         """Update `seat.clock` is here whole; the next publication is `publication`."""
 
     def weight(self, seat: Seat, clock: int) -> float | None:
-        """Of update `clock`, which was accepted: None while it is held, 0 where it is not known any more."""
+        """Return the weight of accepted update `clock`: None while it is held, 0 where it is not known any more."""
 
     def contains(self, seat: Seat, clock: int, publication: int) -> m.Weights:
         """Updates of this member from `clock` on that are in publication `publication`, each with its weight."""
@@ -197,7 +197,7 @@ class Barrier:
         return Fold(scaled, tuple(zip(seated, shares, strict=True)), self._rates(terms))
 
     def _terms(self, clock: int, pairs: list[m.Pair]) -> tuple[Terms, Shares]:
-        """Of a set: each update that counts with its weight, and with its share before it was shortened."""
+        """Return the updates of a set that count, each with its weight; and their shares before any was shortened."""
         missing = [(worker, update) for worker, update in pairs if worker not in self.held.get(update, {})]
         assert not missing, f"updates {missing} of the set of clock {clock} are not here"
         updates = [self._take(worker, update) for worker, update in pairs]

@@ -9,7 +9,7 @@ Rules
 - Updates are looked at as they are folded, at a sample of the keys, a window of clocks at a time: within one, sparse updates
   have come by most keys. A window changes the gain of what is folded after it.
 - `degree` says how an update grows with the gradient: 1 of SGD, whose gain is 1, and 0 of AdamW (worker/degree.py).
-- What is here is a function of the folds in their order, so that all of it can be done over again.
+- The gain is a function of the folds in their order, so that it can be measured over again.
 
 docs/design/gain.md has what was tried, and the figures.
 """
@@ -36,7 +36,7 @@ GONE = -1  # in the place of a worker that has left, and is not measured any mor
 
 @dataclass(slots=True)
 class Window:
-    """Of one worker. `whole`: the sum of the newest window that is over, since the gain was last measured."""
+    """Sums of one worker's updates. `whole`: that of the newest window that is over since the gain was measured."""
 
     clocks: int
     total: FloatArray
@@ -45,7 +45,7 @@ class Window:
 
 
 class Merging(NamedTuple):
-    """What a state says of how updates are merged; as in `State`."""
+    """The fields of a state that say how updates are merged; as in `State`."""
 
     gain: float = 1.0
     ahead: float = 1.0
@@ -57,7 +57,7 @@ PLAIN = Merging()
 
 @dataclass(slots=True)
 class Gain:
-    """Of one shard. `fixed`: what it is, 0: measured. `look`: how much more an own update in flight stands for.
+    """The gain of one shard. `fixed`: its value, 0: measured. `look`: how much more an own update in flight stands for.
 
     agreement: the length of the mean beside that of the updates (root mean square), 0: unknown yet.
     """
@@ -77,13 +77,14 @@ class Gain:
 
     @staticmethod
     def of(settings: Settings, mode: Mode, plan: Plan, size: int) -> Gain:
-        """Of validated settings, for a shard of `size` keys."""
+        """Make the gain of a shard of `size` keys from validated settings."""
         clocks = settings.look_ahead if settings.look_ahead >= 0 else LOOK_AHEAD * (1 - plan.degree)
         late = mode.rule is Rule.ADD and not mode.barrier and mode.bound
         return Gain(size, plan.degree, max(settings.update_gain, 0.0), clocks / late if late else 0.0)
 
     def merging(self, members: int) -> Merging:
-        """Of a state that is published now. One member has all its updates in its replica: there is nothing ahead of it."""
+        """Say how updates are merged in a state that is published now. A single member has all its updates in its
+        replica: there is nothing ahead of it."""
         ahead = self.factor * (1 + self.look * (members > 1))
         return Merging(self.factor, min(ahead, GAIN_MAX), self.agreement)
 
@@ -107,7 +108,7 @@ class Gain:
         self.windows.pop(worker, None)
 
     def state(self) -> FloatArray:
-        """What a checkpoint keeps, float32[1]."""
+        """Return what a checkpoint keeps of the gain, float32[1]."""
         return np.array([self.agreement], np.float32)
 
     def load(self, state: FloatArray) -> None:

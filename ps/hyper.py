@@ -1,4 +1,4 @@
-"""Whose hyper-parameters a step of the server's optimizer is taken with: one member must not lead all of them away. No I/O.
+"""Decides whose hyper-parameters the server's optimizer steps with: one member must not lead all of them away. No I/O.
 
 Rules
 - A member agrees with another where each of its numbers is within FAR times what the other has said so far. A rate may be
@@ -37,7 +37,7 @@ def numbers(packed: bytes) -> Numbers:
 
 @dataclass(slots=True)
 class Said:
-    """Of one member: its newest, and the bounds of all before."""
+    """The hyper-parameters of one member: the newest, and the bounds of all that it has said."""
 
     packed: bytes = b""
     lowest: Numbers = field(default_factory=dict)
@@ -50,7 +50,7 @@ class Said:
 
 
 def agrees(said: Numbers, other: Said) -> bool:
-    """What only one of the two names counts for nothing."""
+    """Compare the numbers that both name; one that only one of them names counts for nothing."""
     return all(
         _near(key[1], said[key], other.lowest[key], other.highest[key]) for key in said.keys() & other.highest.keys()
     )
@@ -83,7 +83,7 @@ def most_agreed(packed: Sequence[bytes]) -> int:
 
 
 class Hypers:
-    """What each member has said, where updates are folded at once."""
+    """The hyper-parameters that each member has said, where updates are folded at once."""
 
     def __init__(self) -> None:
         self.said: dict[int, Said] = {}

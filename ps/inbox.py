@@ -1,10 +1,11 @@
-"""What the members of a cluster have pushed to one shard: whole updates out of parts, each once and in its turn. No I/O.
+"""Takes what the members of a cluster push to one shard: whole updates out of parts, each once and in its turn. No I/O.
 
 Rules
 - A push is held until all its parts are here. Update c of a worker is accepted after update c - 1, exactly once.
-- What a message says is checked before anything changes. Values that are not finite go no further: their part counts for
+- A message is checked before anything changes. Values that are not finite go no further: their part counts for
   nothing from here on, and with it the update (screen.py).
-- Who is a member is the ledger's to say. What had come in part of one that left is discarded, named and counted.
+- Who is a member is the ledger's to say. An update that had come in part when its worker left is discarded, named and
+  counted.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def check_part(message: m.Push | m.FirstWeights, keys: Keys) -> float:
 
 
 class Inbox:
-    """Of shard `index`."""
+    """The inbox of shard `index`."""
 
     def __init__(self, index: int, mode: Mode) -> None:
         self.index, self.mode = index, mode

@@ -43,7 +43,7 @@ class Far:
         self.out: set[int] = set()  # members whose newest update was too long
 
     def leaves_out(self, updates: Sequence[tuple[int, float]]) -> list[bool]:
-        """Of each (worker, length); at a barrier they are those of one set."""
+        """Say of each update (worker, length) whether it is too long; at a barrier they are those of one set."""
         lengths = [length for _, length in updates]
         known = sorted([*self.recent, *lengths] if len(lengths) > 1 else self.recent)
         usual = known[(len(known) - 1) // 2] if len(known) >= KNOWN else 0.0
@@ -65,7 +65,7 @@ class Far:
 
 
 class Limit:
-    """Of shard `index`. `most`: times the median. `weights`: the length of the weights."""
+    """Shortens updates on shard `index` longer than `most` times the median. `weights`: the length of the weights."""
 
     def __init__(self, index: int, most: float, weights: Callable[[], float]) -> None:
         self.index, self.most, self.weights = index, most, weights
@@ -96,4 +96,4 @@ class Limit:
         self.logs.append(Log("long", told))
 
     def members(self, live: Container[int]) -> None:
-        """What was sent stays what was sent."""
+        """Nothing changes: the lengths of updates that were sent still count."""

@@ -1,4 +1,4 @@
-"""What is looked at of an update: how long it is, and its values at a sample of the keys. No I/O.
+"""Looks at an update: how long it is, and its values at a sample of the keys. No I/O.
 
 Rules
 - An update is decoded once, whoever looks; what is raw is read where it lies. Sums that were taken early stay.

@@ -65,7 +65,7 @@ class Trimmed(Mean):
     """At each key the mean of weight * update, without so many of the lowest and of the highest values, times their number
     (coordinate-wise trimmed mean, 1803.01498, def. 2; cut 0.5: the median).
 
-    Of n values ceil(cut * n) go at either end, but at least one or two stay. What is not a number counts as the highest.
+    At either end ceil(cut * n) of n values go, but at least one or two stay. A NaN counts as the highest.
     """
 
     def __init__(self, begin: int, size: int, cut: float) -> None:

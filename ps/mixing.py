@@ -6,7 +6,7 @@ Rules
 - The server above gives the first weights and the roster, and takes the last model of the lowest cluster. It may be gone.
 - Before a clock is published all rounds up to t - s are mixed in, and x stands on the model of the mixes plus what was
   folded since the last round.
-- Once all workers are done the last round makes one model of all clusters. What workers who come after that add stays here.
+- Once all workers are done the last round makes one model of all clusters. Updates of workers who come later stay here.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Mixing(Seated):
         self.peers.repeat_soon(peer)
 
     def _gain(self, settings: Settings, size: int) -> Gain | None:
-        """Of updates of one clock; the one of the place before, where there was one."""
+        """Return the gain where a round is one clock: that of the place before, where there was one."""
         if self.mode.local_steps > 1:
             return None
         gain = self._kept.gain or Gain(gossip_sample(size), self._kept.degree)
@@ -138,7 +138,7 @@ class Mixing(Seated):
         return [*effects, *self._go_on([*seen, *self.driver.go_on(now_ns)], now_ns)]
 
     def _go_on(self, seen: Iterable[MemberEffect | PeerSay | Log], now_ns: int) -> Asks:
-        """What peers have said, to the driver; what the driver says, to the peers; until neither has more to say."""
+        """Hand the driver what peers have said, and the peers what the driver says, until neither has more to say."""
         effects, queue = Asks(), deque(seen)
         while queue:
             each = queue.popleft()

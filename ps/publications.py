@@ -1,10 +1,10 @@
-"""What a shard shows its children: numbered publications, and who is sent which of them, and when. No I/O.
+"""The numbered publications that a shard shows its children: who is sent which of them, and when. No I/O.
 
 Rules
 - A child says what it has (`Follow`). It is sent each difference after that as it is made, at most `credit` that it has not
   acknowledged; or where no kept differences lead to the newest state, that state whole, alone, once its clock may be computed
   on it.
-- What is not acknowledged is sent again where the child asks again, and no sooner than such bytes may take.
+- A publication without an acknowledgement is sent again where the child asks again, no sooner than such bytes may take.
 - With a barrier a state is settled to n for a child once all that it pushed before n is in it.
 - The master copy is sent to who asks for it, once all live workers' updates before its clock are in.
 """
@@ -39,7 +39,7 @@ class Sent:
 
 @dataclass(slots=True)
 class Child:
-    """What one child follows and has been sent."""
+    """One child: the publications that it follows, and those that it has been sent."""
 
     follow: m.Follow
     patience: Patience
@@ -88,7 +88,7 @@ class Made:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What all parts of one state say; as in `State`."""
+    """The fields that all parts of one state share; as in `State`."""
 
     request: int
     whole: bool
@@ -101,7 +101,7 @@ class Shown:
 
 
 class Publications:
-    """Of one store. `codings`: what the downlink may be coded with, densest first; `keys`: whose turn a clock is, None: all."""
+    """The publications of one store. `codings`: the SPECs that the downlink may be coded with, densest first."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class Publications:
         rung, worker = max([*asked, *([(self.codings.index(before), -1)] if undecided else [])], default=(-1, -1))
         return before, worker, self.codings[rung] if rung >= 0 else before
 
-    # What children say.
+    # Messages of children.
 
     def child(self, seat: Seat) -> Child:
         """One that has said nothing yet follows nothing."""
@@ -192,7 +192,7 @@ class Publications:
             child.pull, child.request = pull, pull.request
 
     def repeat_soon(self) -> None:
-        """What was sent may not have left: it is sent again with the next word of a child."""
+        """Publications that were sent may not have left: each child is sent its own again when it speaks next."""
         for child in self.children.values():
             child.repeat_soon()
 
@@ -202,7 +202,7 @@ class Publications:
             if seat.name == m.name_of(peer):
                 self.child(seat).repeat_soon()
 
-    # What they are sent.
+    # Messages to them.
 
     def serve(self, seat: Seat, now_ns: int) -> list[Send]:
         """All publications that this child may be sent now."""

@@ -1,4 +1,4 @@
-"""What a shard tells the coordinator, numbered: each report replaces the one before. No I/O.
+"""The reports of a shard to the coordinator, numbered: each replaces the one before. No I/O.
 
 Rules
 - A report that the coordinator has not shown to have is made anew and sent again; losing one costs time only.
@@ -18,7 +18,7 @@ AGAIN_NS = NS
 
 
 class Reports:
-    """Of one shard. `make`: its report under a version."""
+    """The reports of one shard. `make`: its report under a version."""
 
     def __init__(self, make: Callable[[int], m.Report]) -> None:
         self.make = make

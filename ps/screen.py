@@ -1,11 +1,11 @@
-"""What an update must stand before a shard folds it. No I/O.
+"""The checks that an update must pass before a shard folds it. No I/O.
 
 Rules
 - One that is not finite is left out, in every run, and so is one that is absurdly long (`Far` in limit.py): its bytes were
   looked at when they came (inbox.py). One without samples has no values: it is left out, and is not told of.
 - Each check gives a factor: 1, less, or 0 for an update that is left out. The product counts.
 - `Limit` (limit.py) looks at the length of an update, `Directions` (directions.py) at where it leads.
-- Whose updates are left out or shortened is named, once for each reason.
+- A worker with an update that is left out or shortened is named, once for each reason.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Screen:
         self.logs: list[Log] = []
 
     def shares(self, samples: Sequence[tuple[int, int]]) -> list[float]:
-        """Of each (worker, its samples) in a mean."""
+        """Return the share of each (worker, its samples) in a mean."""
         if not self.alike:
             total = sum(count for _, count in samples)
             return [count / max(1, total) for _, count in samples]
@@ -95,7 +95,7 @@ class Screen:
         return [*self.checks, *([self.beside] if self.beside is not None else [])]
 
     def take(self) -> list[Log]:
-        """What is to be told."""
+        """Return the lines for the console and the record since the last call."""
         found, self.logs = self.logs, []
         for each in self._all:
             found += each.logs
@@ -103,5 +103,5 @@ class Screen:
         return found
 
     def lines(self) -> list[str]:
-        """What each worker sends beside the others, where that is looked at."""
+        """Say what each worker sends beside the others, where that is looked at."""
         return self.beside.lines() if self.beside is not None else []

@@ -113,7 +113,7 @@ class Server:
 
     @property
     def members(self) -> list[Seat]:
-        """Of process 0; the others know none."""
+        """The members that process 0 knows; the other processes know none."""
         return self.coordinator.declared if self.coordinator is not None else []
 
     # Events.

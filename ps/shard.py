@@ -53,12 +53,12 @@ class Shard:
 
     @property
     def min_clock(self) -> int:
-        """What is folded has all updates below it, and what is published."""
+        """The folded state has all updates below it, and so has the published one."""
         return self.planned.min_clock if self.planned is not None else max(self.ledger.restart_clock, 0)
 
     @property
     def nbytes(self) -> int:
-        """Of the arrays, which are nearly all of it."""
+        """Bytes of the arrays, which are nearly all of the shard."""
         if self.planned is None:
             return 0
         store = self.planned.store
@@ -195,7 +195,7 @@ class Shard:
 
     @property
     def _standing(self) -> tuple[object, ...]:
-        """What the run above may change of a report."""
+        """The parts of a report that the run above may change."""
         finishes = self.planned.upward.finishes if self.planned is not None else 0
         return (self.min_clock, self.above.ready, self.at_rest, finishes, self.above.ended, self.trouble)
 
@@ -230,7 +230,7 @@ class Shard:
     # Reports.
 
     def report(self, now_ns: int) -> Send:
-        """What this shard has seen and done, to the coordinator."""
+        """Report to the coordinator what this shard has seen and done."""
         return self.reports.send(now_ns)
 
     def _report_of(self, version: int) -> m.Report:

@@ -18,7 +18,7 @@ class Sibling:
 
 
 class Siblings:
-    """Of shard 0."""
+    """The siblings of shard 0."""
 
     def __init__(self, shards: int, lost_ns: int) -> None:
         self.shards, self.lost_ns = shards, lost_ns

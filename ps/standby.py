@@ -14,8 +14,8 @@ from narrows.ps.siblings import Siblings
 
 
 class Standby:
-    """Of a shard that copies the one at `original`. `address`: of this server, as members will find it; `port`: of this shard.
-    `thaw`: a machine of bytes; `again`: handles an event of it."""
+    """A shard that copies the one at `original`. `address`: of this server, as members will find it; `port`: of this
+    shard. `thaw`: a machine of bytes; `again`: handles an event of it."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Standby:
         self.votes: dict[int, int] = {}  # of each worker, the view that it has turned to us for
         self.void: dict[int, int] = {}  # the newest that does not
 
-    # What the original says.
+    # Messages of the original.
 
     @property
     def coming(self) -> int:
@@ -74,7 +74,7 @@ class Standby:
             self.parts = []
 
     def begin_anew(self) -> None:
-        """What is here is of no use."""
+        """Forget the machine, its parts and its events: they are of no use."""
         self.machine, self.have, self.parts, self.parts_of = None, -1, [], -1
         self.events.clear()
 
@@ -84,7 +84,7 @@ class Standby:
             self.again(self.events.popleft())
 
     def acknowledge(self, now_ns: int) -> list[CopyEffect]:
-        """What is here, where that has changed."""
+        """Tell the original what is here, where that has changed."""
         if not self.owes:
             return []
         self.owes, self.said_ns = False, now_ns

@@ -8,7 +8,7 @@ Rules
 - Reduction is in the order given (worker id), in float32, weight times value then added: bit for bit repeatable.
 - A lossy downlink keeps its residual as x - p: one for the shard, not one for each child.
 - Rows of tables are beside the keys (tables.py): changes step them too, and no publication has them.
-- What is exchanged in fragments (Streaming DiLoCo, 2501.18512) changes x and p at their keys alone, and the momentum too.
+- An exchange in fragments (Streaming DiLoCo, 2501.18512) changes x, p and the momentum at the fragment's keys alone.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Store:
         self.outer, self.optimizer = outer, optimizer
         self.momentum: FloatArray | None = np.zeros(self.size, np.float32) if outer else None
         self.mean = Trimmed(begin, self.size, cut) if cut else Mean(begin, self.size)
-        # Publications as keys and payload; None: the values are in p. Of both kinds there is never more than one here.
+        # Publications as keys and payload; None: the values are in p. All that are here are of one of these kinds.
         self.deltas: OrderedDict[int, tuple[Keys, bytes | None]] = OrderedDict()
         self.rebased = False  # since the last publication: then it is of all keys
         # p is x itself: between two barriers neither changes, and no lossy compressor ever needs both.

@@ -39,9 +39,10 @@ class InPlace(HostReplica):
 
 
 class Arrays:
-    """Of all keys of `flat`, float32[size]. `shared`: the pulled state is what is computed on, as where gradients are
-    pushed; `direct`: the parameters are it. `rounds`: updates of all keys whose bytes may still be on their way. `lends`:
-    gradients may be pushed where they lie, for nobody changes them. `home`: where all of them live but for the parameters."""
+    """The arrays of all keys of `flat`, float32[size]. `shared`: the pulled state is what is computed on, as where
+    gradients are pushed; `direct`: the parameters are it. `rounds`: updates of all keys whose bytes may still be on
+    their way. `lends`: gradients may be pushed where they lie, for nobody changes them. `home`: where all of them live
+    but for the parameters."""
 
     def __init__(
         self,
@@ -64,12 +65,12 @@ class Arrays:
         self.shown = False  # the base has been put into the parameters
         self.pulled = home.zeros(flat.size)
         self.base = self.pulled if self.shared else home.zeros(flat.size)  # what is computed on
-        # What an update is measured from: the base as the parameters' dtype rounds it, or the rounding of a bf16 worker
+        # An update is measured from this: the base as the parameters' dtype rounds it, or the rounding of a bf16 worker
         # would be pushed into the fp32 master.
         exact = self.shared or all(p.dtype == torch.float32 for p in flat.parameters)
         self.start = self.base if exact else home.zeros(flat.size)
-        # Buffers of pushes: one is free again once its push is settled and no longer stands in. What leaves a device is a
-        # copy, so there it is free at once.
+        # Buffers of pushes: one is free again once its push is settled and no longer stands in. A push leaves a device
+        # as a copy, so there it is free at once.
         self.fit_rounds(self.rounds)
 
     def fit_rounds(self, rounds: int) -> None:
@@ -98,14 +99,14 @@ class Arrays:
         return array[begin - self.keys[0] : end - self.keys[0]]
 
     def replica(self, begin: int, end: int, feedbacks: Feedbacks) -> ArrayReplica[Array]:
-        """Of one shard's keys."""
+        """Make the replica of one shard's keys."""
         if self.direct:
             return InPlace(begin, end, feedbacks, self.flat)
         return ArrayReplica(begin, end, feedbacks, parts, self._at(self.pulled, begin, end), self.home)
 
     def first(self, begin: int, end: int) -> list[Piece]:
-        """What is computed on, of these keys, raw: the parameters as they are before the first step. Later they hold what was
-        not sent, and may not be meant to be (privacy.py)."""
+        """Return the values of these keys that are computed on, raw: the parameters as they are before the first step.
+        Later they hold what was not sent, and may not be meant to be (privacy.py)."""
         values = self.home.empty(end - begin)
         if self.shown:
             self.home.copy(self._at(self.base, begin, end), values)
@@ -113,7 +114,7 @@ class Arrays:
             self.flat.read_keys(begin, values)
         return self.home.raw_pieces(values, begin, parts(begin, end))
 
-    # What is computed on.
+    # The model that is computed on.
 
     def show(self, exchanges: Sequence[Exchange[Array]]) -> None:
         """Put the replica into the parameters; of no exchanges, the base as it is."""
@@ -145,7 +146,7 @@ class Arrays:
             if alpha:
                 start -= ours
 
-    # What is pushed.
+    # Pushes.
 
     def buffer(self, turn: int) -> Array:
         return self.ring[turn % len(self.ring)]
@@ -157,7 +158,7 @@ class Arrays:
         return self.landings[turn % len(self.landings)]
 
     def moved(self, keys: Keys, turn: int) -> Array:
-        """What the parameters of these keys have moved by."""
+        """Return what the parameters of these keys have moved by."""
         begin, end = keys
         update = self._at(self.buffer(turn), begin, end)
         self.flat.read_keys(begin, update)

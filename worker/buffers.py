@@ -14,7 +14,7 @@ LONG_BUFFERS = (
 
 
 class Buffers:
-    """Of `model`. hidden: they are sent as they were before any data."""
+    """The buffers of `model`. hidden: they are sent as they were before any data."""
 
     def __init__(self, model: torch.nn.Module, hidden: bool) -> None:
         self.model, self.hidden = model, hidden
@@ -36,7 +36,7 @@ class Buffers:
             buffer.copy_(values)
 
     def packed(self) -> bytes:
-        """To be sent, or b""."""
+        """Pack the buffers that are sent; b"" where they are too long."""
         packed = self._before if self.hidden else pack_buffers(self.model)
         if len(packed) <= BUFFERS_BYTES_MAX:
             return packed

@@ -1,7 +1,7 @@
 """The engine: one worker's part of a run, from the declared model to the last update. The main thread owns it.
 
-What a step is depends on the mode, and is a `Sync`: updates.py, merging.py, gradients.py, gossip.py. The engine has what is the
-same for all: joining, waiting for events, the module's buffers, the shared model, and leaving.
+Each mode has its own kind of step, a `Sync`: updates.py, merging.py, gradients.py, gossip.py. The engine has what is
+the same for all: joining, waiting for events, the module's buffers, the shared model, and leaving.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LEAVE_LIMIT_S = 5.0
 
 
 class Sync(Protocol):
-    """What a mode makes of a step. Its owner hands it events while it waits for something."""
+    """The kind of step that a mode has. Its owner hands it events while it waits for something."""
 
     local_step: int  # since the last clock
     steps: int  # that the script has taken
@@ -50,7 +50,7 @@ class Sync(Protocol):
 
     @property
     def clock(self) -> int:
-        """Of the run."""
+        """The clock of this worker in the run."""
 
     @property
     def final_clock(self) -> int:
@@ -148,7 +148,7 @@ class Engine:
         return "--dp-clip looks at updates there" if self.privacy is not None else ""
 
     def _slice(self, inner: torch.optim.Optimizer, overlap: int) -> Slice | None:
-        """What this process has of the model, where it is one of several. Raises UsageError for what these cannot do."""
+        """Make this process's slice of the model, where it is one of several. Raises UsageError where these cannot."""
         if self.group is None:
             return None
         why = "under --sync gossip whole models are mixed" if self.mode.rule is Rule.MIX else ""
@@ -163,7 +163,7 @@ class Engine:
         return Sharded(self.flat, inner, self.group)
 
     def _sync(self, overlap: int) -> Sync:
-        """What a step is in this mode."""
+        """Make the kind of step of this mode."""
         mode, rule, flat = self.mode, self.mode.rule, self.slice or self.flat
         if rule is Rule.MIX:
             if overlap:
@@ -175,24 +175,24 @@ class Engine:
             lends = self.privacy is None and self.slice is None  # else the next step writes where they lie
             arrays = Arrays(flat, shared=True, direct=direct, rounds=rounds, lends=lends, home=self.home)
             return Gradients(self, arrays, overlap)
-        # A fragment is merged before it is pushed again, so of one there is never more than one update.
+        # A fragment is merged before it is pushed again, so it never has more than one update.
         rounds = 3 if mode.merges else mode.window + SPARE
         arrays = Arrays(flat, shared=False, direct=False, rounds=rounds, home=self.home)
         return (Merging if mode.merges else Updates)(self, arrays)
 
     @property
     def dense(self) -> torch.optim.Optimizer:
-        """What steps parameters, without the optimizers of tables alone."""
+        """The optimizer of the parameters, without those of tables alone."""
         return dense_of(self.inner, self.model, self.tables)
 
     @property
     def group(self) -> Group | None:
-        """Of which this process is one rank."""
+        """The group in which this process is one rank, if any."""
         return self.waiting.group
 
     @property
     def hides(self) -> bool:
-        """What leaves this worker gets noise, and nothing leaves that does not."""
+        """Whether noise is added to all that leaves this worker; nothing else leaves it."""
         return self.privacy is not None and self.privacy.hides
 
     @property

@@ -1,5 +1,5 @@
-"""What a worker counts of itself, for its record and for the summary that its heartbeats carry. The main thread counts; the I/O
-thread reads at each heartbeat, so a step costs no more than the counting."""
+"""The counters of a worker, for its record and for the summary that its heartbeats carry. The main thread counts; the
+I/O thread reads at each heartbeat, so a step costs no more than the counting."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHOWN = ("loss", "total_steps")  # of what record() is given, what a summary has
 
 
 class Figures:
-    """Of the steps of one engine."""
+    """The figures of one engine's steps."""
 
     def __init__(self, engine: Engine, link: Link) -> None:
         self.engine, self.link = engine, link
@@ -74,7 +74,7 @@ class Figures:
         return int(max(0.0, min(self.shown.get("total_steps", 0.0), 1e15) - taken))
 
     def rows(self) -> tuple[Row, ...]:
-        """Of this worker alone."""
+        """The summary row of this worker alone."""
         waited, encoded = self.spent
         summary = Summary(
             clock=self.clock,

@@ -1,4 +1,4 @@
-"""What record() is given goes on to the loggers that the script has open. None of them is imported here."""
+"""Forwards what record() is given to the loggers that the script has open. None of them is imported here."""
 
 from __future__ import annotations
 

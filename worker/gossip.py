@@ -2,7 +2,7 @@
 
 Rules
 - The server gives the first weights and introduces the peers. From then on it is not needed, but for who joins later.
-- `Driver` (protocols/gossip/driver.py) decides; `Peers`, on the I/O thread, speaks. What the driver says is handed to it.
+- `Driver` (protocols/gossip/driver.py) decides; `Peers`, on the I/O thread, says what the driver hands it.
 - After a rejoin our steps stay, only the pairs are new.
 """
 
@@ -55,7 +55,7 @@ class Gossiping:
         self.finishing = self.server_gone = self.handed_over = False
 
     def _gain(self) -> Gain | None:
-        """Of updates of one step: a round of several is averaged as under `local`."""
+        """Make the gain of updates of one step; None for a round of several, which is averaged as under `local`."""
         if self.mode.local_steps > 1:
             return None
         return Gain(
@@ -157,7 +157,7 @@ class Gossiping:
         self.arrays.show(())
 
     def _moved(self) -> Array:
-        """What the parameters have moved by since they were composed."""
+        """Return what the parameters have moved by since they were composed."""
         moved = self.engine.home.empty(self.engine.flat.size)
         self.engine.flat.read_keys(0, moved)
         moved -= self.arrays.start
@@ -228,7 +228,7 @@ class Gossiping:
         return None
 
     def load_residual(self, whole: FloatArray) -> None:
-        """Of another mode: here it has no place."""
+        """Drop it: it is of another mode, and has no place here."""
 
 
 def _to_peers(say: PeerSay, member: Member, now_ns: int) -> list[MemberEffect]:

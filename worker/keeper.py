@@ -76,7 +76,7 @@ class Keeper:
         return Facts(os.getpid(), process, ray.get_runtime_context().get_node_id(), self.starts, dict(self.last))
 
     def address(self) -> str:
-        """Of the server that this one keeps, "" once that has ended for good. Waits until it serves."""
+        """Return the address of the server kept here, "" once that has ended for good. Waits until it serves."""
         with self.state:
             if not self.state.wait_for(lambda: self.serves or self.over, SERVES_S):
                 raise UnreachableError(

@@ -1,12 +1,12 @@
-"""What hides a worker's data in what it sends (--dp-clip, --dp-noise): its updates are clipped, and noise is added. It owns the
-random source and the count of what was sent.
+"""Hides a worker's data in what it sends (--dp-clip, --dp-noise): its updates are clipped, and noise is added. It owns
+the random source and the count of what was sent.
 
 Rules
 - An update, or a gradient where those are pushed, is clipped over all shards to L2 norm C. Each value then gets Gaussian noise
   of standard deviation SIGMA * C. Both happen here, before anything leaves: nobody has to trust the server.
-- What comes after is made of noised values alone: error feedback keeps what the coder left of them, and the worker computes on
-  its own updates as they were sent. So coding, residuals and repeats cost no privacy (post-processing; Dwork and Roth 2014,
-  prop. 2.1).
+- All that comes after is made of noised values alone: error feedback keeps what the coder left of them, and the worker
+  computes on its own updates as they were sent. So coding, residuals and repeats cost no privacy (post-processing;
+  Dwork and Roth 2014, prop. 2.1).
 - Each push counts. Any two updates are at most 2 C apart, so epsilon is that of a Gaussian mechanism with noise SIGMA / 2,
   composed over the pushes (Mironov 2017). It holds against everybody, whichever data this worker has. Neither the others' noise
   nor sampling makes it less, for every worker takes part in every clock, and the server sees who sent what.
@@ -77,7 +77,7 @@ class Privacy:
                 piece += own
 
     def epsilon(self) -> float:
-        """Of all pushes so far, at DELTA."""
+        """Return the epsilon of all pushes so far, at DELTA."""
         from opacus.accountants import RDPAccountant
 
         accountant = RDPAccountant()

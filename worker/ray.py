@@ -58,7 +58,7 @@ class Result:
 
 
 def command_of(script: str | Callable[[], Any], args: Sequence[str]) -> list[str]:
-    """What ps-worker is to run. Raises UsageError where a function cannot be found by its name."""
+    """Return the command that ps-worker runs. Raises UsageError where a function cannot be found by its name."""
     if isinstance(script, str):
         return [script, *args]
     name, file = getattr(script, "__qualname__", ""), inspect.getsourcefile(script)

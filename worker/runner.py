@@ -69,7 +69,7 @@ class Events:
 
 
 class Commands:
-    """What an engine has the I/O thread do."""
+    """The commands that an engine gives the I/O thread."""
 
     def call(self, command: Command) -> None:
         raise NotImplementedError
@@ -93,7 +93,7 @@ class Commands:
         self.call(lambda member, now: member.leave(clock, now))
 
     def ask_link(self) -> None:
-        """What the link does is the next event."""
+        """Ask what the link does; the answer is the next event."""
         self.call(lambda member, now: [member.meter.read()])
 
 

@@ -2,8 +2,8 @@
 and nothing is gathered for it.
 
 Rules
-- To the servers each rank's part of a tensor is a tensor of its own, `weight[0]`, `weight[1]`: rank after rank. All ranks have
-  as many keys as the one that has most: padding fills them up, so that a shard's keys are all of one rank.
+- The servers take each rank's part of a tensor for a tensor of its own, `weight[0]`, `weight[1]`: rank after rank. All
+  ranks have as many keys as the one that has most: padding fills them up, so that a shard's keys are all of one rank.
 - FSDP sums gradients and gathers parameters. It drops what it has gathered when parameters change here.
 """
 

@@ -1,4 +1,4 @@
-"""What the module of a worker holds: what the worker computes on, or the shared model. The main thread owns it."""
+"""Sets what the module of a worker holds: what the worker computes on, or the shared model. The main thread owns it."""
 
 from __future__ import annotations
 

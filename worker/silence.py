@@ -9,13 +9,13 @@ SILENT_NS = 3 * NS  # the server says something to each member once a second
 
 
 class Silence:
-    """Of one member."""
+    """The silence of one member's server."""
 
     def __init__(self) -> None:
         self.told = False
 
     def sentence(self, member: Member, address: str, now_ns: int) -> str:
-        """What is to be said now: once when the server falls silent, once when it is back; else nothing."""
+        """Return what is to be said now: once when the server falls silent, once when it is back; else ""."""
         silent = member.phase is Phase.RUNNING and now_ns - member.heard_ns >= SILENT_NS
         if silent == self.told:
             return ""

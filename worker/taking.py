@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Taking:
-    """Of `sync`, in a mode with a server."""
+    """Takes ranges for `sync`, in a mode with a server."""
 
     def __init__(self, sync: Updates) -> None:
         self.sync, self.engine = sync, sync.engine

@@ -1,4 +1,4 @@
-"""What this process tells the ps-worker that started it: lines of JSON, on a pipe whose number is in a variable."""
+"""Tells the ps-worker that started this process: lines of JSON, on a pipe whose number is in a variable."""
 
 from __future__ import annotations
 

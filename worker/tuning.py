@@ -1,4 +1,4 @@
-"""What the clocks of one engine cost, and what `auto` makes of it. The engine's thread owns it.
+"""Measures what the clocks of one engine cost, from which `auto` chooses a SPEC. The engine's thread owns it.
 
 Rules
 - A clock ends when its update is pushed. Its time is waiting, encoding, or computing, which is all that is neither.
@@ -53,7 +53,7 @@ class Tuning:
 
     @property
     def coding(self) -> str:
-        """What published states are to be coded with, or "" where that is not ours to say, or not known yet."""
+        """The SPEC that published states are to be coded with; "" where that is not ours to say, or not known yet."""
         return self.auto.down if self.chooses_down and self.auto.chosen else ""
 
     def pushed(self, clock: int, group: Group | None = None) -> bool:

@@ -156,7 +156,7 @@ class Updates:
         return self.engine.optimize(closure)
 
     def push(self, dense: bool = False) -> None:
-        """What the keys whose turn it is have moved by."""
+        """Push what the keys whose turn it is have moved by."""
         clock, turn = self.shards.clock, self.shards.clock // self.mode.fragments
         keys = [exchange.turn(clock) for exchange in self.shards.exchanges]
         tables = self.engine.tables

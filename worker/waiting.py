@@ -3,8 +3,8 @@
 Rules
 - All ranks of a group wait for the same things in the same order, and none goes on before all can.
 - A script calls the same on all ranks. Where it does not, the next agreement says so.
-- What is of the whole run, such as a new place in it or a move of keys, they handle at the same point, between two agreements.
-  What is of a shard each handles as it comes.
+- They handle events of the whole run, such as a new place in it or a move of keys, at the same point, between two
+  agreements. Each handles events of a shard as they come.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class RunBuffers:
         return [self._told(self.run.seats[worker]) for worker in waiting if worker in self.run.seats]
 
     def _ask(self, seat: Seat, clock: int) -> list[ServerEffect]:
-        """What this worker is told now, or nothing, and then it is told once they are here."""
+        """Tell this worker the buffers now; where they are not here yet, it is told once they are."""
         lead = min(self.run.declared, key=lambda each: each.rank, default=seat)
         if self.clock >= min(clock, self.rounds.clock(lead) if lead.epoch else clock):
             return [self._told(seat)]

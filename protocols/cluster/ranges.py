@@ -47,7 +47,7 @@ Bound = tuple[int, int]  # the clock of an update of a worker, and a range that 
 
 @dataclass(slots=True)
 class Work:
-    """What is done: all ranges before `next`, but for those in `back`, and those that workers have."""
+    """The ranges that are done: all before `next`, but for those in `back`, and those that workers have."""
 
     samples: int = 0  # of an epoch, 0: nobody has asked yet
     size: int = 1
@@ -158,7 +158,7 @@ class Ranges(Decision):
             held.append((ask.clock, index))
         return m.Range(seat.worker, seat.epoch, ask.number, index, index < 0 and self._least() >= ask.limit)
 
-    # What is done.
+    # Ranges that are done.
 
     def _least(self) -> int:
         """The first that is not done."""

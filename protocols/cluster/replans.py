@@ -5,7 +5,7 @@ Rules
 - The present way and the others are priced alike, by the newest figures of every member: who has none yet is waited for.
 - A way that gains more than GAIN for --replan-after seconds without a break is proposed, each once in a plan. With --replan
   change it is the next plan.
-- What was measured under one plan does not count under the next: a way back takes as long as the way there.
+- Figures measured under one plan do not count under the next: a way back takes as long as the way there.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LOOK_MIN_NS, LOOK_MAX_NS = NS // 2, 10 * NS  # a member says what it measures so
 
 @dataclass(slots=True)
 class Steps:
-    """Of one worker: its newest summary, and the seconds of computing in a step between two of them; 0: not known yet."""
+    """One worker's newest summary, and the seconds of computing in a step between two of them; 0: not known yet."""
 
     newest: Summary
     own_s: float = 0.0
@@ -91,7 +91,7 @@ class Replans(Decision):
         return True
 
     def _children(self) -> list[tuple[Seat, Child]]:
-        """What each member measures; none where one of them has not measured yet, or there are too many."""
+        """Return what each member measures; none where one of them has not measured yet, or there are too many."""
         found, members = [], self.run.declared
         for seat in members if len(members) <= MEMBERS_MAX else ():
             own_s = [steps.own_s for key, steps in self.steps.items() if key[0] == seat.worker]

@@ -130,7 +130,7 @@ class Roster(Decision):
             return f"the server cannot rebuild optimizer {plan.optimizer[:60]!r}: use --push update"
         if plan.tables and (why := why_not(self.run.settings, self.run.mode, self.above.child)):
             return why
-        # Of a key the server holds two values, of a row one, and its optimizer's.
+        # The server holds two values of a key, one of a row, and its optimizer's.
         if (size := plan.size + sum(table.size for table in plan.tables) // 2) > self.keys_max:
             return f"the model has {size} parameters, and the server's memory holds {self.keys_max} at most"
         return ""

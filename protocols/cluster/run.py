@@ -202,7 +202,7 @@ class Decision:
         """A generation has begun: forget what counted in the one before."""
 
     def tell(self) -> list[Log]:
-        """What is to be said with the next ledgers, once."""
+        """Return what is to be said with the next ledgers, once."""
         return []
 
     def fields(self, shard: int) -> dict[str, object]:

@@ -39,7 +39,7 @@ class Phase(Enum):
     OVER = "over"  # the model is the mean of all
 
 
-# What happens -> the phases that it happens in -> the phase after it.
+# An event -> the phases that it happens in -> the phase after it.
 TRANSITIONS: dict[str, dict[Phase, Phase]] = {
     "late": {Phase.EMPTY: Phase.ASKING},
     "has a model": {Phase.EMPTY: Phase.READY, Phase.ASKING: Phase.READY},
@@ -114,10 +114,10 @@ class Driver:
             self.trouble = "the run has begun, and nobody is left that could give its model: start it again"
         return []
 
-    # What peers say.
+    # Events of peers.
 
     def hear(self, event: MemberEffect, now_ns: int) -> Says:
-        """What `Peers` has seen."""
+        """Take an event that `Peers` has seen."""
         says: Says = []
         match event:
             case e.RosterNews(roster):

@@ -30,7 +30,7 @@ ARRIVED_MAX = 2  # offers of a peer: of this exchange and the next, if it has co
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """What one side of an exchange is for: a round, under the roster of an epoch."""
+    """The round that one side of an exchange is for, under the roster of an epoch."""
 
     epoch: int
     round: int
@@ -220,7 +220,7 @@ class Exchanges:
         ]
 
     def due(self) -> list[Due]:
-        """What is to be offered now; it counts as sent."""
+        """Return what is to be offered now; it counts as sent."""
         ended = self.closed or (self.alone and all(pair.ended for pair in self.pairs.values()))
         if self.ending and not self.last and ended:
             self.last = True
@@ -249,7 +249,7 @@ class Exchanges:
         return self.ending or not self.waits or label.epoch != self.epoch or label.round < self.round
 
     def complete(self, upto: int) -> list[Complete]:
-        """What is to be mixed now, a round as a whole and in the order of ids: so it is the same in every run."""
+        """Return what is to be mixed now, a round as a whole and in the order of ids: so every run does the same."""
         ready = {peer for peer, pair in self.pairs.items() if pair.ready}
         found: list[Complete] = []
         for number in sorted(self.needed):

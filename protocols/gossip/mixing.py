@@ -3,10 +3,10 @@
 Rules
 - Full precision: an offer is the model. Both add weight * (theirs - mine).
 - Low precision (BAGUA 2107.01499, D_LP_S; Tang et al. 1803.06443, difference compression): the two of a pair keep one common
-  reference c. An offer is q = C(x - c); both add weight * (q_theirs - q_mine), and c += (q_mine + q_theirs) / 2. What C left
-  out is still in x - c, so it comes later: error feedback. As c moves with what both were told, a value is never mixed twice,
-  and no consensus step size is needed (as CHOCO-SGD has one, 1902.00340).
-- What both compute of the same bytes is the same bit for bit: sums go in the order of ids.
+  reference c. An offer is q = C(x - c); both add weight * (q_theirs - q_mine), and c += (q_mine + q_theirs) / 2. The
+  part that C left out is still in x - c, so it comes later: error feedback. As c moves with what both were told, a
+  value is never mixed twice, and no consensus step size is needed (as CHOCO-SGD has one, 1902.00340).
+- Both compute the same of the same bytes, bit for bit: sums go in the order of ids.
 - Arrays are those of `home` (narrows.compression.home, which protocols/ does not import): NumPy's, or a device's.
 """
 
@@ -123,7 +123,7 @@ class Mixing:
         return self.sent[peer]
 
     def sample(self, peer: int) -> bytes:
-        """What an offer to this peer says of own updates, once a window; see `Gain`."""
+        """Return what an offer to this peer says of own updates, once a window; see `Gain`."""
         return b"" if self.gain is None else self.gain.tell(peer)
 
     def whole(self) -> Sequence[Piece]:

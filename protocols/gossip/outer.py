@@ -2,8 +2,8 @@
 
     v <- beta v + d;  x <- x + eta (d + beta v)         d: what the steps of a round moved the model x by
 
-It is the step that the server takes under `local` (ps/store.py), with the node's own rounds for the mean of all. What partners
-mix in is not in v: it is no progress of this node.
+It is the step that the server takes under `local` (ps/store.py), with the node's own rounds for the mean of all. v
+leaves out what partners mix in: it is no progress of this node.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Outer:
         self.velocity: Any = None
 
     def step(self, moved: Any) -> Any:
-        """What is added to the model for a round that moved it by so much, float32[size] as `moved`."""
+        """Return what is added to the model for a round that moved it by `moved`; both are float32[size]."""
         with np.errstate(over="ignore", invalid="ignore"):  # a model that is not finite ends the run, in its own words
             self.velocity = moved * 1.0 if self.velocity is None else self.momentum * self.velocity + moved
             return self.rate * (moved + self.momentum * self.velocity)

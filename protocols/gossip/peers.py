@@ -49,7 +49,7 @@ class Peer:
 
 
 def _kind(offer: m.Offer) -> tuple[int, ...]:
-    """What the parts of one offer have in common."""
+    """Return the fields that all parts of one offer share."""
     return offer.number, offer.parts, offer.epoch, offer.round
 
 
@@ -102,7 +102,7 @@ class Peers:
                 return self.lose(peer)
 
     def offer(self, offers: Sequence[m.Offer], now_ns: int) -> list[MemberEffect]:
-        """Send own side of an exchange, all its parts; the peer's side is awaited. To one that is gone nothing is sent."""
+        """Send own side of an exchange, all its parts, and await the peer's. A peer that is gone is sent nothing."""
         peer = self.peers.get(offers[0].peer)
         if peer is None or offers[0].worker != self.worker:
             return []  # the latter: made before a rejoin that its maker has not seen yet

@@ -44,7 +44,7 @@ def _ring(seed: int, number: int, members: Sequence[int]) -> list[Edge]:
 def _exponential(seed: int, number: int, members: Sequence[int]) -> list[Edge]:
     """One-peer hypercube (Ying et al., 2110.13363): the exact mean after log2(n) rounds where n is a power of two.
 
-    Of another count, a worker whose partner is not there rests; its other partners join it to all.
+    With another count, a worker whose partner is not there rests; its other partners join it to all.
     """
     bit = 1 << number % max(1, (len(members) - 1).bit_length())
     return [(a, members[i ^ bit], HALF) for i, a in enumerate(members) if i < i ^ bit < len(members)]

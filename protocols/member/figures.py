@@ -1,4 +1,4 @@
-"""What a member says of itself: its own figures, and what was seen of its link. No I/O."""
+"""The figures that a member tells: its own, and those of its link. No I/O."""
 
 from __future__ import annotations
 

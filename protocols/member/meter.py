@@ -1,9 +1,9 @@
-"""What the messages of a session tell of its link: the round trip, and how long the bytes of each direction took. No I/O.
+"""Measures a link by the messages of a session: the round trip, and how long the bytes of each direction took. No I/O.
 
 Rules
 - A timed message has two times: when it was sent by its sender's clock, when it was received by its receiver's. The delay
   between them holds the difference of the clocks, which nobody knows; the least delay of late is that of an idle link.
-- What a message took beyond the least delay its bytes took; what it spent behind earlier ones counts for those.
+- The bytes of a message took what it took beyond the least delay; its time behind earlier ones counts for those.
 - The least delays of both directions are the round trip: the difference of the clocks cancels.
 - All shards on one machine (Welcome.hosts) share its clock and the link to it: one `LinkMeter` for them all.
 - The longest round trip of a heartbeat of late is what the road may take, with all that it waits for. A lease is longer by it.
@@ -104,7 +104,7 @@ class LinkMeter:
         self.down.passed(sent_ns, now_ns)
 
     def read(self) -> LinkSeen:
-        """What was seen since it was last read."""
+        """Return what was seen since the last call."""
         up, down, told = self.up, self.down, self.told
         self.told = (up.bytes, up.busy_ns, down.bytes, down.busy_ns)
         since = (now - before for now, before in zip(self.told, told, strict=True))

@@ -1,4 +1,4 @@
-"""What a child computes on: its replica, and the rule by which it reads its own writes (Ho et al. 2013, sec. 3).
+"""The replica that a child computes on, and the rule by which it reads its own writes (Ho et al. 2013, sec. 3).
 
     replica = pulled state + gain * residual + sum over own clocks c of stand_in(c) * u_c,   u_c as sent
 
@@ -17,8 +17,8 @@ from typing import Protocol, TypeVar
 from narrows.protocols import messages as m
 from narrows.protocols.modes import Mode, Rule
 
-# With no bound (async) a slow peer would hold own updates at full weight for ever. Of windows 1, 2, 4, 8 and no limit,
-# with one worker 4x slower, 1 ended lowest in every setting measured (docs/design/read-my-writes.md).
+# With no bound (async) a slow peer would hold own updates at full weight for ever. Among windows 1, 2, 4, 8 and no
+# limit, with one worker 4x slower, 1 ended lowest in every setting measured (docs/design/read-my-writes.md).
 STANDS_IN_UNBOUNDED = 1
 
 
@@ -67,8 +67,9 @@ class Replica(Protocol[A]):
         """A piece of a whole state that is not all here: for who has a use for it before `absorb` has them all."""
 
     def encode(self, update: A, clock: int, dense: bool = False) -> Sequence[Piece]:
-        """What is sent of `update`, the keys whose turn `clock` is, and of the residual; the rest is the residual from now on.
-        `dense`: all of it. Raises ValueError for values that cannot be coded; then nothing has changed."""
+        """Return what is sent of `update`, the keys whose turn `clock` is, and of the residual; the rest is the
+        residual from now on. `dense`: all of it. Raises ValueError for values that cannot be coded; then nothing has
+        changed."""
 
     def give_back(self, pieces: Iterable[Piece], clock: int) -> None:
         """These pieces, encoded last, were not sent: they are in the residual again."""

@@ -19,7 +19,7 @@ STAY_NS = NS  # after a vote that was given back the silence counts on: the stan
 
 
 class Views:
-    """Of one member, whose number is `worker` and whose place is of `epoch`."""
+    """The views as one member knows them, whose number is `worker` and whose place is of `epoch`."""
 
     def __init__(self, worker: int, epoch: int) -> None:
         self.worker, self.epoch = worker, epoch
@@ -30,7 +30,7 @@ class Views:
         self.cut: dict[int, int] = {}  # shards whose connections have ended, and when
 
     def told(self, view: m.View) -> list[MemberEffect]:
-        """What the server says of itself."""
+        """Take the view that the server tells, and answer with a vote."""
         alone = view.decided and not view.standby and view.view == self.view  # we have voted for it
         if self.turned and not (alone or (view.decided and view.view > self.view)):
             return []
@@ -52,7 +52,7 @@ class Views:
         return [Tell(self.standby, m.Vote(self.worker, self.epoch, self.view + 1, self.attempt))]
 
     def hear(self, message: m.Message, now_ns: int) -> list[MemberEffect]:
-        """What the standby says. `turned` is over where that is so."""
+        """Take what the standby says: to stay with the server, or that it serves. Either ends `turned`."""
         if isinstance(message, m.Stay) and (message.view, message.attempt) == (self.view + 1, self.attempt):
             self.turned, self.stayed_ns = False, now_ns
         if not self.turned or not isinstance(message, m.View) or message.view < self.view:

@@ -1,1 +1,1 @@
-"""What the processes of one pipeline say to each other. docs/design/pipelines.md has the protocol."""
+"""The messages that the processes of one pipeline send each other. docs/design/pipelines.md has the protocol."""

@@ -1,4 +1,4 @@
-"""What a layout costs an iteration: the model of "Decentralized training of foundation models" (2206.01288, eqs. 1 to 4).
+"""The cost of an iteration in a layout, by "Decentralized training of foundation models" (2206.01288, eqs. 1 to 4).
 
 A layout has a group of hosts for each stage. Its seconds are those of the slowest group's data parallel exchange, of every
 boundary between neighbouring stages, forth and back, and of computing. `Costs.arrange` finds the order of the groups and who
@@ -26,7 +26,7 @@ MISSING_S = 1e6  # for each layer that no stage has memory for: more than any la
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is trained, cut into `stages`, each on `replicas` hosts. Sizes and seconds are those of one iteration."""
+    """A model to train, cut into `stages`, each on `replicas` hosts. Sizes and seconds are those of one iteration."""
 
     stages: int
     replicas: int
@@ -64,7 +64,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What an iteration costs. `total` is what a search makes small: `seconds` + Job.money_s * `money`."""
+    """The cost of an iteration. A search makes `total` small, which is `seconds` + Job.money_s * `money`."""
 
     total: float
     seconds: float
@@ -153,7 +153,7 @@ class Costs:
         return Layout(grid, self.depths(grid))
 
     def price(self, layout: Layout) -> Prediction:
-        """What `layout` costs as it stands."""
+        """Predict what `layout` costs as it stands."""
         job, grid, depths = self.job, layout.grid, layout.depths
         exchange_s = float(self._group_s(grid, depths).max())
         pipeline_s = float(self.links[grid[:-1], grid[1:]].max(1).sum())

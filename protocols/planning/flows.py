@@ -1,4 +1,4 @@
-"""What one stream of a pair has done, and what that says of the link. Pure arithmetic; times are in seconds.
+"""The figures of one stream of a pair, and what they say of the link. Pure arithmetic; times are in seconds.
 
 Names and units are those of iperf3 where it has them: bits_per_second, seconds, bytes, retransmits.
 """
@@ -53,7 +53,7 @@ FIGURES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """What one end has seen of all streams of a phase in one way."""
+    """The figures that one end has of all streams of a phase in one way."""
 
     phase: int
     way: int
@@ -105,8 +105,8 @@ def by_size(marks: Marks) -> dict[int, float]:
 
 
 def rates(figures: Mapping[str, float]) -> dict[int, float]:
-    """bit/s of each of SIZES and of STREAM_BYTES, of a stream that was alone. Of a message that is longer than the stream was,
-    the rest goes at the rate of the stream."""
+    """bit/s of each of SIZES and of STREAM_BYTES, of a stream that was alone. Where a message is longer than the stream
+    was, the rest goes at the rate of the stream."""
     rate = stream_rate(figures)
     found = {STREAM_BYTES: rate}
     for size in SIZES:

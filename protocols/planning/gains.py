@@ -96,7 +96,7 @@ class Places:
         return swapped
 
     def _joined(self, matrix: Array, at: Indices, group: Indices, hosts: Indices) -> Array:
-        """What the sum of a group's pairs changes when the host at one of `at` gives its place to each of `hosts`."""
+        """Return how the sum of a group's pairs changes when the host at one of `at` makes room for each of `hosts`."""
         to = matrix[self._grid()][:, :, hosts].sum(1)  # (stages, k): from all of a group to a host
         change: Array = 2 * (to[group] - matrix[np.ix_(hosts[at], hosts)] - to[group, at][:, None])
         return change

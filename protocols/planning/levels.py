@@ -1,4 +1,4 @@
-"""What a step of a data parallel run costs on a network, with one server or with clusters below it: `Prices`.
+"""The cost of a step of a data parallel run on a network, with one server or with clusters below it: `Prices`.
 
 A child of a server is a worker, or a cluster. `own` are its seconds of computing and encoding, `up` and `down` those of its
 bytes. How long its clock takes of them says `Coded.clock_s`: a closed form of compression/predict.py. A run with a bound waits
@@ -35,7 +35,8 @@ SAME = 1.05  # and such a gap is noise of a measurement
 
 @dataclass(frozen=True, slots=True)
 class Coded:
-    """What a SPEC costs a parameter. serve_s: the server, for each child. clock_s: of (own, up, down, round trip, window)."""
+    """The costs of a SPEC for a parameter. serve_s: the server's, for each child. clock_s: takes (own, up, down, round
+    trip, window)."""
 
     bytes: float
     encode_s: float
@@ -45,7 +46,7 @@ class Coded:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What is trained. step_s: of an even share of a step, on a host of speed 1.
+    """A model to train. step_s: seconds of an even share of a step, on a host of speed 1.
 
     `batch`: samples of a step that workers share by their speed; 0: evenly. `shards`: of each server."""
 
@@ -56,8 +57,8 @@ class Work:
     shards: int = 1
 
     def samples(self, network: Network) -> list[int]:
-        """Of each host, at least one: what is left over goes where the largest part of a sample is missing. UsageError where
-        there are fewer samples than hosts."""
+        """Return the samples of each host, at least one: what is left over goes where the largest part of a sample is
+        missing. Raises UsageError where there are fewer samples than hosts."""
         if self.batch < len(network.hosts):
             raise UsageError(f"--batch {self.batch}: {len(network.hosts)} workers need a sample each")
         exact = self.batch * network.compute / network.compute.sum()

@@ -1,8 +1,8 @@
-"""What was measured, link by link, and the network.json that is made of it. docs/probing.md has the fields.
+"""Measurements, link by link, and the network.json that is made of them. docs/probing.md has the fields.
 
 Rules
 - A link is directed, and has its own time. Where two know a link or a host, the newest holds.
-- Matrices are made of links: what is not known in them is null, and network.Network.parse asks for it.
+- Matrices are made of links: an entry that is not known is null, and network.Network.parse asks for it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Measured:
     links: dict[Way, Link] = field(default_factory=dict)
 
     def add_host(self, name: str, host: Host) -> None:
-        """What the newest does not know the older one says."""
+        """Add a host. The older of two entries says what the newest does not know."""
         old, new = sorted((self.hosts.get(name, host), host), key=lambda each: each.unix_s)
         memory, step_s = new.memory_bytes or old.memory_bytes, new.step_s or old.step_s
         self.hosts[name] = replace(new, memory_bytes=memory, step_s=step_s)
@@ -176,8 +176,9 @@ def _raw(flow: Flow) -> dict[str, Any]:
 
 
 def of_run(frame: Mapping[str, Any], server: str, unix_s: float) -> Measured:
-    """What the members of a run have measured of the links to their servers. `frame`: of its page. `server`: name of the root's
-    host, "" for that of its address. Members on one host share its links: their highest rate and shortest round trip hold."""
+    """Return what the members of a run have measured of the links to their servers. `frame`: of its page. `server`:
+    name of the root's host, "" for that of its address. Members on one host share its links: their highest rate and
+    shortest round trip hold."""
     made = Measured()
     address = parted(str(frame["run"].get("address", "")))[0]
     root = server or address.removeprefix("tcp://").rpartition(":")[0]

@@ -1,4 +1,4 @@
-"""What joins some hosts, and what each of them can do. Delays are in seconds, rates in bytes a second, sizes in bytes.
+"""The links between hosts, and what each host can do. Delays are in seconds, rates in bytes a second, sizes in bytes.
 
 `Network.parse` reads network.json, `from_places` a table of cities. docs/planning.md has both formats.
 """

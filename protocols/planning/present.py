@@ -1,4 +1,4 @@
-"""What the ways of a level would cost a running server, by what its children measure now. Pure; docs/planning.md.
+"""The costs of the ways of a level for a running server, by what its children measure now. Pure; docs/planning.md.
 
 Rules
 - The prices are those of `ps-plan` (levels.py). The network is a star: the server is host 0, and no child sends to another.
@@ -24,7 +24,7 @@ FAST = 1e10  # bytes a second, of a link whose bytes take no time that can be se
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """What a child measured: seconds of computing in a step; bytes a second of its link, 0: they took no time; seconds."""
+    """A child's figures: seconds of computing in a step; bytes a second of its link, 0: they took no time; seconds."""
 
     own_s: float
     up: float
@@ -40,7 +40,7 @@ class Price:
 
 
 def star(children: Sequence[Child]) -> Network:
-    """Host 0 is the server. What joins two children does not matter: it is as slow as the slower one's link."""
+    """Host 0 is the server. The link between two children does not matter: it is as slow as the slower one's."""
     n = len(children) + 1
     up, down = (
         np.array([each or FAST for each in way]) for way in zip(*((c.up, c.down) for c in children), strict=True)
@@ -56,7 +56,7 @@ def star(children: Sequence[Child]) -> Network:
 def prices(
     children: Sequence[Child], parameters: float, coded: Mapping[str, Coded], ways: Iterable[Way]
 ) -> list[Price]:
-    """Of each way, in their order. `coded`: of each SPEC."""
+    """Return the price of each way, in their order. `coded`: the costs of each SPEC."""
     network = star(children)
     priced = Prices(network, Work(parameters, 1.0, coded))
     priced.port_in[0], priced.port_out[0] = network.rates[0, 1:, 0].sum(), network.rates[0, 0, 1:].sum()

@@ -186,7 +186,7 @@ class Probe:
         return [Say(f"{text} and {self.bytes_max / 1e6:,.0f} MB"), *self._next(now_ns)]
 
     def links(self) -> dict[tuple[str, str], Link]:
-        """What was found, by names: of those that shared a way what they have without each other."""
+        """Return the links that were found, by names; of those that shared a way, what each has without the others."""
         number = {machine.join.name: at for at, machine in enumerate(self.machines)}
         before: dict[Pair, Link] = {}
         made: dict[Pair, Link] = {}

@@ -1,4 +1,4 @@
-"""What the director of ps-probe and its machines say to each other, and its bytes: a name and its fields, in msgpack."""
+"""The messages between the director of ps-probe and its machines, and their bytes: a name and fields, in msgpack."""
 
 from __future__ import annotations
 

@@ -44,5 +44,5 @@ class Awake:
 
 
 def _passed(turn_ns: int) -> int:
-    """What a turn counts that took so long by the clock."""
+    """Return the nanoseconds that a turn counts which took so long by the clock."""
     return min(max(turn_ns, 0), TURN_NS)

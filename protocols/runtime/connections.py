@@ -50,7 +50,8 @@ def most_strangers() -> int:
 
 
 class Connections:
-    """Of one listening socket. `most`: strangers; `bytes_most`: that one may send. `ended`: why some were, and how many."""
+    """The connections of one listening socket. `most`: strangers; `bytes_most`: that one may send. `ended`: why some
+    were ended, and how many."""
 
     def __init__(self) -> None:
         self.most, self.bytes_most = most_strangers(), STRANGER_BYTES_MAX

@@ -92,7 +92,7 @@ class Why(Enum):
 
 
 class Failures:
-    """Of one socket that dials `address`: its monitor, to be polled, and what the failures there mean."""
+    """The failures of one socket that dials `address`: its monitor, to be polled, and what each failure means."""
 
     def __init__(self, watched: zmq.Socket[bytes], address: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.watched, self.address, self.clock = watched, address, clock
@@ -106,7 +106,7 @@ class Failures:
         self.refused = False  # nothing that was sent will leave
 
     def take(self) -> list[Why]:
-        """What has happened since."""
+        """Return the failures since the last call, by what they mean."""
         found = []
         while self.monitor.poll(0):
             event = recv_monitor_message(self.monitor)

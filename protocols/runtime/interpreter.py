@@ -1,7 +1,7 @@
 """Makes a forked process what a fresh interpreter is that was started as `python WORDS`.
 
 Rules
-- What cannot be the same here is done by a fresh interpreter: the process becomes one.
+- A fresh interpreter does what cannot be the same here: the process becomes one.
 - Nothing of ours is in a traceback, and the interpreter itself ends the process: exit code, exit handlers, threads, signals.
 """
 

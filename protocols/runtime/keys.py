@@ -203,7 +203,7 @@ def keyed(address: str, own: Secret | None) -> str:
 
 
 def refusal(why: Why, key: Secret | None, flag: str) -> str:
-    """What to tell the owner of a process that a server did not let in; "" where nothing is sure yet."""
+    """Return what the owner of a process is told that a server did not let in; "" where nothing is sure yet."""
     if why is Why.REFUSED and key is not None:
         return f"the server does not let in the key of {key.name}: its owner lists it with ps-serve keys add"
     if why is Why.KEYLESS and key is None:

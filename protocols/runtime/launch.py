@@ -2,9 +2,10 @@
 
 Rules
 - It forks while it has one thread and no device, and else says why not: then each child is an interpreter of its own.
-- What is imported, and called, is named by the command. None of it may start a pool of threads or open a device.
+- The command names what is imported, and called. None of it may start a pool of threads or open a device.
 - It ends with the socket to its command. Its children end by their own pipes.
-- To its command it says JSON lists: ["say", text], ["ready", why not], ["pid", number], ["refused", why], ["ended", pid, code].
+- It says JSON lists to its command: ["say", text], ["ready", why not], ["pid", number], ["refused", why],
+  ["ended", pid, code].
 """
 
 from __future__ import annotations

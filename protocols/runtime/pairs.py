@@ -32,7 +32,7 @@ STRANGERS_MAX = 64  # connections that show another token
 
 
 class Pair:
-    """What both ends of a measurement do. `way`: that in which this end sends, 0 at the listener."""
+    """One end of a measurement. `way`: that in which this end sends, 0 at the listener."""
 
     def __init__(self, line: socket.socket, way: int, clock: Clock) -> None:
         self.line, self.way, self.clock = line, way, clock

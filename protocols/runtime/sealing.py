@@ -1,4 +1,4 @@
-"""What encryption costs a process: how fast this machine seals, and whether its messages come near to that.
+"""The cost of encryption for a process: how fast this machine seals, and whether its messages come near to that.
 
 ZeroMQ seals and opens what a process sends and takes in one thread, its own, which so has one core at most.
 """
@@ -44,7 +44,7 @@ def rate() -> float:
 
 
 class Sealing:
-    """Of one process. `most`: bytes a second that a core seals, 0 where nothing is sealed or nobody knows."""
+    """The encryption of one process. `most`: bytes a second that a core seals, 0: it seals nothing, or nobody knows."""
 
     def __init__(self, most: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.most, self.clock = most, clock

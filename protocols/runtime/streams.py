@@ -52,7 +52,7 @@ class Clock:
 
 
 class Info(NamedTuple):
-    """What the kernel says of a connection so far, in its segments. Zeros where the system does not say."""
+    """The kernel's figures of a connection so far, in its segments. Zeros where the system does not say."""
 
     mss: int = 0  # bytes
     retransmits: int = 0
@@ -85,7 +85,7 @@ class Sent:
         self.marks, self.cores = Marks(), 0.0
 
     def run(self, clock: Clock, seconds: float, size: int) -> None:
-        """Until the receiver ends it. Of `size` bytes, at most."""
+        """Send until the receiver ends the stream, `size` bytes at most."""
         sender, begin, spent, left = self.sender, time.monotonic(), time.thread_time(), size
         clock = Clock(min(clock.end_s, begin + seconds + GIVEN_UP_S), clock.stop)
         with suppress(OSError):
@@ -172,7 +172,8 @@ def _crosses(before: int, now: int) -> bool:
 
 
 def received_figures(streams: Sequence[Received]) -> dict[str, float]:
-    """Of all streams of one way of a phase. Sizes are of a stream that is alone. Raises MeasureError where nothing came."""
+    """Return the figures of all streams of one way of a phase, those by size of a stream that is alone. Raises
+    MeasureError where nothing came."""
     marks = [stream.marks.rows for stream in streams]
     if not all(len(rows) > 1 for rows in marks):
         raise MeasureError("a stream was opened and nothing came through it")

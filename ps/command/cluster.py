@@ -176,7 +176,7 @@ class Cluster:
         self.lives.serving.discard(index)
 
     def write_ready(self) -> None:
-        """What --ready-file is to hold."""
+        """Write the address, the ports and the process ids of this server to --ready-file, where it is given."""
         if self.ready_file:
             here = range(self.settings.shards)
             ports, pids = ([which[index] for index in here if index in which] for which in (self.ports, self.pids))

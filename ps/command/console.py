@@ -1,4 +1,4 @@
-"""What ps-serve says, and which events of its shards a user is shown."""
+"""The lines that ps-serve says, and which events of its shards a user is shown."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAME = "ps-worker" if EMBEDDED else "ps-serve"
 
 FIGURES = ("worker", "summary")
 NOTED = ("void", "long", "against", "worker", "epoch")  # what members send, and which samples are done
-# What a user of ps-worker must know.
+# A user of ps-worker must know of these.
 SHOWN_EMBEDDED = ("discarded", "restart", "lost", "refused", "hyper", "dropped", "disk", "damaged", "journal", "void", "long",
                   "against", "epoch", "replan")  # fmt: skip
 

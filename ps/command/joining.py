@@ -75,7 +75,7 @@ class Line:
 
 
 class Lodging(Moving):
-    """Of a `Guest`, whose processes come and go as `Room` says. `left`: shards that have ended as they were to."""
+    """The moves of a `Guest`, whose processes come and go as `Room` says. `left`: shards that have ended as told."""
 
     def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)

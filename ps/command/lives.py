@@ -32,7 +32,7 @@ class Again(Enum):
 
 
 class Lives:
-    """Of so many shards. `keeps`: their journals are kept. `restarts`: how often one began again."""
+    """The lives of so many shards. `keeps`: their journals are kept. `restarts`: how often one began again."""
 
     def __init__(self, shards: int) -> None:
         self.keeps = True

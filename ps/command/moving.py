@@ -56,7 +56,7 @@ def ask(port: int, shards: int) -> str:
 
 
 class Moving:
-    """Of one ps-serve. `target`: shards that there are to be."""
+    """The moves of one ps-serve. `target`: how many shards there are to be."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -113,7 +113,7 @@ class Moving:
                 self.client.sendall(json.dumps({"text": text, "code": code}).encode() + b"\n")
             self.client = None
 
-    # What processes say and do.
+    # Events of processes.
 
     def bound(self, index: int) -> None:
         """Process 0 is another one; a request may have been lost with the one before."""

@@ -20,8 +20,8 @@ END_S = 120  # from a manager's warning to its kill: a checkpoint is written mea
 
 @dataclass(frozen=True)
 class Recipe:
-    """What the flags say. `host`: "" is any. `run`: the flags of the run that were given. `keys`: the folder, "" without.
-    `resume`: the server has a model to go on from."""
+    """A server as its flags describe it. `host`: "" is any. `run`: the flags of the run that were given. `keys`: the
+    folder, "" without. `resume`: the server has a model to go on from."""
 
     host: str
     port: int
@@ -47,7 +47,7 @@ class Recipe:
         return ["ps-worker", "--server", address, *key, "--connect-timeout", str(WAIT_S), *more, *script]
 
     def note(self, add: str = "") -> str:
-        """What is to be done about keys, as a comment."""
+        """Say what the user does about keys, as a comment of a shell script."""
         if self.keys:
             name = shlex.quote(self.keys)
             return f"# Keys, once: ps-serve keys init {name} && ps-serve keys add worker --keys {name}{add}"

@@ -180,7 +180,7 @@ def serve(
 def original_of(
     standby: str, keys: str, parent_key: str, insecure: bool, bind: str, flags: dict[str, Any], more: Any
 ) -> dict[str, Any]:
-    """What the server at `standby` tells one that stands by for it. Raises UsageError and UnreachableError."""
+    """Ask the server at `standby` what one that stands by for it must know. Raises UsageError and UnreachableError."""
     from narrows.ps.process.asking import ask
 
     if flags or more:

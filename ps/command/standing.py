@@ -10,7 +10,7 @@ NOBODY = "no standby yet: start ps-serve --standby {} on another machine"
 
 
 class Standing:
-    """Of one server."""
+    """The standby of one server, as its ps-serve knows of it."""
 
     def __init__(self) -> None:
         self.by = False  # it has all that is here
@@ -21,7 +21,7 @@ class Standing:
         self.due = time.monotonic() + ALONE_S
 
     def missing(self, address: str) -> str:
-        """What to tell the user now: once, where nobody has come."""
+        """Return what the user is told now: a line once, where nobody has come."""
         if time.monotonic() < self.due:
             return ""
         self.due = math.inf

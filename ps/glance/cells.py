@@ -1,4 +1,4 @@
-"""What a member did in each stretch of time, and how that is shown: as a strip of columns. No I/O, no clock."""
+"""Keeps what a member did in each stretch of time, and shows it as a strip of columns. No I/O, no clock."""
 
 from __future__ import annotations
 

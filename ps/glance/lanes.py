@@ -1,8 +1,8 @@
 """The members of a run as its history knows them, each with a lane: what it did in each stretch of time. No I/O, no clock.
 
 Rules
-- Counters of a summary begin anew with each life of a member. What a lane has counted goes on: a counter that falls has begun
-  anew, as Prometheus takes it.
+- Counters of a summary begin anew with each life of a member. The counts of a lane go on: a counter that falls has
+  begun anew, as Prometheus takes it.
 - A lane has `CELLS` cells. Where they are all used, two become one: it always has the whole run.
 """
 
@@ -64,7 +64,7 @@ class Lane:
             self.recent, self.due, self.moved = self.due, dict.fromkeys(COUNTERS, 0.0), now_s
 
     def rate(self, name: str, now_s: float) -> float:
-        """Of a counter, a second; it falls while no step comes."""
+        """Return how much a counter grows in a second; this falls while no step comes."""
         took, steps = self.recent["seconds"], self.recent["steps"]
         if not self.live or not took or not steps:
             return 0.0
@@ -80,5 +80,5 @@ class Lane:
         return up, down
 
     def each(self, name: str) -> float:
-        """Of a counter, a step."""
+        """Return how much a counter grows in a step."""
         return self.recent[name] / self.recent["steps"] if self.recent["steps"] else 0.0

@@ -25,7 +25,7 @@ LINK = (*PEER, "direction")
 
 
 def text(history: History, began: float) -> bytes:
-    """What a scrape gets. `began`: when the run did, in seconds since 1970."""
+    """Return what a scrape gets. `began`: when the run did, in seconds since 1970."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Collector(history, began))
     return generate_latest(registry)
@@ -65,7 +65,7 @@ class _Collector:
             for end, more in zip((*map(str, STALE), "+Inf"), lane.stale, strict=True):
                 count += more
                 buckets.append((end, count))
-            # Of the steps beyond a bucket the least that they can have had.
+            # A step above the last bucket counts with the least staleness that it can have had.
             total = sum(least * more for least, more in zip((*STALE, STALE[-1] + 1), lane.stale, strict=True))
             stale.add_metric(_peer(lane), buckets, total)
         yield from (steps, stale, samples)

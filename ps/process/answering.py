@@ -1,4 +1,4 @@
-"""What a server process answers that is no event of its machine: what the server is, and in process 0 the files of guests."""
+"""Answers messages that are no event of the machine: what the server is, and in process 0 the files of guests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Answering:
         self.archive = Archive(process.folder) if process.folder is not None and not process.index else None
 
     def hear(self, peer: bytes, message: m.Message, server: Server) -> list[Send] | None:
-        """Of a standby that begins, of a guest, or of a shard of one; None: it is of none of these."""
+        """Answer a standby that begins, a guest, or a shard of one; None: the message is of none of these."""
         asks = isinstance(message, m.Copy) and (message.shard < 0 or not self.process.replicas)
         if not asks and not isinstance(message, (m.Join, m.FileAsk)):
             return None
@@ -47,7 +47,7 @@ class Answering:
         return server.coordinator.moves.never
 
     def take(self) -> list[Send]:
-        """What can be answered by now."""
+        """Return the answers that are ready."""
         return [Send(*answer) for answer in self.archive.take()] if self.archive is not None else []
 
 

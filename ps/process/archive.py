@@ -48,7 +48,7 @@ class What(IntEnum):
 
 
 class Archive:
-    """Of the folder of process 0. Any thread may `ask`; what it has answered is to be taken."""
+    """Serves the folder of process 0. Any thread may `ask`; `take` yields the answers."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -128,8 +128,9 @@ class Archive:
 
 
 class Away:
-    """What a shard has in the folder of process 0 on another machine. `dial`: a connection to that process, at `there`.
-    `alive`: is called each time that something comes. All raise NarrowsError where no answer comes, or a bad one."""
+    """The files of a shard in the folder of process 0 on another machine. `dial`: a connection to that process, at
+    `there`. `alive`: is called each time that something comes. All raise NarrowsError where no answer comes, or a bad
+    one."""
 
     def __init__(
         self, folder: Path, index: int, there: str, dial: Callable[[], Sockets], alive: Callable[[], object] = str

@@ -1,4 +1,4 @@
-"""What a server that is to stand by asks first, before it has a process for each shard; and so one that is to join."""
+"""The first question of a server that is to stand by, or to join: it asks before it has a process for each shard."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ JOIN = m.Join("", "", 0, -1, m.Wish.STAY)
 
 
 def ask(flag: str, address: str, keys: str, question: m.Message = STANDBY) -> dict[str, Any]:
-    """What the server at `address` says that a standby of it must know, or with JOIN a guest. Raises UnreachableError,
-    AuthenticationError, and IncompatibleError where it has another release, or no room for one."""
+    """Return what the server at `address` says that a standby of it must know, or with JOIN a guest. Raises
+    UnreachableError, AuthenticationError, and IncompatibleError where it has another release, or no room for one."""
     refused: list[Why] = []
     gate = Gate(keys, "", "", "", address)
     with contextlib.closing(

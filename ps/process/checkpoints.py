@@ -257,7 +257,7 @@ def read(
 
 
 def facts_of(folder: Path, clock: int) -> dict[str, Any]:
-    """Of the checkpoint of a clock, by the file of shard 0. Raises IncompatibleError as `read`."""
+    """Return the facts of the checkpoint of a clock, by the file of shard 0. Raises IncompatibleError as `read`."""
     return read(folder, 0, clock, only=())[1]
 
 
@@ -269,9 +269,9 @@ def read_for(
     facts: dict[str, Any],
     fetch: Callable[[int], object] = int,
 ) -> tuple[Load, bool]:
-    """What one of so many shards begins from at the checkpoint of `clock`, and whether its files are of another number of
-    shards. `facts`: of that checkpoint; `fetch`: brings the file of a shard, before it is read. Raises IncompatibleError as
-    `read`, and what `fetch` raises."""
+    """Return what one of so many shards begins from at the checkpoint of `clock`, and whether its files are of another
+    number of shards. `facts`: of that checkpoint; `fetch`: brings the file of a shard, before it is read. Raises
+    IncompatibleError as `read`, and what `fetch` raises."""
     count = int(facts.get("shards", 1))
     if count == shards:
         fetch(shard)

@@ -1,4 +1,4 @@
-"""What one server process has dialled in the run above: the shard there, its standby, and the clusters that it mixes with."""
+"""The addresses that one server process dials in the run above: of the shard there, its standby, and other clusters."""
 
 from __future__ import annotations
 

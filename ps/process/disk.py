@@ -16,8 +16,8 @@ from narrows.ps.server import Server
 
 
 class Disk:
-    """Of one process; without a folder it does nothing. On another machine than that of shard 0 a file is here while it
-    travels."""
+    """The checkpoints of one process; without a folder it does nothing. On another machine than that of shard 0 a file
+    is here while it travels."""
 
     def __init__(self, process: Process) -> None:
         self.process, self.folder, self.index = process, process.folder, process.index
@@ -41,7 +41,7 @@ class Disk:
             emit("alive", within=HANG_S + self.nbytes / BYTES_PER_S)
 
     def clocks(self) -> tuple[int, ...]:
-        """Of the checkpoints of this shard. Raises NarrowsError."""
+        """Return the clocks of this shard's checkpoints. Raises NarrowsError."""
         if self.away is not None:
             return self.away.held()
         return checkpoints.clocks(self.folder, self.index) if self.folder is not None else ()
@@ -72,7 +72,7 @@ class Disk:
             "epoch": coordinator.run.epoch if coordinator is not None else 0,
             "ranges": coordinator.ranges.packed(clock) if coordinator is not None else b"",
             "saved": planned.saved,
-            # Of the clocks after it: where the plan is about to change, the next one.
+            # They hold from this clock on: where the plan is about to change, these are the settings of the next one.
             "settings": coordinator.moves.next.packed() if coordinator is not None else b"",
         }
         self.nbytes, self.prepared = server.shard.nbytes, True
@@ -88,7 +88,7 @@ class Disk:
         return self.writer.take() if self.writer is not None else None
 
     def tell(self, written: Written) -> list[Log]:
-        """What the console is told of it."""
+        """Return what the console is told of a write."""
         said, self.trouble = self.trouble, written.trouble
         where: dict[str, object] = {"shard": self.index, "clock": written.clock}
         if written.trouble and written.trouble != said:

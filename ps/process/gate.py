@@ -1,7 +1,7 @@
 """The gate of one server process: by which key and name it is known where it dials, and who may say what to it.
 
 Rules
-- What is in the list of `--keys` is let in. A key that was taken off is refused with its next message.
+- A key in the list of `--keys` is let in. One that was taken off is refused with its next message.
 - A key has a role: shards report, members train, clusters hand updates up; other clusters of a run above mix and do no more.
 - The first refusal of each kind is told, and all are counted.
 """
@@ -29,7 +29,7 @@ PEER = "cluster of the run above"  # the role of a key that the server above has
 
 
 class Known(Protocol):
-    """What the gate asks its process's machine."""
+    """The part of its process's machine that the gate asks for."""
 
     @property
     def above(self) -> str: ...

@@ -197,7 +197,7 @@ class Journal:
         self.end += size
 
     def give_up(self, error: Exception) -> None:
-        """The memory is full, most likely. What is here is not all that happened, so nobody may go on with it."""
+        """The memory is full, most likely. The journal lacks some of what happened, so nobody may go on with it."""
         self.trouble = getattr(error, "strerror", None) or str(error)
         for file in self.files:
             with contextlib.suppress(OSError):

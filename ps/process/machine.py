@@ -45,7 +45,7 @@ TOLD = ("secret", "parent_timeout", "first_epoch", "replicas")  # to a standby
 
 @dataclass(frozen=True)
 class Process:
-    """What one server process is told."""
+    """The arguments of one server process."""
 
     index: int
     settings: Settings
@@ -109,7 +109,7 @@ def emit(event: str, **values: Any) -> None:
 def original(
     process: Process, server: Server, port: int, freeze: Callable[[], bytes], siblings: Siblings | None
 ) -> Original:
-    """What gives this shard to a standby. `siblings`: as this server knows them, where it was a standby."""
+    """Make what gives this shard to a standby. `siblings`: as this server knows them, where it was a standby."""
     lost_ns, coordinator = lost_after(process.settings.lease), server.coordinator
     first_view = coordinator.run.first_epoch if coordinator is not None else 0
     before = process.follows if siblings is not None else ""
@@ -118,7 +118,7 @@ def original(
 
 
 def introduction(process: Process, server: Server, *more: str) -> m.Original:
-    """What a server must be told to stand by for this one; `more`: names of what else of this process."""
+    """Tell a server what it must know to stand by for this one; `more`: names of further fields of this process."""
     assert server.coordinator is not None
     reports, settings = server.coordinator.reports, server.coordinator.run.settings
     told = {
@@ -134,7 +134,7 @@ def introduction(process: Process, server: Server, *more: str) -> m.Original:
 
 
 def release() -> str:
-    """What must be the same where a machine is to go on: it is pickled."""
+    """Name the versions that must be the same where a machine is to go on: it is pickled."""
     names = ("narrows", "numpy", "torch")
     return ", ".join([f"Python {platform.python_version()}", *(f"{name} {version(name)}" for name in names)])
 

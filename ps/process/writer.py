@@ -1,9 +1,9 @@
 """Writes the checkpoints of one shard in a thread of its own, so that folding goes on. One at a time.
 
 Rules
-- What is written is a copy: the store changes meanwhile. Its memory is kept for the next one: fresh memory costs more than the
-  copy itself. That of the first one is asked for in advance, by the thread.
-- A disk that refuses ends nothing. What it said is in `Written`, and the coordinator asks again in time.
+- The thread writes a copy: the store changes meanwhile. Its memory is kept for the next one: fresh memory costs more
+  than the copy itself. That of the first one is asked for in advance, by the thread.
+- A disk that refuses ends nothing. Its error is in `Written`, and the coordinator asks again in time.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Written:
 
 
 class Writer:
-    """Of shard `index`, into `folder`; from there they go `away`, where the folder of checkpoints is on another machine."""
+    """Writes shard `index` into `folder`; files go on `away`, where the folder of checkpoints is on another machine."""
 
     def __init__(self, folder: Path, index: int, away: Away | None = None) -> None:
         self.folder, self.index, self.away = folder, index, away
@@ -97,13 +97,13 @@ class Writer:
             self._thread.join()
 
     def take(self) -> Written | None:
-        """What was written since the last call."""
+        """Return what was written since the last call."""
         if self._thread is None or self._thread.is_alive():
             return None
         self._thread, written, self._written = None, self._written, None
         return written
 
     def forget(self) -> None:
-        """What is written belongs to a life of the run that is over."""
+        """Wait for a write, and drop what it says: it belongs to a life of the run that is over."""
         self.wait()
         self.take()

@@ -16,7 +16,7 @@ WORKERS = 2
 LIMIT_S = 1800.0  # for what the script does before its first step, too
 BEHIND_S = 20.0  # a worker that is behind another by a step for so long, or for twice what came before, makes none
 DEFAULTS = {"sync": "bsp", "push": "update"}  # where no flag of a run is given: any optimizer, and nobody runs ahead
-# Of a run that is not looked at, or that has one worker.
+# The flags of a run that nobody looks at, or that has one worker.
 OFF: dict[str, Any] = {
     "resume": False,
     "checkpoint_dir": "",

@@ -1,4 +1,4 @@
-"""What ps-worker shows: the lines of its workers as they come, and how far the run is.
+"""Shows the lines of the workers of ps-worker as they come, and how far the run is.
 
 On a terminal the latter is one live line under the others; elsewhere a plain line every few seconds.
 """

@@ -228,7 +228,7 @@ def found(rules: Sequence[Rule], workers: Workers) -> list[str]:
     return [sentence for rule in rules if (sentence := rule(workers))]
 
 
-# What a run costs.
+# The costs of a run.
 
 
 def facts(workers: Workers, run: dict[str, Any]) -> list[str]:

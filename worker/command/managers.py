@@ -75,7 +75,7 @@ class Place:
 
 
 def place(env: Mapping[str, str]) -> Place:
-    """What the manager says that is there. Raises UsageError where a number is none."""
+    """Return the place that the manager gives this process. Raises UsageError where a number is none."""
     for manager in MANAGERS:
         if env.get(manager.there):
             break

@@ -13,7 +13,7 @@ from typing import Any
 from narrows.protocols.runtime.records import open_record
 
 MERGING = ("gain", "agreement", "held_back")
-# Of a step's event; the rest is the script's.
+# Our keys of a step's event; the rest is the script's.
 TIMES = ("step_seconds", "encode_seconds", "wait_seconds")
 STEP = ("clock", "push_bytes", "pull_bytes", *TIMES, "staleness", "total_steps", *MERGING)
 

@@ -1,4 +1,4 @@
-"""What a copy of the script finds of its machine: which GPU is its own, and no ranks that mislead libraries."""
+"""Tells a copy of the script which GPU of its machine is its own, and hides ranks that mislead libraries."""
 
 from __future__ import annotations
 

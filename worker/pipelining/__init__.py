@@ -33,7 +33,7 @@ ALONE = Layout({"": "127.0.0.1"}, [Stage("", 1)], [Process(0, 0, "", 1)])
 
 @cache
 def _place() -> tuple[Layout, Process]:
-    """What ps-worker has told this process."""
+    """Return the layout, and the place of this process in it, as ps-worker has told them."""
     if "NARROWS_STAGE" not in os.environ:
         return ALONE, ALONE.processes[0]
     layout = plans.read(os.environ["NARROWS_PLAN"])

@@ -33,7 +33,7 @@ PICKLED = (
 
 
 class Done(dist.Work):
-    """What has been done already."""
+    """Work that has been done already."""
 
     def is_completed(self) -> bool:
         return True

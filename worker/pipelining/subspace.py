@@ -1,4 +1,4 @@
-"""What stages write lives in a fixed subspace, so D numbers a token and the token's id travel instead of the width.
+"""Keeps what stages write in a fixed subspace, so D numbers a token and the token's id travel instead of the width.
 
 This is the central idea of "Protocol Models" (Ramasinghe et al. 2025, 2506.01260). The residual stream of a transformer is the
 token's embedding plus what layers have written. Let each layer write into one subspace S. Let an embedding be a fixed vector of
