@@ -91,23 +91,21 @@ class Moments:
         say(f"optimizers go on with their states in {self.folder}")
 
     def _found(self, files: list[Path]) -> tuple[dict[str, Any] | None, str]:
-        """The file of this rank, else the newest of another: replicas have nearly the same moments. Or why there is none."""
-        usable, why = list[dict[str, Any]](), ""
+        """The file of this rank, or the newest where ours is of long ago: replicas have nearly the same moments. Or why there
+        is none."""
+        usable, why = list[tuple[bool, int, dict[str, Any]]](), ""
         for path in files:
             try:
                 content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-                text = self._why_not(content)
+                text, clock = self._why_not(content), int(content["clock"])
             except Exception as error:  # what a file holds may be anything, and so is what torch raises
                 text = f"is no state of an optimizer ({type(error).__name__})"
-            if not text and path == self.path:
-                return content, ""
             if text:
                 why = why or f"{path} {text}"
             else:
-                usable.append(content)
-        return max(
-            usable, key=lambda each: int(each["clock"]), default=None
-        ), why or f"{self.folder} has no state of it"
+                usable.append((path == self.path and 2 * clock >= self.clock, clock, content))
+        best = max(usable, key=lambda each: each[:2], default=None)
+        return best and best[2], why or f"{self.folder} has no state of it"
 
     def _why_not(self, content: dict[str, Any]) -> str:
         """Why this content of a file is not to be taken, "": it is."""

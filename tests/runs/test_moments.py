@@ -14,6 +14,7 @@ from kit.on_disk import OnDisk
 from kit.scripts import build, loss_of, run
 from torch import nn
 
+from narrows.protocols.cluster.generations import EVERY_LEAST_NS
 from narrows.protocols.settings import Settings
 from narrows.worker import DistributedOptimizer, moments, step_count
 from narrows.worker.moments import AHEAD, FOLDER, Moments
@@ -113,9 +114,14 @@ def test_who_joins_later_takes_its_own_file_else_the_newest_one_else_begins_anew
         before = states(optimizer)
         assert late(started) == before
         (folder / "optimizer-0.pt").rename(folder / "optimizer-5.pt")
-        older = torch.load(folder / "optimizer-5.pt", weights_only=True)
-        torch.save(older | {"clock": 1, "state": {}}, folder / "optimizer-6.pt")
+        older = torch.load(folder / "optimizer-5.pt", weights_only=True) | {"clock": 4, "state": {}}
+        torch.save(older, folder / "optimizer-6.pt")
         assert late(started) == before
+        torch.save(older, folder / "optimizer-0.pt")
+        assert late(started) == before, "ours is of long ago"
+        torch.save(older | {"clock": 5}, folder / "optimizer-0.pt")
+        assert late(started) == []
+        (folder / "optimizer-0.pt").unlink()
         (folder / "optimizer-5.pt").unlink()
         assert late(started) == []
         (folder / "optimizer-6.pt").unlink()
@@ -159,10 +165,10 @@ def test_one_is_written_when_it_is_time_and_training_goes_on_where_that_fails(fo
         assert kept is not None
         stepped(net, optimizer, 2)
         assert kept.kept is False and not folder.exists(), "the first 5 s are not over"
-        kept.at_ns -= moments.EVERY_LEAST_NS
+        kept.at_ns -= EVERY_LEAST_NS
         stepped(net, optimizer, 1)
         assert kept.kept and kept.idle.wait(10.0) and torch.load(kept.path)["clock"] == 2 + 1
-        kept.took_ns, kept.at_ns = moments.EVERY_LEAST_NS, time.monotonic_ns() - 2 * moments.EVERY_LEAST_NS
+        kept.took_ns, kept.at_ns = EVERY_LEAST_NS, time.monotonic_ns() - 2 * EVERY_LEAST_NS
         stepped(net, optimizer, 1)
         assert not kept.kept, "writing takes 2 % of the time"
         with torch.no_grad():
@@ -234,4 +240,4 @@ def test_without_a_folder_nothing_is_written(tmp_path: Path) -> None:
     with run(Settings(sync="async")) as started:
         net, optimizer = wrapped(adamw)
         stepped(net, optimizer, 2)
-        assert started.sessions[0].moments is None and Moments.of(optimizer._engine, 0) is None  # type: ignore[arg-type]
+        assert started.sessions[0].moments is None and Moments.of(optimizer._engine, 0) is None

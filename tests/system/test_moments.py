@@ -34,8 +34,8 @@ def test_moments_outlive_a_server_and_workers_that_were_killed(tmp_path: Path) -
     """The file of one machine is another model's by then."""
     script, port, places = tmp_path / "script.py", free_ports(2), ("leipzig", "jena")
     script.write_text(SCRIPT)
-    run = ("--workers", "2", "--shards", "2", "--sync", "ssp", "--checkpoint-every", "0.3")
-    run = (*run, "--checkpoint-dir", str(tmp_path / "run"))
+    run = ["--workers", "2", "--shards", "2", "--sync", "ssp", "--checkpoint-every", "0.3"]
+    run += ["--checkpoint-dir", str(tmp_path / "run")]
 
     @contextmanager
     def workers(address: str, *words: str) -> Iterator[list[Command]]:
