@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from narrows.worker.engine import Engine
 
 FOLDER = "NARROWS_CHECKPOINT_DIR"
-END_S = 10.0  # the last file is written within it: ps-worker waits longer
+END_S = 8.0  # the last file is written within it: ps-worker waits longer, also where taking leave takes its time
 AHEAD = 1000  # clocks, and as many as the run has: no run goes back by more, and a file from there is another run's
 
 
@@ -66,7 +66,7 @@ class Moments:
         self.at_ns, self.took_ns = time.monotonic_ns(), 0  # of the newest copy: when, and with writing how long
         self.clock = engine.sync.clock  # of that
         self.kept = True  # no step was taken since
-        self.told = ""  # why one was not written
+        self.failed = False  # the newest was not written, and that was said
         self.idle = threading.Event()
         self.idle.set()
         self.todo: queue.Queue[dict[str, Any]] = queue.Queue(1)
@@ -168,21 +168,28 @@ class Moments:
             try:
                 if all(map(_finite, tree_leaves(content["state"]))):  # else whoever takes it over would fail at once
                     write_whole(self.path, content)
-                self.told = ""
-            except (OSError, RuntimeError) as error:  # torch makes a RuntimeError of a full disk
-                text = f"{self.path} was not written: {str(error).splitlines()[0]}; training goes on"
-                if not self.told:
-                    say(text)
-                self.told = text
+                self.failed = False
+            except Exception as error:  # torch makes a RuntimeError of a full disk, and any of what it cannot write
+                self._say(error)
             del content
             self.took_ns = time.monotonic_ns() - self.at_ns
             self.idle.set()
+
+    def _say(self, error: Exception) -> None:
+        """Once, until one is written again."""
+        if not self.failed:
+            why = (str(error) or type(error).__name__).splitlines()[0]
+            say(f"{self.path} was not written: {why}; training goes on")
+        self.failed = True
 
     def end(self) -> None:
         """Keep the last state, where that can be done in END_S."""
         stop_by = time.monotonic() + END_S
         if not self.kept and self.idle.wait(END_S):
-            self._copy()
+            try:
+                self._copy()
+            except RuntimeError as error:  # of a GPU that has failed
+                self._say(error)
         self.idle.wait(max(0.0, stop_by - time.monotonic()))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,8 @@ def saved_state(
     servers' state of the newest checkpoint, or where updates were pushed that of the worker whose file is newest.
 
     Under "narrows" is the clock that it is of. Several optimizers have theirs in a list, under "optimizers". Rates and all else
-    in the groups are those of `optimizer`. Raises UsageError where the folder has no state of these parameters.
+    in the groups are those of `optimizer`. Raises UsageError where the folder has no state of these parameters, SafetensorError
+    for a damaged file.
     """
     inner, names = as_one(optimizer, model), {plain(name): p for name, p in model.named_parameters()}
     clock, states = _of_servers(Path(folder)) or _of_workers(Path(folder)) or (-1, {})
@@ -51,34 +52,35 @@ def saved_state(
 
 
 def _of_servers(folder: Path) -> tuple[int, dict[str, State]] | None:
-    """Of the newest checkpoint, by tensor. None: no shard has an optimizer there."""
-    clock = max((int(match[1]) for path in folder.glob("*") if (match := SHARD.fullmatch(path.name))), default=-1)
-    if clock < 0:
-        return None
-    with ExitStack() as stack:
+    """Of the newest checkpoint that all shards have, by tensor. None: no shard has an optimizer there."""
+    clocks = (int(match[1]) for path in folder.glob("*") if (match := SHARD.fullmatch(path.name)))
+    for clock in sorted(clocks, reverse=True):
+        try:
+            with ExitStack() as stack:
+                return _of_clock(folder, clock, lambda path: stack.enter_context(safe_open(path, framework="numpy")))
+        except FileNotFoundError:
+            continue  # a shard was killed before it had written it
+    return None
 
-        def opened(shard: int) -> Any:
-            path = folder / f"shard-{shard}.clock-{clock}.safetensors"
-            if not path.exists():
-                raise UsageError(
-                    f"{path} is missing: the run has not written the checkpoint of clock {clock} to its end"
-                )
-            return stack.enter_context(safe_open(path, framework="numpy"))
 
-        first = opened(0)
-        plan = Plan.unpacked(first.get_tensor("bytes.plan").tobytes())
-        files = [first, *map(opened, range(1, int(json.loads(first.metadata()["narrows"]).get("shards", 1))))]
-        known, values = list[Any](), dict[str, FloatArray]()
-        for file, keys in zip(files, split(plan.size, len(files)), strict=True):
-            pieces = plan.pieces(*keys)
-            for key in file.keys():  # noqa: SIM118 - it is no mapping
-                if key.startswith(PREFIX):
-                    group, piece, name = key.removeprefix(PREFIX).split(".", 2)
-                    tensor, begin, end = pieces[int(group)][int(piece)]
-                    value = file.get_tensor(key)
-                    known.append([tensor, name, None if value.ndim else float(value)])
-                    if value.ndim:
-                        values.setdefault(name, np.zeros(plan.size, np.float32))[begin:end] = value
+def _of_clock(folder: Path, clock: int, opened: Callable[[Path], Any]) -> tuple[int, dict[str, State]] | None:
+    def file_of(shard: int) -> Any:
+        return opened(folder / f"shard-{shard}.clock-{clock}.safetensors")
+
+    first = file_of(0)
+    plan = Plan.unpacked(first.get_tensor("bytes.plan").tobytes())
+    files = [first, *map(file_of, range(1, int(json.loads(first.metadata()["narrows"]).get("shards", 1))))]
+    known, values = list[Any](), dict[str, FloatArray]()
+    for file, keys in zip(files, split(plan.size, len(files)), strict=True):
+        pieces = plan.pieces(*keys)
+        for key in file.keys():  # noqa: SIM118 - it is no mapping
+            if key.startswith(PREFIX):
+                group, piece, name = key.removeprefix(PREFIX).split(".", 2)
+                tensor, begin, end = pieces[int(group)][int(piece)]
+                value = file.get_tensor(key)
+                known.append([tensor, name, None if value.ndim else float(value)])
+                if value.ndim:
+                    values.setdefault(name, np.zeros(plan.size, np.float32))[begin:end] = value
     shapes = [torch.Size(tensor.shape) for tensor in plan.tensors]
     states = put_together(known, values, plan.offsets(), shapes)
     return (clock, {plan.tensors[tensor].name: state for tensor, state in states.items()}) if states else None
