@@ -152,6 +152,16 @@ class RowsArrived:
 
 
 @dataclass(frozen=True, slots=True)
+class MomentsArrived:
+    """Member: the answer to an ask for what the optimizer of a shard keeps; as in `Moments`."""
+
+    shard: int
+    request: int
+    clock: int
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class PushSettled:
     """Member: update `clock` is in the shard's model."""
 
@@ -306,7 +316,7 @@ OfRun = (
     | Failed
     | Left
 )
-OfShard = GiveWeights | StatePart | StateArrived | MasterArrived | RowsArrived | PushSettled
+OfShard = GiveWeights | StatePart | StateArrived | MasterArrived | RowsArrived | MomentsArrived | PushSettled
 OfPeers = RosterNews | OfferArrived | AdoptAsked | PeerEnded | PeerLost | PeersSettled
 MemberEffect = Send | Tell | OfRun | OfShard | OfPeers
 PeerSay = SendOffer | AskModel | SayEnded | SayOver | Drop

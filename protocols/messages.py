@@ -348,6 +348,32 @@ class Rows(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class MomentsAsk(Message):
+    """Worker to shard: values [begin, end) of what its optimizer keeps under this name, as they are now. Without a name: of
+    which tensors it keeps what. An ask is a read, as that for rows."""
+
+    worker: int
+    epoch: int
+    request: int  # the answer repeats it
+    begin: int
+    end: int
+    name: Name
+
+
+@dataclass(frozen=True, slots=True)
+class Moments(Message):
+    """Shard to worker: the answer to that ask, float32[end - begin], zeros where nothing is kept; or rows [tensor, name, value]
+    (msgpack), value None where there is one for each key. `clock`: the min_clock that it is of."""
+
+    worker: int
+    epoch: int
+    request: int
+    clock: int
+    sent_ns: int
+    payload: Buffer
+
+
+@dataclass(frozen=True, slots=True)
 class Heartbeat(Message):
     worker: int
     epoch: int
@@ -771,6 +797,8 @@ KINDS: dict[int, type[Message]] = {
     17: Follow,
     20: RowsAsk,
     21: Rows,
+    22: MomentsAsk,
+    23: Moments,
     11: Heartbeat,
     12: HeartbeatAck,
     13: Leave,
@@ -815,5 +843,5 @@ def beside(message: Message) -> bool:
 
 
 # What a server's runner puts the send time into: the machine made it before it folded and published.
-TIMED = (PushAck, State, Rows, HeartbeatAck)
+TIMED = (PushAck, State, Rows, Moments, HeartbeatAck)
 KIND_OF = {message: number for number, message in KINDS.items()}

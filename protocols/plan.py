@@ -84,6 +84,12 @@ class Plan:
             offsets.append(offsets[-1] + tensor.size)
         return offsets
 
+    def pieces(self, begin: int, end: int) -> list[list[tuple[int, int, int]]]:
+        """By group: tensor, begin and end of each piece that a shard of these keys has of it."""
+        offsets = self.offsets()
+        cut = [[(t, max(offsets[t], begin), min(offsets[t + 1], end)) for t in group] for group in self.groups]
+        return [[piece for piece in group if piece[1] < piece[2]] for group in cut]
+
     def packed(self) -> bytes:
         tensors = [[t.name, list(t.shape), t.dtype] for t in self.tensors]
         groups = [list(group) for group in self.groups]

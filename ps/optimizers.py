@@ -7,7 +7,7 @@ does to it what it would do to the whole tensor. Pieces without a gradient this 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -139,18 +139,36 @@ class TorchOptimizer:
             self._restore(built)
         return built
 
-    def state(self) -> dict[str, FloatArray]:
-        """Optimizer state by "group.piece.name", float32 arrays."""
+    def _values(self) -> Iterator[tuple[int, int, str, FloatArray]]:
+        """Group, piece, name and value of all that is kept, where it lies."""
         if self.optimizer is None:
-            return dict(self.pending)
-        arrays = {}
+            for key, values in self.pending.items():
+                group, index, name = key.split(".", 2)
+                yield int(group), int(index), name, values
+            return
         for g, pieces in enumerate(self.pieces):
             for i, piece in enumerate(pieces):
                 for name, value in self.optimizer.state.get(piece[3], {}).items():
                     if value is not None:
-                        tensor = torch.as_tensor(value, dtype=torch.float32).detach()
-                        arrays[f"{g}.{i}.{name}"] = np.array(tensor.numpy(), np.float32)
-        return arrays
+                        yield g, i, name, torch.as_tensor(value, dtype=torch.float32).detach().numpy()
+
+    def state(self) -> dict[str, FloatArray]:
+        """Optimizer state by "group.piece.name", float32 arrays."""
+        return {f"{g}.{i}.{name}": np.array(values, np.float32) for g, i, name, values in self._values()}
+
+    def kept(self) -> list[list[Any]]:
+        """See ServerOptimizer."""
+        return [[self.pieces[g][i][0], n, None if v.ndim else float(v)] for g, i, n, v in self._values()]
+
+    def read(self, name: str, begin: int, end: int) -> FloatArray:
+        """See ServerOptimizer."""
+        found = np.zeros(end - begin, np.float32)
+        for g, i, which, values in self._values():
+            _, low, high, _ = self.pieces[g][i]
+            first, last = max(low, begin), min(high, end)
+            if which == name and values.ndim and first < last:
+                found[first - begin : last - begin] = values[first - low : last - low]
+        return found
 
     def load(self, state: dict[str, FloatArray]) -> None:
         """State of an earlier life; it takes effect with the first step."""

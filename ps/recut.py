@@ -22,13 +22,6 @@ OPTIMIZER = "optimizer."
 Arrays = Mapping[str, FloatArray]  # as Store.arrays
 
 
-def pieces(plan: Plan, keys: Keys) -> list[list[tuple[int, int, int]]]:
-    """By group: tensor, begin and end of each piece that a shard of these keys has of it."""
-    offsets = plan.offsets()
-    cut = [[(t, max(offsets[t], keys[0]), min(offsets[t + 1], keys[1])) for t in group] for group in plan.groups]
-    return [[piece for piece in group if piece[1] < piece[2]] for group in cut]
-
-
 def recut(plan: Plan, before: Sequence[tuple[Keys, Arrays]], keys: Keys) -> dict[str, FloatArray]:
     """The arrays of a shard of `keys`; `before`: the ranges of a split, and what each shard of it has. The arrays of a range
     without a key in common with `keys` are not looked at."""
@@ -46,7 +39,7 @@ def recut(plan: Plan, before: Sequence[tuple[Keys, Arrays]], keys: Keys) -> dict
         made["gain"] = np.array(
             [sum(each * share for each, share in gains) / sum(share for _, share in gains)], np.float32
         )
-    for g, group in enumerate(pieces(plan, keys)):
+    for g, group in enumerate(plan.pieces(*keys)):
         for i, (tensor, begin, end) in enumerate(group):
             states = [_of_tensor(plan, *source[:2], g, tensor, (begin, end)) for source in sources]
             for name in dict.fromkeys(name for state in states for name in state):
@@ -57,7 +50,7 @@ def recut(plan: Plan, before: Sequence[tuple[Keys, Arrays]], keys: Keys) -> dict
 
 def _of_tensor(plan: Plan, had: Keys, arrays: Arrays, group: int, tensor: int, keys: Keys) -> dict[str, FloatArray]:
     """By name, the state that a shard has of a tensor at `keys`."""
-    for i, (which, begin, end) in enumerate(pieces(plan, had)[group]):
+    for i, (which, begin, end) in enumerate(plan.pieces(*had)[group]):
         if which == tensor and begin < keys[1] and keys[0] < end:
             prefix, at = f"{OPTIMIZER}{group}.{i}.", slice(max(keys[0], begin) - begin, min(keys[1], end) - begin)
             found = {name.removeprefix(prefix): values for name, values in arrays.items() if name.startswith(prefix)}

@@ -3,7 +3,8 @@
 Rules
 - At once: an accepted push is folded and acked FOLDED. With a barrier it is acked HELD, and folded when the ledger closes
   a clock over a set that names it; what no set ever will, since its worker left, is discarded, named and counted.
-- An ask for rows is kept until the state that it may be answered from is there.
+- An ask for rows is kept until the state that it may be answered from is there. One for what the optimizer keeps is answered
+  at once.
 - What a message says is checked before anything changes.
 """
 
@@ -15,13 +16,15 @@ from dataclasses import replace
 from narrows.compression import codecs
 from narrows.protocols import messages as m
 from narrows.protocols.effects import Send, ServerEffect
+from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.modes import Rule
 from narrows.protocols.tables import ASKS_MAX
+from narrows.protocols.wire import FRAME_VALUES, pack
 from narrows.ps.folding import Barrier, unpack_hyper
 from narrows.ps.inbox import Seat, check_part
 from narrows.ps.planned import Planned
 
-OfWorkers = m.Push | m.Follow | m.Pull | m.FirstWeights | m.RowsAsk
+OfWorkers = m.Push | m.Follow | m.Pull | m.FirstWeights | m.RowsAsk | m.MomentsAsk
 
 
 class Service:
@@ -43,6 +46,8 @@ class Service:
         if isinstance(message, m.RowsAsk):
             self._ask(seat, message)
             return self.serve(seat, ledger, now_ns), False
+        if isinstance(message, m.MomentsAsk):
+            return self._moments(seat, message, ledger, now_ns), False
         self.publications.pull(seat, message)
         # Who waits for the last model needs not be waited for.
         return self.serve(seat, ledger, now_ns), self.finishing(seat)
@@ -111,6 +116,24 @@ class Service:
             values = self.store.tables.read(ask.payload)
             effects.append(Send(seat.peer, m.Rows(seat.worker, seat.epoch, ask.request, now_ns, values)))
         return effects
+
+    def _moments(self, seat: Seat, ask: m.MomentsAsk, ledger: m.Ledger, now_ns: int) -> list[ServerEffect]:
+        """What the optimizer keeps, as it is now."""
+        (low, high), optimizer = self.store.whole, self.store.optimizer
+        if optimizer is None:
+            raise RemoteProtocolError("no optimizer steps keys here: workers push updates")
+        if ask.name and not (low <= ask.begin < ask.end <= high and ask.end - ask.begin <= FRAME_VALUES):
+            raise RemoteProtocolError(
+                f"keys [{ask.begin}, {ask.end}) of an optimizer are not {FRAME_VALUES} of this shard"
+            )
+        if not ledger.started:
+            return []
+        if ask.name:
+            payload: m.Buffer = optimizer.read(ask.name, ask.begin - low, ask.end - low).tobytes()
+        else:
+            payload = pack(optimizer.kept())
+        clock = self.planned.min_clock
+        return [Send(seat.peer, m.Moments(seat.worker, seat.epoch, ask.request, clock, now_ns, payload))]
 
     def _ack(self, seat: Seat, clock: int, now_ns: int) -> Send:
         weight = self.planned.folding.weight(seat, clock)

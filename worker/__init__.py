@@ -24,6 +24,7 @@ __all__ = [
     "replicas",
     "resumable",
     "sampler",
+    "saved_state",
     "stage",
     "stage_layers",
     "stages",
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from narrows.worker.pipelining import pipeline, replica, replicas, stage, stage_layers, stages
     from narrows.worker.pipelining.schedule import ScheduleEager1F1B
     from narrows.worker.resuming import resumable
+    from narrows.worker.saved import saved_state
     from narrows.worker.session import clock, rank, record, step_count, world_size
 else:
     HOMES = {
@@ -50,6 +52,7 @@ else:
         "ranges": "datasets",
         "resumable": "resuming",
         "sampler": "datasets",
+        "saved_state": "saved",
     }
 
     def __getattr__(name):

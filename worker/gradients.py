@@ -25,6 +25,7 @@ from narrows.worker.flat import Array, FloatArray
 from narrows.worker.optimizers import each_of, why_whole
 from narrows.worker.overlap import Overlap
 from narrows.worker.runner import say
+from narrows.worker.server_state import ServerState
 from narrows.worker.shards import WAIT_LIMIT_S
 from narrows.worker.updates import Updates
 
@@ -87,6 +88,7 @@ class Gradients(Updates):
                 "overlap=True sends gradients part by part, and --dp-clip needs the length of all before the first leaves: "
                 "leave out one of the two"
             )
+        self.servers = ServerState(engine)
         self.overlap: Overlap | None = None
         if overlap and not engine.tuning.up_raw:
             raise UsageError(
@@ -103,6 +105,8 @@ class Gradients(Updates):
 
     def handle(self, event: MemberEffect) -> None:
         super().handle(event)
+        if isinstance(event, e.MomentsArrived):
+            self.servers.arrived(event)
         if isinstance(event, e.Moved) and self.overlap is not None:  # no part has left: ready() waits for the move
             self.overlap.cut(list(event.ranges))
 

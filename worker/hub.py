@@ -34,9 +34,9 @@ from narrows.worker.runner import Command, Commands, Events, Link, say
 # A rank learns of these, each with what it says but for messages, which follow as frames of their own.
 EVENTS: tuple[type[Any], ...] = (
     *(e.Started, e.Moved, e.Held, e.BuffersWanted, e.BuffersTold, e.RangeTold, e.Left, e.LinkSeen, e.Failed),
-    *(e.GiveWeights, e.StatePart, e.StateArrived, e.MasterArrived, e.PushSettled),
+    *(e.GiveWeights, e.StatePart, e.StateArrived, e.MasterArrived, e.PushSettled, e.MomentsArrived),
 )
-OF_SHARD = (e.GiveWeights, e.StatePart, e.StateArrived, e.MasterArrived, e.PushSettled)
+OF_SHARD = (e.GiveWeights, e.StatePart, e.StateArrived, e.MasterArrived, e.PushSettled, e.MomentsArrived)
 MESSAGES = ("state", "parts")  # fields that are messages
 BYE = -1  # in place of a shard: this rank needs nothing more
 LIMIT_S = 60.0  # until all ranks have dialled

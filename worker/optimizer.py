@@ -11,8 +11,16 @@ import torch
 from narrows.protocols.errors import UsageError
 from narrows.worker import session
 from narrows.worker.engine import Engine
+from narrows.worker.gradients import Gradients
 from narrows.worker.optimizers import as_one, each_of
+from narrows.worker.runner import say
+from narrows.worker.server_state import as_state_dict
 from narrows.worker.updates import clipped_step
+
+UNUSED = (
+    "load_state_dict(): where gradients are pushed the servers' state of the optimizer holds, and what was loaded is not used; "
+    "go on with their checkpoints by --resume, or use --push update"
+)
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -146,21 +154,27 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not self._building:  # else the constructor of torch adds what `inner` has
             self.inner.add_param_group(param_group)
 
-    def state_dict(self, *, residual: bool = False) -> dict[str, Any]:
+    def state_dict(self, *, residual: bool = False, servers: bool = False) -> dict[str, Any]:
         """The inner optimizer's state. Several optimizers have theirs in a list, under "optimizers".
 
         residual: add, under "narrows", the clock and what this worker has yet to send: float32[parameters], or None where
         nothing ever is. It is as large as the model. A run that goes on without it has lost that much of its newest updates.
 
+        servers: where gradients are pushed, the servers have the optimizer's state, and here it is empty. Pull it from them:
+        4 bytes for each parameter and moment. A script without Narrows loads it, as that of `inner` after as many steps. Under
+        "narrows" is the clock that it is of. Behind a barrier all of it is of one clock; under async the parts are not.
+
         In a group every process calls it, and each has the state of whole tensors.
-        Save the model beside it inside `shared()`: outside, its parameters hold this worker's residual already. Where
-        gradients are pushed, the optimizer's moments are the server's, and in its checkpoints.
+        Save the model beside it inside `shared()`: outside, its parameters hold this worker's residual already.
         """
         if self._engine is not None:
             self._engine.meet("state_dict()")
         cut = self._engine.slice if self._engine is not None else None
         with cut.whole_state() if cut is not None else nullcontext():
             state = self.inner.state_dict()
+        if servers and self._engine is not None and isinstance(self._engine.sync, Gradients):
+            clock, states = self._engine.sync.servers.read()
+            state = as_state_dict(self.inner, states) | {"narrows": {"clock": clock}}
         if residual and self._engine is not None:
             left = self._engine.sync.residual()
             state["narrows"] = {
@@ -172,7 +186,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over the inner state, and the residual where there is one; the clock is the run's, not the file's.
 
-        With --dp-noise it takes no residual: the run that left it may have had no noise.
+        With --dp-noise it takes no residual: the run that left it may have had no noise. Where gradients are pushed, the
+        servers' state of the optimizer holds, and this one is not used.
         """
         if self._engine is not None:
             self._engine.meet("load_state_dict()")
@@ -183,8 +198,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if engine is not None and engine.slice is not None:
             engine.slice.take_state()
         self.state = self.inner.state
-        if ours is not None and engine is not None and not engine.hides and ours["residual"] is not None:
-            engine.load_residual(ours["residual"].detach().cpu().numpy())
+        if self.state and engine is not None and isinstance(engine.sync, Gradients):
+            say(UNUSED)
+        left = ours.get("residual") if ours is not None else None
+        if left is not None and engine is not None and not engine.hides:
+            engine.load_residual(left.detach().cpu().numpy())
 
     def finish(self) -> None:
         """End this worker's part: send what is left, wait until it is folded, leave. The module then holds the model that all

@@ -19,6 +19,7 @@ import torch
 
 from narrows.protocols.errors import UsageError
 from narrows.worker import session
+from narrows.worker.moments import write_whole
 from narrows.worker.session import rank, step_count, world_size
 
 
@@ -85,10 +86,7 @@ class States:
         return at
 
     def save(self, step: int, state: Any) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        new = self._path(step).with_suffix(".new")
-        torch.save(state, new)
-        new.replace(self._path(step))
+        write_whole(self._path(step), state)
         for between in superfluous(self._steps()):
             self._path(between).unlink()
 

@@ -38,6 +38,7 @@ from narrows.worker.forwarding import Forwarding
 from narrows.worker.group import Group, GroupEndedError
 from narrows.worker.hub import Hub
 from narrows.worker.hub import joined as through_first
+from narrows.worker.moments import Moments
 from narrows.worker.runner import Link, tell_left
 from narrows.worker.telling import say as _say
 from narrows.worker.telling import tell as _tell
@@ -109,6 +110,7 @@ class Connected:
             os.environ[name] = str(self.world_size if name == "WORLD_SIZE" else self.rank)
         self.settings = Settings.unpacked(joined.settings)
         self.engine: Engine | None = None
+        self.moments: Moments | None = None  # that are kept in a folder
         self._pending: dict[str, Any] = {}
         self._bytes = (0, 0)
         self._told = 0  # rows of the record with epsilon
@@ -133,6 +135,7 @@ class Connected:
         if self.settings.mode().rule is Rule.MIX and self.group is None:
             self.link.listen()
         self.engine = Engine(self.link, self.settings, model, inner, max_grad_norm, overlap, self.group)
+        self.moments = Moments.of(self.engine, self.rank)
         if not self.tells:
             return self.engine
         self.figures = Figures(self.engine, self.link)
@@ -147,6 +150,8 @@ class Connected:
         self._flush()
         engine = self.engine
         assert engine is not None
+        if self.moments is not None:
+            self.moments.stepped()
         if not self.tells:
             return
         sync, took = engine.sync, self.figures.stepped()
@@ -208,9 +213,15 @@ class Connected:
             if self.tells:
                 _tell("bytes", up=self.link.bytes_up, down=self.link.bytes_down, dropped=self.link.drops.counts)
         finally:
+            self.keep()
             self.link.close()
             if self.group is not None and not failed:
                 self.group.close()
+
+    def keep(self) -> None:
+        """At the end, however that is."""
+        if self.moments is not None:
+            self.moments.end()
 
 
 _session: Alone | Connected | None = None
@@ -281,6 +292,7 @@ def _install_hook() -> None:
         if isinstance(error, NarrowsError):
             if isinstance(_session, Connected):
                 _session.link.close()
+                _session.keep()
             _end(error)
         if not telling.find() or not isinstance(error, KeyboardInterrupt):
             before(kind, error, trace)

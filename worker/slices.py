@@ -324,9 +324,13 @@ def _is_part(name: str, value: Any, shape: torch.Size) -> bool:
 
 
 def _cut(name: str, value: Any, shape: torch.Size, keys: slice, ours: torch.Tensor, group: dict[str, Any]) -> Any:
-    """Where torch has it after load_state_dict: counts are on the host, but for optimizers that read them elsewhere."""
     if not _is_part(name, value, shape):
-        there = name not in SCALARS or group.get("capturable") or group.get("fused")
-        return value.to(ours.device) if there and isinstance(value, torch.Tensor) else value
+        return placed(name, value, ours, group)
     part = value.detach().reshape(-1)[keys].to(ours.device, copy=True)
     return part.float() if part.is_floating_point() else part
+
+
+def placed(name: str, value: Any, ours: torch.Tensor, group: dict[str, Any]) -> Any:
+    """Where torch has it after load_state_dict: counts are on the host, but for optimizers that read them elsewhere."""
+    there = name not in SCALARS or group.get("capturable") or group.get("fused")
+    return value.to(ours.device) if there and isinstance(value, torch.Tensor) else value

@@ -6,7 +6,7 @@ Rules
 - Publications are numbered. A difference is taken once the one before it is here, a whole state if it is newer; what comes
   early is kept, what comes twice is dropped. So nothing that arrives is given up, however late it is.
 - Follow says what is here. It is said again where nothing comes for a while; the shard knows what to send again, and when.
-- An ask for rows is a read: it is repeated until one answer is here.
+- An ask for rows, or for what an optimizer keeps, is a read: it is repeated until one answer is here.
 - Silence settles nothing, and neither does a refusal: a push in flight when the member must join again may have been folded,
   and its ack lost. It is given up, never given back, or it could be folded a second time.
 """
@@ -45,9 +45,9 @@ class PushRecord:
 
 @dataclass(slots=True)
 class Asked:
-    """Rows that are on their way. times: as often as they were asked for."""
+    """What is on its way. times: as often as it was asked for."""
 
-    ask: m.RowsAsk
+    ask: m.RowsAsk | m.MomentsAsk
     sent_ns: int
     times: int = 1
 
@@ -70,7 +70,7 @@ class Session:
         self.pulled: dict[int, Parts] = {}  # of its answer, by the requests that it had
         self.pull_ns = 0  # when it was last asked for, or a part of it came
         self.heard_ns = 0  # the same, of the next publication
-        self.asks: dict[int, Asked] = {}  # for rows, by request
+        self.asks: dict[tuple[type[m.Message], int], Asked] = {}  # by kind and request
         self.wanted: m.RangeAsk | None = None  # a range that was asked for
         self.wanted_ns = 0  # and when
 
@@ -118,8 +118,8 @@ class Session:
             del self.pulled[min(self.pulled)]
         return self.pull
 
-    def _rows_ask(self, ask: m.RowsAsk, now_ns: int) -> m.Message:
-        self.asks[ask.request] = Asked(ask, now_ns)
+    def _ask(self, ask: m.RowsAsk | m.MomentsAsk, now_ns: int) -> m.Message:
+        self.asks[type(ask), ask.request] = Asked(ask, now_ns)
         return ask
 
     def _want(self, ask: m.RangeAsk, now_ns: int) -> m.Message:
@@ -131,7 +131,7 @@ class Session:
     def receive(self, message: m.Message, now_ns: int) -> list[MemberEffect]:
         """The effects of an answer of the shard; none for one of an earlier epoch."""
         if (
-            not isinstance(message, (m.NeedWeights, m.PushAck, m.State, m.Buffers, m.Range, m.Rows))
+            not isinstance(message, (m.NeedWeights, m.PushAck, m.State, m.Buffers, m.Range, m.Rows, m.Moments))
             or message.epoch != self.epoch
         ):
             return []
@@ -143,8 +143,8 @@ class Session:
             return self._acked(message, now_ns)
         if isinstance(message, m.State):
             return self._state(message, now_ns)
-        if isinstance(message, m.Rows):
-            return self._rows(message, now_ns)
+        if isinstance(message, (m.Rows, m.Moments)):
+            return self._read(message, now_ns)
         # A late one may come to a member that has had a state since.
         return [e.GiveWeights(self.shard)] if self.waits and self.have < 0 else []
 
@@ -226,12 +226,15 @@ class Session:
         self.pulled.clear()
         return [e.MasterArrived(self.shard, pull.clock, tuple(parts[part] for part in sorted(parts)))]
 
-    def _rows(self, rows: m.Rows, now_ns: int) -> list[MemberEffect]:
+    def _read(self, read: m.Rows | m.Moments, now_ns: int) -> list[MemberEffect]:
         """One answer is taken to each ask."""
-        if self.asks.pop(rows.request, None) is None:
+        kind: type[m.Message] = m.RowsAsk if isinstance(read, m.Rows) else m.MomentsAsk
+        if self.asks.pop((kind, read.request), None) is None:
             return []
-        self.meter.down.passed(rows.sent_ns, now_ns, len(rows.payload))
-        return [e.RowsArrived(self.shard, rows.request, rows.payload)]
+        self.meter.down.passed(read.sent_ns, now_ns, len(read.payload))
+        if isinstance(read, m.Rows):
+            return [e.RowsArrived(self.shard, read.request, read.payload)]
+        return [e.MomentsArrived(self.shard, read.request, read.clock, bytes(read.payload))]
 
     # Time.
 
@@ -272,6 +275,7 @@ PREPARE: dict[type[m.Message], Callable[[Session, Any, int], m.Message]] = {
     m.Push: Session._push,
     m.Follow: Session._follow,
     m.Pull: Session._pull,
-    m.RowsAsk: Session._rows_ask,
+    m.RowsAsk: Session._ask,
+    m.MomentsAsk: Session._ask,
     m.RangeAsk: Session._want,
 }

@@ -21,6 +21,7 @@ from narrows.protocols.member.session import Session
 from narrows.protocols.messages import CREDIT_MAX
 from narrows.protocols.settings import Settings
 from narrows.protocols.timing import PATIENCE_MAX, Patience, Timing
+from narrows.protocols.wire import FRAME_BYTES
 from narrows.worker import DistributedOptimizer
 
 LOSSY = Settings(sync="ssp", staleness=3, compress="topk:0.5").validated()
@@ -250,3 +251,23 @@ def test_over_another_connection_it_says_once_that_what_was_sent_does_not_come()
     ours.repeat_soon()
     assert lost(ours.repeat(RETRY_NS + 1)) == [True] and lost(ours.repeat(RETRY_NS + 2)) == []
     assert lost(ours.repeat(2 * RETRY_NS + 1)) == [False]
+
+
+def test_an_ask_for_moments_is_said_again_until_one_answer_is_here() -> None:
+    """Of the same number may be an ask for rows."""
+    ours, ask = session(), m.MomentsAsk(0, 1, 7, 0, 4, "exp_avg")
+    rows = m.RowsAsk(0, 1, 7, 0, b"")
+    wait_ns = Timing().answer_ns(FRAME_BYTES)
+    ours.say([ask, rows], 0)
+
+    def asked(now_ns: int) -> list[m.Message]:
+        said = [effect.message for effect in ours.repeat(now_ns) if isinstance(effect, Send)]
+        return [message for message in said if not isinstance(message, m.Follow)]
+
+    assert asked(wait_ns - 1) == [] and asked(wait_ns) == [ask, rows]
+    assert ours.receive(m.Moments(0, 1, 8, 3, 0, b"else"), wait_ns) == []
+    assert ours.receive(m.Moments(0, 1, 7, 3, 0, b"them"), wait_ns) == [e.MomentsArrived(0, 7, 3, b"them")]
+    assert ours.receive(m.Moments(0, 1, 7, 4, 0, b"late"), wait_ns) == []
+    assert asked(4 * wait_ns) == [rows]
+    ours.repeat_soon()
+    assert asked(4 * wait_ns + 1) == [rows]

@@ -92,6 +92,12 @@ class PlainSGD:
     def state(self) -> dict[str, FloatArray]:
         return {}
 
+    def kept(self) -> list[list[Any]]:
+        return []
+
+    def read(self, name: str, begin: int, end: int) -> FloatArray:
+        raise NotImplementedError
+
     def load(self, state: dict[str, FloatArray]) -> None:
         assert not state
 

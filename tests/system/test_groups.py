@@ -173,6 +173,7 @@ SAID = [
     e.StateArrived(1, (STATE, STATE)),
     e.MasterArrived(0, 4, (STATE,)),
     e.PushSettled(1, 4),
+    e.MomentsArrived(1, 3, 4, b"moments"),
 ]
 
 

@@ -27,7 +27,7 @@ from narrows.worker import stage, stage_layers, stages, step_count
 torch.manual_seed(stage())
 group = pipeline()
 module = nn.Sequential(*(nn.Linear(4, 4) for _ in stage_layers(3)))
-optimizer = DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.01), module)
+optimizer = DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9), module)
 example = torch.zeros(2, 4, requires_grad=True)
 here = {"input_args": example, "output_args": example, "group": group}
 piece = PipelineStage(module, stage(), stages(), torch.device("cpu"), **here)
@@ -81,7 +81,7 @@ def test_a_killed_stage_ends_its_pipeline_and_stages_go_back_to_a_clock_that_all
     script.write_text(SCRIPT % STEPS)
     here = ("--plan", str(plan), "--host", "here")
     serve = ("ps-serve", *here, "--keys", str(keys), "--checkpoint-dir", str(tmp_path / "checkpoints"))
-    work = ("ps-worker", *here, "--key", str(key), str(script))
+    work = ("ps-worker", *here, "--key", str(key), "--checkpoint-dir", str(tmp_path / "checkpoints"), str(script))
     with started(*serve, cwd=tmp_path) as server, started(*work, cwd=tmp_path) as worker:
         until(lambda: all(max(clocks(server, stage), default=0) > 2 * EVERY for stage in range(STAGES)), str(worker))
         assert re.search(r"stage 0 has layers range\(0, 1\) and 2 micro", worker.out), worker
@@ -91,6 +91,7 @@ def test_a_killed_stage_ends_its_pipeline_and_stages_go_back_to_a_clock_that_all
         assert "stage 1 of replica 0 on here was not heard for 1 s" in worker.err, worker
         assert server.wait() == 0, server
     layout, folder = parse(plan.read_text()), tmp_path / "checkpoints"
+    assert {path.parent.name for path in folder.glob("*/optimizer-*.pt")} == {"stage-0", "stage-1"}
     newest = max(found := whole(folder / "stage-1"))
     (folder / "stage-1" / f"shard-0.clock-{newest}.safetensors").unlink()  # as if this stage had been slower
     assert go_back(layout, "here", folder, "") == max(set(found) - {newest}) == max(whole(folder / "stage-0"))

@@ -30,7 +30,8 @@ from narrows.worker.command.options import checked
 @click.option("--host", default="", help="name of this machine in --plan [its hostname]")
 @click.option("--connect-timeout", type=float, default=30.0, help="seconds until a server must have answered [30]")
 @click.option("--server-timeout", type=float, default=30.0, help="seconds of silence until a server is lost [30]")
-@click.option("--checkpoint-dir", default="", help="of the embedded server [none]")
+@click.option("--checkpoint-dir", default="", help="where workers keep their optimizers' states, and the embedded server its "
+              "checkpoints [none]")  # fmt: skip
 @click.option("--resume", is_flag=True, help="go on from the newest checkpoint in --checkpoint-dir, if it has one")
 @click.option("--fresh", is_flag=True, help="start each worker in an interpreter of its own; else all are forked from one that "
               "has imported torch")  # fmt: skip

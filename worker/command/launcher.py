@@ -143,7 +143,7 @@ class Launcher:
         options = self.options
         own = {
             "NARROWS_SERVER": self.server,
-            "NARROWS_KEY": os.path.abspath(options.key) if options.key else "",
+            **options.paths,
             "NARROWS_TOKEN": self._group(index).token,
             "NARROWS_EXPECT": pack(options.run).hex() if options.run else "",
             "NARROWS_CONNECT_TIMEOUT": str(options.connect_timeout),

@@ -15,6 +15,7 @@ from narrows.protocols.runtime.flags import given
 from narrows.protocols.settings import Settings
 from narrows.worker.command.managers import Place, place
 
+FOLDER = "NARROWS_CHECKPOINT_DIR"
 SAMPLES = "NARROWS_SAMPLES"  # of a step, of a process of a plan
 
 
@@ -48,24 +49,33 @@ class Options:
         """How many the copies of the script are."""
         return 1 if self.group else self.nproc
 
+    @property
+    def paths(self) -> dict[str, str]:
+        """Variables that name files, of every copy."""
+        told = {"NARROWS_KEY": self.key, FOLDER: self.checkpoint_dir}
+        return {name: os.path.abspath(path) if path else "" for name, path in told.items()}
+
     def words_of(self, index: int) -> list[str]:
         """Of this copy: {samples} in them is its part of a step, where the plan has one."""
         samples = self.parts[index].get(SAMPLES) if self.parts else None
         return self.words if samples is None else [word.replace("{samples}", samples) for word in self.words]
 
 
-def _parts(plan: str, host: str) -> tuple[list[dict[str, str]], str]:
-    """Variables of each process that this host has in the plan, and the file of its key. Raises UsageError."""
+def _parts(plan: str, host: str, folder: str) -> tuple[list[dict[str, str]], str]:
+    """Variables of each process that this host has in the plan, and the file of its key. `folder`: has one for each server, as
+    that of ps-serve --plan has. Raises UsageError."""
     from narrows.protocols.runtime import plans
 
     layout = plans.read(plan)
     here = plans.this_host(layout, host)
+    names = {id(server.place): server.name.replace(" ", "-") for server in layout.servers()}
     found = [
         {
             "NARROWS_PLAN": os.path.abspath(plan),
             "NARROWS_STAGE": str(process.stage),
             "NARROWS_REPLICA": str(process.replica),
             "NARROWS_SERVER": layout.address(layout.server_of(process)),
+            **({FOLDER: os.path.abspath(f"{folder}/{names[id(layout.server_of(process))]}")} if folder else {}),
             **({SAMPLES: str(layout.samples[process.replica])} if layout.samples else {}),
         }
         for process in layout.on(here)
@@ -80,7 +90,8 @@ def checked(
 ) -> Options:
     """`server`: "" is an embedded one, None what the manager says. Raises UsageError, one sentence that names the flag."""
     run, here = given(flags), place(os.environ)
-    parts, key = _parts(plan, host) if plan else ([], "")
+    flags["checkpoint_dir"] = "" if flags["checkpoint_dir"] == "none" else flags["checkpoint_dir"]
+    parts, key = _parts(plan, host, flags["checkpoint_dir"]) if plan else ([], "")
     flags["key"] = flags["key"] or key
     if parts:
         own = {
@@ -126,7 +137,7 @@ def checked(
         parse_addresses("--server", options.server)
         if run.get("sync", "ssp") not in MODES:
             Settings(sync=run["sync"]).validated()
-        for name in ("checkpoint_dir", "resume", "dashboard", "metrics"):
+        for name in ("resume", "dashboard", "metrics"):
             if not getattr(options, name):
                 continue
             name = f"--{name.replace('_', '-')}"
