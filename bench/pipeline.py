@@ -126,7 +126,7 @@ class Run:
         folder = ("--checkpoint-dir", str(self.folder / "checkpoints"))
         serving = {stage["host"] for stage in self.layout["stages"]}
         servers = [self.start("ps-serve", host, *folder, *serve) for host in self.hosts if host in serving]
-        workers = [self.start("ps-worker", host, str(TASK), *self.args) for host in self.hosts]
+        workers = [self.start("ps-worker", host, *folder, str(TASK), *self.args) for host in self.hosts]
         deadline, killed, ended = time.monotonic() + limit_s, not kill, False
         while any(process.poll() is None for process in workers):
             if time.monotonic() > deadline:

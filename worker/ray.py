@@ -106,7 +106,7 @@ def train(
     the flags. labels: the selector of the server above, and without clusters of all.
     resources: of each worker, as Ray names them, {"CPU": 1} by default. strategy: of the placement group of a cluster's first
     workers.
-    checkpoint_dir: on a disk that all nodes see. A server that is lost goes on from there.
+    checkpoint_dir: on a disk that all nodes see. A server that is lost goes on from there, and a worker that comes again has its optimizer's state from there.
     keys: the folder of ps-serve keys, on such a disk, with members worker and, for each cluster, cluster0 and so on.
     host: where servers listen, the address of the node by default.
     restarts: how often a script that failed is started again.
@@ -131,10 +131,11 @@ def train(
         options = {"lifetime": "detached", "name": f"{name}-{label}", "label_selector": dict(where or {}) or None}
         return _actor(options, {"CPU": 1}, words, "--parent", follows, label, own, host)
 
-    def city(label: str, served: Any, where: Mapping[str, str] | None, key: str) -> City:
+    def city(label: str, served: Any, where: Mapping[str, str] | None, key: str, kept: str) -> City:
         selector = dict(where or {})
         group = placement_group([need] * low, strategy, bundle_label_selector=[selector] * low if selector else None)
-        words = ["work", *(["--key", f"{keys}/{key}.key"] if key else []), "--restarts", str(restarts), *asks]
+        words = ["work", *(["--key", f"{keys}/{key}.key"] if key else []), "--restarts", str(restarts)]
+        words += ["--checkpoint-dir", kept, *asks]
         actors = []
         for index in range(high):
             inside = {
@@ -152,11 +153,12 @@ def train(
         for number, where in enumerate(clusters):
             key = ["--parent-key", f"{keys}/cluster{number}.key"] if keys else []
             more = [*trust, *key, "--sync", "bsp", "--workers", str(low)]
-            cities.append(city(f"city{number}", server(f"city{number}", more, where, top), where, member))
+            below = server(f"city{number}", more, where, top)
+            cities.append(city(f"city{number}", below, where, member, f"{folder}/city{number}"))
         above = top.run.remote()
     else:
         top = server("server", [*trust, *flags, "--workers", str(low)], labels)
-        cities = [city("worker", top, labels, member)]
+        cities = [city("worker", top, labels, member, folder)]
         above = cities[0].serves
     try:
         last = _watch(top, above, cities, began, report, every_s)
