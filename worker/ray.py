@@ -106,7 +106,8 @@ def train(
     the flags. labels: the selector of the server above, and without clusters of all.
     resources: of each worker, as Ray names them, {"CPU": 1} by default. strategy: of the placement group of a cluster's first
     workers.
-    checkpoint_dir: on a disk that all nodes see. A server that is lost goes on from there, and a worker that comes again has its optimizer's state from there.
+    checkpoint_dir: on a disk that all nodes see. A server that is lost goes on from there, and a worker that comes again has
+    its optimizer's state from there.
     keys: the folder of ps-serve keys, on such a disk, with members worker and, for each cluster, cluster0 and so on.
     host: where servers listen, the address of the node by default.
     restarts: how often a script that failed is started again.
