@@ -39,6 +39,7 @@ from narrows.protocols.settings import Settings
 from narrows.protocols.tables import TableSpec
 from narrows.protocols.wire import decode, encode, pack, unpack
 from narrows.ps.folding import unpack_hyper
+from narrows.worker.server_state import unpack_rows
 
 LIMIT_S = 10  # for one input
 MEMORY_MB = 2048
@@ -152,7 +153,7 @@ def packed_seeds() -> Iterator[bytes]:
     rows = [summary.Row((), "", "", summary.Summary()), summary.Row((0, 1), "a", "", summary.Summary(loss=1.0))]
     seeds = (
         *(Settings().validated().packed(), plan.packed(), pack_arrays({}), hyper),
-        *(pack({"a": [1, b"x", None, 0.5]}), summary.packed(rows)),
+        *(pack({"a": [1, b"x", None, 0.5]}), summary.packed(rows), pack([[0, "step", 3.0], [1, "exp_avg", None]])),
     )
     for which, seed in enumerate(seeds):
         yield bytes([which]) + seed
@@ -160,7 +161,7 @@ def packed_seeds() -> Iterator[bytes]:
 
 PACKED: tuple[Callable[[bytes], object], ...] = (
     *(Settings.unpacked, Plan.unpacked, unpack_arrays, unpack_hyper),
-    *(unpack, summary.unpacked),
+    *(unpack, summary.unpacked, lambda data: unpack_rows(data, 2)),
 )
 
 

@@ -87,7 +87,8 @@ class ServerState:
         told = self._all([(shard, begin, end, "") for shard, begin, end in ranges])
         if told is None:
             return None
-        rows = {ask[0]: _rows(payload) for ask, payload in told.items()}
+        tensors = len(self.engine.flat.parameters)
+        rows = {ask[0]: unpack_rows(payload, tensors) for ask, payload in told.items()}
         asks = [
             (shard, *cut, name)
             for shard, begin, end in ranges
@@ -100,7 +101,7 @@ class ServerState:
             return None
         known = [row for each in rows.values() for row in each]
         if self.engine.group is not None:
-            known = [row for each in self.engine.group.told(pack(known)) for row in _rows(each)]
+            known = [row for each in self.engine.group.told(pack(known)) for row in unpack_rows(each, tensors)]
         names = sorted({name for _, name, value in known if value is None})
         whole = {name: flat.whole(values[name] if name in values else flat.zeros()) for name in names}
         states = put_together(known, whole, self.engine.flat.offsets, [p.shape for p in self.engine.flat.parameters])
@@ -137,9 +138,15 @@ class ServerState:
         return found if shards.place == place else None
 
 
-def _rows(payload: bytes) -> list[Any]:
+def unpack_rows(payload: bytes, tensors: int) -> list[list[Any]]:
+    """Rows [tensor, name, value] of a `Moments`, of a model of so many tensors. Raises RemoteProtocolError for others."""
     rows: Any = unpack(payload)
-    if not isinstance(rows, list) or not all(isinstance(row, list) and len(row) == 3 for row in rows):
+
+    def sound(tensor: Any, name: Any, value: Any) -> bool:
+        known = type(tensor) is int and 0 <= tensor < tensors and type(name) is str
+        return known and (value is None or type(value) is float)
+
+    if not (isinstance(rows, list) and all(isinstance(row, list) and len(row) == 3 and sound(*row) for row in rows)):
         raise RemoteProtocolError("a shard did not say what its optimizer keeps")
     return rows
 

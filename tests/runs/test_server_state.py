@@ -19,6 +19,7 @@ from narrows.protocols import keys
 from narrows.protocols import messages as m
 from narrows.protocols.errors import RemoteProtocolError, UsageError
 from narrows.protocols.settings import Settings
+from narrows.protocols.wire import pack
 from narrows.worker import DistributedOptimizer, optimizer, saved_state, server_state
 from narrows.worker.moments import FOLDER
 
@@ -228,3 +229,11 @@ def test_a_shard_refuses_what_is_none_of_its_keys() -> None:
             else:
                 for begin, end in bad_asks(low, high):
                     refused(started, begin, end, "are not 524288 of this shard")
+
+
+@pytest.mark.parametrize(
+    "rows", [3, [3], [[0, "step"]], [[2, "step", None]], [[-1, "step", None]], [[0, 1, 2.0]], [[0, "step", "x"]]]
+)
+def test_a_shard_that_says_nonsense_is_named(rows: Any) -> None:
+    with pytest.raises(RemoteProtocolError, match="did not say what its optimizer keeps"):
+        server_state.unpack_rows(pack(rows), 2)
