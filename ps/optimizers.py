@@ -10,7 +10,6 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from narrows.protocols.errors import RemoteProtocolError
@@ -140,7 +139,7 @@ class TorchOptimizer:
         return built
 
     def state(self) -> dict[str, FloatArray]:
-        """Optimizer state by "group.piece.name", float32 arrays."""
+        """Optimizer state by "group.piece.name", float32 arrays: views, where it is float32 itself."""
         if self.optimizer is None:
             return dict(self.pending)
         arrays = {}
@@ -148,8 +147,7 @@ class TorchOptimizer:
             for i, piece in enumerate(pieces):
                 for name, value in self.optimizer.state.get(piece[3], {}).items():
                     if value is not None:
-                        tensor = torch.as_tensor(value, dtype=torch.float32).detach()
-                        arrays[f"{g}.{i}.{name}"] = np.array(tensor.numpy(), np.float32)
+                        arrays[f"{g}.{i}.{name}"] = torch.as_tensor(value, dtype=torch.float32).detach().numpy()
         return arrays
 
     def load(self, state: dict[str, FloatArray]) -> None:
