@@ -39,13 +39,22 @@ class Wire:
 
 def arrival_ns(wires: Sequence[Wire], now_ns: int, size: int) -> int:
     """When a message of `size` bytes that is sent now over these wires is there. Each is busy until they have passed it."""
+    return passed_ns(wires, now_ns, size) + delay_ns(wires)
+
+
+def passed_ns(wires: Sequence[Wire], now_ns: int, size: int) -> int:
+    """When the last of these wires has passed it."""
     begin_ns = end_ns = now_ns
     for wire in wires:
-        begin_ns = max(begin_ns, wire.free_ns)
-        end_ns = max(end_ns, begin_ns + wire.pass_ns(size))
+        free_ns = wire.free_ns
+        if free_ns > begin_ns:
+            begin_ns = free_ns
+        there_ns = begin_ns + size * NS // wire.bytes_per_second
+        if there_ns > end_ns:
+            end_ns = there_ns
         wire.free_ns = end_ns
         wire.passed += size
-    return end_ns + delay_ns(wires)
+    return end_ns
 
 
 def delay_ns(wires: Sequence[Wire]) -> int:
@@ -81,6 +90,7 @@ class Stream:
 
     def __init__(self, time: Timeline, wires: Sequence[Wire], size: int) -> None:
         self.time, self.wires, self.chunk = time, wires, size // CHUNKS
+        self.delay_ns = delay_ns(wires)
         self.waiting: deque[Callable[[], None]] = (
             deque()
         )  # what is done with a message that is there; the first is under way
@@ -91,10 +101,10 @@ class Stream:
             self._pass(CHUNKS)
 
     def _pass(self, left: int) -> None:
-        there_ns = arrival_ns(self.wires, self.time.now_ns, self.chunk)
+        end_ns = passed_ns(self.wires, self.time.now_ns, self.chunk)
         if left == 1:
-            self.time.at(there_ns, self.waiting[0])
-        self.time.at(there_ns - delay_ns(self.wires), self._passed, left - 1)
+            self.time.at(end_ns + self.delay_ns, self.waiting[0])
+        self.time.at(end_ns, self._passed, left - 1)
 
     def _passed(self, left: int) -> None:
         if not left:

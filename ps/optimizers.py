@@ -153,8 +153,8 @@ class TorchOptimizer:
                         yield g, i, name, torch.as_tensor(value, dtype=torch.float32).detach().numpy()
 
     def state(self) -> dict[str, FloatArray]:
-        """Optimizer state by "group.piece.name", float32 arrays."""
-        return {f"{g}.{i}.{name}": np.array(values, np.float32) for g, i, name, values in self._values()}
+        """Optimizer state by "group.piece.name", float32 arrays: views, where it is float32 itself."""
+        return {f"{g}.{i}.{name}": values for g, i, name, values in self._values()}
 
     def kept(self) -> list[list[Any]]:
         """See ServerOptimizer."""

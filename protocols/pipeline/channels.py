@@ -2,7 +2,8 @@
 
 Rules
 - Each process dials each other one and says there what it has to say. `Beat` tells how much has come, and that we live.
-- A tensor is kept until the other end's script has it. When a connection is another one, what is kept is sent again.
+- A tensor is kept until the other end's script has it, and says so with others: UNTOLD_MAX of them, UNTOLD_BYTES, or the next
+  `Beat` that is due. When a connection is another one, what is kept is sent again.
 - Who is silent for a lease is lost, and with it this pipeline. So is a process that was started again: it has another life.
 """
 
@@ -18,6 +19,10 @@ from narrows.protocols.errors import IncompatibleError, RemoteProtocolError, Sta
 IN_FLIGHT_MAX = (
     256  # tensors to one peer that its script has not taken: the sender keeps these, and the receiver no more
 )
+UNTOLD_MAX = (
+    16  # tensors that our script has taken and their sender keeps still: a word for each costs both ends a wake-up
+)
+UNTOLD_BYTES = 1 << 20  # and bytes of them, or one tensor that has more
 BEATS = 5  # of a lease
 BEAT_NS_MAX = NS
 ON = "ps-serve --plan --resume and then ps-worker --plan go on from the newest checkpoint that all stages have"
@@ -62,6 +67,8 @@ class Peer:
     kept: deque[m.Tensor] = field(default_factory=deque)  # to it, that its script has not taken
     received: int = 0  # tensors of it, in order
     taken: int = 0  # by our script, of these
+    told: int = 0  # of those taken, in our newest word
+    untold_bytes: int = 0  # of those taken since
     missed: int = -1  # the number that we last asked it to send again from
 
 
@@ -85,10 +92,17 @@ class Channels:
         peer.kept.append(tensor)
         return [ToPeer(to, tensor)]
 
-    def took(self, of: int) -> list[Effect]:
-        """Our script has taken the next tensor of this peer."""
-        self.peers[of].taken += 1
-        return [self._beat(of)]
+    def took(self, of: int, size: int) -> list[Effect]:
+        """Our script has taken the next tensor of this peer, of so many bytes."""
+        peer = self.peers[of]
+        peer.taken += 1
+        peer.untold_bytes += size
+        much = peer.taken - peer.told >= UNTOLD_MAX or peer.untold_bytes >= UNTOLD_BYTES
+        return [self._beat(of)] if much else []
+
+    def tell(self) -> list[Effect]:
+        """Say what our script has taken: it ends, and others wait for that."""
+        return [self._beat(to) for to, peer in self.peers.items() if peer.taken > peer.told]
 
     def linked(self, to: int) -> list[Effect]:
         """The connection to this peer is another one, and what was under way may be lost."""
@@ -171,6 +185,7 @@ class Channels:
 
     def _beat(self, to: int) -> ToPeer:
         peer = self.peers[to]
+        peer.told, peer.untold_bytes = peer.taken, 0
         missed = peer.missed if peer.missed == peer.received else -1
         return ToPeer(to, m.Beat(self.plan, self.rank, self.life, peer.taken, missed, self.left))
 

@@ -102,7 +102,8 @@ class Peers:
         self._until(lambda: self.has(of, tag), limit_s, f"a tensor of {self._channels.names[of]}", of)
         with self._changed:
             tensor = self._came[of, tag].popleft()
-        self._call(lambda channels, now: channels.took(of))
+        size = len(tensor.payload)
+        self._commands.append(lambda channels, now: channels.took(of, size))  # nobody waits for that: no wake-up
         return tensor
 
     def barrier(self, tag: int, limit_s: float) -> None:
@@ -117,6 +118,7 @@ class Peers:
         if self._closing:
             return
         deadline = time.monotonic() + (0 if failed else self.lease_s)
+        self._call(lambda channels, now: channels.tell())
         with self._changed:
             while time.monotonic() < deadline and self._error is None and not self._flushed:
                 self._changed.wait(TICK_MS / 1000)

@@ -215,7 +215,7 @@ def _pipeline(places: Any, parameters: float, step_s: float, *, stages: int, rep
 
 
 def _simulated(seconds: float | None) -> str:
-    return "not simulated, as that would take long" if seconds is None else f"simulated {1e3 * seconds:.3g} ms"
+    return "not simulated" if seconds is None else f"simulated {1e3 * seconds:.3g} ms"
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:

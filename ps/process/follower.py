@@ -139,7 +139,7 @@ class Follower:
                 self._receive(peer, frames)
             now_ns = self.clock.turn()
             self._carry_out([*self.standby.acknowledge(now_ns), *self.standby.tick(now_ns)])
-            self.pulse.beat(self.server.shard.nbytes if self.standby.machine is not None else self.standby.coming)
+            self.pulse.beat(lambda: self.server.shard.nbytes if self.standby.machine else self.standby.coming)
             if self.standby.stands_by and not self.told and not self.process.index:
                 self.told = True
                 text = f"stands by for {self.process.follows}: all that it has is here, {self.standby.have} events"

@@ -7,6 +7,7 @@ of an old array that somebody does not take holds memory, and there is a bound o
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 from narrows.protocols.effects import Send, Stop, Tell
 from narrows.protocols.messages import Buffer
@@ -34,12 +35,14 @@ class Lending:
             self._settle(peer)
         return bool(self.views or self.held)
 
-    def full(self, peer: Peer, view: Buffer, nbytes: int) -> bool:
-        """This peer has not taken what it was sent, and must not be sent one more. `nbytes`: of the machine."""
+    def full(self, peer: Peer, view: Buffer, nbytes: Callable[[], int]) -> bool:
+        """This peer has not taken what it was sent, and must not be sent one more. `nbytes`: of the machine, asked for where
+        more is lent than is ever little."""
         if peer not in self.views or isinstance(view, bytes):
             return False
         self._settle(peer)
-        return sum(size for _, size in self.views.get(peer, ())) > max(LENT_BYTES_MAX, LENT_TIMES * nbytes)
+        lent = sum(size for _, size in self.views.get(peer, ()))
+        return lent > LENT_BYTES_MAX and lent > LENT_TIMES * nbytes()
 
     def _settle(self, peer: Peer) -> None:
         """Forget what has left: what was lent first leaves first."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from narrows.protocols.runtime.sealing import Sealing
@@ -27,11 +28,11 @@ class Pulse:
         self.gate, self.index, self.folder, self.due_s = gate, index, folder, 0.0
         self.sealing = Sealing(seals)
 
-    def beat(self, nbytes: int) -> None:
-        """The loop turns. `nbytes`: of the machine's arrays."""
+    def beat(self, asked: Callable[[], int]) -> None:
+        """The loop turns. `asked`: bytes of the machine's arrays."""
         if (now := time.monotonic()) < self.due_s:
             return
-        self.due_s = now + BEAT_S
+        self.due_s, nbytes = now + BEAT_S, asked()
         self.gate.look(nbytes)
         if text := self.sealing.look():
             emit("log", name="encryption", values={"shard": self.index, "text": f"shard {self.index}: {text}"})

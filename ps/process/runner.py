@@ -212,7 +212,7 @@ class Runner:
         if isinstance(message, m.TIMED):
             message = replace(message, sent_ns=self.clock.now())
         frames = encode(message)
-        full = self.lending.full(to, frames[-1], self.server.shard.nbytes)
+        full = self.lending.full(to, frames[-1], lambda: self.server.shard.nbytes)
         receipt = FULL if full else self.port.send(to, frames, control=isinstance(message, m.CONTROL))
         self.lending.add(to, receipt, frames[-1])
         if receipt is NOBODY and isinstance(to, bytes) and to != self.original.peer:
@@ -346,5 +346,5 @@ class Runner:
                 self._at_once(self.original.tick(now_ns))
                 self.gate.tick()
                 self.disk.prepare(self.server)
-                self.pulse.beat(self.server.shard.nbytes)
+                self.pulse.beat(lambda: self.server.shard.nbytes)
         self.wrote(last=True)

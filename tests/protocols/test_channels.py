@@ -11,7 +11,17 @@ from kit.seed import SEED
 from narrows.protocols import messages as m
 from narrows.protocols.effects import NS, Failed
 from narrows.protocols.errors import RemoteProtocolError
-from narrows.protocols.pipeline.channels import IN_FLIGHT_MAX, START_NS, Came, Channels, Effect, Taken, ToPeer
+from narrows.protocols.pipeline.channels import (
+    IN_FLIGHT_MAX,
+    START_NS,
+    UNTOLD_BYTES,
+    UNTOLD_MAX,
+    Came,
+    Channels,
+    Effect,
+    Taken,
+    ToPeer,
+)
 
 LEASE = 10 * NS
 
@@ -74,7 +84,7 @@ def test_each_tensor_comes_once_and_in_order_whatever_breaks(round_: int) -> Non
             case 3 | 4 | 5 | 6:
                 pair.deliver(end)
             case 7 if asked[end] < len(pair.came[end]):
-                pair.apply(end, pair.ends[end].took(1 - end))
+                pair.apply(end, pair.ends[end].took(1 - end, 1))
                 asked[end] += 1
             case 8:
                 pair.cut(end)
@@ -83,7 +93,7 @@ def test_each_tensor_comes_once_and_in_order_whatever_breaks(round_: int) -> Non
     pair.settle()
     for end in range(2):
         while asked[end] < len(pair.came[end]):
-            pair.apply(end, pair.ends[end].took(1 - end))
+            pair.apply(end, pair.ends[end].took(1 - end, 1))
             asked[end] += 1
     pair.settle()
     assert not pair.failed
@@ -104,6 +114,17 @@ def test_what_a_dropped_message_leaves_out_is_asked_for_once() -> None:
     assert [bytes(tensor.payload)[0] for tensor in pair.came[1]] == [0, 1, 2]
 
 
+def test_what_is_taken_is_told_with_others_and_before_it_is_much() -> None:
+    """A word for each tensor would cost as many wake-ups as the tensors. What is not told stays with its sender."""
+    pair = Pair()
+    for _ in range(2 * UNTOLD_MAX + 1):
+        pair.apply(0, pair.ends[0].send(1, 0, 0, b""))
+    said = [len(pair.ends[1].took(0, 1)) for _ in range(2 * UNTOLD_MAX)]
+    assert said == 2 * [*[0] * (UNTOLD_MAX - 1), 1]
+    assert pair.ends[1].took(0, UNTOLD_BYTES) and not pair.ends[1].tell()
+    assert not pair.ends[1].took(0, 1) and pair.ends[1].tell() and not pair.ends[1].tell()
+
+
 def test_what_nobody_takes_is_bounded_at_the_receiver_too() -> None:
     pair = Pair()
     for _ in range(IN_FLIGHT_MAX + 1):
@@ -112,7 +133,7 @@ def test_what_nobody_takes_is_bounded_at_the_receiver_too() -> None:
         pair.deliver(1)
     with pytest.raises(RemoteProtocolError, match="stage 0 sends more than 256 tensors that nobody has taken"):
         pair.deliver(1)
-    pair.apply(1, pair.ends[1].took(0))
+    pair.apply(1, pair.ends[1].took(0, 0))
     assert pair.ends[1].receive(pair.ends[0].peers[1].kept[-1], 0) == [Came(0, pair.ends[0].peers[1].kept[-1])]
 
 

@@ -33,7 +33,7 @@ from narrows.protocols.settings import Settings
 from narrows.ps.coded import coded
 from narrows.ps.command import cli as serve
 from narrows.ps.command.plan import command as ps_plan
-from narrows.ps.trial import Trial, tried
+from narrows.ps.trial import ALIKE, Trial, tried
 from narrows.worker.command import cli as worker
 
 CODED = coded()
@@ -220,11 +220,26 @@ def test_a_trial_takes_as_long_as_predicted(clusters: bool, way: Way) -> None:
 def test_a_trial_is_bounded_and_changes_the_order_of_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     chooser = Chooser(cities([2, 2], 20, 60), WORK)
     one, other = (chooser.priced(((0, 1), (2, 3)), WAYS[row], BELOW[2], chooser.prices.hosts) for row in (4, 5))
-    (first, first_s), (second, second_s) = tried(chooser.prices, [one, other])
+    (first, first_s), (second, second_s) = tried(chooser.prices, [other, one])
+    assert (first, second) == (one, other)
     assert first_s is not None and second_s is not None and first_s < first.step_s
     assert first_s * first.cost / first.step_s <= second_s * second.cost / second.step_s
+    # The other could not win if nothing but computing took time.
+    assert tried(chooser.prices, [one, other]) == [(one, first_s), (other, None)]
     monkeypatch.setattr("narrows.ps.trial.EVENTS_MAX", 50)
     assert tried(chooser.prices, [one, other]) == [(one, None)]
+
+
+@pytest.mark.parametrize("row", [0, 1, 3, 4, 10])
+def test_a_trial_that_ends_once_clocks_are_alike_says_the_same(row: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one of all clocks, in fewer events; and nobody is faster than its slowest worker computes."""
+    chooser = Chooser(cities([2, 2], 100, 20), WORK)
+    plan = chooser.priced(((0, 1), (2, 3)), WAYS[row], BELOW[1], chooser.prices.hosts)
+    short, long = Trial(chooser.prices, plan), Trial(chooser.prices, plan)
+    found = short.step_s()
+    monkeypatch.setattr("narrows.ps.trial.ALIKE", 0.0)
+    assert found == pytest.approx(long.step_s(), rel=ALIKE - 1) and short.time.now_ns < long.time.now_ns
+    assert found is not None and found > 0.99 * short.least_s
 
 
 def test_plans_that_cost_nearly_as_much_are_named_too() -> None:

@@ -33,8 +33,8 @@ def test_who_takes_nothing_is_lent_no_more_than_the_bound() -> None:
             runner.apply([Send(peer, state)] * 200, 0)
             most = (LENT_BYTES_MAX + 3 * PIECE) // PIECE  # and some in the system's buffers
             assert 0 < 200 - runner.drops.counts["State"] <= most
-            assert runner.lending.full(peer, values, 0) and not runner.lending.full(b"another", values, 0)
-            assert not runner.lending.full(peer, values, LENT_BYTES_MAX), f"{LENT_TIMES} of a larger model"
+            assert runner.lending.full(peer, values, int) and not runner.lending.full(b"another", values, int)
+            assert not runner.lending.full(peer, values, lambda: LENT_BYTES_MAX), f"{LENT_TIMES} of a larger model"
             reader.setblocking(False)
 
             def taken() -> bool:
@@ -46,4 +46,4 @@ def test_who_takes_nothing_is_lent_no_more_than_the_bound() -> None:
                 return not runner.lending.any()
 
             until(taken, "all to be taken")
-            assert not runner.lending.full(peer, values, 0)
+            assert not runner.lending.full(peer, values, int)

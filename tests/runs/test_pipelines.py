@@ -221,6 +221,14 @@ def test_other_dtypes_travel_as_they_are_or_rounded() -> None:
     back = torch.zeros(2, dtype=torch.bfloat16)
     decode(encode(half, CODINGS["dense"][FORWARD], Key(0, 0)), CODINGS["dense"][FORWARD], back)
     assert torch.equal(back, half)
+    for name in CODINGS:  # where values cannot be decoded in place
+        turned, double = torch.full((3, 2), 9.0).T, torch.full((2, 3), 9.0, dtype=torch.float64)
+        payload = encode(torch.arange(6.0).reshape(2, 3), CODINGS[name][FORWARD], Key(0, 0))
+        decode(payload, CODINGS[name][FORWARD], turned)
+        assert torch.allclose(turned, torch.arange(6.0).reshape(2, 3), atol=0.05)
+        if name != "dense":
+            decode(payload, CODINGS[name][FORWARD], double)
+            assert torch.equal(double, turned.double())
     with pytest.raises(NarrowsError, match="dense sends it as it is"):
         encode(torch.tensor([float("nan")]), CODINGS["int8"][FORWARD], Key(0, 0))
     with pytest.raises(IncompatibleError, match="8 bytes is expected"):

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from narrows.compression import NonFiniteError, PayloadError
-from narrows.compression.value_codings import CHUNK, FP16, FP32, INT8, INT8_STOCHASTIC, Key, ValueCoding
+from narrows.compression.buffers import bytes_view
+from narrows.compression.value_codings import FP16, FP32, INT8, INT8_STOCHASTIC, Key, ValueCoding
 from narrows.protocols.errors import IncompatibleError, NarrowsError
 from narrows.protocols.messages import Buffer
 
@@ -51,18 +52,18 @@ def decode(payload: Buffer, coding: ValueCoding, into: torch.Tensor) -> None:
         )
     if not expected:
         return
-    body = np.frombuffer(payload, np.uint8).copy()  # aligned, and not read-only
+    body, dtype, values = bytes_view(payload), into.dtype if plain else torch.float32, into.detach()
+    if values.device.type != "cpu" or values.dtype is not dtype or not values.is_contiguous():
+        values = torch.empty(into.shape, dtype=dtype)
+    flat = values.view(-1)
     if plain:
-        values = torch.from_numpy(body).view(into.dtype)
+        flat.view(torch.uint8).numpy()[:] = body
     else:
-        values = torch.empty(into.numel())
-        array = values.numpy()
+        array = flat.numpy()
         try:
-            coded = coding.open(body, array.size)
+            coding.open(body, array.size).part(0, array)
         except PayloadError as error:
             raise IncompatibleError(f"a tensor of another stage is damaged: {error}") from None
-        for begin in range(0, array.size, CHUNK):
-            chunk = array[begin : begin + CHUNK]
-            chunk[:] = coded.part(begin, chunk)
-    with torch.no_grad():
-        into.copy_(values.reshape(into.shape))
+    if values.data_ptr() != into.data_ptr():
+        with torch.no_grad():
+            into.copy_(values)
