@@ -265,6 +265,8 @@ class Planned:
         place = self.upward.wanted(ledger)
         if place is None:
             return []
+        if (said := self.upward.keep(place, ledger, now_ns)) is not None:
+            return said
         if not self.inbox.seats.keys() & {worker for worker, *_ in ledger.members}:
             self.min_clock, self.stage = place.at, Stage.FOLD  # the run above has gone on without us
             self.publications.begin(place.at)
