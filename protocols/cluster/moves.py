@@ -142,12 +142,11 @@ class Moves(Decision):
             return "with --quorum, --fragments or --merge-delay updates of several clocks are under way"
         if self.roster.plan is not None and self.roster.plan.tables:
             return "its model has an embedding table, whose rows stay on their shards"
-        over = "the run is over" if self.run.over else ""
-        return LEVELS if self.above.child else over
+        return "the run is over" if self.run.over else ""
 
     @property
     def _levels(self) -> bool:
-        return any(seat.below for seat in self.run.declared)
+        return self.above.child or any(seat.below for seat in self.run.declared)
 
     def where(self, text: str) -> Log:
         """How many shards there are and are to be."""

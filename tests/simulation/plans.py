@@ -33,7 +33,7 @@ from simulation.lives import Kill
 from simulation.mirrors import Violation
 from simulation.network import Random
 from simulation.replans import NARROW, OWN_S, WIDE, Pricing
-from simulation.trees import BELOW, Node, Road, Trace, Tree, TreeCase, tree_of
+from simulation.trees import ABOVE, BELOW, Node, Road, Trace, Tree, TreeCase, tree_of
 
 CLOCKS = 45  # of each worker
 LEASES = 4  # in which a change is given up, or is done
@@ -55,11 +55,12 @@ class Fall:
     kills: int  # of a server process, in each change
 
 
-def fall_of(seed: int, kills: bool = False) -> Fall:
-    """The root changes its plan."""
+def fall_of(seed: int, level: str = "above", kills: bool = False) -> Fall:
+    """The root changes its plan, `inside` each cluster its own, or `both` do, each at its clock."""
     random = Random(seed)
-    above = {**[*BEGINS.values()][seed % 2], **PLAN}
-    below = [*BELOW.values()][seed // 2 % len(BELOW)]
+    changes = {**[*BEGINS.values()][seed % 2], **PLAN}
+    above, below = ({**[*rows.values()][seed // 2 % len(rows)], "replan": "off"} for rows in (ABOVE, BELOW))
+    above, below = above if level == "inside" else changes, below if level == "above" else changes
     case = tree_of(seed, above, below, 2, random.between(1, 2), CLOCKS, shards=random.between(1, 2), faulty=True)
     return Fall(case, random.between(1, 5), random.between(18, 24), random.between(1, 3) if kills else 0)
 
@@ -76,14 +77,19 @@ class PlanLevel(Level):
         self.generation = -1
 
     def server_event(self, process: Process, effects: Sequence[ServerEffect], event: Event, source: str) -> None:
-        coordinator, before = process.coordinator, self.mirrors.get(process.index)
+        coordinator, before, planned = process.coordinator, self.mirrors.get(process.index), process.shard.planned
         if coordinator is not None:
             self._planned(coordinator)
+        if before is not None and planned is not None and planned.store is not before.store:
+            vars(planned.above).pop("_push", None)  # which the mirror before has watched
         super().server_event(process, effects, event, source)
         after = self.mirrors.get(process.index)
         if before is not None and after is not None and after is not before:
             if not np.allclose(after.x, before.x, CLOSE, CLOSE):
                 raise Violation(f"{after.name} goes on with {after.x} under another plan, and had {before.x}")
+            if before.planned.above is not after.planned.above and self.node.parent is not None:
+                raise Violation(f"{after.name} leaves its place above with the plan here")
+            after.folded = {**before.folded}  # late acks are of places that have ended
             after.gathered, after.residual = before.gathered, before.residual
             after.gain.factor, after.gain.agreement = (
                 before.gain.factor,
@@ -107,6 +113,9 @@ class PlanLevel(Level):
             raise Violation(f"{self.node.name}: plan {run.settings.plan_number} follows {self.settings.plan_number}")
         for seat in run.declared:
             child = (seat.worker, seat.before)
+            if child in self.done:  # it waits for the last model, and asks for it again at its new place
+                self.done.add((seat.worker, seat.epoch))
+                continue
             given = [self.made.get((shard, child), self.started[child]) for shard in range(run.shards)]
             if not at == self.min_clock == coordinator.min_clock or {*given} != {at}:
                 raise Violation(f"{self.node.name} changes its plan at clock {at}, child {child} has given {given}")
@@ -151,7 +160,7 @@ class PlanNode(Node):
 
     def _measured(self, source: str) -> bytes:
         """What a worker here, or this cluster, says of itself."""
-        assert isinstance(self.tree, Planned)
+        assert isinstance(self.tree, Changing)
         worker = next((worker for worker in self.workers.values() if worker.name == source), None)
         steps, server = (len(self.pushes_ns), self.parent) if worker is None else (worker.steps, self)
         assert server is not None
@@ -160,7 +169,7 @@ class PlanNode(Node):
         return packed([Row((), "", "", figures)])
 
     def kills_of(self, index: int) -> list[Kill]:
-        assert isinstance(self.tree, Planned)
+        assert isinstance(self.tree, Changing)
         return [FAR] * bool(self.tree.fall.kills) + super().kills_of(index)
 
     def pushed_up(self, shard: int) -> None:
@@ -181,7 +190,7 @@ class PlanNode(Node):
         moves = coordinator.moves
         if moves.holds and not self.striking:
             self.sim.struck["plan begun"] += 1
-            assert isinstance(self.tree, Planned)
+            assert isinstance(self.tree, Changing)
             self.tree.strike()
         self.striking = moves.holds
         if moves.phase is MovePhase.STILL and moves.why:
@@ -189,7 +198,7 @@ class PlanNode(Node):
             moves.why = ""
 
 
-class Planned(Tree):
+class Changing(Tree):
     """One run, to the end of everyone."""
 
     node = PlanNode
@@ -219,6 +228,6 @@ class Planned(Tree):
                 event = process.events + random.between(1, 30)
                 process.kills.append(Kill(process.index, event, random.between(0, 3), random.between(1, NS)))
 
-    def run(self) -> Planned:
+    def run(self) -> Changing:
         super().run()
         return self
