@@ -91,9 +91,10 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Member: push no update from clock `at` on, -1: push as before. Keys or plan are about to change."""
+    """Member: push no update from clock `at` on, -1: push as before. Keys or plan change next. `number`: of the Move."""
 
     at: int
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,25 +50,34 @@ class Place:
     ports: tuple[int, ...]
     round: int = 0  # of gossip, the first here
     server: str = ""  # address of process 0 there
+    before: int = 0  # the epoch there that this one goes on from, under another plan; 0: it begins anew
+    hold: int = -1  # no update from this clock there on is pushed, -1: all may be
 
     def packed(self) -> bytes:
         numbers = [self.worker, self.epoch, self.clock, self.at]
-        return pack([self.settings.packed(), *numbers, list(self.ports), self.round, self.server])
+        return pack(
+            [self.settings.packed(), *numbers, list(self.ports), self.round, self.server, self.before, self.hold]
+        )
 
     @staticmethod
     def unpacked(packed: bytes) -> Place:
         """Raises RemoteProtocolError where `packed` is none."""
         value: Any = unpack(packed)
         try:
-            settings, worker, epoch, clock, at, ports, number, server = value
+            settings, worker, epoch, clock, at, ports, number, server, before, hold = value
             numbers = (int(worker), int(epoch), int(clock), int(at))
-            return Place(Settings.unpacked(settings), *numbers, tuple(map(int, ports)), int(number), str(server))
+            where = (tuple(map(int, ports)), int(number), str(server))
+            return Place(Settings.unpacked(settings), *numbers, *where, int(before), int(hold))
         except (TypeError, ValueError):
-            raise RemoteProtocolError("a place in the run above is eight values") from None
+            raise RemoteProtocolError("a place in the run above is ten values") from None
 
     def turned(self, before: Place | None) -> bool:
-        """It is this one, at another server."""
-        return before is not None and self == replace(before, ports=self.ports, server=self.server)
+        """It is this one, at another server, or with another clock to hold at."""
+        return before is not None and self == replace(before, ports=self.ports, server=self.server, hold=self.hold)
+
+    def follows(self, before: Place | None) -> bool:
+        """It is this one under the next plan of the run above."""
+        return before is not None and (self.worker, self.before) == (before.worker, before.epoch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +127,14 @@ class Above:
         """The connection to the shard above is another one, or that to this peer."""
 
     def turn(self, place: Place) -> None:
-        """The same place is at another server now, which has all that this one was told of."""
-        self.place = place
-        self.repeat_soon()
+        """The same place is at another server now, which has all that this one was told of; or it holds at another clock."""
+        before, self.place = self.place, place
+        if before is None or (before.server, before.ports) != (place.server, place.ports):
+            self.repeat_soon()
+
+    def go_on(self, place: Place, now_ns: int) -> Asks:
+        """The same place under another plan. All that was pushed is in, and nothing that is owed is lost."""
+        raise RemoteProtocolError("nothing above has a plan that changes")
 
     def owe(self, owed: FloatArray) -> None:
         """To the run above, by a life before this one. float32[size]."""
@@ -231,20 +245,30 @@ class Seated(Above):
         whole: bool,
     ) -> None:
         super().__init__(kept, place)
-        self.index, self.here, self.own, self.mode = index, place, member is None, place.settings.mode()
-        ours = Session(index, place.epoch, self.mode, timing, LinkMeter())
-        self.session = ours if member is None else member.sessions[0]
-        self.replica = replica
-        self.exchange: Exchange[FloatArray] = Exchange(self.mode, replica, whole)
+        self.index, self.own, self.member, self.timing, self.replica = index, member is None, member, timing, replica
+        self._sit(place, whole)
         self.inner = 0  # clocks of the cluster since something was pushed
         self.due = False  # something was pushed or has come since the base was made
         self.finishing = False  # the last model is asked for, now that all is pushed
+
+    def _sit(self, place: Place, whole: bool) -> None:
+        """With a session and an exchange of this place, of which nothing is said yet."""
+        self.place, self.here, self.mode = place, place, place.settings.mode()
+        ours = Session(self.index, place.epoch, self.mode, self.timing, LinkMeter())
+        self.session = ours if self.member is None else self.member.sessions[0]
+        self.exchange: Exchange[FloatArray] = Exchange(self.mode, self.replica, whole)
 
     def _say(self, messages: list[m.Message], now_ns: int) -> Asks:
         return asks(self.session.say(messages, now_ns))
 
     def begin(self, now_ns: int) -> Asks:
-        return self._say(self.exchange.begin(self.here.worker, self.here.epoch, self.here.clock), now_ns)
+        said = self.exchange.begin(self.here.worker, self.here.epoch, self.here.clock)
+        self.exchange.held_at = self.here.hold
+        return self._say(said, now_ns)
+
+    def turn(self, place: Place) -> None:
+        super().turn(place)
+        self.exchange.held_at = place.hold
 
     def tick(self, now_ns: int) -> Asks:
         return asks(self.session.repeat(now_ns)) if self.own else []

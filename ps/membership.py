@@ -22,6 +22,7 @@ from narrows.protocols.summary import NAME_MAX, Row
 from narrows.protocols.timing import LONG_AGO_NS
 from narrows.protocols.wire import encode
 from narrows.ps.above import Place, asks
+from narrows.ps.holding import Holding
 from narrows.ps.shard import Shard
 
 
@@ -45,6 +46,7 @@ class Membership:
         self.leaves = False  # all is done, and the server above has been told
         self.late: e.Started | None = None  # a run of gossip that had begun: it waits for a peer's round
         self.early: list[MemberEffect] = []  # of peers, before shard 0 has the newest place
+        self.holding = Holding(coordinator, member)
         self.final = Stop()  # what this process ends with
         coordinator.tree_above, member.figures.rows = self._tree, self._rows
 
@@ -111,6 +113,10 @@ class Membership:
             return self._joined(event, now_ns)
         if isinstance(event, e.Turned):
             return self._turned(event, now_ns)
+        if isinstance(event, e.Held):
+            return self._held(event, now_ns)
+        if isinstance(event, e.Moved):
+            return self._moved(event, now_ns)
         if isinstance(event, e.Started):
             coordinator.buffers.packed = coordinator.buffers.packed or event.buffers
             return self._started(event, now_ns)
@@ -135,6 +141,8 @@ class Membership:
         member = self.member
         if report.trouble:
             return self.end(m.RefuseCode.INCOMPATIBLE, report.trouble, now_ns)
+        if known := self.holding.known(now_ns):
+            return known
         if member.ended or member.phase is not Phase.RUNNING or not self.coordinator.above.ended:
             return []
         member.ended = True
@@ -150,11 +158,36 @@ class Membership:
         if self.place is None or not self.coordinator.above.place:
             return [log]
         self.place = replace(self.place, ports=event.ports, server=self.parent)
-        return [log, *self.coordinator.turned_above(self.place.packed(), now_ns)]
+        return [log, *self._keeps(now_ns)]
+
+    def _keeps(self, now_ns: int) -> list[ServerEffect]:
+        """Our place is the same, and something of it is new."""
+        assert self.place is not None
+        return self.coordinator.turned_above(self.place.packed(), self.place.epoch, now_ns)
 
     def copied(self, standby: str) -> None:
         """Another server has all that is here, "": none has. The one above is told soon: it waits a lease for that one."""
         self.member.copied, self.member.beat_ns = bool(standby), LONG_AGO_NS
+
+    # Another plan of the run above.
+
+    def _held(self, event: e.Held, now_ns: int) -> list[ServerEffect]:
+        """No shard is to push an update from that clock on."""
+        if self.place is None or not self.coordinator.above.place or event == self.holding.word:
+            return []
+        self.place = replace(self.place, hold=event.at)
+        told = self._keeps(now_ns)
+        self.holding.said(event)
+        return told
+
+    def _moved(self, event: e.Moved, now_ns: int) -> list[ServerEffect]:
+        """Each shard keeps its place there, and what it owes; the workers here notice a pause."""
+        assert self.place is not None
+        settings, before = self.member.settings, self.place.epoch
+        begun = replace(self.place, epoch=event.epoch, clock=event.clock, at=self.coordinator.min_clock)
+        self.place = replace(begun, settings=settings, ports=event.ports, before=before, hold=-1)
+        text = f"the run above has plan {settings.plan_number} from its clock {event.clock} on: {settings.summary()}"
+        return [Log("above", {"text": text}), *self._keeps(now_ns)]
 
     # Peers, where clusters gossip.
 
@@ -240,7 +273,7 @@ class Membership:
         coordinator, before = self.coordinator, self.place
         assert self.member.settings is not None
         mode = self.member.settings.mode()
-        self.late, self.early = None, []
+        self.late, self.early, self.holding.word = None, [], None
         if mode.rule is not Rule.MIX:
             return self._placed(event, 0, event.clock, now_ns)
         if coordinator.declared and before is not None:
@@ -256,6 +289,10 @@ class Membership:
         member, coordinator = self.member, self.coordinator
         assert member.settings is not None
         at = coordinator.rounds.begin(clock * member.settings.mode().local_steps, now_ns)
+        if (
+            not coordinator.declared
+        ):  # shards go there at once, and may pass the clock of the checkpoint that was asked for
+            coordinator.generations.anew()
         where = (event.worker, event.epoch, event.clock, at)
         self.place = Place(member.settings, *where, member.ports, number, self.parent)
         return coordinator.placed(self.place.packed(), event.epoch, now_ns)

@@ -149,6 +149,12 @@ class Planned:
         self.upward.owe(load.arrays.get(OWED))
         self.written = self.min_clock if recut else -1
 
+    def go_on(self, before: Planned) -> None:
+        """From what this one has, which came to the same clock under another plan of this cluster. What is above stays: a
+        checkpoint does not have it, and weights that are older than it would not go with it."""
+        self.upward = before.upward
+        self.begin(Load(before.store.arrays() | before.store.tables.arrays(), before.store.publication))
+
     def arrays(self, ledger: m.Ledger) -> dict[str, FloatArray]:
         """What a checkpoint holds: views, and copies of rows. The last one of a cluster has what is owed above, for nothing is
         pushed any more. An earlier one has not: what was pushed after it would count twice."""
@@ -265,6 +271,8 @@ class Planned:
         place = self.upward.wanted(ledger)
         if place is None:
             return []
+        if (said := self.upward.keep(place, ledger, now_ns)) is not None:
+            return said
         if not self.inbox.seats.keys() & {worker for worker, *_ in ledger.members}:
             self.min_clock, self.stage = place.at, Stage.FOLD  # the run above has gone on without us
             self.publications.begin(place.at)

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from narrows.compression import ErrorFeedback, ladder, parse
+from narrows.compression import Compressor, ErrorFeedback, ladder, parse
 from narrows.compression.codecs import coded_piece
 from narrows.compression.replica import HostReplica
 from narrows.protocols import effects as e
@@ -27,13 +27,19 @@ from narrows.ps.changes import Change, FloatArray
 NOTHING = parse("threshold:1")  # codes zeros in 16 bytes
 
 
+def _codings(place: Place) -> tuple[Compressor, bool]:
+    """What updates are coded with on the way up, and whether the shard above publishes whole states. The link up is not
+    measured yet: under `auto` the sparsest rung, which is what a worker begins with too."""
+    return parse(ladder(place.settings.compress)[-1].spec), ladder(place.settings.compress_down).lossless
+
+
 class Pushing(Seated):
     """Keys [begin, end) toward a shard that folds what is pushed."""
 
     def __init__(self, index: int, place: Place, keys: Keys, kept: Kept, member: Member | None, timing: Timing) -> None:
-        # The link up is not measured yet: under `auto` the sparsest rung, which is what a worker begins with too.
-        up, whole = parse(ladder(place.settings.compress)[-1].spec), ladder(place.settings.compress_down).lossless
+        up, whole = _codings(place)
         self.feedback = kept.feedback or ErrorFeedback(up, keys[1] - keys[0], seed=place.worker << 16 | index)
+        self.feedback.change(up)  # one that was kept is of the plan that the run above had then
         replica = HostReplica(*keys, [(keys, self.feedback)], parts)
         super().__init__(index, place, kept, member, timing, replica, whole)
         self.samples = 0  # that the clocks since the last push were computed on
@@ -43,6 +49,16 @@ class Pushing(Seated):
     def owe(self, owed: FloatArray) -> None:
         self.feedback.load_state_dict({"residual": owed})
         self.kept = replace(self.kept, feedback=self.feedback, owed=None)
+
+    def go_on(self, place: Place, now_ns: int) -> Asks:
+        up, whole = _codings(place)
+        self.feedback.change(up)
+        before = self.exchange
+        self._sit(place, whole)
+        said = self.exchange.go_on(place.worker, place.epoch, place.clock, [before])
+        self.exchange.held_at = place.hold
+        again = self.exchange.ask_shared(flushed=True) if self.finishing else []
+        return self._say([*said, *again], now_ns)
 
     def take(self, events: Iterable[MemberEffect], now_ns: int) -> Asks:
         effects: Asks = []

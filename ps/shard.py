@@ -93,10 +93,7 @@ class Shard:
         if ledger.decides_as(before):
             return [self.report(now_ns)]
         if ledger.plan and self.planned is None and not self.retired:
-            plan, clock = Plan.unpacked(ledger.plan), max(ledger.restart_clock, 0)
-            self.planned = Planned(self.index, self.settings, plan, self.inbox, clock, self.means)
-            self.service = Service(self.planned)
-            self.planned.upward.owe(self.owed)
+            self._plan(Plan.unpacked(ledger.plan), max(ledger.restart_clock, 0)).upward.owe(self.owed)
         if self.planned is not None:
             effects += self.planned.seat(ledger, now_ns)
             effects += self.planned.upward.introduce(ledger, now_ns)
@@ -110,6 +107,7 @@ class Shard:
         effects: list[ServerEffect] = []
         reached, clock = self.min_clock, max(ledger.restart_clock, 0)
         self.owed = self.above.kept.residual if self.planned is not None else self.owed
+        planned, number = self.planned, self.settings.plan_number
         self.settings = Settings.unpacked(ledger.settings) if ledger.settings else self.settings
         self.mode = self.settings.mode()
         self.inbox, self.planned, self.service = Inbox(self.index, self.mode), None, None
@@ -123,8 +121,15 @@ class Shard:
         # That clock is there for all: who has no part of it reads those of others.
         kept = {clock for clock in self.checkpoints if clock < ledger.restart_clock}
         self.checkpoints = sorted(kept | {ledger.restart_clock} - {-1})
-        self.tried = -1
+        if self.means.child and planned is not None and (reached, self.settings.plan_number) == (clock, number + 1):
+            self._plan(planned.plan, clock).go_on(planned)
+            return effects
         return [*effects, Load(ledger.restart_clock)]
+
+    def _plan(self, plan: Plan, clock: int) -> Planned:
+        self.planned = Planned(self.index, self.settings, plan, self.inbox, clock, self.means)
+        self.service = Service(self.planned)
+        return self.planned
 
     def _members(self) -> list[Log]:
         known, seats = self.inbox.gone, self.inbox.seats.copy()

@@ -2,7 +2,8 @@
 
 Rules
 - A place is taken between two clocks, at the clock that it names, by all shards alike.
-- One that is at another server now, which has taken over from the one before, is kept as it is.
+- One that is at another server now, which has taken over from the one before, is kept as it is. So is one whose run has another
+  plan: all shards have pushed as many updates at it, at whichever stage of a clock here each is.
 - What other clusters say before the place is taken is kept until then.
 """
 
@@ -51,12 +52,19 @@ class Upward:
         if not ledger.above:
             self.above, self.taken = Above(self.above.kept), b""
             return None
-        place = Place.unpacked(ledger.above)
-        if not place.turned(self.above.place):
-            return place
-        self.above.turn(place)
+        return Place.unpacked(ledger.above)
+
+    def keep(self, place: Place, ledger: m.Ledger, now_ns: int) -> Asks | None:
+        """What is to be said where this place is ours, and only its server, its plan or a hold is another; else None."""
+        above, said = self.above, Asks()
+        if place.turned(above.place):
+            above.turn(place)
+        elif place.follows(above.place):
+            said = above.go_on(place, now_ns)
+        else:
+            return None
         self.taken = ledger.above
-        return None
+        return said
 
     def owe(self, owed: FloatArray | None) -> None:
         """To the run above, from a life before this one; what is known already is newer."""

@@ -125,7 +125,7 @@ class Shards:
         before, self.clock, self.place = self.exchanges, event.clock, event.epoch
         self._cut(event)
         for shard, exchange in self._each:
-            going = exchange.go_on(event, before) if self.group is None else exchange.begin(*_place(event))
+            going = exchange.go_on(*_place(event), before) if self.group is None else exchange.begin(*_place(event))
             self.say(shard, going)
         if self.pulls is not None:
             self._pull(self.pulls)

@@ -276,9 +276,9 @@ class Coordinator:
                 effects += self._declare(self.seats[worker], declare, now_ns)
         return effects
 
-    def turned_above(self, place: bytes, now_ns: int) -> list[ServerEffect]:
-        """The same place, where another server has taken over from the one above."""
-        self.above.take(place, self.above.epoch)
+    def turned_above(self, place: bytes, epoch: int, now_ns: int) -> list[ServerEffect]:
+        """The same place: another server has taken over from the one above, or the run there changes its plan."""
+        self.above.take(place, epoch)
         return self._broadcast(now_ns)
 
     def introduced_above(self, roster: bytes, alone: bool, now_ns: int) -> list[ServerEffect]:

@@ -30,6 +30,7 @@ from narrows.protocols.keys import split
 from narrows.protocols.modes import Rule
 from narrows.protocols.settings import SHARDS_MAX, Settings
 
+LEVELS = "this run has two levels"
 HOLD_LEASES = 2  # in which a member that lives says that it knows, whatever its script does: no clock closes until then
 
 
@@ -127,7 +128,7 @@ class Moves(Decision):
             return (
                 "the last shards are on other machines: ps-serve --join adds more of them, Ctrl-C of it takes them back"
             )
-        return self.never
+        return LEVELS if self._levels else self.never
 
     @property
     def never(self) -> str:
@@ -141,13 +142,11 @@ class Moves(Decision):
             return "with --quorum, --fragments or --merge-delay updates of several clocks are under way"
         if self.roster.plan is not None and self.roster.plan.tables:
             return "its model has an embedding table, whose rows stay on their shards"
-        if self.above.child or self._levels:
-            return "this run has two levels"
         return "the run is over" if self.run.over else ""
 
     @property
     def _levels(self) -> bool:
-        return any(seat.below for seat in self.run.declared)
+        return self.above.child or any(seat.below for seat in self.run.declared)
 
     def where(self, text: str) -> Log:
         """How many shards there are and are to be."""
@@ -218,8 +217,8 @@ class Moves(Decision):
             return "the run is over"
         if self.holds and not self.run.declared:
             return "nobody trains any more"
-        if self._levels:
-            return "this run has two levels"
+        if self._levels and self.target != self.run.shards:
+            return LEVELS
         late = self.phase is MovePhase.TOLD and now_ns - self.since_ns > HOLD_LEASES * self.run.settings.lease * NS
         silent = [seat.worker for seat in self._waited_for if seat.move != self.number] if late else []
         return f"worker {silent[0]} does not say that it holds" if silent else ""

@@ -53,16 +53,16 @@ class Exchange(Generic[A]):
         self.own.clear()
         return self._follow(clock)
 
-    def go_on(self, moved: e.Moved, before: Sequence[Exchange[A]]) -> Says:
+    def go_on(self, worker: int, epoch: int, clock: int, before: Sequence[Exchange[A]]) -> Says:
         """A place with a shard that has keys of those before. All that was pushed is in its state; where the states of that
         clock were all here they are what it shows, so none has to come again."""
-        asks, first = self.begin(moved.worker, moved.epoch, moved.clock), before[0]
-        if any((x.settled, x.publication, x.whole) != (moved.clock, first.publication, self.whole) for x in before):
+        asks, first = self.begin(worker, epoch, clock), before[0]
+        if any((x.settled, x.publication, x.whole) != (clock, first.publication, self.whole) for x in before):
             return asks
         self.publication, self.min_clock, self.settled = first.publication, first.min_clock, first.settled
         self.gain, self.ahead, self.agreement = first.gain, first.ahead, first.agreement
         self.asked = False
-        return [] if self.whole else self._follow(moved.clock)
+        return [] if self.whole else self._follow(clock)
 
     @property
     def may_compute(self) -> bool:

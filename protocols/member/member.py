@@ -14,17 +14,15 @@ from enum import Enum
 
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
-from narrows.protocols.addresses import are_addresses
 from narrows.protocols.effects import NS, MemberEffect, Send
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.gossip.peers import Peers
-from narrows.protocols.keys import split
 from narrows.protocols.member.figures import Figures
 from narrows.protocols.member.meter import LinkMeter
+from narrows.protocols.member.places import moved, readied, welcomed
 from narrows.protocols.member.session import Session
 from narrows.protocols.member.views import Views
 from narrows.protocols.modes import Rule
-from narrows.protocols.plan import Plan
 from narrows.protocols.settings import Settings
 from narrows.protocols.timing import LONG_AGO_NS, SILENT_BEATS, Timing
 
@@ -236,11 +234,7 @@ class Member:
     def _welcomed(self, message: m.Welcome, now_ns: int) -> list[MemberEffect]:
         if message.token != self.token or self.phase is not Phase.HELLO:
             return []
-        settings, ports = Settings.unpacked(message.settings), message.ports
-        if len(ports) != settings.shards or not are_addresses(message.hosts, ports):
-            text = f"the server has {settings.shards} shards and sent {len(ports)} ports, or one that is none"
-            raise RemoteProtocolError(text)
-        self.settings, self.welcome = settings, message
+        self.settings, self.welcome = welcomed(message), message
         self.views = Views(message.worker, 0)  # who has declared may be counted before the Ready is here
         self._go("Welcome")
         joined = e.Joined(message.rank, message.world_size, message.settings, message.ports, message.hosts)
@@ -249,16 +243,13 @@ class Member:
     def _readied(self, message: m.Ready) -> list[MemberEffect]:
         if message.worker != self.worker or self.phase is not Phase.DECLARED:
             return []
-        ranges = split(Plan.unpacked(self.plan).size, len(self.ports))
-        if list(message.ranges) != ranges or not 0 <= message.clock <= m.CLOCK_MAX:
-            text = "the server sent a place that is none: it cuts the model elsewhere, or has no such clock"
-            raise RemoteProtocolError(text)
+        ranges = readied(message, self.plan, len(self.ports))
         self._go("Ready")
         self._seat(message.epoch)
         if self.settings.mode().rule is Rule.MIX:
             self.peers, self.ended = Peers(self.worker, int(self.settings.lease * NS)), False
         self.views.epoch, again, self.again = self.epoch, self.again, True
-        place = (message.worker, message.epoch, message.clock, tuple(ranges), message.buffers, again)
+        place = (message.worker, message.epoch, message.clock, ranges, message.buffers, again)
         return [e.Started(*place, self.settings.packed())]
 
     def _seat(self, epoch: int) -> None:
@@ -271,23 +262,23 @@ class Member:
         self.sessions = [Session(i, epoch, mode, self.timing, meters[host]) for i, host in enumerate(hosts)]
 
     def _moved(self, move: m.Move, now_ns: int) -> list[MemberEffect]:
-        """Keys or plan are about to change, or have. A cluster does not say that it knows: its server cannot follow."""
+        """Keys or plan are about to change, or have. A cluster knows once all its shards do, and says so itself (`knows`)."""
         ours = move.worker == self.worker and move.epoch == self.epoch and self.phase is Phase.RUNNING
-        if not ours or move.number <= self.move or self.below() or self.welcome is None:
+        if not ours or move.number <= self.move or self.welcome is None:
             return []
         if not move.place:
-            self.move = move.number
-            return [e.Held(move.at), self.beat(now_ns)]
-        ranges = split(Plan.unpacked(self.plan).size, len(move.ports))
-        settings = Settings.unpacked(move.settings)
-        placed = len(move.ports) == settings.shards and are_addresses(move.hosts, move.ports)
-        if list(move.ranges) != ranges or not placed or not settings.follows(self.settings):
-            raise RemoteProtocolError("the server sent a place that is none: it cuts the model elsewhere")
-        self.move, self.welcome = move.number, replace(self.welcome, ports=move.ports, hosts=move.hosts)
-        self.settings = settings
+            held = e.Held(move.at, move.number)
+            return [held] if self.below() else [held, self.knows(move.number, now_ns)]
+        self.settings, ranges = moved(move, self.plan, self.settings)
+        self.welcome = replace(self.welcome, ports=move.ports, hosts=move.hosts)
         self._seat(move.place)
-        where = (tuple(ranges), move.ports, move.hosts, move.settings)
-        return [e.Moved(self.worker, self.epoch, move.at, *where), self.beat(now_ns)]
+        where = (ranges, move.ports, move.hosts, move.settings)
+        return [e.Moved(self.worker, self.epoch, move.at, *where), self.knows(move.number, now_ns)]
+
+    def knows(self, number: int, now_ns: int) -> Send:
+        """All here do as the Move of this number says."""
+        self.move = number
+        return self.beat(now_ns)
 
     def _beaten(self, message: m.HeartbeatAck, now_ns: int) -> list[MemberEffect]:
         if message.worker == self.worker:

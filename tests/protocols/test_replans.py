@@ -158,7 +158,9 @@ def test_clusters_are_compared_by_what_those_below_them_compute() -> None:
             watched.says(seat, NARROW, runs="--sync bsp")
         watched.replans.decide(watched.now_s * NS)
     (log,) = watched.replans.tell()
-    assert "it takes a restart: this run has two levels" in str(log.values["text"])
+    assert "the run changes to it" in str(log.values["text"]) and watched.moves.next.plan_number == 2
+    watched.moves.call_off("")
+    assert watched.moves.unfit(3) == "this run has two levels", "whose keys stay where they are"
 
 
 def test_nothing_is_said_until_every_member_has_measured() -> None:

@@ -768,7 +768,7 @@ class Worker:
         self.exchanges = [Exchange(self.mode, replica, self.whole) for replica in self.replicas]
         self.epoch = event.epoch
         self.asked.clear()
-        begun = [exchange.go_on(event, before) for exchange in self.exchanges]
+        begun = [exchange.go_on(event.worker, event.epoch, event.clock, before) for exchange in self.exchanges]
         self.run.checker.worker_started(self)
         for shard, messages in enumerate(begun):
             self._say(shard, messages)

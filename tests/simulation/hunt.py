@@ -15,6 +15,7 @@ from simulation.mirrors import Violation
 
 FIRST: dict[str, int] = {
     "a cluster with a standby is taken for dead": 123,
+    "a cluster that says it holds before all shards do": 22,
     "a door left open": 5,
     "a jump of a clock taken for silence": 23,
     "a range done when its update is held": 5,

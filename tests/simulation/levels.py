@@ -30,6 +30,7 @@ from narrows.protocols import messages as m
 from narrows.protocols.cluster.coordinator import Coordinator
 from narrows.protocols.effects import ServerEffect
 from narrows.protocols.member.member import Phase
+from narrows.protocols.settings import Settings
 from narrows.ps.changes import Change, FirstWeights, Fold, Load, Outer, Publish, Rebase, Step, Terms, Update
 from narrows.ps.events import Event
 from narrows.ps.folding import Barrier
@@ -45,6 +46,10 @@ if TYPE_CHECKING:
 CLOSE = 1e-3  # absolute and relative: some hundred float32 sums of values below a few hundred
 Child = tuple[int, int]  # worker, epoch
 Values = npt.NDArray[np.float64]
+
+
+def bound_of(settings: Settings) -> int | None:
+    return None if settings.sync == "async" else settings.staleness
 
 
 class Front:
@@ -126,15 +131,11 @@ class Level:
         self.child_started((worker.worker, worker.epoch), worker.clock)
 
     def computes(self, worker: Worker, clock: int, min_clocks: Sequence[int]) -> None:
-        bound = self.bound
+        bound = bound_of(worker.settings)
         if bound is not None and clock > min(min_clocks) + bound:
             raise Violation(
                 f"staleness: {worker.name} computes with clock {clock} on states of {min_clocks}, s = {bound}"
             )
-
-    @property
-    def bound(self) -> int | None:
-        return None if self.node.settings.sync == "async" else self.node.settings.staleness
 
     def pushed(self, worker: Worker, clock: int, values: FloatArray, samples: int) -> None:
         for shard, replica in enumerate(worker.replicas):
@@ -217,7 +218,7 @@ class Level:
         where = f"the state of {self.node.prefix}s{shard} for clock {clock} of child {state.worker}"
         if state.min_clock > self.min_clock:
             raise Violation(f"{where} is ahead of the coordinator")
-        bound = 0 if master else self.bound
+        bound = 0 if master else bound_of(self.node.servers[shard].shard.settings)
         if (master or state.whole) and bound is not None and clock > state.min_clock + bound:
             raise Violation(f"staleness: {where} is of min_clock {state.min_clock}, s = {bound}")
         if master:
@@ -241,6 +242,7 @@ class Level:
         child = (place.worker, place.epoch)
         if mirror.place != child:
             mirror.place, mirror.publication = child, -1
+            parent.checker.child_started(child, place.clock)
         if exchange.publication != mirror.publication:
             mirror.publication = exchange.publication
             checksum = zlib.crc32(above.replica.pulled.tobytes())

@@ -91,7 +91,7 @@ def elsewhere(place: Place, before: Place | None) -> bool:
     return False
 
 
-def forgets(coordinator: Coordinator, place: bytes, now_ns: int) -> Any:
+def forgets(coordinator: Coordinator, place: bytes, epoch: int, now_ns: int) -> Any:
     """The other shards do not hear where the server above is."""
     coordinator.above.place = place
     return []

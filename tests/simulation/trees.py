@@ -8,6 +8,7 @@ The few keys of the model stand for `model_bytes`. tests/forms.py says how long 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -200,13 +201,14 @@ class Node:
 
     ranges = None
     part_keys = KEYS  # a push is one message for each shard
+    level: type[Level] = Level
 
     def __init__(self, tree: Tree, name: str, settings: Settings, parent: Node | None, road: Road | None) -> None:
         self.tree, self.name, self.settings, self.parent, self.road = tree, name, settings, parent, road
         self.prefix = f"{name}." if parent is not None else ""
         self.sim, self.kit, self.clocks, self.plan = tree.sim, tree.kit, tree.case.clocks, tree.plan
         self.disk = Disk()
-        self.checker = Level(self)
+        self.checker = self.level(self)
         self.over = False
         self.servers: dict[int, Process] = {}
         self.workers: dict[int, Worker] = {}
@@ -353,11 +355,7 @@ class Tree:
             return
         now_ns, struck, case = self.sim.now_ns, self.sim.struck.copy(), self.case
         strikes = struck - self.moved_struck
-        allowed = 2 * int(case.below.lease * NS) + case.wait_ns + SLACK_NS
-        allowed += (strikes["lost"] + strikes["reordered"] + strikes["duplicated"]) * (COST_NS + case.faults.late_ns)
-        allowed += strikes["shard killed"] * (COST_NS + max((kill.lasts_ns for _, kill in case.kills), default=0))
-        if case.cut is not None and strikes["cut off"]:
-            allowed += case.cut.lasts_ns
+        allowed = self.allowed_ns(strikes)
         if now_ns - self.moved_ns > allowed:
             waited = (now_ns - self.moved_ns) / NS
             raise Violation(
@@ -369,6 +367,16 @@ class Tree:
         self.moved_ns, self.moved_struck = now_ns, struck
         while len(self.rounds_ns) < node.checker.min_clock:
             self.rounds_ns.append(now_ns)
+
+    def allowed_ns(self, strikes: Counter[str]) -> int:
+        """How long a clock of the root may take in which these faults struck."""
+        case = self.case
+        allowed = 2 * int(case.below.lease * NS) + case.wait_ns + SLACK_NS
+        allowed += (strikes["lost"] + strikes["reordered"] + strikes["duplicated"]) * (COST_NS + case.faults.late_ns)
+        allowed += strikes["shard killed"] * (COST_NS + max((kill.lasts_ns for _, kill in case.kills), default=0))
+        if case.cut is not None and strikes["cut off"]:
+            allowed += case.cut.lasts_ns
+        return allowed
 
     def worker_pushed(self, node: Node, worker: Worker) -> None:
         self.pushes_ns.setdefault(worker.index, []).append(self.sim.now_ns)

@@ -1,0 +1,76 @@
+"""Trees in which a level changes its plan in the midst of a run, under every fault; and bugs planted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from narrows.compression import ErrorFeedback
+from narrows.ps.above import Above, Place, Seated
+from narrows.ps.changes import Load
+from narrows.ps.holding import Holding
+from narrows.ps.planned import Planned
+from narrows.ps.pushing import Pushing
+from simulation.actors import Bug, planted
+from simulation.hunt import hunt
+from simulation.mirrors import Violation
+from simulation.plans import Changing, fall_of
+
+RUNS = 2
+PLANTED_SEEDS = 30  # within so many a planted bug is found
+
+
+@pytest.mark.parametrize("level", ["above", "inside", "both"])
+def test_every_invariant_holds_while_a_level_changes_its_plan(level: str) -> None:
+    runs = [Changing(fall_of(seed, level, kills=seed % 2 == 1)).run() for seed in range(RUNS)]
+    for run in runs:
+        assert (run.root.settings.plan_number > 1) == (level != "inside"), "links got narrow"
+        assert all((node.settings.plan_number > 1) == (level != "above") for node in run.clusters)
+    struck = sum((run.sim.struck for run in runs), Counter())
+    for fault in ("lost", "duplicated", "reordered", "worker crashed", "cuts", "shard killed"):
+        assert struck[fault] > 0, fault
+
+
+# Planted bugs: what a cluster guards while the run above changes its plan, taken out.
+
+
+def forgets(above: Pushing, place: Place, now_ns: int) -> Any:
+    """What a cluster owes is lost with the plan that it was kept under."""
+    said = go_on(above, place, now_ns)
+    above.feedback.load_state_dict({})
+    return said
+
+
+def leaves_it(planned: Planned, before: Planned) -> None:
+    """A cluster whose own plan changes goes on without its place above."""
+    planned.begin(Load(before.store.arrays(), before.store.publication))
+
+
+go_on = Pushing.go_on
+LOSES = "has given|gives update"
+PLANTED: dict[str, tuple[Bug, str, str]] = {
+    "a cluster whose shards do not hold": ([(Seated, "turn", Above.turn)], "above", LOSES),
+    "a cluster that says it holds before all shards do": ([(Holding, "all_know", True)], "above", LOSES),
+    "a cluster that forgets what it owes": ([(Pushing, "go_on", forgets)], "above", "come to"),
+    "a cluster that codes as before": (
+        [(ErrorFeedback, "change", lambda feedback, compressor: None)],
+        "above",
+        "codes with",
+    ),
+    "a cluster that begins anew at its place": (
+        [(Place, "follows", lambda place, before: False)],
+        "above",
+        "pushes no update in between",
+    ),
+    "a cluster whose own plan leaves its place": ([(Planned, "go_on", leaves_it)], "inside", "leaves its place"),
+}
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    which, level, complaint = PLANTED[bug]
+    kit = planted(which, monkeypatch)
+    with pytest.raises(Violation, match=complaint):
+        hunt(bug, lambda seed: Changing(fall_of(seed, level, kills=seed % 2 == 1), kit).run(), PLANTED_SEEDS, complaint)
