@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 
 import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: threads of pytest's workers would spin
 
 
 def pytest_collection_finish() -> None:
@@ -23,3 +26,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def cold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each command is an interpreter of its own, from its first import on."""
+    monkeypatch.setattr("kit.warm.ON", False)

@@ -140,7 +140,11 @@ class Member:
         return [ask if self.phase is Phase.RUNNING else e.BuffersTold(b"")]  # else its own are all that it can have
 
     def leave(self, clock: int, now_ns: int) -> list[MemberEffect]:
-        """Go. `clock` >= 0: done, after that many updates; -1: the script failed."""
+        """Go. `clock` >= 0: done, after that many updates; -1: the script failed. A server that has never answered is told
+        once: there may be none."""
+        if not self.ever_heard:
+            self._go("end")
+            return [*self._ask(m.Leave(self.token, clock), now_ns), e.Left()]
         last = [self.beat(now_ns)] if self.phase is Phase.RUNNING and self.figures.rows() else []
         self._go("leave")
         return [e.Left()] if self.phase is Phase.OVER else [*last, *self._ask(m.Leave(self.token, clock), now_ns)]

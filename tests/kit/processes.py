@@ -24,6 +24,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from kit import warm
 from kit.scripts import flat
 from narrows.worker.command.managers import MANAGERS
 from narrows.worker.session import Connected
@@ -68,10 +69,11 @@ def until(done: Callable[[], Any], what: str, limit_s: float = LIMIT_S) -> Any:
 class Command:
     """A started command, with what it has said so far."""
 
-    def __init__(self, words: tuple[str, ...], env: dict[str, str], cwd: Path | None) -> None:
+    def __init__(self, words: tuple[str, ...], env: dict[str, str], cwd: Path | None, cold: bool) -> None:
         self.words = words
         self.files = [tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")]  # noqa: SIM115 - closed by end
-        self.process = subprocess.Popen(
+        forked = None if cold else warm.started(words, env, cwd, self.files)
+        self.process: subprocess.Popen[bytes] | warm.Warm = forked or subprocess.Popen(
             [str(BIN / words[0]), *words[1:]],
             stdin=subprocess.DEVNULL,
             stdout=self.files[0],
@@ -119,7 +121,7 @@ class Command:
 
 @contextmanager
 def started(*words: str, env: dict[str, str] | None = None, cwd: Path | None = None) -> Iterator[Command]:
-    command = Command(words, environment(env), cwd)
+    command = Command(words, environment(env), cwd, cold=any(not name.startswith("NARROWS_") for name in env or ()))
     try:
         yield command
     finally:

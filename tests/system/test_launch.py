@@ -40,6 +40,7 @@ from narrows.protocols.runtime.children import NURSERY, Child, Children
 
 Said = tuple[int, str, str]  # exit code, stdout, stderr
 ENV = environment()
+pytestmark = pytest.mark.usefixtures("cold")  # how an interpreter starts is what is tested
 
 
 class Starter:

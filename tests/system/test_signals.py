@@ -14,6 +14,8 @@ from kit.processes import BIN, GONE_S, Worker, alive, descendants, environment, 
 
 from narrows.protocols.errors import ServerLostError
 
+pytestmark = pytest.mark.usefixtures("cold")  # signals find each process as an interpreter starts it
+
 
 def to_all(pid: int, number: int) -> list[int]:
     """As Slurm does with the processes of a step, and systemd with those of a service."""
