@@ -140,14 +140,11 @@ class Member:
         return [ask if self.phase is Phase.RUNNING else e.BuffersTold(b"")]  # else its own are all that it can have
 
     def leave(self, clock: int, now_ns: int) -> list[MemberEffect]:
-        """Go. `clock` >= 0: done, after that many updates; -1: the script failed. A server that has never answered is told
-        once: there may be none."""
-        if not self.ever_heard:
-            self._go("end")
-            return [*self._ask(m.Leave(self.token, clock), now_ns), e.Left()]
+        """Go. `clock` >= 0: done, after that many updates; -1: it failed. A server that never answered is told once."""
         last = [self.beat(now_ns)] if self.phase is Phase.RUNNING and self.figures.rows() else []
-        self._go("leave")
-        return [e.Left()] if self.phase is Phase.OVER else [*last, *self._ask(m.Leave(self.token, clock), now_ns)]
+        alone, self.phase = self.phase is Phase.ALONE, TRANSITIONS["leave" if self.ever_heard else "end"][self.phase]
+        said = [] if alone else [*last, *self._ask(m.Leave(self.token, clock), now_ns)]
+        return [*said, e.Left()] if self.phase is Phase.OVER else said
 
     def end(self, now_ns: int) -> list[MemberEffect]:
         """The last step is done, and peers are answered until all have done theirs (gossip)."""

@@ -80,7 +80,8 @@ def _stove() -> socket.socket:
     words = [sys.executable, *WORDS]
     stove = subprocess.Popen(words, env=env, cwd=tests, pass_fds=[theirs.fileno()], start_new_session=True)
     theirs.close()
-    atexit.register(lambda: (ours.close(), stove.wait()))
+    atexit.register(stove.wait)
+    atexit.register(ours.close)  # before that
     return ours
 
 
