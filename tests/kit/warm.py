@@ -22,6 +22,7 @@ import select
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -164,6 +165,7 @@ def _command(fds: list[int], words: list[str], env: dict[str, str], cwd: str) ->
         return _nursery(theirs)
     theirs.close()
     interpreter.begin(words[0], env)
+    tempfile.tempdir = None  # by what the stove's environment had
     sys.argv = [str(Path(sys.executable).parent / words[0]), *words[1:]]
     sys.path.remove(str(Path(__file__).resolve().parents[1]))
     free = [Nursery(pid, ours)]

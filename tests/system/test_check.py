@@ -17,6 +17,8 @@ from narrows.worker.command import findings
 from narrows.worker.command.cli import command
 from narrows.worker.command.findings import FAULTS, NOTICES, STEPS, Told, found
 
+pytestmark = pytest.mark.usefixtures("cold")  # what it finds in a process, from its first import on
+
 SCRIPT = """
 import torch
 from torch.utils.data import DataLoader, TensorDataset

@@ -112,6 +112,7 @@ def test_nothing_is_left_of_a_ps_worker_that_is_ended(
         assert said in command.err and "Traceback" not in command.err
 
 
+@pytest.mark.usefixtures("cold")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 @pytest.mark.parametrize("name", ["ps-worker", "ps-serve"])
 def test_nothing_is_left_of_a_command_that_is_ended_while_it_starts(
