@@ -324,4 +324,4 @@ class Membership:
         if self.member.phase is Phase.LEAVING:
             return []
         self.leaves = True
-        return asks(self.member.leave(self.shard.above.clock, now_ns))
+        return self.seen(self.member.leave(self.shard.above.clock, now_ns), now_ns)

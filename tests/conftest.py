@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 
 import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: threads of pytest's workers would spin
 
 
 def pytest_collection_finish() -> None:

@@ -122,7 +122,7 @@ class Coordinator:
         if isinstance(message, m.Hello):
             return self.roster.hello(peer, message, now_ns, key)
         if isinstance(message, m.Join):
-            self.guests.hear(message, now_ns)
+            self.guests.hear(peer, message, now_ns)
             return [*self._settle(now_ns), Send(peer, self.guests.room(message.token, self.version))]
         if isinstance(message, m.Leave):
             return [Send(peer, m.LeaveAck(message.token)), *self._leave(message, key, now_ns)]
@@ -340,7 +340,7 @@ class Coordinator:
         ledgers = [self._ledger(shard, now_ns) for shard in self.lines]
         self.lines = {shard: line for shard, line in self.lines.items() if shard < self.run.shards}
         told = [log for decision in self.decisions for log in decision.tell()]
-        return [*told, *ledgers, *self.meeting.introductions(), *self.moves.words()]
+        return [*told, *ledgers, *self.meeting.introductions(), *self.moves.words(), *self.guests.words(self.version)]
 
     def _ledger(self, shard: int, now_ns: int) -> Send:
         """All that is decided, for one shard."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from narrows.protocols import messages as m
 from narrows.protocols.cluster.moves import MovePhase, Moves
 from narrows.protocols.cluster.run import Decision, Run
-from narrows.protocols.effects import NS, Log
+from narrows.protocols.effects import NS, Log, Send
 from narrows.protocols.messages import RefuseCode, Wish
 
 GUEST_LEASES = 3  # nobody can tell a machine that is lost from a link that is, and to go back costs work
@@ -36,6 +36,7 @@ class Guest:
     came: bool = False  # it has had keys
     wish: int = Wish.STAY
     again: bool = False  # its shards go because those before them do: then it joins again
+    peer: bytes = b""  # by which it spoke last
 
     def has(self, shard: int) -> bool:
         return self.first <= shard < self.first + self.shards
@@ -48,16 +49,17 @@ class Guests(Decision):
         self.run, self.moves = run, moves
         self.guests = [Guest("", host, 1, -1, shard, came=True) for shard, host in sorted(moves.away.items())]
         self.gone: dict[str, tuple[int, str]] = {}  # by token, the exit code and why
+        self.untold: list[Guest] = []  # that are forgotten, and have not been sent why
         self.said: list[Log] = []
 
     # What guests say.
 
-    def hear(self, join: m.Join, now_ns: int) -> None:
+    def hear(self, peer: bytes, join: m.Join, now_ns: int) -> None:
         guest = self._of(join)
         if guest is None and join.token not in self.gone:
             guest = self._new(join, now_ns)
         if guest is not None:
-            guest.seen_ns, guest.wish = now_ns, max(guest.wish, join.wish)
+            guest.peer, guest.seen_ns, guest.wish = peer, now_ns, max(guest.wish, join.wish)
 
     def _of(self, join: m.Join) -> Guest | None:
         guest = next((guest for guest in self.guests if guest.token == join.token), None)
@@ -72,16 +74,18 @@ class Guests(Decision):
 
     def _new(self, join: m.Join, now_ns: int) -> Guest | None:
         if join.first >= 0:
-            self._forget(join.token, RefuseCode.SERVER_LOST, "the server does not know it any more")
+            self._forget(join, RefuseCode.SERVER_LOST, "the server does not know it any more")
         elif self.moves.never:
-            self._forget(join.token, FAILED if self.run.over else RefuseCode.INCOMPATIBLE, self.moves.never)
+            self._forget(join, FAILED if self.run.over else RefuseCode.INCOMPATIBLE, self.moves.never)
         else:
             self.guests.append(Guest(join.token, join.host, max(1, join.shards), now_ns))
             return self.guests[-1]
         return None
 
-    def _forget(self, token: str, code: int, text: str) -> None:
-        self.gone[token] = (code, text)
+    def _forget(self, who: Guest | m.Join, code: int, text: str) -> None:
+        self.gone[who.token] = (code, text)
+        if isinstance(who, Guest):
+            self.untold.append(who)
         while len(self.gone) > GONE_MAX:
             self.gone.pop(next(iter(self.gone)))
 
@@ -123,11 +127,11 @@ class Guests(Decision):
         """Its shards have no keys any more, or never had any."""
         self.guests.remove(guest)
         if guest.wish == Wish.STAY and guest.again:
-            self._forget(guest.token, RefuseCode.NOT_A_MEMBER, "the keys of a machine before it have moved back")
+            self._forget(guest, RefuseCode.NOT_A_MEMBER, "the keys of a machine before it have moved back")
         elif guest.wish == Wish.STAY and not guest.came:
-            self._forget(guest.token, FAILED, f"the keys stay where they are: {self.moves.why}")
+            self._forget(guest, FAILED, f"the keys stay where they are: {self.moves.why}")
         else:
-            self._forget(guest.token, DONE, "")
+            self._forget(guest, DONE, "")
 
     def _go(self, guest: Guest) -> bool:
         if guest.first < 0:
@@ -144,7 +148,7 @@ class Guests(Decision):
         shards = self.run.shards + guest.shards
         if why := self.moves.unfit(shards, guest.host):
             self.guests.remove(guest)
-            self._forget(guest.token, FAILED, f"the keys stay where they are: {why}")
+            self._forget(guest, FAILED, f"the keys stay where they are: {why}")
             return True
         guest.first = self.run.shards
         self.said.append(self.moves.ask(shards, guest.host))
@@ -162,11 +166,14 @@ class Guests(Decision):
         """It is none any more; those after it join again."""
         after = [each for each in self.guests if each.first > guest.first >= 0]
         self.guests = [each for each in self.guests if each is not guest and each not in after]
-        self._forget(
-            guest.token, RefuseCode.SERVER_LOST, "the server has not heard this machine, and went on without it"
-        )
+        self._forget(guest, RefuseCode.SERVER_LOST, "the server has not heard this machine, and went on without it")
         for each in after:
-            self._forget(each.token, RefuseCode.NOT_A_MEMBER, "a machine before it was lost")
+            self._forget(each, RefuseCode.NOT_A_MEMBER, "a machine before it was lost")
+
+    def words(self, version: int) -> list[Send]:
+        """To those who are no guests any more: nobody may be here when they ask again, for the run may be over."""
+        untold, self.untold = self.untold, []
+        return [Send(guest.peer, self.room(guest.token, version)) for guest in untold if guest.peer]
 
     def tell(self) -> list[Log]:
         said, self.said = self.said, []

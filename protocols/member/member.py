@@ -138,15 +138,15 @@ class Member:
         return [ask if self.phase is Phase.RUNNING else e.BuffersTold(b"")]  # else its own are all that it can have
 
     def leave(self, clock: int, now_ns: int) -> list[MemberEffect]:
-        """Go. `clock` >= 0: done, after that many updates; -1: the script failed."""
+        """Go. `clock` >= 0: done, after that many updates; -1: it failed. A server that never answered is told once."""
         last = [self.beat(now_ns)] if self.phase is Phase.RUNNING and self.figures.rows() else []
-        self._go("leave")
-        return [e.Left()] if self.phase is Phase.OVER else [*last, *self._ask(m.Leave(self.token, clock), now_ns)]
+        said = [] if self.phase is Phase.ALONE else [*last, *self._ask(m.Leave(self.token, clock), now_ns)]
+        self._go("leave" if self.ever_heard else "end")
+        return [*said, e.Left()] if self.phase is Phase.OVER else said
 
     def end(self, now_ns: int) -> list[MemberEffect]:
         """The last step is done, and peers are answered until all have done theirs (gossip)."""
-        self.ended = True
-        said = self.peers.end(now_ns) if self.peers is not None else []
+        said, self.ended = self.peers.end(now_ns) if self.peers is not None else [], True
         return [*said, *([self.beat(now_ns)] if self.phase is Phase.RUNNING else [])]
 
     def beat(self, now_ns: int) -> Send:

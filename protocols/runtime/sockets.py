@@ -36,6 +36,7 @@ THROWN_MAX = 8192  # frames of it in a row: some 20 ms
 BACKLOG = 4096  # connections that wait to be accepted: strangers must not take the place of all others
 SILENT_MS = 60_000  # who takes none of what it is sent for so long is cut off
 LINGER_MS = 2000  # what was sent last may take so long to leave
+UNMET_LINGER_MS = 500  # the same, where nobody has answered yet
 BURST = 64  # messages of one socket in a row: then the others, the commands and the clock have their turn
 ZERO_COPY_BYTES = 1 << 16  # below it pyzmq copies anyway
 RECONNECT_MS_MAX = 500  # a peer that comes back is found within this
@@ -160,7 +161,8 @@ class Sockets:
         if watched := self._failures.pop(opened, None):
             self._poller.unregister(watched.monitor)
             watched.close()
-            opened.setsockopt(zmq.LINGER, 0 if watched.refused else LINGER_MS)
+            if watched.refused or not watched.met:
+                opened.setsockopt(zmq.LINGER, 0 if watched.refused else UNMET_LINGER_MS)
         self._endless.discard(opened)
         opened.close()
 

@@ -160,6 +160,8 @@ class Guest(Cluster):
                 if event[1] == "done":
                     self.run_over |= bool(event[2].get("over"))
                 super()._taken(event)
+                if event[1] == "ready" and self.room is not None:
+                    self.moving.follow(self.room)
 
     def _told(self, room: m.Room) -> None:
         assert self.line is not None
@@ -170,7 +172,8 @@ class Guest(Cluster):
         if before is not None and (room.epoch, room.version) < (before.epoch, before.version):
             return
         self.room = room
-        self.moving.follow(room)
+        if self.ready:
+            self.moving.follow(room)
         mine = range(room.first, room.first + room.count)
         if room.first >= 0 and self.line.join.first != room.first:
             self.line.say(first=room.first)
@@ -183,11 +186,12 @@ class Guest(Cluster):
 
     def watch(self) -> int:
         """Until this machine has no shards any more. Raises NarrowsError."""
-        self._until(lambda: self.ready, time.monotonic() + START_S)
-        self._join()
+        self._join()  # the server is to know us before shards can start here: its run may end meanwhile
         assert self.line is not None
-        leave_by = float("inf")
+        start_by, leave_by = time.monotonic() + START_S, float("inf")
         while True:
+            if not self.ready and time.monotonic() > start_by:
+                raise NarrowsError(f"a shard process did not start within {START_S:.0f} s")
             if len(self.signals) > 1:
                 say("ends at once: the keys here are lost, and the run goes back to its newest checkpoint", error=True)
                 return 128 + self.signals[1]

@@ -575,8 +575,9 @@ def says(
 ) -> m.Room:
     """Join as a machine does, and return the answer."""
     effects = ours.handle(b"guest", m.Join(token, f"host-{token}", shards, first, wish), now_ns)
-    (room,) = (each.message for each in effects if isinstance(each, Send) and isinstance(each.message, m.Room))
-    assert room.token == token
+    rooms = [each.message for each in effects if isinstance(each, Send) and isinstance(each.message, m.Room)]
+    room = rooms[-1]  # who is no guest any more is told so, and answered
+    assert {each.token for each in rooms} == {token}
     return room
 
 
@@ -628,6 +629,16 @@ def test_a_machine_that_joins_gets_the_shards_after_the_last_and_gives_them_back
     house.moves()
     room = house.says("a", 2, 2, Wish.GO)
     assert (room.over, room.code, room.shards) == (True, 0, 2) and not any(house.hosts) and not house.ours.moves.away
+
+
+def test_a_machine_that_comes_as_the_run_ends_is_told_so_before_the_server_ends() -> None:
+    """It would ask again in a second, and wait a minute for an answer."""
+    house = House()
+    assert not house.says("a").over and not house.says("b").over
+    effects = [*house.ours.stop(0), *house.ours._settle(0)]
+    rooms = [each.message for each in effects if isinstance(each, Send) and isinstance(each.message, m.Room)]
+    assert {room.token for room in rooms} == {"a", "b"}
+    assert all(room.over and "the run is over" in room.text for room in rooms)
 
 
 def test_one_machine_comes_after_the_other_and_goes_before_it() -> None:

@@ -30,12 +30,20 @@ def test_one_that_is_done_ends_with_the_answer_and_not_with_what_its_own_shards_
     cluster without workers says the same good-bye, and stays."""
     server, coordinator, member = cluster()
     assert server.membership is not None
+    server.happen(Event(Kind.ABOVE, NS, message=m.HeartbeatAck(-1, 0, 0, 0, 0, "")))  # somebody is there
     told = server.membership.leave(NS) if done else member.leave(-1, NS)
     assert [type(effect.message) for effect in told if isinstance(effect, Send)] == [m.Leave]
     assert not coordinator.generations.at_rest
     answer = Event(Kind.ABOVE, 2 * NS, message=m.LeaveAck("token"))
     assert server.happen(answer) == ([Stop()] if done else []) and member.phase is Phase.OVER
     assert server.happen(answer) == [], "an answer that comes twice is none"
+
+
+def test_one_to_which_no_server_above_has_answered_waits_for_no_answer() -> None:
+    server, _, _ = cluster()
+    assert server.membership is not None
+    said, end = server.membership.leave(NS)
+    assert isinstance(said, Send) and isinstance(said.message, m.Leave) and end == Stop()
 
 
 @pytest.mark.parametrize("stands", [True, False])
