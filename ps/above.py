@@ -1,8 +1,8 @@
-"""What a shard has above it: here nothing; see pushing.py (the shard there that has the same keys) and mixing.py (the same
-shard of other clusters). Upward (upward.py) says when it is which.
+"""The side of a shard toward the run above it: here there is none; see pushing.py (the shard there that has the same
+keys) and mixing.py (the same shard of other clusters). Upward (upward.py) says when it is which.
 
 Rules
-- A place is taken between two clocks. What comes from above is applied there too: weights = base + what was folded since.
+- A place is taken between two clocks. Changes from above are applied there too: weights = base + what was folded since.
 - A clock is published once what is owed for it has left and the next may be computed; what is folded meanwhile is kept.
 - All shards go up at the same clocks of the cluster, counted from the one at which their place begins, and once more each time
   that all workers are done: so their clocks above are the same.
@@ -82,7 +82,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What outlives a place. `start`: what the weights were at the last push, or the base that they were set to; `renewed`:
+    """The part that outlives a place. `start`: weights at the last push, or the base that they were set to; `renewed`:
     nobody here has a state of before; `degree`: of the optimizer here, see `Plan`; `owed`: to the run above by a life before
     this one, float32[size], until a place there takes it over."""
 
@@ -97,11 +97,12 @@ class Kept:
 
     @property
     def residual(self) -> FloatArray | None:
-        """What compression has left out of all that was pushed, None: nothing."""
+        """All that compression has left out of what was pushed. None: nothing."""
         return self.feedback.residual if self.feedback is not None else self.owed
 
     def owes(self, x: FloatArray) -> FloatArray:
-        """What weights x have that was never pushed: the residual, and what was folded since the last push. float32[size]."""
+        """Return the part of weights x that was never pushed: the residual, and what was folded since the
+        last push. float32[size]."""
         since = np.zeros_like(x) if self.start is None else x - self.start
         return since if self.residual is None else since + self.residual
 
@@ -120,7 +121,7 @@ class Above:
 
     @property
     def trouble(self) -> str:
-        """What ends this stream, and the cluster with it."""
+        """The reason to end this stream, and the cluster with it; "" for none."""
         return ""
 
     def repeat_soon(self, peer: str = "") -> None:
@@ -137,7 +138,7 @@ class Above:
         raise RemoteProtocolError("nothing above has a plan that changes")
 
     def owe(self, owed: FloatArray) -> None:
-        """To the run above, by a life before this one. float32[size]."""
+        """Keep what a life before this one owes to the run above. float32[size]."""
         self.kept = replace(self.kept, owed=owed)
 
     @property
@@ -146,7 +147,7 @@ class Above:
         return -1
 
     def summary(self) -> Summary:
-        """What this shard says of itself as a member there."""
+        """Return the figures of this shard as a member there."""
         return Summary()
 
     @property
@@ -168,22 +169,22 @@ class Above:
         """Where one of them is; "" where it is not known."""
         return ""
 
-    # What comes.
+    # Messages that come.
 
     def begin(self, now_ns: int) -> Asks:
         """Its first words at this place."""
         return []
 
     def receive(self, message: m.Message, now_ns: int) -> list[MemberEffect]:
-        """What the session toward above sees in a message of the shard there."""
+        """Return the events that the session toward above sees in a message of the shard there."""
         return []
 
     def take(self, events: Iterable[MemberEffect], now_ns: int) -> Asks:
-        """What that session has seen. Raises RemoteProtocolError."""
+        """Take the events that this session has seen. Raises RemoteProtocolError."""
         return []
 
     def hear(self, message: m.Message, now_ns: int) -> Asks:
-        """What another cluster says. Raises RemoteProtocolError for what none says to us."""
+        """Take a message of another cluster. Raises RemoteProtocolError for one that none sends us."""
         raise RemoteProtocolError(f"a shard takes no {type(message).__name__}: this cluster has no server above")
 
     def introduce(self, roster: bytes, alone: bool, now_ns: int) -> Asks:
@@ -326,5 +327,5 @@ class Seated(Above):
 
 
 def asks(effects: Iterable[MemberEffect | Log]) -> Asks:
-    """What a session asks of a runner: send to the shard above, whose number is the peer, or tell another cluster."""
+    """Return the effects for a runner: send to the shard above, whose number is the peer, tell another cluster, log."""
     return [effect for effect in effects if isinstance(effect, (Send, Tell, Log))]

@@ -137,7 +137,7 @@ class Membership:
         return self.shard.from_above([event], now_ns)
 
     def reported(self, report: m.Report, now_ns: int) -> list[ServerEffect]:
-        """What the server above is told of a shard's report."""
+        """Return what the server above is told of a shard's report."""
         member = self.member
         if report.trouble:
             return self.end(m.RefuseCode.INCOMPATIBLE, report.trouble, now_ns)
@@ -192,7 +192,7 @@ class Membership:
     # Peers, where clusters gossip.
 
     def _of_peers(self, event: MemberEffect, now_ns: int) -> list[ServerEffect]:
-        """What other clusters say to this one: shard 0 mixes with them, but the first round is asked for here."""
+        """Take what other clusters say to this one: shard 0 mixes with them, but the first round is asked for here."""
         late, told = self.late, list[ServerEffect]()
         if late is not None and isinstance(event, e.OfferArrived) and event.parts[0].number == WHOLE:
             self.late = None
@@ -203,7 +203,7 @@ class Membership:
         return [*told, *self._ask(now_ns), *self.hand_on(now_ns)]
 
     def hand_on(self, now_ns: int) -> list[ServerEffect]:
-        """What peers have said, to shard 0, once it has the newest place."""
+        """Hand shard 0 what peers have said, once it has the newest place."""
         planned, early = self.shard.planned, self.early
         if not early or self.late is not None or planned is None or planned.above.place != self.place:
             return []
@@ -268,8 +268,8 @@ class Membership:
         return self.host in LOCAL_HOSTS and above not in LOCAL_HOSTS
 
     def _started(self, event: e.Started, now_ns: int) -> list[ServerEffect]:
-        """Take our place above. Of a run of gossip the server above does not know the round: its clock says only whether it
-        has begun; then a peer tells it, or we go on from our own."""
+        """Take our place above. In a run of gossip the server above does not know the round: its clock says only
+        whether it has begun; then a peer tells it, or we go on from our own."""
         coordinator, before = self.coordinator, self.place
         assert self.member.settings is not None
         mode = self.member.settings.mode()

@@ -27,7 +27,7 @@ def warm_up(say: Callable[[str], None] = lambda text: None) -> None:
 
 
 def _kinds(values: dict[str, Any]) -> dict[str, object]:
-    """What state an optimizer has hangs on these: flags, and whether a number is 0."""
+    """Return what decides which state an optimizer has: flags, and whether a number is 0."""
     return {name: bool(value) if isinstance(value, (bool, int, float)) else value for name, value in values.items()}
 
 

@@ -47,7 +47,7 @@ from narrows.ps.upward import Upward
 
 
 class Stage(Enum):
-    """Of the present clock: what is to be done next."""
+    """The next thing to be done for the present clock."""
 
     FOLD = "fold"
     SEND_UP = "send up"
@@ -62,9 +62,9 @@ NEXT = dict(zip(Stage, [*list(Stage)[1:], Stage.FOLD], strict=True))
 
 @dataclass(frozen=True)
 class Means:
-    """What a shard's runner gives it. `optimizer`: makes the server's, of a plan and its keys. `lent`: whether views of the
-    store may still be read. `child`: the cluster is a member of a run above. In process 0 `member` is that one, whose first
-    session is this shard's, and `coordinator` is the one beside this shard. `host`: as in Report."""
+    """The means that a shard's runner gives it. `optimizer`: makes the server's, of a plan and its keys. `lent`:
+    whether views of the store may still be read. `child`: the cluster is a member of a run above. In process 0 `member`
+    is that one, whose first session is this shard's, and `coordinator` is the one beside this shard. `host`: as in Report."""
 
     optimizer: Callable[[Plan, int, int], ServerOptimizer] | None = None
     lent: Callable[[], bool] = assume_lent
@@ -76,7 +76,7 @@ class Means:
 
 
 class Planned:
-    """Of shard `index` in one generation, which begins at `clock`. Raises LocalProtocolError where it cannot be had."""
+    """Shard `index` in one generation, which begins at `clock`. Raises LocalProtocolError where it cannot be had."""
 
     def __init__(self, index: int, settings: Settings, plan: Plan, inbox: Inbox, clock: int, means: Means) -> None:
         self.plan, self.inbox, self.means = plan, inbox, means
@@ -150,14 +150,14 @@ class Planned:
         self.written = self.min_clock if recut else -1
 
     def go_on(self, before: Planned) -> None:
-        """From what this one has, which came to the same clock under another plan of this cluster. What is above stays: a
+        """From what this one has, which came to the same clock under another plan of this cluster. `upward` stays: a
         checkpoint does not have it, and weights that are older than it would not go with it."""
         self.upward = before.upward
         self.begin(Load(before.store.arrays() | before.store.tables.arrays(), before.store.publication))
 
     def arrays(self, ledger: m.Ledger) -> dict[str, FloatArray]:
-        """What a checkpoint holds: views, and copies of rows. The last one of a cluster has what is owed above, for nothing is
-        pushed any more. An earlier one has not: what was pushed after it would count twice."""
+        """Return what a checkpoint holds: views, and copies of rows. The last one of a cluster has what is owed above,
+        for nothing is pushed any more. An earlier one has not: what was pushed after it would count twice."""
         arrays = self.store.arrays() | self.store.tables.arrays()
         if self.upward.child and ledger.over and not ledger.above:
             arrays[OWED] = self.above.kept.owes(self.store.x)

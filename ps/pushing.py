@@ -28,8 +28,8 @@ NOTHING = parse("threshold:1")  # codes zeros in 16 bytes
 
 
 def _codings(place: Place) -> tuple[Compressor, bool]:
-    """What updates are coded with on the way up, and whether the shard above publishes whole states. The link up is not
-    measured yet: under `auto` the sparsest rung, which is what a worker begins with too."""
+    """Return the compressor of updates on the way up, and whether the shard above publishes whole states. The link up
+    is not measured yet: under `auto` the sparsest rung, which is what a worker begins with too."""
     return parse(ladder(place.settings.compress)[-1].spec), ladder(place.settings.compress_down).lossless
 
 

@@ -1,11 +1,11 @@
-"""What members say to a shard that knows its model, and what they are answered. No I/O.
+"""Answers what members say to a shard that knows its model. No I/O.
 
 Rules
 - At once: an accepted push is folded and acked FOLDED. With a barrier it is acked HELD, and folded when the ledger closes
   a clock over a set that names it; what no set ever will, since its worker left, is discarded, named and counted.
 - An ask for rows is kept until the state that it may be answered from is there. One for what the optimizer keeps is answered
   at once.
-- What a message says is checked before anything changes.
+- A message is checked before anything changes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OfWorkers = m.Push | m.Follow | m.Pull | m.FirstWeights | m.RowsAsk | m.MomentsA
 
 
 class Service:
-    """Of one shard in one generation."""
+    """Answers the members of one shard in one generation."""
 
     def __init__(self, planned: Planned) -> None:
         self.planned, self.means = planned, planned.means
@@ -118,7 +118,7 @@ class Service:
         return effects
 
     def _moments(self, seat: Seat, ask: m.MomentsAsk, ledger: m.Ledger, now_ns: int) -> list[ServerEffect]:
-        """What the optimizer keeps, as it is now."""
+        """Answer with what the optimizer keeps, as it is now."""
         (low, high), optimizer = self.store.whole, self.store.optimizer
         if optimizer is None:
             raise RemoteProtocolError("no optimizer steps keys here: workers push updates")
@@ -143,7 +143,7 @@ class Service:
         return Send(seat.peer, m.PushAck(seat.worker, seat.epoch, clock, status, weight or 0.0, wants, now_ns, now_ns))
 
     def serve(self, seat: Seat, ledger: m.Ledger, now_ns: int) -> list[ServerEffect]:
-        """What this member has asked for and may be sent."""
+        """Return what this member has asked for and may be sent."""
         planned, store, child = self.planned, self.store, self.publications.child(seat)
         if not ledger.started or store.publication < 0:
             wanted = not self.means.child or planned.above.wants_weights

@@ -46,7 +46,7 @@ class ServerOptimizer(Protocol):
     def state(self) -> dict[str, FloatArray]: ...
 
     def kept(self) -> list[list[Any]]:
-        """Of each tensor what is kept: its index, the name, and the value where there is one for all of it, else None."""
+        """Return what is kept of each tensor: its index, the name, and the value if one is for all of it, else None."""
 
     def read(self, name: str, begin: int, end: int) -> FloatArray:
         """Values [begin, end) of this name, of the keys of the shard; zeros where nothing is kept."""

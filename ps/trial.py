@@ -308,7 +308,7 @@ class Trial:
 
     @property
     def least_s(self) -> float:
-        """Of a step, where nothing but computing takes time."""
+        """Seconds of a step, where nothing but computing takes time."""
         slowest = self.plan.above.mode().bound is not None
         return max(self.own_s) if slowest else len(self.own_s) / sum(1 / own_s for own_s in self.own_s)
 

@@ -1,10 +1,10 @@
-"""What one shard of one generation has above it, and when: it takes the place that the ledger names, and gives it up. No I/O.
+"""Gives one shard of one generation the place above that the ledger names, and takes it away again. No I/O.
 
 Rules
 - A place is taken between two clocks, at the clock that it names, by all shards alike.
 - One that is at another server now, which has taken over from the one before, is kept as it is. So is one whose run has another
   plan: all shards have pushed as many updates at it, at whichever stage of a clock here each is.
-- What other clusters say before the place is taken is kept until then.
+- Messages of other clusters that come before the place is taken are kept until then.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ ABOVE: dict[Rule, type[Pushing | Mixing]] = {Rule.MIX: Mixing}  # by the rule of
 
 
 class Upward:
-    """Of shard `index`, keys [begin, end). `child`: the cluster is a member of a run above; `member`: which (process 0).
-    `degree`: of the optimizer here."""
+    """The place above of shard `index`, keys [begin, end). `child`: the cluster is a member of a run above; `member`:
+    which one (process 0). `degree`: of the optimizer here."""
 
     def __init__(
         self, index: int, keys: Keys, child: bool, member: Member | None, timing: Timing, degree: float
@@ -55,7 +55,7 @@ class Upward:
         return Place.unpacked(ledger.above)
 
     def keep(self, place: Place, ledger: m.Ledger, now_ns: int) -> Asks | None:
-        """What is to be said where this place is ours, and only its server, its plan or a hold is another; else None."""
+        """Keep a place that is ours, where only its server, plan or hold is another, and return the asks; else None."""
         above, said = self.above, Asks()
         if place.turned(above.place):
             above.turn(place)
@@ -67,7 +67,7 @@ class Upward:
         return said
 
     def owe(self, owed: FloatArray | None) -> None:
-        """To the run above, from a life before this one; what is known already is newer."""
+        """Keep what a life before this one owes to the run above; what is known already is newer."""
         if self.child and owed is not None and self.above.kept.residual is None:
             self.above.owe(owed)
 
@@ -92,7 +92,7 @@ class Upward:
         return effects
 
     def hear(self, message: m.Message, ledger: m.Ledger, now_ns: int) -> Asks:
-        """What another cluster says. Raises RemoteProtocolError for what none says to us."""
+        """Take a message of another cluster. Raises RemoteProtocolError for one that none sends us."""
         if self.child and not self.placed(ledger):
             self.early.append(message)
             return []

@@ -31,7 +31,7 @@ TICK_MS = 50
 
 
 class Follower:
-    """Of `process`, whose shard listens on `number`."""
+    """Runs the standby of `process`, whose shard listens on `number`."""
 
     def __init__(self, process: Process, port: Sockets, number: int, gate: Gate) -> None:
         self.process, self.port, self.gate = process, port, gate

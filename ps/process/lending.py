@@ -18,7 +18,7 @@ LENT_TIMES = 4  # that of the machine is more: a state, the master copy, and bot
 
 
 class Lending:
-    """Of one process."""
+    """The views and the held effects of one process."""
 
     def __init__(self) -> None:
         self.views: dict[Peer, deque[tuple[Receipt, int]]] = {}

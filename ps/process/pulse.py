@@ -22,7 +22,7 @@ BYTES_PER_S = 20e6  # of the slowest disk from which arrays are read
 
 
 class Pulse:
-    """Of shard `index`, whose checkpoints are in `folder`. `seals`: bytes a second, of a core."""
+    """The sign of life of shard `index`, with checkpoints in `folder`. `seals`: bytes a second that a core encrypts."""
 
     def __init__(self, gate: Gate, index: int, folder: Path | None, seals: float = 0.0) -> None:
         self.gate, self.index, self.folder, self.due_s = gate, index, folder, 0.0

@@ -170,7 +170,7 @@ class Runner:
                     self._let_out(effect)
 
     def _let_out(self, effect: Send | Tell | Stop) -> None:
-        """What others see of this machine."""
+        """Carry out an effect that others see."""
         match effect:
             case Send(bytes(peer), message):
                 self._put(self.process.coordinator if peer == COORDINATOR else peer, message)
@@ -187,13 +187,13 @@ class Runner:
                 self.running, self.end = False, effect
 
     def _release(self) -> None:
-        """What the standby has the cause of."""
+        """Let out the effects that follow from events which the standby has."""
         held, original = self.lending.held, self.original
         while held and (not original.holds or held[0][0] <= original.acked):
             self._let_out(held.popleft()[1])
 
     def _at_once(self, effects: Iterable[CopyEffect]) -> None:
-        """What a server and its standby have to say. It follows from no event, and waits for none."""
+        """Carry out what a server and its standby have to say. It follows from no event, and waits for none."""
         for effect in effects:
             match effect:
                 case Serve(view, standby):
@@ -290,7 +290,7 @@ class Runner:
             self.fail_above(text, m.RefuseCode.AUTHENTICATION)
 
     def linked(self, address: str) -> None:
-        """What we have dialled is connected anew."""
+        """An address that we have dialled is connected anew."""
         if address == self.server.above or address in self.dialled.clusters:
             peer = address if address in self.dialled.clusters else ""
             self.happen(Event(Kind.LINKED, self.clock.now(), values=(peer,)))
