@@ -1,4 +1,4 @@
-"""What a machine asks of its runner. A machine returns lists of these; it does nothing itself."""
+"""The effects that a machine asks of its runner. A machine returns lists of these; it does nothing itself."""
 
 from __future__ import annotations
 

@@ -41,14 +41,14 @@ class RefuseCode(IntEnum):
 
 
 class PushStatus(IntEnum):
-    """What an ack promises. HELD: all buckets are here, send no more; FOLDED: it is in the model, for good."""
+    """The promise of an ack. HELD: all buckets are here, send no more; FOLDED: it is in the model, for good."""
 
     HELD = 1
     FOLDED = 2
 
 
 class Wish(IntEnum):
-    """What a guest wants: a ps-serve on another machine, with shards of this server."""
+    """The wish of a guest, which is a ps-serve on another machine with shards of this server."""
 
     STAY = 1
     GO = 2  # once its keys have moved back
@@ -152,8 +152,8 @@ Checks = list[tuple[str, Callable[[Any], bool], str]]  # field, check, annotatio
 
 @cache
 def _checks(kind: Any) -> tuple[Callable[[Any], tuple[Any, ...]], int, tuple[type, ...], Checks, Checks]:
-    """What reads the fields that are plain; how many of them are whole numbers, and the types of the others; the checks of the
-    fields that are not plain; those of all."""
+    """Return a reader of the plain fields; how many of them are whole numbers, and the types of the others; the checks
+    of the fields that are not plain; those of all."""
     whole = [(f.name, CHECKS[str(f.type)], str(f.type)) for f in fields(kind)]
     numbers = [name for name, _, annotation in whole if annotation == "int"]
     others = {name: PLAIN[annotation] for name, _, annotation in whole if annotation in PLAIN}
@@ -505,7 +505,7 @@ class Ledger(Message):
     over: bool
     report_seen: int
     plan: bytes  # empty once the shard has it
-    # Of a cluster with a server above:
+    # In a cluster with a server above:
     above: bytes = b""  # its place in that run (ps/above.py), empty while it has none
     weights: int = -1  # the worker whose first weights are on every shard, to be handed up
     finishes: int = 0  # times that all workers were done since it has this place, the last at clock `finish_at`
@@ -542,14 +542,14 @@ class Report(Message):
     arrived: Pairs  # worker, clock: updates of it that are here whole
     norms: Weights  # clock, squared L2 norm of the folded mean on this shard
     checkpoints: Ints  # clocks of the checkpoints on disk
-    # Of a cluster with a server above:
+    # In a cluster with a server above:
     from_above: int = 0  # epoch of the place whose first state is here
     finishing: Ints = ()  # workers that wait for the last model
     finishes: int = 0  # of the ledger's, that are done here
     at_rest: bool = True  # the server above has all that this shard has for it
     ended: bool = False  # it has done its last round with other clusters, but for that of all (gossip)
     trouble: str = ""  # what ended the session of this shard
-    # Of checkpoints:
+    # Checkpoints:
     tried: int = -1  # the clock of the newest that it has tried to write
     wrote_ns: int = 0  # how long that took
     bytes_up: int = 0  # to above, and from there
@@ -831,8 +831,8 @@ KINDS: dict[int, type[Message]] = {
     64: Tensor,
     65: Beat,
 }
-# What a member says of itself goes over a connection of its own: behind a large push a heartbeat would come after its lease.
-# It has one order: the last buffers of a worker come before its Leave.
+# These messages of a member go over a connection of their own: behind a large push a heartbeat would come after its
+# lease. They keep one order: the last buffers of a worker come before its Leave.
 CONTROL = (Hello, Declare, Heartbeat, Buffers, Leave, Vote, RangeAsk, Beat)
 OF_COPIES = (Copy, Copying, View, Vote)  # between a server, its standby, and the members that choose
 
@@ -842,6 +842,6 @@ def beside(message: Message) -> bool:
     return isinstance(message, (*OF_COPIES, FileAsk)) or (isinstance(message, Join) and not message.token)
 
 
-# What a server's runner puts the send time into: the machine made it before it folded and published.
+# A server's runner puts the send time into these: the machine made them before it folded and published.
 TIMED = (PushAck, State, Rows, Moments, HeartbeatAck)
 KIND_OF = {message: number for number, message in KINDS.items()}

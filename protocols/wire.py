@@ -89,14 +89,14 @@ def decode(frames: Sequence[Buffer]) -> Message:
 
 
 def _fields_bytes(packed: Buffer) -> int:
-    """Of a header, how much is not bytes. Nothing is made of it yet."""
+    """Count how much of a header is no raw bytes. Nothing is made of it yet."""
     unpacker = msgpack.Unpacker(max_buffer_size=HEADER_BYTES_MAX)
     unpacker.feed(packed)
     return _row_bytes(unpacker, packed, "the header")
 
 
 def _row_bytes(unpacker: msgpack.Unpacker, packed: Buffer, what: str) -> int:
-    """Of the array that comes next."""
+    """Count how much of the array that comes next is no raw bytes."""
     size, count = 0, unpacker.read_array_header()
     if count > FIELDS_MAX:
         raise RemoteProtocolError(f"{what} has {count} fields, more than {FIELDS_MAX}")
@@ -126,7 +126,7 @@ def unpack(packed: bytes, most: int = FIELDS_BYTES_MAX, rows: bool = False) -> o
 
 
 def _rows_bytes(packed: Buffer) -> int:
-    """Of a map of lists, how much is no raw bytes."""
+    """Count how much of a map of lists is no raw bytes."""
     unpacker = msgpack.Unpacker(max_buffer_size=HEADER_BYTES_MAX)
     unpacker.feed(packed)
     size, count = 0, unpacker.read_map_header()

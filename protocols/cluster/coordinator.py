@@ -163,7 +163,7 @@ class Coordinator:
         return [Send(seat.peer, ack), *settled, *news, *self.moves.word(seat)]
 
     def _seen(self, seat: Seat, rows: tuple[Row, ...]) -> list[ServerEffect]:
-        """What a member says of itself and of those below it, for whoever watches."""
+        """Hand on what a member says of itself and of those below it, for whoever watches."""
         if not rows or not seat.epoch:
             return []
         self.replans.heard(seat, tuple(row.below(seat.rank, seat.host) for row in rows))

@@ -52,7 +52,7 @@ class Guests(Decision):
         self.untold: list[Guest] = []  # that are forgotten, and have not been sent why
         self.said: list[Log] = []
 
-    # What guests say.
+    # Messages of guests.
 
     def hear(self, peer: bytes, join: m.Join, now_ns: int) -> None:
         guest = self._of(join)
@@ -90,7 +90,7 @@ class Guests(Decision):
             self.gone.pop(next(iter(self.gone)))
 
     def room(self, token: str, version: int) -> m.Room:
-        """What the guest with this token is told."""
+        """Return what the guest with this token is told."""
         guest = next((guest for guest in self.guests if guest.token == token), None)
         code, text = self.gone.get(token, (DONE, ""))
         first, count = (guest.first, guest.shards) if guest is not None else (-1, 0)
@@ -171,7 +171,7 @@ class Guests(Decision):
             self._forget(each, RefuseCode.NOT_A_MEMBER, "a machine before it was lost")
 
     def words(self, version: int) -> list[Send]:
-        """To those who are no guests any more: nobody may be here when they ask again, for the run may be over."""
+        """Tell those who are no guests any more: nobody may be here when they ask again, for the run may be over."""
         untold, self.untold = self.untold, []
         return [Send(guest.peer, self.room(guest.token, version)) for guest in untold if guest.peer]
 

@@ -86,7 +86,7 @@ class Moves(Decision):
     def _move(self, step: str) -> None:
         self.phase = MOVE_LIFE[self.phase][step]
 
-    # What the owner of the processes asks for.
+    # Requests of the owner of the processes.
 
     def ask(self, shards: int, host: str = "") -> Log:
         """Move to so many, the new ones on `host`; 0: to none, where that can still be. Asked again, the answer is the same."""
@@ -188,7 +188,7 @@ class Moves(Decision):
         return report.host == self.away.get(report.shard, "")
 
     def offer(self, peer: bytes, report: m.Report) -> bool:
-        """What a shard says that is to come, or has gone. False: it is neither."""
+        """Take the report of a shard that is to come, or has gone. False: the shard is neither."""
         if not self.run.shards <= report.shard < self.most:
             return False
         if report.shard >= self.target or not self.known(report):
@@ -297,7 +297,7 @@ class Moves(Decision):
             self.said.append(self.call_off("a shard was restarted"))
         self._settle()
 
-    # What members are told.
+    # Messages to members.
 
     def word(self, seat: Seat) -> list[Send]:
         """The newest, for one that does not have it."""

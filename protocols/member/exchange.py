@@ -1,4 +1,5 @@
-"""What a child, a worker or the server of a cluster, has under way with one shard above it, and what it may do next. Pure.
+"""The exchange of a child, a worker or the server of a cluster, with one shard above it: what is
+under way, and what it may do next. Pure.
 
 Rules
 - One clock is one update. A child computes with clock c on a state that is settled to c - s: all is in that is said of it,
@@ -6,7 +7,7 @@ Rules
 - Differences are followed from the beginning, and come as they are made. Whole states are asked for one by one: right after a
   push, so that with s >= 1 the link's time lies under what is computed next, and where the one that came does not do.
 - replica = pulled + gain * residual + sum over own clocks of stand_in * update (replica.py), made in `base` alone.
-- What comes from the server is looked at whole before any of it is taken over.
+- All that comes from the server is looked at whole before any of it is taken over.
 """
 
 from __future__ import annotations
@@ -144,10 +145,10 @@ class Exchange(Generic[A]):
         push = m.Push(self.worker, self.epoch, self.clock, 0, 1, begin, end, 0, b"", 0, b"")
         return [push, *self.pushed(coding)]
 
-    # What comes.
+    # Events that come.
 
     def take(self, event: MemberEffect) -> Says:
-        """What the session toward the shard has seen. Raises RemoteProtocolError; then nothing has changed."""
+        """Take an event of the session toward the shard. Raises RemoteProtocolError; then nothing has changed."""
         if isinstance(event, e.PushSettled):
             self.in_flight.discard(event.clock)
         elif isinstance(event, (e.StatePart, e.MasterArrived, e.StateArrived)):

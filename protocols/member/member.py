@@ -40,7 +40,7 @@ class Phase(Enum):
     OVER = "over"
 
 
-# What happens -> the phases that it happens in -> the phase after it. All else leaves a member as it is.
+# An event -> the phases that it happens in -> the phase after it. All else leaves a member as it is.
 TRANSITIONS: dict[str, dict[Phase, Phase]] = {
     "join": dict.fromkeys(Phase, Phase.HELLO),
     "Welcome": {Phase.HELLO: Phase.WELCOME},
@@ -98,7 +98,7 @@ class Member:
 
     @property
     def ports(self) -> tuple[int, ...]:
-        """Of the shards."""
+        """The ports of the shards; none before a welcome."""
         return self.welcome.ports if self.welcome is not None else ()
 
     def _go(self, trigger: str) -> bool:

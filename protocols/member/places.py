@@ -1,4 +1,4 @@
-"""What a server says of where its shards are, and how it cuts the model: looked at before a member takes any of it over.
+"""Checks where a server says that its shards are, and how it cuts the model, before a member takes any of it over.
 
 Each raises RemoteProtocolError for a place that is none. `plan`: of the member's model, packed.
 """

@@ -45,7 +45,7 @@ class PushRecord:
 
 @dataclass(slots=True)
 class Asked:
-    """What is on its way. times: as often as it was asked for."""
+    """An ask that is on its way. times: how often it was sent."""
 
     ask: m.RowsAsk | m.MomentsAsk
     sent_ns: int
@@ -53,7 +53,7 @@ class Asked:
 
 
 class Session:
-    """Of a member that has its place in the run. What it is to say is handed to it as messages; see `Exchange`."""
+    """The session of a member that has its place in the run. `Exchange` hands it the messages that it is to say."""
 
     def __init__(self, shard: int, epoch: int, mode: Mode, timing: Timing, meter: LinkMeter) -> None:
         self.shard, self.epoch, self.mode = shard, epoch, mode
@@ -248,7 +248,7 @@ class Session:
         self.lost = True
 
     def repeat(self, now_ns: int) -> list[MemberEffect]:
-        """What was not answered in time, once more."""
+        """Say once more what was not answered in time."""
         effects: list[MemberEffect] = []
         for record in self.pushes.values():
             if not record.held and self.patience.over(record.sent_ns, record.bytes, now_ns):

@@ -58,7 +58,7 @@ Effect = ToPeer | Came | Taken | Failed
 
 @dataclass(slots=True)
 class Peer:
-    """What is known of one other process."""
+    """All that is known of one other process."""
 
     heard_ns: int = -1  # -1: never
     life: int = -1
@@ -117,7 +117,7 @@ class Channels:
     def started(self) -> bool:
         return all(peer.heard_ns >= 0 for peer in self.peers.values())
 
-    # What comes.
+    # Messages that come.
 
     def receive(self, message: m.Message, now_ns: int) -> list[Effect]:
         """Raises RemoteProtocolError for what no process of a pipeline says."""
@@ -180,7 +180,7 @@ class Channels:
         return self._beats()
 
     def _beats(self) -> list[Effect]:
-        """To all who are there, or are to come."""
+        """Return a beat to each process that is there, or is to come."""
         return [self._beat(to) for to, peer in self.peers.items() if not peer.left]
 
     def _beat(self, to: int) -> ToPeer:

@@ -235,7 +235,7 @@ class Sockets:
         return SENT
 
     def _ready(self, limit_ms: int) -> dict[Any, int]:
-        """What there is to read within `limit_ms`. How a handshake went is told here, and ends no wait."""
+        """Return what there is to read within `limit_ms`. How a handshake went is told here, and ends no wait."""
         deadline = time.monotonic() + limit_ms / 1000
         while True:
             ready = dict(self._poller.poll(max(0, int(1000 * (deadline - time.monotonic())))))
@@ -279,7 +279,7 @@ class Sockets:
                 yield peer, [frame.buffer for frame in frames]
 
     def _tell_gone(self) -> None:
-        """Whose connections have ended. That is told a turn later: by then what they had sent is read."""
+        """Tell which peers' connections have ended, a turn later: by then what they had sent is read."""
         told, self._going = self._going, [self._gone.popleft() for _ in range(len(self._gone))]
         for peer in told:
             if (
@@ -300,7 +300,7 @@ class Sockets:
         return frames
 
     def _goes_on(self, source: Socket) -> bool:
-        """Whether the next frame begins a message. Of one that has too many frames some are thrown away."""
+        """Whether the next frame begins a message. Some frames of a message that has too many are thrown away."""
         if source in self._endless and not all(source.recv(copy=False).more for _ in range(THROWN_MAX)):
             self._endless.remove(source)
         return source not in self._endless
