@@ -1,11 +1,12 @@
-"""What a worker's own optimizer keeps of its parameters, such as the moments of Adam: in a folder, and taken from there where
+"""Keeps the state of a worker's own optimizer, such as the moments of Adam, in a folder, and takes it from there where
 the worker begins in a run that is under way.
 
 Rules
 - A rank has one file, whole or absent. A new one replaces it. A run at clock 0 begins without any.
 - A file is taken where tensors and optimizers are ours. Its clock may be some clocks before the run's or after it: moments are
   means over many steps, and a run goes back to a checkpoint that no worker chooses.
-- The state is taken alone. Rates and all else in the groups are the script's of today. What compression has kept back is lost.
+- The state is taken alone. Rates and all else in the groups are those of the script today. Residuals of
+  compression are lost.
 - The step's thread copies, another one writes. There is one copy at most.
 """
 
@@ -47,7 +48,7 @@ def write_whole(path: Path, content: Any) -> None:
 
 
 class Moments:
-    """Of one worker, or of one process of a group: of its slice."""
+    """The moments of one worker, or of the slice of one process of a group."""
 
     @staticmethod
     def of(engine: Engine, rank: int) -> Moments | None:
@@ -115,14 +116,14 @@ class Moments:
         return f"is of clock {content['clock']} of another run: this one is at {self.clock}" if ahead else ""
 
     def _of(self) -> dict[str, Any]:
-        """What a state must be of: tensors and optimizers."""
+        """Return what a state must agree with: optimizers, keys and tensors."""
         flat = self.engine.slice or self.engine.flat
         tensors = [[name, list(_local(tensor).shape), str(tensor.dtype)] for name, tensor in self._tensors()]
         kinds = [f"{type(each).__module__}.{type(each).__qualname__}" for each in each_of(self.engine.inner)]
         return {"optimizers": kinds, "keys": list(flat.keys), "tensors": tensors}
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What the optimizers step in this process."""
+        """Return the tensors that the optimizers step in this process, by name."""
         cut = self.engine.slice
         flat = cut if isinstance(cut, Cut) else self.engine.flat
         return zip(flat.names, flat.parameters, strict=True)

@@ -75,8 +75,8 @@ class States:
         self.folder, self.stem = folder, f"loader-{rank()}-of-{world_size()}.step-"
 
     def load(self, step: int, loader: Any) -> int:
-        """Give the loader its newest state that is not ahead of `step`, and return the step of it: 0 is its beginning. What is
-        ahead the run has not done, and is deleted."""
+        """Give the loader its newest state that is not ahead of `step`, and return the step of it: 0 is its beginning.
+        States ahead of it are deleted: the run has not done those steps."""
         kept = self._steps()
         for ahead in [other for other in kept if other > step]:
             self._path(ahead).unlink()

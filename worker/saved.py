@@ -52,7 +52,8 @@ def saved_state(
 
 
 def _of_servers(folder: Path) -> tuple[int, dict[str, State]] | None:
-    """Of the newest checkpoint that all shards have, by tensor. None: no shard has an optimizer there."""
+    """Return the clock, and the states by tensor, of the newest checkpoint that all shards have. None: no shard has an
+    optimizer there."""
     clocks = (int(match[1]) for path in folder.glob("*") if (match := SHARD.fullmatch(path.name)))
     for clock in sorted(clocks, reverse=True):
         try:
@@ -87,7 +88,7 @@ def _of_clock(folder: Path, clock: int, opened: Callable[[Path], Any]) -> tuple[
 
 
 def _of_workers(folder: Path) -> tuple[int, dict[str, State]] | None:
-    """Of the worker whose file (worker/moments.py) is the newest."""
+    """Return clock and state of the worker whose file (worker/moments.py) is the newest. None: there is no file."""
     found = [torch.load(path, map_location="cpu", weights_only=True) for path in folder.glob("optimizer-*.pt")]
     newest = max(found, key=lambda each: int(each["clock"]), default=None)
     return (newest["clock"], newest["state"]) if newest is not None else None

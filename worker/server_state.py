@@ -1,4 +1,4 @@
-"""What the servers' optimizers keep, such as the moments of Adam, as torch has it: pulled from the shards of a run.
+"""The state of the servers' optimizers, such as the moments of Adam, as torch has it: pulled from the shards of a run.
 
 Rules
 - Where gradients are pushed, each shard steps pieces of tensors and keeps a state of each piece. Here they are put together.

@@ -2,7 +2,7 @@
 
 Rules
 - One clock is one push to every shard; their exchanges go along together.
-- What the exchanges have to say goes to the I/O thread, in the order in which it was said.
+- Messages of the exchanges go to the I/O thread, in the order in which they were said.
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ class Shards:
         self.clock += 1
 
     def _next_coding(self) -> str:
-        """What published states are to be coded with after this clock; updates may be coded with another compressor too."""
+        """Return the coding of published states after this clock; updates may change their compressor here too."""
         if self.tuning.pushed(self.clock + 1, self.group):
             for replica in self.replicas:
                 for _, feedback in replica.feedbacks:

@@ -155,7 +155,7 @@ class Launcher:
         return env | own | (self._in_group(index) if options.group else self._in_run(index))
 
     def _in_run(self, index: int) -> dict[str, str]:
-        """A manager numbers its tasks, of which each is one ps-worker. What the server alone knows the session sets."""
+        """A manager numbers its tasks, of which each is one ps-worker. The session sets what only the server knows."""
         place, count = self.options.place, self.options.nproc
         local = str(place.local_rank * count + index)
         if not self.options.rank_variables:
@@ -180,7 +180,7 @@ class Launcher:
         return meeting | dict.fromkeys(("RANK", "LOCAL_RANK"), str(index)) | dict.fromkeys(WORLD, count)
 
     def _group(self, index: int) -> Group:
-        """Of this process."""
+        """Return the group of this process."""
         return self.groups[0 if self.options.group else index]
 
     def _spawn(self, group: Group) -> None:

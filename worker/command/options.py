@@ -56,7 +56,7 @@ class Options:
         return {name: os.path.abspath(path) if path else "" for name, path in told.items()}
 
     def words_of(self, index: int) -> list[str]:
-        """Of this copy: {samples} in them is its part of a step, where the plan has one."""
+        """Return the words of this copy: {samples} in them is its part of a step, where the plan has one."""
         samples = self.parts[index].get(SAMPLES) if self.parts else None
         return self.words if samples is None else [word.replace("{samples}", samples) for word in self.words]
 

@@ -3,7 +3,7 @@
 Rules
 - A row of CODINGS has how activations are coded, and how their gradients are. int8 rounds activations to the nearest value. It
   rounds gradients at random, so that what is lost of them has a mean of zero.
-- What is no floating point number travels as it is.
+- A tensor of another type than floating point travels as it is.
 """
 
 from __future__ import annotations
