@@ -1,4 +1,4 @@
-"""What it costs that a run goes on without its workers' moments: a small byte GPT under ssp, server and workers killed at once
+"""The cost of going on without the workers' moments: a small byte GPT under ssp, server and workers killed at once
 soon after a checkpoint, then resumed, with the states of `ps-worker --checkpoint-dir` and without.
 
     python bench/moments.py --at 26 --seeds 2

@@ -115,7 +115,7 @@ def test_what_a_dropped_message_leaves_out_is_asked_for_once() -> None:
 
 
 def test_what_is_taken_is_told_with_others_and_before_it_is_much() -> None:
-    """A word for each tensor would cost as many wake-ups as the tensors. What is not told stays with its sender."""
+    """A word for each tensor would cost as many wake-ups as the tensors. Those not told of stay with their sender."""
     pair = Pair()
     for _ in range(2 * UNTOLD_MAX + 1):
         pair.apply(0, pair.ends[0].send(1, 0, 0, b""))

@@ -254,7 +254,7 @@ def test_over_another_connection_it_says_once_that_what_was_sent_does_not_come()
 
 
 def test_an_ask_for_moments_is_said_again_until_one_answer_is_here() -> None:
-    """Of the same number may be an ask for rows."""
+    """An ask for rows may have the same number."""
     ours, ask = session(), m.MomentsAsk(0, 1, 7, 0, 4, "exp_avg")
     rows = m.RowsAsk(0, 1, 7, 0, b"")
     wait_ns = Timing().answer_ns(FRAME_BYTES)

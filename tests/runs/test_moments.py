@@ -1,4 +1,4 @@
-"""What workers' optimizers keep outlives them: a run that is resumed, and a worker that comes later, go on with it."""
+"""The state of workers' optimizers outlives them: a resumed run, and a worker that comes later, go on with it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def muon_adamw(net: nn.Module) -> Optimizers:
 
 
 def states(optimizer: DistributedOptimizer) -> list[dict[str, Any]]:
-    """Of each tensor, whole, as values that can be compared."""
+    """Return the state of each tensor, whole, as values that can be compared."""
     found = optimizer.state_dict()
     each = found.get("optimizers", [found])
     return [{k: v.tolist() for k, v in state.items()} for one in each for state in one["state"].values()]
@@ -100,7 +100,7 @@ def test_a_run_that_is_resumed_goes_on_with_the_moments(
 
 
 def late(started: Any, make: Callable[[nn.Module], Optimizers] = adamw, model: Callable[[], nn.Module] = build) -> Any:
-    """What a worker has that begins in the place of the only one, which is gone."""
+    """Return the states of a worker that begins in the place of the only one, which is gone."""
     started.expire(-1)
     started.join()
     return states(wrapped(make, model)[1])

@@ -81,7 +81,7 @@ class All:
 
 
 def next_step_alone(make: Make, weights: Any, state: Any) -> Any:
-    """Of a plain script that loads both."""
+    """Return the weights after one step of a plain script that loads both."""
     net = build()
     nn.utils.vector_to_parameters(torch.from_numpy(weights.copy()), net.parameters())
     step(net, All(make(net), through_a_file(state)), STEPS)

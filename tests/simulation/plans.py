@@ -1,5 +1,5 @@
 """Trees of clusters in which a level changes its plan by itself, while every fault strikes: the root, whose clusters go on, or
-each cluster, whose place above stays. What no other run can break:
+each cluster, whose place above stays. No other run can break these rules:
 
     one plan      a cluster's shard pushes under the plan of the generation above that its place is of
     at a clock    no clock is pushed under two plans, and no child pushes more at a place that a plan has ended
@@ -7,7 +7,7 @@ each cluster, whose place above stays. What no other run can break:
     no gap        a cluster's shard goes up at every clock of it that it went up at before
     nothing lost  a shard goes on with the weights that it had; what a cluster owes above is what it owed (levels.py)
 
-What a child measures of its link is made up; what the coordinator makes of it is not.
+The figures that a child measures of its link are made up; what the coordinator makes of them is not.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def fall_of(seed: int, level: str = "above", kills: bool = False) -> Fall:
 
 
 class PlanLevel(Level):
-    """Of a `PlanNode`. `plan_of`: of each child's place, once it is a member; `ended`: places that another plan has ended."""
+    """The level of a `PlanNode`. `plan_of`: of each child's place, once it is a member; `ended`:
+    places that another plan has ended."""
 
     def __init__(self, node: Node) -> None:
         super().__init__(node)
@@ -159,7 +160,7 @@ class PlanNode(Node):
         super().send(source, target, message)
 
     def _measured(self, source: str) -> bytes:
-        """What a worker here, or this cluster, says of itself."""
+        """Return what a worker here, or this cluster, says of itself."""
         assert isinstance(self.tree, Changing)
         worker = next((worker for worker in self.workers.values() if worker.name == source), None)
         steps, server = (len(self.pushes_ns), self.parent) if worker is None else (worker.steps, self)

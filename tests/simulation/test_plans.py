@@ -37,7 +37,7 @@ def test_every_invariant_holds_while_a_level_changes_its_plan(level: str) -> Non
 
 
 def forgets(above: Pushing, place: Place, now_ns: int) -> Any:
-    """What a cluster owes is lost with the plan that it was kept under."""
+    """Lose what a cluster owes with the plan that it was kept under."""
     said = go_on(above, place, now_ns)
     above.feedback.load_state_dict({})
     return said

@@ -1,4 +1,4 @@
-"""What workers' optimizers keep, of real processes that are killed."""
+"""The state that workers' optimizers keep, with real processes that are killed."""
 
 from __future__ import annotations
 
