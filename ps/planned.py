@@ -64,7 +64,8 @@ NEXT = dict(zip(Stage, [*list(Stage)[1:], Stage.FOLD], strict=True))
 class Means:
     """The means that a shard's runner gives it. `optimizer`: makes the server's, of a plan and its keys. `lent`:
     whether views of the store may still be read. `child`: the cluster is a member of a run above. In process 0 `member`
-    is that one, whose first session is this shard's, and `coordinator` is the one beside this shard. `host`: as in Report."""
+    is that one, whose first session is this shard's, and `coordinator` is the one beside this shard. `host`: as in
+    Report."""
 
     optimizer: Callable[[Plan, int, int], ServerOptimizer] | None = None
     lent: Callable[[], bool] = assume_lent
