@@ -33,8 +33,9 @@ def run(process: Process, ready: Callable[..., None], both: tuple[int, int] | No
         epoch = coordinator.run.first_epoch if coordinator is not None else 0
         ready(port=number, epoch=epoch, parent=runner.server.above if coordinator is not None else process.parent)
         runner.loop(sockets)
-    if runner.stop_by < float("inf") and not process.keeps and process.folder is not None:
-        shutil.rmtree(process.folder, ignore_errors=True)  # whoever would do it may have been killed
+    if runner.stop_by < float("inf") and not (process.keeps or process.host) and process.folder is not None:
+        # Whoever would do it may have been killed. A guest's folder is left: the next shard of its machine needs it.
+        shutil.rmtree(process.folder, ignore_errors=True)
     if runner.end.code:
         raise BY_EXIT_CODE.get(runner.end.code, NarrowsError)(runner.end.text)
     totals(runner)
