@@ -289,9 +289,8 @@ class Membership:
         member, coordinator = self.member, self.coordinator
         assert member.settings is not None
         at = coordinator.rounds.begin(clock * member.settings.mode().local_steps, now_ns)
-        if (
-            not coordinator.declared
-        ):  # shards go there at once, and may pass the clock of the checkpoint that was asked for
+        if not coordinator.declared:
+            # Shards go there at once, and may pass the clock of the checkpoint that was asked for.
             coordinator.generations.anew()
         where = (event.worker, event.epoch, event.clock, at)
         self.place = Place(member.settings, *where, member.ports, number, self.parent)
