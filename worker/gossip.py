@@ -82,6 +82,11 @@ class Gossiping:
         return self.shards.clock + self.handed_over
 
     @property
+    def buffers_clock(self) -> int:
+        """1 once all have done their last step, else 0. No server counts steps, and only one worker hands the model over."""
+        return int(self.driver.phase is Phase.OVER)
+
+    @property
     def merging(self) -> dict[str, float]:
         if self.gain is None or not self.gain.agreement:
             return {}
