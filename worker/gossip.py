@@ -116,12 +116,10 @@ class Gossiping:
             self.server_gone = True
             self._tell("the server is gone; the workers go on among themselves")
         self.shards.handle(event)
-        if isinstance(event, e.StateArrived) and self.driver.phase is Phase.EMPTY and self._here():
+        here = all(exchange.settled >= 0 for exchange in self.shards.exchanges)
+        if isinstance(event, e.StateArrived) and self.driver.phase is Phase.EMPTY and here:
             self.driver.found(self.arrays.pulled, self.kept)
         self._say(self.driver.hear(event, self._now()))
-
-    def _here(self) -> bool:
-        return all(exchange.settled >= 0 for exchange in self.shards.exchanges)
 
     def _tell(self, text: str) -> None:
         print(f"ps-worker: {text}", file=sys.stderr)
