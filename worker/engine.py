@@ -57,6 +57,10 @@ class Sync(Protocol):
         """As the server counts it, when this worker is done."""
 
     @property
+    def buffers_clock(self) -> int:
+        """So many updates are in the module's buffers; all workers count alike."""
+
+    @property
     def wait_s(self) -> float:
         """Waited in the newest step."""
 
@@ -235,7 +239,7 @@ class Engine:
 
     def _send_buffers(self) -> None:
         if packed := self.buffers.packed():
-            self.link.buffers(packed, self.sync.final_clock)
+            self.link.buffers(packed, self.sync.buffers_clock)
 
     # Steps.
 

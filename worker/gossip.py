@@ -82,6 +82,11 @@ class Gossiping:
         return self.shards.clock + self.handed_over
 
     @property
+    def buffers_clock(self) -> int:
+        """1 once all have done their last step, else 0. No server counts steps, and only one worker hands the model over."""
+        return int(self.driver.phase is Phase.OVER)
+
+    @property
     def merging(self) -> dict[str, float]:
         if self.gain is None or not self.gain.agreement:
             return {}
@@ -111,12 +116,10 @@ class Gossiping:
             self.server_gone = True
             self._tell("the server is gone; the workers go on among themselves")
         self.shards.handle(event)
-        if isinstance(event, e.StateArrived) and self.driver.phase is Phase.EMPTY and self._here():
+        here = all(exchange.settled >= 0 for exchange in self.shards.exchanges)
+        if isinstance(event, e.StateArrived) and self.driver.phase is Phase.EMPTY and here:
             self.driver.found(self.arrays.pulled, self.kept)
         self._say(self.driver.hear(event, self._now()))
-
-    def _here(self) -> bool:
-        return all(exchange.settled >= 0 for exchange in self.shards.exchanges)
 
     def _tell(self, text: str) -> None:
         print(f"ps-worker: {text}", file=sys.stderr)

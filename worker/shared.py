@@ -70,7 +70,7 @@ class Shared:
         self.told = False
         for _ in range(BUFFERS_LIMIT_S):
             if group is None or group.leads:
-                engine.link.ask_buffers(engine.sync.final_clock)
+                engine.link.ask_buffers(engine.sync.buffers_clock)
             by = time.monotonic() + ASK_S
             engine.wait(lambda by=by: self.told or time.monotonic() > by, HEARD_LIMIT_S, "the module's buffers")  # type: ignore[misc]
             if self.told if group is None else group.least(self.told)[0]:

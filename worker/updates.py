@@ -215,6 +215,10 @@ class Updates:
     def final_clock(self) -> int:
         return self.shards.clock
 
+    @property
+    def buffers_clock(self) -> int:
+        return self.final_clock
+
     def residual(self) -> FloatArray | None:
         return self.arrays.residual(self.shards.replicas)
 

@@ -4,6 +4,7 @@ Rules
 - They go along with checkpoints, and to whoever joins.
 - A worker that shows the shared model asks for them. It has an answer at once where they are as new as that worker's own
   updates, or as the updates of the one that they come from. Else they are asked for with the next ack.
+- Under gossip they count 1 once all have done their last step, and 0 before.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from narrows.protocols import messages as m
 from narrows.protocols.cluster.rounds import Rounds
 from narrows.protocols.cluster.run import Run, Seat
 from narrows.protocols.effects import NS, Send, ServerEffect
+from narrows.protocols.modes import Rule
 from narrows.protocols.plan import unpack_arrays
 
 
@@ -46,7 +48,8 @@ class RunBuffers:
     def _ask(self, seat: Seat, clock: int) -> list[ServerEffect]:
         """Tell this worker the buffers now; where they are not here yet, it is told once they are."""
         lead = min(self.run.declared, key=lambda each: each.rank, default=seat)
-        if self.clock >= min(clock, self.rounds.clock(lead) if lead.epoch else clock):
+        counted = lead.epoch and self.run.mode.rule is not Rule.MIX  # the updates of who mixes do not come here
+        if self.clock >= min(clock, self.rounds.clock(lead) if counted else clock):
             return [self._told(seat)]
         if lead is seat:
             return [Send(seat.peer, m.Buffers(seat.worker, seat.epoch, -1, b""))]

@@ -461,6 +461,19 @@ def test_who_asks_for_module_buffers_gets_those_of_the_newest_updates() -> None:
     assert ask(other, 9) == [(other.peer, -1, b"")]
 
 
+def test_the_end_of_gossip_is_shown_with_no_module_buffers_of_before_it() -> None:
+    ours = Coordinator(Settings(sync="gossip", workers=2).validated(), 1)
+    lowest, other = (ours.run.sit(m.Hello(name, "here"), name.encode() * m.NAME_BYTES, 0) for name in "ab")
+    for seat in (lowest, other):
+        seat.declare(ours.run.changed(), 0, "")
+        ours.rounds.enter(seat, 0)
+    early, last = (pack_arrays({"mean": ("uint8", (1,), value)}) for value in (b"1", b"2"))
+    ours.handle(lowest.peer, m.Buffers(lowest.worker, lowest.epoch, 0, early), 0)  # it has evaluated in mid-run
+    assert ours.handle(other.peer, m.BuffersAsk(other.worker, other.epoch, 1), 0) == []
+    told = ours.handle(lowest.peer, m.Buffers(lowest.worker, lowest.epoch, 1, last), 0)
+    assert told == [Send(other.peer, m.Buffers(other.worker, other.epoch, 1, last))]
+
+
 # Those who are gone.
 
 

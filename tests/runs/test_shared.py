@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 from narrows.protocols.errors import UsageError
 from narrows.protocols.settings import Settings
 from narrows.worker import DistributedOptimizer, rank, world_size
+from narrows.worker.gossip import Gossiping
 
 MODES: dict[str, dict[str, Any]] = {
     "bsp": {"sync": "bsp"},
@@ -77,6 +79,36 @@ def test_all_end_with_one_model_and_its_buffers(mode: str) -> None:
             model, optimizer = script(started)
             optimizer.finish()  # parameters and buffers are the model that all end with: nothing is to be asked for
             return evaluated(model), buffers(model)
+
+        first, *others = started.together(work)
+        assert all(other == first for other in others)
+
+
+def test_who_ends_gossip_last_ends_with_the_buffers_of_who_ended_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    # 1. Worker 1 leaves the hand-over to worker 0. 2. Worker 0 hands over, and leaves. 3. Worker 1 leaves.
+    # 4. Worker 2 has seen both leave, hands over as well, and asks for the buffers.
+    passed, *ended = (threading.Event() for _ in range(3))
+    hand_over = Gossiping._hand_over
+
+    def in_order(sync: Gossiping) -> None:
+        worker = rank()
+        if worker != 1:
+            assert (passed if worker == 0 else ended[1]).wait(30.0)
+            sync.engine.waiting.poll()
+        hand_over(sync)
+        if worker == 1:
+            passed.set()
+            assert ended[0].wait(30.0)
+
+    monkeypatch.setattr(Gossiping, "_hand_over", in_order)
+    with run(Settings(**MODES["gossip"], workers=3)) as started:
+
+        def work(worker: int) -> list[bytes]:
+            model, optimizer = script(started)
+            optimizer.finish()
+            if worker < len(ended):
+                ended[worker].set()
+            return buffers(model)
 
         first, *others = started.together(work)
         assert all(other == first for other in others)
