@@ -35,8 +35,8 @@ LINES_MAX = 20  # of stderr, that an error shows
 
 @dataclass(frozen=True)
 class Facts:
-    """One actor, as it is now. `pid`: its own, `process`: that of its command, 0 while there is none. `last`: what the newest
-    step of a worker recorded."""
+    """One actor, as it is now. `pid`: its own, `process`: that of its command, 0 while there is none. `last`: what a worker
+    recorded last, in its newest step or after it."""
 
     pid: int
     process: int
@@ -170,6 +170,8 @@ class Keeper:
                 self.last = {name: value for name, value in event.items() if isinstance(value, (int, float))}
                 for name, gauge in self.gauges.items():
                     gauge.set(self.last[name], tags=self.tags)
+            elif event["event"] == "done":
+                self.last |= event["last"]  # with what its script recorded after the last step
 
     def _hear_errors(self, lines: TextIO) -> None:
         for line in lines:

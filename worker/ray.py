@@ -188,19 +188,22 @@ def _actor(options: Mapping[str, Any], need: Mapping[str, float], *words: Any) -
 def _watch(
     top: Any, above: Any, cities: list[City], began: float, report: Callable[[Progress], None] | None, every_s: float
 ) -> Progress:
-    """Until the server above has ended. Returns the last progress."""
+    """Until the server above and the scripts have ended: these may evaluate and save after their last step. Returns the last
+    progress."""
     shown = Progress(0.0, 0, {}, {}, {})
     actors = {("worker", i): actor for i, actor in enumerate(actor for city in cities for actor in city.workers)}
     actors |= {("server", i): actor for i, actor in enumerate(_servers(top, cities))}
     asked: dict[Any, tuple[str, int]] = {}
+    waits = [above]  # and the workers that have a node: others may never have one
     while True:
-        done, _ = ray.wait([above], timeout=every_s)
+        over = len(ray.wait(waits, num_returns=len(waits), timeout=every_s)[0]) == len(waits)
         shown = _progress(actors, asked, began, shown)
         if report is not None:
             report(shown)
-        if done:
-            _ended(above, "the server")
+        _ended(above, "the server")
+        if over:
             return shown
+        waits, first = [above], 0
         for city in cities:
             if city.serves is not above:
                 _ended(city.serves, "the server of a cluster")
@@ -211,6 +214,9 @@ def _watch(
                     del city.works[index]
                     if len(city.works) < city.low:
                         raise
+                else:
+                    waits += [work] if first + index in shown.workers else []
+            first += len(city.workers)
 
 
 def _ended(reference: Any, who: str) -> None:

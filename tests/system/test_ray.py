@@ -38,6 +38,9 @@ def learn(steps=20, pause=0.0):
         loss.backward()
         optimizer.step()
         record(loss=loss.item())
+    optimizer.finish()
+    time.sleep(2)  # it evaluates, while the server has ended
+    record(evaluated=7.0)
 
 def fails():
     raise ValueError("nothing is learned")
@@ -82,6 +85,7 @@ def test_two_cities_train_a_function_and_nothing_is_left(
         compress="topk:0.5+sign", checkpoint_dir=str(tmp_path / "model"), host="127.0.0.1", report=seen.append, every_s=0.5,
     )  # fmt: skip
     assert load_file(result.model)["weight"].shape == (2, 4) and result.clock == 20 and result.values["loss"] > 0
+    assert result.values["evaluated"] == 7
     places = {facts.node for progress in seen for facts in progress.workers.values()}
     assert len(places) == 2 and max(len(progress.servers) for progress in seen) == 3
     pids = {
