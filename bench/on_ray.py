@@ -4,6 +4,8 @@
     .venv-ray/bin/python bench/on_ray.py --only killed --steps 100
 
 Rules
+- The run hands out the rows (`ranges`), so each run learns from the same ones. With --own-rows each worker has a fixed share
+  of each step: those of a worker that is away are left out.
 - Undisturbed and killed have 4 workers from the beginning, as the bytes of a step are divided by their number.
 - Killed: a worker's actor at a third of the steps, at two thirds a node with workers and without the server.
 - Grown: the run starts with 2 workers, which have no room for more, and at a third of the steps a node comes that has it.
@@ -39,6 +41,7 @@ class Case:
 
     def __init__(self, steps: int, rooms: tuple[int, ...], workers: tuple[int, int]) -> None:
         self.steps, self.workers, self.did = steps, workers, ""
+        self.script = ["--steps", str(steps)]
         self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, **HERE})
         self.nodes = [self.cluster.add_node(num_cpus=room, **HERE) for room in rooms]
         self.most = 0
@@ -56,7 +59,7 @@ class Case:
         try:
             with tempfile.TemporaryDirectory() as folder:
                 return train(
-                    TASK, ["--steps", str(self.steps)], workers=self.workers, shards=SHARDS, sync="ssp",
+                    TASK, self.script, workers=self.workers, shards=SHARDS, sync="ssp",
                     strategy="SPREAD", staleness=2, compress="topk:0.11+sign", checkpoint_dir=folder, host="127.0.0.1",
                     checkpoint_every=5, report=self.seen,
                 )  # fmt: skip
@@ -94,13 +97,17 @@ CASES: dict[str, Callable[[int], Case]] = {
 
 @click.command(context_settings={"show_default": True})
 @click.option("--steps", default=400, help="of each run")
+@click.option(
+    "--own-rows", is_flag=True, help="each worker has its own share of the rows; by default the run hands them out"
+)
 @click.option("--only", type=click.Choice([*CASES]), help="this run alone; all by default")
-def main(steps: int, only: str | None) -> None:
+def main(steps: int, own_rows: bool, only: str | None) -> None:
     """Print the table of the runs as Markdown."""
     facts: dict[str, Any] = launch.facts()
     click.echo("| run | what was done | most workers at once | clock | loss |\n|---|---|---|---|---|")
     for name in [only] if only else CASES:
         case = CASES[name](steps)
+        case.script += [] if own_rows else ["--ranges"]
         result = case.run()
         done = case.did or "nothing"
         click.echo(f"| {name} | {done} | {case.most} | {result.clock} | {result.values['loss']:.4f} |")

@@ -12,7 +12,7 @@ import os
 import statistics
 import sysconfig
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from narrows.worker import DistributedOptimizer, device, rank, record, step_count, world_size  # Narrows
+from narrows.worker import DistributedOptimizer, device, ranges, rank, record, step_count, world_size  # Narrows
 
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 VALIDATION_WINDOWS = 1024
@@ -85,6 +85,18 @@ def batch_rows(text: Tensor, seed: int, step: int, batch: int, context: int, wor
     return windows(text, starts[worker::of], context)
 
 
+def shares(text: Tensor, args: argparse.Namespace) -> Iterator[tuple[int, Tensor]]:
+    """Each step's number and rows: this worker's of each step, or those that the run hands out, of the same global batches."""
+    if not args.ranges:
+        while (step := step_count()) < args.steps:
+            yield step, batch_rows(text, args.seed, step, args.batch, args.context, rank(), world_size())
+        return
+    for positions in ranges(args.steps * args.batch, args.batch // world_size(), shuffle=False):
+        step = int(positions[0]) // args.batch
+        batch = batch_rows(text, args.seed, step, args.batch, args.context)
+        yield step, batch[positions % args.batch]
+
+
 def learning_rate(step: int, steps: int, peak: float, warm_up: int) -> float:
     """Linear warm-up, then a cosine to a tenth of the peak: from the step alone, so that a joiner has it right."""
     if step < warm_up:
@@ -129,6 +141,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     pause = "seconds that a step waits besides, as for a GPU: they cost no core (default 0)"
     parser.add_argument("--pause", type=float, default=0.0, help=pause)
     parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw", help=MUON)
+    parser.add_argument(
+        "--ranges", action="store_true", help="rows are handed out by the run, also those of a dead worker"
+    )
     parser.add_argument("--overlap", action="store_true", help="send gradients during backward, clip their mean")
     return parser.parse_args(argv)
 
@@ -146,13 +161,12 @@ def main(args: argparse.Namespace) -> None:
         print(f"text sha256 {sha256}, {len(training):,} + {len(held_out):,} bytes; {size:,} parameters", flush=True)
 
     seconds, before = [], time.perf_counter()
-    while (step := step_count()) < args.steps:
+    for step, rows in shares(training, args):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, args.steps, args.lr, args.warm_up)
-        rows = batch_rows(training, args.seed, step, args.batch, args.context, rank(), world_size()).to(here)
         optimizer.zero_grad()
         # Its mean over the workers is the mean over the global batch, even if the workers' shares differ by a row.
-        loss = loss_sum(model, rows) * world_size() / (args.batch * args.context)
+        loss = loss_sum(model, rows.to(here)) * world_size() / (args.batch * args.context)
         loss.backward()
         time.sleep(args.pause)
         if not args.overlap:
