@@ -231,8 +231,8 @@ def shown(value: Any) -> str:
 
 
 @click.command(context_settings={"show_default": True, "ignore_unknown_options": True})
-@click.option("--rows", default=",".join(ROWS), help="which, with commas between")
-@click.option("--losses", is_flag=True, help=f"the rows {','.join(LOSSES)}, 400 steps of 32 windows in 8 micro-batches")
+@click.option("--rows", help=f"[{','.join(ROWS)}; with --losses {','.join(LOSSES)}]")
+@click.option("--losses", is_flag=True, help="400 steps of 32 windows in 8 micro-batches")
 @click.option("--grid", is_flag=True, help="the same steps, by 2 stages x 2 replicas in two cities")
 @click.option("--kill", is_flag=True, help="with --grid: kill a stage and go on")
 @click.option("--in-flight", default=2, help="micro-batches across the link; its round trip over the time of one")
@@ -241,7 +241,7 @@ def shown(value: Any) -> str:
 @click.option("--steps", type=int, help="[20; with --losses and --grid 400]")
 @click.argument("more", nargs=-1)
 def main(
-    rows: str, losses: bool, grid: bool, kill: bool, in_flight: int, rate: float, delay: float, steps: int | None,
+    rows: str | None, losses: bool, grid: bool, kill: bool, in_flight: int, rate: float, delay: float, steps: int | None,
     more: tuple[str, ...],
 ) -> None:  # fmt: skip
     """Measure each row; MORE goes to the task."""
@@ -254,7 +254,8 @@ def main(
         if kill:
             results["killed"] = killed(way, args)
             click.echo(results["killed"])
-        for row in ("whole", "grid") if grid else LOSSES if losses else rows.split(","):
+        usual = LOSSES if losses else ROWS
+        for row in ("whole", "grid") if grid else rows.split(",") if rows else usual:
             coded, _, schedule = row.partition("/")
             name, _, dimensions = coded.partition(":")
             words = [*args, *(["--subspace", dimensions] if dimensions else [])]
