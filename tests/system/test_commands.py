@@ -334,7 +334,7 @@ def test_a_failing_worker_is_named_and_the_others_finish(script: Callable[[str],
     )
     path = script("def own_end(index):\n    if index == 1: raise ValueError('boom')\n    if index == 2: sys.exit(7)\n"
                   + Path(path).read_text())  # fmt: skip
-    code, out, err = finished("ps-worker", "-n", "3", "--sync", "bsp", path, "30")
+    code, out, err = finished("ps-worker", "-n", "3", "--sync", "bsp", "--push", "update", path, "30")
     assert code == 1 and out == "finished\n"
     assert "local rank 1: ValueError: boom" in err and f'local rank 1:   File "{path}", line' in err
     assert "ps-worker: local rank 1 failed with exit code 1" in err

@@ -60,7 +60,7 @@ def script(tmp_path: Path) -> Path:
 PAUSE_S = 4.0
 
 
-@pytest.mark.parametrize("flags", ["--sync bsp --shards 2", "--sync gossip"])
+@pytest.mark.parametrize("flags", ["--sync bsp --push update --shards 2", "--sync gossip"])
 def test_everything_may_be_suspended_for_longer_than_any_limit(flags: str, tmp_path: Path) -> None:
     """A laptop's lid, a paused machine: nobody has heard anybody, and nobody is lost."""
     path = tmp_path / "script.py"
