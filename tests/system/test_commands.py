@@ -187,7 +187,7 @@ def test_ranks_are_those_of_the_launcher_above_and_shown_where_they_are_asked_fo
         "names = 'RANK', 'GLOBAL_RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_ADDR'\n"
         "print(*(os.environ.get(name, 'none') for name in names), local_rank())"
     )
-    code, out, _ = finished("ps-worker", "--fresh", "--server", CLOSED, "-n", "2", *flags, path, env=above)
+    code, out, _ = finished("ps-worker", "--server", CLOSED, "-n", "2", *flags, path, env=above)
     assert code == 0 and sorted(out.splitlines()) == told
 
 
