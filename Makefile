@@ -9,7 +9,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 FUZZ_SECONDS ?= 60
 
-.PHONY: help install demo test check examples fuzz bench-peers test-ray clean
+.PHONY: help install demo test check examples fuzz ptx bench-peers test-ray clean
 
 help:
 	@echo 'make demo         install, then train digits: 4 workers, 2 shards, bounded staleness, 1 % of each update sent'
@@ -17,6 +17,7 @@ help:
 	@echo 'make check        ruff, ruff format and mypy --strict'
 	@echo 'make examples     install trainers and loaders (Hugging Face, Lightning, torchtitan, litdata, ...) apart, and run examples/ with them'
 	@echo 'make fuzz         every decoder under coverage-guided fuzzing, FUZZ_SECONDS=60 each; installs atheris'
+	@echo 'make ptx          compile each CUDA kernel for sm_80, sm_90 and sm_100 and check it, without a GPU; make test has sm_90'
 	@echo 'make bench-peers  install torchft and hivemind for bench/wan.py, each in a .venv-* of its own'
 	@echo 'make test-ray     install Ray in .venv-ray, and test narrows.worker.ray there'
 	@echo 'make clean        remove builds, caches and run output; environments stay'
@@ -41,6 +42,9 @@ check: $(INSTALLED) build/mypy/narrows
 fuzz: $(INSTALLED)
 	.venv/bin/python -m pip install -q -c constraints.txt -e '.[fuzz]'
 	.venv/bin/python bench/fuzz.py --seconds $(FUZZ_SECONDS)
+
+ptx: $(INSTALLED)
+	cd tests && ../.venv/bin/python -m kit.cuda_linked
 
 build/mypy/narrows:
 	mkdir -p build/mypy

@@ -1,6 +1,6 @@
-"""Compiles each CUDA kernel without a GPU, to PTX and to machine code, with its registers and shared memory.
+"""Compiles each CUDA kernel without a GPU, to PTX and to machine code, with its registers and shared memory, and checks both.
 
-cd tests; python -m kit.cuda_linked          the table of docs/design/kernels.md
+make ptx          for three generations of GPUs, with the table of docs/design/kernels.md
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from unittest import mock
 from narrows.compression.cuda import grouped, indices, landing, levels, random, rice, scans, select, sums, values
 
 types = import_module("numba.cuda.types")
-ARCHS = ((8, 0), (9, 0), (10, 0))
+HOPPER = (9, 0)
+ARCHS = ((8, 0), HOPPER, (10, 0))
 THREADS = 256
+RESIDENT_MIN = 2  # blocks of a multiprocessor, by registers
 
 I8, U8, U16, U32, U64, I64, F32 = (
     types.Array(scalar, 1, "C")
@@ -137,13 +139,31 @@ def linked(ptx: str, arch: tuple[int, int]) -> Linked:
     return Linked(registers, stack + local, shared)
 
 
+def checked(module: Any, name: str, arch: tuple[int, int]) -> Linked:
+    """AssertionError: of what no kernel may have, or lacks."""
+    ptx = ptx_of(module, name, arch)
+    assert re.search(rf"^\.target sm_{arch[0]}{arch[1]}$", ptx, re.MULTILINE)
+    assert ".entry" in ptx
+    assert ".local" not in ptx  # a tuple that was indexed at run time would live there
+    # An add or mul without .rn may still be contracted by the driver's compiler; .ftz would flush denormals.
+    assert not re.search(r"\bfma\.|\b(add|sub|mul)\.f32|\.ftz|\.f64|div\.(full|approx)", ptx)
+    assert "ld.global.nc" not in ptx  # a cache that no fence empties: the last block would read what was there before
+    if name.endswith((".add", ".scatter_add", ".encode_sum", ".encode_strided")) or name in ("mark_sum", "top_of_each"):
+        assert "mul.rn.f32" in ptx and "add.rn.f32" in ptx
+    if name in ("mark_bits", "mark_sum", "histogram", "find_largest", "FP32.add", "INT8.add"):
+        assert re.search(r"ld\.global\.(v4|v2\.b64)", ptx)  # 128 bits at once
+    machine = linked(ptx, arch)
+    assert machine.stack == 0 and machine.resident >= RESIDENT_MIN, (name, arch, machine)
+    return machine
+
+
 def table() -> str:
     lines = [
         "| kernel | registers: sm_80 | sm_90 | sm_100 | shared, bytes | resident blocks |",
         "|---|---|---|---|---|---|",
     ]
     for module, name in CASES:
-        each = [linked(ptx_of(module, name, arch), arch) for arch in ARCHS]
+        each = [checked(module, name, arch) for arch in ARCHS]
         file = module.__name__.rpartition(".")[2]
         registers = " | ".join(str(one.registers) for one in each)
         lines.append(f"| {file}.`{name}` | {registers} | {each[1].shared} | {each[1].resident} |")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,8 @@ from narrows.compression import (
     indices,
 )
 
-# Arrays on a device and boxes are tried with these: each mode once, and the SPECs of README.
+# Arrays on a device and boxes are tried with these: each mode once, and the SPECs of README. Each mode has two of them: what is
+# sent of an update does not depend on the mode, and tests/compression/test_device.py compares each SPEC's bytes.
 MODES: dict[str, dict[str, Any]] = {
     "bsp": {"sync": "bsp"},
     "bsp, updates": {"sync": "bsp", "push": "update"},
@@ -22,6 +24,11 @@ MODES: dict[str, dict[str, Any]] = {
     "fragments": {"sync": "local", "local_steps": 4, "fragments": 2, "merge_delay": 1, "merge_alpha": 0.5},
 }
 OF_README = ("dense", "topk:0.05+int8", "cycle:0.15+sign", "topk:64/4096+2bit", "mstopk:0.01")
+MODES_WITH_SPECS = [
+    (mode, spec)
+    for mode, other in zip(MODES, cycle((OF_README[0], *OF_README[2:])), strict=False)
+    for spec in (OF_README[1], other)
+]
 
 VALUE_STAGES = ("fp16", "bf16", "int8", "int8:stochastic", "int4", "int4:stochastic", "2bit", "sign", "uint8minmax")
 

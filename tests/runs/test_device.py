@@ -11,7 +11,7 @@ import pytest
 import torch
 from kit.in_process import Cluster, store_of
 from kit.scripts import Run, build, flat, loss_of, run, seeded, tree
-from kit.specs import MODES, OF_README
+from kit.specs import MODES, MODES_WITH_SPECS, OF_README
 from torch import nn
 
 from narrows.compression import parse
@@ -109,8 +109,7 @@ def same_on_a_device(
     assert [i for i, (mine, yours) in enumerate(zip(device, host, strict=True)) if mine != yours] == []
 
 
-@pytest.mark.parametrize("spec", OF_README)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "spec"), MODES_WITH_SPECS)
 def test_every_mode_is_the_same_on_a_device(mode: str, spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     same_on_a_device(monkeypatch, Settings(**MODES[mode], compress=spec, workers=2, shards=2))
 

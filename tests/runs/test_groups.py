@@ -15,7 +15,7 @@ from kit.groups import Groups, groups
 from kit.in_process import Cluster
 from kit.on_disk import OnDisk
 from kit.scripts import BATCH, batch, build, distance, flat, loss_of, seeded
-from kit.specs import MODES, OF_README
+from kit.specs import MODES, MODES_WITH_SPECS
 from torch import nn
 
 from narrows.compression.auto import Auto, Switch
@@ -109,8 +109,7 @@ def check_same(group: Trained, single: Trained) -> None:
     assert group.weights[0, 0].tobytes() == single.weights[0, 0].tobytes()
 
 
-@pytest.mark.parametrize("spec", OF_README)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "spec"), MODES_WITH_SPECS)
 def test_a_group_of_two_is_one_worker_that_has_both_halves_of_each_batch(mode: str, spec: str) -> None:
     settings = Settings(workers=1, shards=3, compress=spec, **MODES[mode])
     check_same(trained(settings, [2]), trained(settings, [1]))

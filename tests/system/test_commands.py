@@ -261,8 +261,6 @@ def speaking_http() -> Iterator[str]:
 
 
 REFUSALS: dict[str, Refusal] = {
-    "HTTP": (3, "no server answered within 1 s"),
-    "a later release": (5, f"protocol version {VERSION + 1}, this one speaks {VERSION}"),
     "another mode": (5, "--sync bsp contradicts the server, which runs --sync ssp"),
     "another model": (5, "tensor '0.weight' is float32[3, 6], the run has '0.weight' as float32[8, 6]"),
 }
@@ -278,14 +276,10 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tup
         "model = torch.nn.Sequential(torch.nn.Linear(6, 3))\n"
         "DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model)\n"
     )
-    later = encode(m.LeaveAck("token"))
-    later[0] = bytes(later[0]).replace(b"NRWS" + bytes((VERSION,)), b"NRWS" + bytes((VERSION + 1,)), 1)
     with ExitStack() as stack:
         server = stack.enter_context(serving())
         stack.enter_context(Worker(server.address))
         addresses = {
-            "HTTP": [stack.enter_context(speaking_http())],
-            "a later release": [stack.enter_context(answering([bytes(later[0])]))],
             "another mode": [server.address, "--sync", "bsp"],
             "another model": [server.address],
         }
@@ -311,11 +305,20 @@ def test_an_address_that_is_no_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The session of a script, in this process."""
     monkeypatch.setenv("NARROWS_CONNECT_TIMEOUT", "1")
     silence = (3, "no server answered within 1 s")
-    with socket.create_server(("127.0.0.1", 0)) as silent, answering([b"junk"]) as junk:
+    header = bytes(encode(m.LeaveAck("token"))[0])
+    newer = header.replace(b"NRWS" + bytes((VERSION,)), b"NRWS" + bytes((VERSION + 1,)), 1)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        speaking_http() as http,
+        answering([b"junk"]) as junk,
+        answering([newer]) as later,
+    ):
         for address, (code, text) in (
             (CLOSED, silence),
             (f"tcp://127.0.0.1:{silent.getsockname()[1]}", silence),
+            (http, silence),
             (junk, (5, "the peer does not speak the Narrows protocol")),
+            (later, (5, f"protocol version {VERSION + 1}, this one speaks {VERSION}")),
         ):
             with pytest.raises(NarrowsError, match=text) as error:
                 Worker(address)
@@ -331,7 +334,7 @@ def test_a_failing_worker_is_named_and_the_others_finish(script: Callable[[str],
     )
     path = script("def own_end(index):\n    if index == 1: raise ValueError('boom')\n    if index == 2: sys.exit(7)\n"
                   + Path(path).read_text())  # fmt: skip
-    code, out, err = finished("ps-worker", "-n", "3", "--sync", "bsp", path, "30")
+    code, out, err = finished("ps-worker", "-n", "3", "--sync", "bsp", "--push", "update", path, "30")
     assert code == 1 and out == "finished\n"
     assert "local rank 1: ValueError: boom" in err and f'local rank 1:   File "{path}", line' in err
     assert "ps-worker: local rank 1 failed with exit code 1" in err

@@ -17,6 +17,7 @@ from kit.processes import Command, Server, Worker, finished, serving, started, t
 from kit.scripts import distance, flat
 from safetensors import safe_open
 
+UPDATES = ("--sync", "bsp", "--push", "update")  # a server that imports no torch
 RATE = 0.001  # of hundreds of steps, which must not end in noise
 
 
@@ -130,7 +131,7 @@ def test_a_machine_that_joined_ends_with_the_run_and_resume_finds_its_keys(tmp_p
     assert code == 0, err
     shutil.copytree(tmp_path / "keys", tmp_path / "copy")
     kept = ("--checkpoint-dir", str(tmp_path / "kept"))
-    with serving("--sync", "bsp", "--keys", str(tmp_path / "keys"), *kept) as server:
+    with serving(*UPDATES, "--keys", str(tmp_path / "keys"), *kept) as server:
         with joined(server, tmp_path) as stranger:
             assert stranger.command.wait() == 4 and "give --keys" in stranger.command.err, stranger.command
         worker = Worker(server.address, out.splitlines()[0], RATE)
@@ -143,7 +144,7 @@ def test_a_machine_that_joined_ends_with_the_run_and_resume_finds_its_keys(tmp_p
     clock = worker.clock
     with safe_open(tmp_path / "kept" / "model.safetensors", framework="numpy") as file:
         assert sum(file.get_tensor(name).size for name in file.keys()) == flat(worker.model).size  # noqa: SIM118
-    with serving("--sync", "bsp", "--resume", *kept) as server, Worker(server.address, rate=RATE) as again:
+    with serving(*UPDATES, "--resume", *kept) as server, Worker(server.address, rate=RATE) as again:
         assert again.clock == clock
         again.train(5)
 
@@ -168,10 +169,10 @@ def test_where_a_machine_that_joined_is_lost_the_run_goes_back_without_it(tmp_pa
 @pytest.mark.parametrize(("server_flags", "flags", "code", "sentence"), [
     (("--sync", "gossip"), (), 5, "the model is with the workers"),
     (("--sync", "async"), (), 5, "has no bound"),
-    (("--sync", "bsp", "--replicas", "1"), (), 5, "a server with a standby keeps its shards"),
-    (("--sync", "bsp"), ("--sync", "ssp"), 2, "leave out --sync"),
-    (("--sync", "bsp"), ("--checkpoint-dir", "here"), 2, "leave out --checkpoint-dir"),
-    (("--sync", "bsp"), ("--shards", "500"), 2, "from 1 to 256"),
+    ((*UPDATES, "--replicas", "1"), (), 5, "a server with a standby keeps its shards"),
+    (UPDATES, ("--sync", "ssp"), 2, "leave out --sync"),
+    (UPDATES, ("--checkpoint-dir", "here"), 2, "leave out --checkpoint-dir"),
+    (UPDATES, ("--shards", "500"), 2, "from 1 to 256"),
 ])  # fmt: skip
 def test_who_cannot_join_is_told_why(
     server_flags: tuple[str, ...], flags: tuple[str, ...], code: int, sentence: str, tmp_path: Path

@@ -95,7 +95,7 @@ def test_a_server_that_comes_back_is_served_no_more(tmp_path: Path) -> None:
     code, out, err = finished("ps-serve", "keys", "add", "one", "--keys", str(tmp_path / "keys"))
     assert code == 0, err
     shutil.copytree(tmp_path / "keys", tmp_path / "copy")
-    flags = ("--sync", "bsp", "--replicas", "1", "--keys", str(tmp_path / "keys"))
+    flags = (*BELOW, "--replicas", "1", "--keys", str(tmp_path / "keys"))
     with serving(*flags) as server:
         code, _, err = finished("ps-serve", "--bind", "tcp://127.0.0.1:0", "--standby", server.address)
         assert code == 4 and "give --keys" in err, err
@@ -155,7 +155,7 @@ def test_the_standby_of_a_cluster_has_its_place_in_the_run_above(tmp_path: Path)
     shutil.copytree(here, copy)
     told = {name: tmp_path / f"told-{name}" for name in ("root", "cluster", "standby")}
     upward = ("--parent-key", city.splitlines()[0])
-    flags = ("--sync", "bsp", "--shards", "2", "--replicas", "1", "--keys", here, *upward)
+    flags = (*BELOW, "--shards", "2", "--replicas", "1", "--keys", here, *upward)
     with (
         serving("--sync", "ssp", "--shards", "2", "--keys", above, env=telling(told["root"])) as root,
         serving(*flags, "--parent", root.address, env=telling(told["cluster"])) as cluster,
@@ -211,6 +211,6 @@ def test_who_can_have_no_standby_is_told_why() -> None:
     (("--sync", "bsp"), 2, "leave out --sync"),
 ])  # fmt: skip
 def test_who_cannot_stand_by_is_told_why(flags: tuple[str, ...], code: int, sentence: str) -> None:
-    with serving("--sync", "bsp") as server:
+    with serving(*BELOW) as server:
         ended, _, err = finished("ps-serve", "--bind", "tcp://127.0.0.1:0", "--standby", server.address, *flags)
         assert ended == code and sentence in err, err
