@@ -11,7 +11,6 @@ Rules
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -31,6 +30,7 @@ from link import Way
 
 sys.path.insert(0, str(launch.ROOT / "tests"))
 from kit.browser import Browser, browser, missing
+from kit.glance import figures
 
 from narrows.ps.glance.reading import Record, frames
 
@@ -117,14 +117,6 @@ def descendants(pid: int) -> list[int]:
     path = Path(f"/proc/{pid}/task/{pid}/children")
     found = [int(word) for word in path.read_text().split()] if path.exists() else []
     return found + [each for child in found for each in descendants(child)]
-
-
-def figures(frame: dict[str, Any]) -> dict[str, Any]:
-    """The figures of a frame that do not depend on when one looks."""
-    of_member = ("path", "host", "clock", "step_seconds", "staleness", "bytes", "step_bytes", "loss")
-    members = [{name: each[name] for name in of_member} for each in frame["members"]]
-    names = ("clock", "loss", "bytes_up", "bytes_down", "ratio", "curve", "events", "over")
-    return json.loads(json.dumps({name: frame[name] for name in names} | {"members": members}))  # type: ignore[no-any-return]
 
 
 def pictures(page: Browser, out: Path) -> None:

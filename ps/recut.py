@@ -16,9 +16,9 @@ import numpy as np
 
 from narrows.protocols.keys import Keys, overlaps
 from narrows.protocols.plan import Plan
+from narrows.protocols.saved import OPTIMIZER
 from narrows.ps.changes import OWED, FloatArray
 
-OPTIMIZER = "optimizer."
 Arrays = Mapping[str, FloatArray]  # as Store.arrays
 
 

@@ -23,6 +23,7 @@ import numpy as np
 from narrows.compression import Memory, NonFiniteError, accumulate, codecs, parse
 from narrows.protocols.keys import Keys
 from narrows.protocols.messages import CREDIT_MAX
+from narrows.protocols.saved import OPTIMIZER
 from narrows.ps.changes import Change, FirstWeights, FloatArray, Fold, Load, Outer, Publish, Rebase, Step, Terms
 from narrows.ps.gain import Gain
 from narrows.ps.mean import Mean, Trimmed
@@ -187,8 +188,8 @@ class Store:
         if self.momentum is not None and "outer.momentum" in arrays:
             self.momentum = arrays["outer.momentum"].copy()
         if self.optimizer is not None:
-            prefix = "optimizer."
-            self.optimizer.load({n[len(prefix) :]: v for n, v in arrays.items() if n.startswith(prefix)})
+            saved = {n.removeprefix(OPTIMIZER): v for n, v in arrays.items() if n.startswith(OPTIMIZER)}
+            self.optimizer.load(saved)
 
     def arrays(self) -> dict[str, FloatArray]:
         """Everything a checkpoint holds of the keys of this shard; views."""
@@ -198,7 +199,7 @@ class Store:
         if self.momentum is not None:
             arrays["outer.momentum"] = self.momentum
         if self.optimizer is not None:
-            arrays |= {f"optimizer.{name}": value for name, value in self.optimizer.state().items()}
+            arrays |= {f"{OPTIMIZER}{name}": value for name, value in self.optimizer.state().items()}
         return arrays
 
     # Publications.

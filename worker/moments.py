@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from narrows.protocols.cluster.generations import EVERY_LEAST_NS, EVERY_TIMES
 from narrows.protocols.effects import NS
 from narrows.protocols.modes import Rule
+from narrows.protocols.saved import FOLDER
 from narrows.worker.optimizers import each_of
 from narrows.worker.slices import Cut, placed
 from narrows.worker.telling import say
@@ -34,7 +35,6 @@ from narrows.worker.telling import say
 if TYPE_CHECKING:
     from narrows.worker.engine import Engine
 
-FOLDER = "NARROWS_CHECKPOINT_DIR"
 END_S = 8.0  # the last file is written within it: ps-worker waits longer, also where taking leave takes its time
 AHEAD = 1000  # clocks, and as many as the run has: no run goes back by more, and a file from there is another run's
 

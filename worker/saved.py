@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,12 +16,10 @@ from safetensors import safe_open
 from narrows.protocols.errors import UsageError
 from narrows.protocols.keys import split
 from narrows.protocols.plan import Plan
+from narrows.protocols.saved import BYTES, OPTIMIZER, SHARD, shard_file
 from narrows.worker.flat import FloatArray, plain
 from narrows.worker.optimizers import as_one
 from narrows.worker.server_state import State, as_state_dict, put_together
-
-SHARD = re.compile(r"shard-0\.clock-(\d+)\.safetensors")
-PREFIX = "optimizer."
 
 
 def saved_state(
@@ -54,7 +51,7 @@ def saved_state(
 def _of_servers(folder: Path) -> tuple[int, dict[str, State]] | None:
     """Return the clock, and the states by tensor, of the newest checkpoint that all shards have. None: no shard has an
     optimizer there."""
-    clocks = (int(match[1]) for path in folder.glob("*") if (match := SHARD.fullmatch(path.name)))
+    clocks = {int(match[2]) for path in folder.glob("*") if (match := SHARD.fullmatch(path.name))}
     for clock in sorted(clocks, reverse=True):
         try:
             with ExitStack() as stack:
@@ -66,17 +63,17 @@ def _of_servers(folder: Path) -> tuple[int, dict[str, State]] | None:
 
 def _of_clock(folder: Path, clock: int, opened: Callable[[Path], Any]) -> tuple[int, dict[str, State]] | None:
     def file_of(shard: int) -> Any:
-        return opened(folder / f"shard-{shard}.clock-{clock}.safetensors")
+        return opened(folder / shard_file(shard, clock))
 
     first = file_of(0)
-    plan = Plan.unpacked(first.get_tensor("bytes.plan").tobytes())
+    plan = Plan.unpacked(first.get_tensor(f"{BYTES}plan").tobytes())
     files = [first, *map(file_of, range(1, int(json.loads(first.metadata()["narrows"]).get("shards", 1))))]
     known, values = list[Any](), dict[str, FloatArray]()
     for file, keys in zip(files, split(plan.size, len(files)), strict=True):
         pieces = plan.pieces(*keys)
         for key in file.keys():  # noqa: SIM118 - it is no mapping
-            if key.startswith(PREFIX):
-                group, piece, name = key.removeprefix(PREFIX).split(".", 2)
+            if key.startswith(OPTIMIZER):
+                group, piece, name = key.removeprefix(OPTIMIZER).split(".", 2)
                 tensor, begin, end = pieces[int(group)][int(piece)]
                 value = file.get_tensor(key)
                 known.append([tensor, name, None if value.ndim else float(value)])

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from narrows.protocols.modes import Rule
 from narrows.worker.flat import Array
 from narrows.worker.runner import say
 
@@ -33,7 +34,7 @@ class Shared:
             return
         engine.waiting.calls("eval() or shared()")
         kept = engine.flat.kept(), engine.buffers.kept()
-        self._set(engine.sync.shared())
+        self._set(engine.sync.shared(), own=engine.mode.rule is Rule.MIX)
         self.kept = kept
 
     def put_back(self) -> None:
@@ -57,12 +58,13 @@ class Shared:
         self.engine.buffers.load(packed)
         self.told = True
 
-    def _set(self, model: Array) -> None:
+    def _set(self, model: Array, own: bool = False) -> None:
+        """`own`: this is a model of this worker alone, whose own buffers go with it."""
         if self.engine.slice is not None:
             self.engine.slice.spread(model)
         else:
             self.engine.flat.write(model)
-        if self.engine.buffers.any and not self.engine.hides:
+        if self.engine.buffers.any and not own and not self.engine.hides:
             self._take_buffers()
 
     def _take_buffers(self) -> None:

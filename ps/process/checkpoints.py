@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import struct
 import time
 import zlib
@@ -26,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from narrows.protocols.errors import IncompatibleError, UsageError
 from narrows.protocols.keys import overlaps, split
 from narrows.protocols.plan import DTYPES, NamedArray, Plan
+from narrows.protocols.saved import BYTES, SHARD, shard_file
 from narrows.ps import tables
 from narrows.ps.changes import Load
 from narrows.ps.recut import recut
@@ -34,8 +34,6 @@ KEPT = (
     3  # the newest, which some shards may not have yet; the one that all share; the one before it, if that is damaged
 )
 DEFAULT = "checkpoints"  # a run's folder is made in it where none is named
-_NAME = re.compile(r"shard-(\d+)\.clock-(\d+)\.safetensors")
-_BYTES = "bytes."  # facts that are bytes are arrays of this name: a header is no place for megabytes
 
 
 class Streamed(Protocol):
@@ -93,7 +91,7 @@ def named(array: npt.NDArray[Any]) -> NamedArray:
 
 def clocks(folder: Path, shard: int) -> tuple[int, ...]:
     """Clocks of which `folder` holds a checkpoint of this shard, ascending."""
-    found = [_NAME.fullmatch(path.name) for path in folder.glob("shard-*.safetensors")] if folder.is_dir() else []
+    found = [SHARD.fullmatch(path.name) for path in folder.glob("shard-*.safetensors")] if folder.is_dir() else []
     return tuple(sorted(int(match[2]) for match in found if match and int(match[1]) == shard))
 
 
@@ -160,7 +158,7 @@ def make_folder(told: str, resume: bool) -> str:
 
 
 def path_of(folder: Path, shard: int, clock: int) -> Path:
-    return folder / f"shard-{shard}.clock-{clock}.safetensors"
+    return folder / shard_file(shard, clock)
 
 
 def write(
@@ -179,7 +177,7 @@ def write(
     for left in folder.glob(f"shard-{shard}.clock-*.tmp"):
         left.unlink(missing_ok=True)  # of a process that was killed while it wrote
     tensors = {name: named(array) for name, array in arrays.items()}
-    tensors |= {_BYTES + name: ("uint8", (len(f),), f) for name, f in facts.items() if isinstance(f, bytes)}
+    tensors |= {BYTES + name: ("uint8", (len(f),), f) for name, f in facts.items() if isinstance(f, bytes)}
     plain = {name: fact for name, fact in facts.items() if not isinstance(fact, bytes)}
     sums = {name: zlib.crc32(raw) for name, (_, _, raw) in tensors.items()}
     write_file(path_of(folder, shard, clock), tensors, {"narrows": json.dumps(plain | {"clock": clock, "crc32": sums})})
@@ -194,7 +192,7 @@ def tidy(folder: Path, shard: int, clock: int, shards: int, shared: int) -> tupl
             path_of(folder, shard, old).unlink(missing_ok=True)
     kept = clocks(folder, shard)
     for left in folder.glob("shard-*.safetensors") if not shard else ():
-        match = _NAME.fullmatch(left.name)  # of shards that are no more
+        match = SHARD.fullmatch(left.name)  # of shards that are no more
         if match and int(match[1]) >= shards and int(match[2]) not in kept:
             left.unlink(missing_ok=True)
     return kept
@@ -221,7 +219,7 @@ def whole(folder: Path) -> list[int]:
 def drop_all_after(folder: Path, clock: int) -> None:
     """Drop the checkpoints of all shards that are later than `clock`."""
     for path in folder.glob("shard-*.safetensors"):
-        if (match := _NAME.fullmatch(path.name)) and int(match[2]) > clock:
+        if (match := SHARD.fullmatch(path.name)) and int(match[2]) > clock:
             path.unlink(missing_ok=True)
 
 
@@ -236,12 +234,12 @@ def read(
             facts = json.loads((file.metadata() or {})["narrows"])
             sums = facts.pop("crc32")
             for name in sums:
-                if only is None or name in only or name.startswith(_BYTES):
+                if only is None or name in only or name.startswith(BYTES):
                     array = file.get_tensor(name)
                     if zlib.crc32(named(array)[2]) != sums[name]:
                         raise ValueError(f"{name} is not what was written")
-                    if name.startswith(_BYTES):
-                        facts[name.removeprefix(_BYTES)] = array.tobytes()
+                    if name.startswith(BYTES):
+                        facts[name.removeprefix(BYTES)] = array.tobytes()
                     else:
                         arrays[name] = array
             missing = {"clock", "publication", "plan"} - set(facts) or {"x", "p"} - set(sums)

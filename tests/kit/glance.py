@@ -66,3 +66,11 @@ def beats(until_s: float, rank: int, rate: float) -> list[dict[str, Any]]:
     """The summaries of a worker that takes `rate` steps a second."""
     times = [BEAT_S * beat for beat in range(1, int(until_s / BEAT_S) + 1)]
     return [summary(at, rank, int(at * rate)) for at in times]
+
+
+def figures(frame: dict[str, Any]) -> dict[str, Any]:
+    """The figures of a frame that do not depend on when one looks."""
+    of_member = ("path", "host", "clock", "step_seconds", "staleness", "bytes", "step_bytes", "loss")
+    members = [{name: each[name] for name in of_member} for each in frame["members"]]
+    names = ("clock", "loss", "bytes_up", "bytes_down", "ratio", "curve", "events", "over")
+    return json.loads(json.dumps({name: frame[name] for name in names} | {"members": members}))  # type: ignore[no-any-return]

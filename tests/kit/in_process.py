@@ -29,6 +29,8 @@ from narrows.ps.shard import Shard
 from narrows.ps.store import Store
 from narrows.worker.runner import Commands
 
+THREAD = "in-process"  # the name of each thread that the kit starts
+
 warm_up()  # as ps-serve and ps-worker do: a kernel that is compiled in the middle of a run stops everybody
 
 
@@ -210,6 +212,12 @@ class Link(Commands):
                 self.events.append(effect)
         self.cluster.changed.notify_all()
 
+    def end(self, error: str) -> None:
+        """Whoever waits for an event of this link raises this, and whoever will."""
+        with self.cluster.changed:
+            self.error = self.error or error
+            self.cluster.changed.notify_all()
+
     def take(self, timeout_s: float) -> MemberEffect | None:
         with self.cluster.changed:
             if not self.events and not self.error:
@@ -232,7 +240,7 @@ def together(work: Callable[[int], Any], workers: int) -> list[Any]:
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=one, args=(worker,), daemon=True) for worker in range(workers)]
+    threads = [threading.Thread(target=one, args=(worker,), daemon=True, name=THREAD) for worker in range(workers)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -17,13 +18,14 @@ import torch
 from torch import nn
 
 from kit import in_process
-from kit.in_process import Cluster, together
+from kit.in_process import THREAD, Cluster, together
 from narrows.protocols.effects import NS
 from narrows.protocols.settings import Settings
 from narrows.worker import DistributedOptimizer, rank, session, world_size
 
 Array = npt.NDArray[np.float32]
 BATCH = 16
+ENDS_S = 10.0  # a thread ends within this, once nothing is left to wait for
 _here = threading.local()
 _seeding = threading.Lock()
 
@@ -45,6 +47,17 @@ class Run:
     def __init__(self, *clusters: Cluster) -> None:
         self.clusters, self.cluster = clusters, clusters[0]
         self.sessions: list[session.Connected] = []
+        self.before = set(threading.enumerate())
+
+    def end(self) -> None:
+        """Wake whoever still waits, so that no thread outlives the run that it is of."""
+        for each in self.sessions:
+            cast(Link, each.link).end("the run of this test is over")
+        threads = [each for each in threading.enumerate() if each.name == THREAD and each not in self.before]
+        deadline = time.monotonic() + ENDS_S
+        for thread in threads:
+            thread.join(max(deadline - time.monotonic(), 0.0))
+        assert not any(thread.is_alive() for thread in threads), f"a thread goes on {ENDS_S:.0f} s after its run"
 
     def join(self, cluster: int = 0) -> session.Connected:
         """A new worker, whose session is from now on that of the calling thread."""
@@ -74,7 +87,7 @@ class Run:
             self.become(-1)
             script()
 
-        thread = threading.Thread(target=work, daemon=True)
+        thread = threading.Thread(target=work, daemon=True, name=THREAD)
         thread.start()
         return thread
 
@@ -100,9 +113,12 @@ def run(settings: Settings, cluster: Cluster | None = None) -> Iterator[Run]:
         patch.setattr(session, "Link", lambda address, token, *rest: Link(cluster, token))
         patch.setattr(session, "current", lambda: _here.session)
         started = Run(cluster)
-        for worker in range(cluster.settings.workers):
-            assert started.join().rank == worker
-        yield started
+        try:
+            for worker in range(cluster.settings.workers):
+                assert started.join().rank == worker
+            yield started
+        finally:
+            started.end()
 
 
 @contextmanager
@@ -112,10 +128,13 @@ def tree(root: Cluster, *clusters: Cluster, first_rank: int = 0) -> Iterator[Run
         patch.setattr(session, "Link", lambda address, token, *rest: Link(clusters[int(address[-1]) - 1], token))
         patch.setattr(session, "current", lambda: _here.session)
         started = Run(*clusters)
-        for worker in range(clusters[0].settings.workers):
-            for index in range(len(clusters)):
-                assert started.join(index).rank == worker * len(clusters) + index + first_rank
-        yield started
+        try:
+            for worker in range(clusters[0].settings.workers):
+                for index in range(len(clusters)):
+                    assert started.join(index).rank == worker * len(clusters) + index + first_rank
+            yield started
+        finally:
+            started.end()
 
 
 @contextmanager
@@ -184,6 +203,25 @@ def train(
     optimizer.finish()
     with optimizer.shared():
         return flat(model)
+
+
+class Each:
+    """Several optimizers by hand, one after the other: the reference of those in one wrapper."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self.optimizers = optimizers
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def zero_grad(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
 
 
 def distance(a: Array, b: Array) -> float:

@@ -15,9 +15,10 @@ from kit.scripts import build, loss_of, run
 from torch import nn
 
 from narrows.protocols.cluster.generations import EVERY_LEAST_NS
+from narrows.protocols.saved import FOLDER
 from narrows.protocols.settings import Settings
 from narrows.worker import DistributedOptimizer, moments, step_count
-from narrows.worker.moments import AHEAD, FOLDER, Moments
+from narrows.worker.moments import AHEAD, Moments
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kit.scripts import BATCH, Array, alone, batch, build, distance, flat, loss_of, mean_loss, run, seeded
+from kit.scripts import BATCH, Array, Each, alone, batch, build, distance, flat, loss_of, mean_loss, run, seeded
 from torch import nn
 from torch.optim import lr_scheduler as lrs
 
@@ -60,25 +60,6 @@ def two_adagrad(net: nn.Module) -> list[Optimizer]:
         torch.optim.Adagrad(matrices, lr=0.1, initial_accumulator_value=0.1),
         torch.optim.Adagrad(rest, lr=0.02, initial_accumulator_value=0.1),
     ]
-
-
-class Each:
-    """The reference: one after the other, by hand."""
-
-    def __init__(self, optimizers: list[Optimizer]) -> None:
-        self.optimizers = optimizers
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
-
-    def zero_grad(self) -> None:
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
-
-    def step(self) -> None:
-        for optimizer in self.optimizers:
-            optimizer.step()
 
 
 def each_step(net: nn.Module, optimizer: Any, worker: int = 0, of: int = 1, first: int = 0) -> None:

@@ -12,16 +12,16 @@ import torch
 from kit.groups import groups
 from kit.in_process import store_of
 from kit.on_disk import OnDisk
-from kit.scripts import Run, build, distance, flat, loss_of, run
+from kit.scripts import Each, Run, build, distance, flat, loss_of, run
 from torch import nn
 
 from narrows.protocols import keys
 from narrows.protocols import messages as m
 from narrows.protocols.errors import RemoteProtocolError, UsageError
+from narrows.protocols.saved import FOLDER
 from narrows.protocols.settings import Settings
 from narrows.protocols.wire import pack
 from narrows.worker import DistributedOptimizer, optimizer, saved_state, server_state
-from narrows.worker.moments import FOLDER
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -63,28 +63,14 @@ def step(net: nn.Module, stepped: Any, number: int, worker: int = 0, of: int = 1
     stepped.step()
 
 
-class All:
-    """Plain optimizers, one after the other."""
-
-    def __init__(self, each: Optimizers, state: Any) -> None:
-        self.each = each
-        for one, its in zip(each, state.get("optimizers", [state]), strict=True):
-            one.load_state_dict(its)
-
-    def zero_grad(self) -> None:
-        for each in self.each:
-            each.zero_grad()
-
-    def step(self) -> None:
-        for each in self.each:
-            each.step()
-
-
 def next_step_alone(make: Make, weights: Any, state: Any) -> Any:
     """Return the weights after one step of a plain script that loads both."""
     net = build()
     nn.utils.vector_to_parameters(torch.from_numpy(weights.copy()), net.parameters())
-    step(net, All(make(net), through_a_file(state)), STEPS)
+    optimizers, loaded = make(net), through_a_file(state)
+    for each, its in zip(optimizers, loaded.get("optimizers", [loaded]), strict=True):
+        each.load_state_dict(its)
+    step(net, Each(optimizers), STEPS)
     return flat(net)
 
 

@@ -84,6 +84,26 @@ def test_all_end_with_one_model_and_its_buffers(mode: str) -> None:
         assert all(other == first for other in others)
 
 
+def test_in_mid_run_who_gossips_shows_its_own_buffers_and_waits_for_none(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = threading.Barrier(2, timeout=30.0)
+    with run(Settings(**MODES["gossip"], workers=2)) as started:
+
+        def work(worker: int) -> tuple[list[bytes], list[bytes]]:
+            model, optimizer = script(started)
+            own = buffers(model)
+            if worker:
+                optimizer.eval()
+            seen = buffers(model)
+            shown.wait()  # until then, the lowest rank answers nobody
+            optimizer.train()
+            optimizer.finish()
+            return own, seen
+
+        (first, _), (own, seen) = started.together(work)
+    assert own == seen != first
+    assert "did not come" not in capsys.readouterr().err
+
+
 def test_who_ends_gossip_last_ends_with_the_buffers_of_who_ended_first(monkeypatch: pytest.MonkeyPatch) -> None:
     # 1. Worker 1 leaves the hand-over to worker 0. 2. Worker 0 hands over, and leaves. 3. Worker 1 leaves.
     # 4. Worker 2 has seen both leave, hands over as well, and asks for the buffers.

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from kit.browser import browser, missing
-from kit.glance import BEAT_S, RUN, beats, summary
+from kit.glance import BEAT_S, RUN, beats, figures, summary
 from kit.processes import SCRIPT, started, until
 
 from narrows.ps.glance.history import History
@@ -66,21 +66,6 @@ def test_the_page_in_chromium() -> None:
             assert page.complaints() == []
     finally:
         watch.close()
-
-
-def figures(frame: dict[str, Any]) -> dict[str, Any]:
-    """The figures of a frame that do not depend on when one looks."""
-    members = [
-        {
-            name: each[name]
-            for name in ("path", "host", "clock", "step_seconds", "staleness", "bytes", "step_bytes", "loss")
-        }
-        for each in frame["members"]
-    ]
-    same = {
-        name: frame[name] for name in ("clock", "loss", "bytes_up", "bytes_down", "ratio", "curve", "events", "over")
-    }
-    return json.loads(json.dumps(same | {"members": members}))  # type: ignore[no-any-return]
 
 
 def test_figures_are_the_same_in_both_records_and_on_the_page(tmp_path: Path) -> None:

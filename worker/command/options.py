@@ -12,10 +12,10 @@ from narrows.protocols.addresses import parse_addresses
 from narrows.protocols.errors import UsageError
 from narrows.protocols.modes import MODES
 from narrows.protocols.runtime.flags import given
+from narrows.protocols.saved import FOLDER
 from narrows.protocols.settings import Settings
 from narrows.worker.command.managers import Place, place
 
-FOLDER = "NARROWS_CHECKPOINT_DIR"
 SAMPLES = "NARROWS_SAMPLES"  # of a step, of a process of a plan
 
 

@@ -1,0 +1,14 @@
+"""Names of what a run leaves in its --checkpoint-dir: who writes it and who reads it have them from here."""
+
+from __future__ import annotations
+
+import re
+
+FOLDER = "NARROWS_CHECKPOINT_DIR"  # the variable that tells a worker of it
+SHARD = re.compile(r"shard-(\d+)\.clock-(\d+)\.safetensors")  # a shard's checkpoint, see ps/process/checkpoints.py
+BYTES = "bytes."  # facts that are bytes are arrays of this name: a header is no place for megabytes
+OPTIMIZER = "optimizer."  # arrays of the servers' optimizer: GROUP.PIECE.NAME
+
+
+def shard_file(shard: int, clock: int) -> str:
+    return f"shard-{shard}.clock-{clock}.safetensors"

@@ -1,0 +1,46 @@
+"""The kit of these tests ends what it started."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from kit import scripts
+from kit.scripts import run, train
+
+from narrows.protocols.settings import Settings
+
+
+def sgd(model: torch.nn.Module) -> Any:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def test_a_worker_that_waits_for_one_that_never_steps_ends_with_its_run() -> None:
+    said: list[str] = []
+
+    def waits() -> None:
+        try:
+            train(1, sgd)
+        except RuntimeError as error:
+            said.append(str(error))
+
+    with run(Settings(sync="bsp", workers=2)) as started:  # the other one does nothing
+        thread = started.aside(waits)
+    assert not thread.is_alive()
+    assert said == ["the run of this test is over"]
+
+
+def test_a_thread_that_outlives_its_run_fails_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scripts, "ENDS_S", 0.1)
+    over = threading.Event()
+
+    def lasts() -> None:
+        over.wait(30.0)
+
+    with pytest.raises(AssertionError, match="a thread goes on"), run(Settings(sync="bsp")) as started:
+        thread = started.aside(lasts)
+    over.set()
+    thread.join(30.0)
+    assert not thread.is_alive()
