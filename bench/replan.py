@@ -3,9 +3,12 @@
     python bench/replan.py                            # 100 to 5 Mbit/s after 40 steps, --replan change after 20 s
     python bench/replan.py --replan say               # only said
     python bench/replan.py --from 'ssp, dense' --after 60
+    python bench/replan.py --levels 2                 # two clusters of two workers each, the root changes its plan
 
 Rules
 - Two hosts of the lab: one has ps-serve and a worker, the other a worker. Both train tasks/bytelm.py on halves of the batch.
+- On two levels three hosts: one has the root, each of the others a cluster (`BELOW`) with its two workers, on quarters of the
+  batch. Each cluster's link to the root gets narrow.
 - A step is the mean of the first worker's between two marks: the drop, the proposal, the clock of the new plan. SETTLE seconds
   after a mark do not count: updates of before it are on their way.
 - A plan counts as noticed when ps-serve's record has it.
@@ -18,9 +21,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from subprocess import Popen
+from typing import IO, Any
 
 import click
 import lab
@@ -36,8 +41,13 @@ WAYS = {
     "ssp, dense": ("--sync", "ssp"),
     "bsp, dense": ("--sync", "bsp", "--push", "update"),
 }
+BELOW = ("--sync", "bsp", "--workers", "2", "--replan", "off")  # as README has it
+BACKBONE = Way(1e9)  # from the root's host: the links of the clusters alone are narrow
 SETTLE_S, POLL_S = 5.0, 0.2
 START_S = 240.0
+
+
+Process = Popen[Any]
 
 
 @dataclass
@@ -72,28 +82,59 @@ class Seen:
         return 1e3 * (inside[-1][0] - inside[0][0]) / steps if steps else float("nan")
 
 
-def measure(begins: str, replan: str, after_s: float, steps: int, way: Way, narrow: float) -> list[str]:
+def network(levels: int, way: Way) -> AbstractContextManager[lab.Lab]:
+    """The root's host is the last of two, and the first of a star: see `started`."""
+    return lab.pair(way) if levels == 1 else lab.star([BACKBONE, *2 * [way]])
+
+
+def started(net: lab.Lab, levels: int, flags: list[str], folder: Path, log: IO[str]) -> list[Process]:
+    """All processes of the run: those that end first come first."""
+    told: dict[str, Any] = {"stdout": log, "stderr": log, "cwd": launch.ROOT}
+
+    def serve(host: lab.Host, *more: str) -> Process:
+        command = [
+            sys.executable,
+            "-m",
+            "narrows.ps.command.cli",
+            "--bind",
+            f"tcp://{host.address}:{PORT}",
+            "--insecure",
+        ]
+        return host.popen([*command, "--checkpoint-dir", "none", *more], **told)
+
+    def work(host: lab.Host, server: lab.Host, number: int) -> Process:
+        command = [sys.executable, "-m", "narrows.worker.command.cli", "--server", f"tcp://{server.address}:{PORT}"]
+        return host.popen(
+            [*command, "--record", str(folder / f"worker{number}"), wan.TASK, "--steps", "100000"], **told
+        )
+
+    first = ("--record", str(folder / "server"), "--workers", "2", *flags)
+    if levels == 1:
+        far, near = net.hosts
+        root = serve(near, *first)
+        return [work(near, near, 0), work(far, near, 1), root]
+    near, *cities = net.hosts[:3]
+    root = serve(near, *first)
+    below = [serve(city, *BELOW, "--parent", f"tcp://{near.address}:{PORT}") for city in cities]
+    workers = [work(city, city, 2 * number + each) for number, city in enumerate(cities) for each in range(2)]
+    return [*workers, *below, root]
+
+
+def measure(begins: str, levels: int, replan: str, after_s: float, steps: int, way: Way, narrow: float) -> list[str]:
     """The rows of the table. Raises CommandFailed."""
-    with tempfile.TemporaryDirectory() as temporary, lab.pair(way) as net:
-        folder, (far, near) = Path(temporary), net.hosts
-        flags = [*WAYS[begins], "--replan", replan, "--replan-after", f"{after_s:g}", "--workers", "2"]
-        serve = [sys.executable, "-m", "narrows.ps.command.cli", "--bind", f"tcp://{near.address}:{PORT}", "--insecure"]
-        serve += ["--record", str(folder / "server"), "--checkpoint-dir", "none"]
-        work = [sys.executable, "-m", "narrows.worker.command.cli", "--server", f"tcp://{near.address}:{PORT}"]
+    with tempfile.TemporaryDirectory() as temporary, network(levels, way) as net:
+        folder = Path(temporary)
+        flags = [*WAYS[begins], "--replan", replan, "--replan-after", f"{after_s:g}"]
         with (folder / "log").open("w") as log:
-            told: dict[str, Any] = {"stdout": log, "stderr": log, "cwd": launch.ROOT}
-            server = near.popen([*serve, *flags], **told)
-            workers = [
-                host.popen([*work, "--record", str(folder / f"worker{number}"), wan.TASK, "--steps", "100000"], **told)
-                for number, host in enumerate((near, far))
-            ]
+            processes = started(net, levels, flags, folder, log)
         seen = Seen(Follower(folder / "worker0"), folder / "server")
         try:
             begin = seen.until(lambda: seen.steps.look() > 5, START_S, "the first steps")
             drop = seen.until(lambda: seen.steps.look() > steps, START_S, "steps before the drop")
             if seen.told:
                 raise CommandFailed(f"a plan before the drop: {seen.told[0][1]['text']}")
-            net.links[0].change(rate=narrow)
+            for link in net.links[levels - 1 :]:  # on two levels the first is the root's
+                link.change(rate=narrow)
             said = seen.until(lambda: bool(seen.told), 20 * after_s + 60, "a proposal")
             event = seen.told[0][1]
             changed = end = seen.until(lambda: len(seen.told) > 1, 180, "the new plan") if event["changes"] else said
@@ -102,7 +143,7 @@ def measure(begins: str, replan: str, after_s: float, steps: int, way: Way, narr
         except CommandFailed as error:
             raise CommandFailed(f"{error}\n{(folder / 'log').read_text()[-2000:]}") from None
         finally:
-            for process in (*workers, server):
+            for process in processes:
                 launch.end(process)
         rows = [("before the drop", seen.step_ms(begin - SETTLE_S, drop)), ("after it", seen.step_ms(drop, said))]
         rows += [("with plan 2", seen.step_ms(changed, end))] if event["changes"] else []
@@ -114,18 +155,21 @@ def measure(begins: str, replan: str, after_s: float, steps: int, way: Way, narr
 
 @click.command(context_settings={"show_default": True})
 @click.option("--from", "begins", type=click.Choice([*WAYS]), default="ssp, int4")
+@click.option("--levels", type=click.IntRange(1, 2), default=1)
 @click.option("--replan", type=click.Choice(["say", "change"]), default="change")
 @click.option("--after", "after_s", default=20.0, help="--replan-after")
 @click.option("--steps", default=40, help="before the drop")
 @click.option("--rate", type=lab.RATE, default="100mbit")
 @click.option("--narrow", type=lab.RATE, default="5mbit")
 @click.option("--delay", type=lab.TIME, default="10ms", help="one way")
-def main(begins: str, replan: str, after_s: float, steps: int, rate: float, narrow: float, delay: float) -> None:
+def main(
+    begins: str, levels: int, replan: str, after_s: float, steps: int, rate: float, narrow: float, delay: float
+) -> None:
     """Show what --replan does when a link gets narrow."""
     if missing := lab.available():
         raise click.ClickException(missing)
     try:
-        lines = measure(begins, replan, after_s, steps, Way(rate, delay), narrow)
+        lines = measure(begins, levels, replan, after_s, steps, Way(rate, delay), narrow)
     except CommandFailed as error:
         raise click.ClickException(str(error)) from None
     print(f"{json.dumps(launch.facts())}\n\n| when | way | ms a step |\n|---|---|---|")

@@ -151,8 +151,8 @@ class Planned:
         self.written = self.min_clock if recut else -1
 
     def go_on(self, before: Planned) -> None:
-        """From what this one has, which came to the same clock under another plan of this cluster. `upward` stays: a
-        checkpoint does not have it, and weights that are older than it would not go with it."""
+        """From what this one has, which came to the same clock under another plan. A standby has that too, but not the
+        disk of the server. `upward` stays: a checkpoint does not have it."""
         self.upward = before.upward
         self.begin(Load(before.store.arrays() | before.store.tables.arrays(), before.store.publication))
 

@@ -121,7 +121,7 @@ class Shard:
         # That clock is there for all: who has no part of it reads those of others.
         kept = {clock for clock in self.checkpoints if clock < ledger.restart_clock}
         self.checkpoints = sorted(kept | {ledger.restart_clock} - {-1})
-        if self.means.child and planned is not None and (reached, self.settings.plan_number) == (clock, number + 1):
+        if planned is not None and (reached, self.settings.plan_number) == (clock, number + 1):
             self._plan(planned.plan, clock).go_on(planned)
             return effects
         return [*effects, Load(ledger.restart_clock)]

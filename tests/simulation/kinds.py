@@ -14,6 +14,7 @@ from simulation.gossips import Campaign
 from simulation.moves import Moved, moves_of
 from simulation.network import Simulator
 from simulation.pairs import Pairs, pair_case
+from simulation.plans import Changing, fall_of
 from simulation.replans import Replanned, drops_of
 from simulation.standbys import Theatre
 from simulation.trees import Tree, fault_case
@@ -48,6 +49,13 @@ def _moved(seed: int, faults: tuple[bool, bool], kit: Kit, trace: Trace | None) 
     return Replanned(drops_of(seed, *faults), kit, trace) if plans else Moved(moves_of(seed, *faults), kit, trace)
 
 
+def _tree(seed: int, kills: bool, kit: Kit, trace: Trace | None) -> Tree:
+    """One of 12 changes its plan: the root, each cluster, or both."""
+    if seed % 12 != 7:
+        return Tree(fault_case(seed, kills), kit, trace)
+    return Changing(fall_of(seed, ("above", "inside", "both")[seed // 12 % 3], kills), kit, trace)
+
+
 KINDS = {
     "runs": Kind(
         *(38, "", "runs of one cluster, with every fault of links and a worker's crash"),
@@ -62,12 +70,16 @@ KINDS = {
         lambda seed, kit, trace: Run(_some_with_rows(case_of(seed, seed % 4 == 3, kills=True)), kit, trace),
     ),
     "trees": Kind(
-        *(8, " --tree", "small trees of clusters, with every fault of links and a worker's crash"),
-        lambda seed, kit, trace: Tree(fault_case(seed), kit, trace),
+        *(
+            8,
+            " --tree",
+            "small trees of clusters, with every fault of links and a worker's crash; of 12 one whose plan changes",
+        ),
+        lambda seed, kit, trace: _tree(seed, False, kit, trace),
     ),
     "felled": Kind(
         *(6, " --tree --kill", "such trees in which shards are killed, and replayed"),
-        lambda seed, kit, trace: Tree(fault_case(seed, kills=True), kit, trace),
+        lambda seed, kit, trace: _tree(seed, True, kit, trace),
     ),
     "gossips": Kind(
         *(6, " --gossip", "small gossip runs in which anything may happen"),

@@ -37,6 +37,7 @@ from narrows.protocols.wire import encode
 from narrows.ps.changes import Change, Fold, Outer, Step
 from narrows.ps.copies import Original, lost_after
 from narrows.ps.events import Event, Kind
+from narrows.ps.planned import Planned
 from narrows.ps.process.journal import Replay, frozen, thaw
 from narrows.ps.pushing import Pushing
 from narrows.ps.reports import COORDINATOR
@@ -60,6 +61,7 @@ SETTLED_NS = 4 * NS  # after a cut and after a kill: by then members vote for no
 HEARD_NS = 3 * NS  # a heartbeat is four times in a lease
 LEASE_S = 10.0
 END_NS = 120 * NS
+KEPT = {"folded", "gathered"}  # of a store, under the plan after its own
 MODES_ABOVE = ("bsp", "ssp", "ssp, sparse", "async", "local")
 MODES_BELOW = ("bsp", "ssp", "async", "local")
 
@@ -142,6 +144,7 @@ def checksum(pieces: Iterable[Any], begin: int, size: int) -> tuple[int, FloatAr
 def recorded() -> Iterator[None]:
     """Stores keep what they fold, exchanges what was acknowledged, and uplinks what they push."""
     apply, take, push = Store.apply, Exchange.take, Pushing._push
+    planned_goes_on, pushing_goes_on = Planned.go_on, Pushing.go_on
 
     def applied(store: Store, change: Change) -> None:
         if not isinstance(change, (Fold, Outer, Step)):
@@ -160,13 +163,26 @@ def recorded() -> Iterator[None]:
 
     def pushed(above: Pushing, *arguments: Any, **more: Any) -> Any:
         effects = push(above, *arguments, **more)
-        clock, begin, end = above.exchange.clock - 1, above.replica.begin, above.replica.end
-        given, values = checksum(above.exchange.own[clock], begin, end - begin)
-        above.__dict__.setdefault("given", {})[clock] = given
+        exchange, clock = above.exchange, above.exchange.clock - 1
+        begin, end = above.replica.begin, above.replica.end
+        given, values = checksum(exchange.own[clock], begin, end - begin)
+        above.__dict__.setdefault("given", {})[exchange.worker, exchange.epoch, clock] = given
         above.__dict__["sent"] = above.__dict__.get("sent", 0.0) + values.astype(np.float64)
         return effects
 
+    def planned_went_on(planned: Planned, before: Planned) -> None:
+        planned_goes_on(planned, before)
+        planned.store.__dict__ |= {name: vars(before.store)[name] for name in KEPT & vars(before.store).keys()}
+
+    def pushing_went_on(above: Pushing, *arguments: Any) -> Any:
+        settled = above.exchange.__dict__.get("settled_own", [])
+        effects = pushing_goes_on(above, *arguments)
+        above.exchange.__dict__["settled_own"] = settled
+        return effects
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Planned, "go_on", planned_went_on)
+        patch.setattr(Pushing, "go_on", pushing_went_on)
         patch.setattr(Store, "apply", applied)
         patch.setattr(Exchange, "take", taken)
         patch.setattr(Pushing, "_push", pushed)
@@ -259,8 +275,7 @@ class Story(Level):
             planned = cluster.servers[index].shard.planned
             assert planned is not None
             if isinstance(planned.above, Pushing):
-                who = (planned.above.here.worker, planned.above.here.epoch)
-                given |= {(*who, clock): value for clock, value in planned.above.__dict__.get("given", {}).items()}
+                given |= planned.above.__dict__.get("given", {})
                 rows += planned.above.exchange.__dict__.get("settled_own", [])
         name = f"shard {index} of {self.node.name}"
         for row in rows:

@@ -93,6 +93,14 @@ class PlanChecker(MoveChecker):
         self.plan_at = {clock: plan for clock, plan in self.plan_at.items() if clock < run.restart_clock}
         super()._on_generation(coordinator, effects)
 
+    def follow(self, process: Process) -> None:
+        """A shard that goes on under another plan has what the checkpoint of that clock has."""
+        before = self.mirrors.get(process.index)
+        super().follow(process)
+        after = self.mirrors.get(process.index)
+        if before is not None and after is not None and after is not before and after.store.publication >= 0:
+            self.loaded(process, process.shard.ledger.restart_clock)
+
     def worker_started(self, worker: Worker) -> None:
         super().worker_started(worker)
         self._has_plan(self.given.generation_of.get((worker.worker, worker.epoch), -1), worker.settings, worker.name)

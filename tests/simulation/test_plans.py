@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from narrows.compression import ErrorFeedback
+from narrows.protocols.cluster.moves import MovePhase
 from narrows.ps.above import Above, Place, Seated
 from narrows.ps.changes import Load
 from narrows.ps.holding import Holding
@@ -16,9 +17,11 @@ from narrows.ps.pushing import Pushing
 from simulation.actors import Bug, planted
 from simulation.hunt import hunt
 from simulation.mirrors import Violation
+from simulation.plan_pairs import AIMS, Losing, losing_case
 from simulation.plans import Changing, fall_of
 
 RUNS = 2
+LOST = 2  # machines of a root, at each moment of a change
 PLANTED_SEEDS = 30  # within so many a planted bug is found
 
 
@@ -31,6 +34,15 @@ def test_every_invariant_holds_while_a_level_changes_its_plan(level: str) -> Non
     struck = sum((run.sim.struck for run in runs), Counter())
     for fault in ("lost", "duplicated", "reordered", "worker crashed", "cuts", "shard killed"):
         assert struck[fault] > 0, fault
+
+
+@pytest.mark.parametrize("aim", AIMS, ids=lambda aim: str(aim.value))
+def test_the_standby_of_the_root_goes_on_with_a_plan_that_changes(aim: MovePhase) -> None:
+    for seed in range(LOST):
+        run = Losing(losing_case(seed), aim).run()
+        machine = run.root.servers[0].server
+        assert machine.coordinator is not None and machine.coordinator.run.settings.plan_number > 1, seed
+        assert run.sim.struck["took over"] == 1, (seed, run.sim.struck)
 
 
 # Planted bugs: what a cluster guards while the run above changes its plan, taken out.

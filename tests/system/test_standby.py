@@ -9,12 +9,17 @@ import time
 from pathlib import Path
 
 import pytest
-from kit.logs import Log, folded, settled, telling, wrong
-from kit.processes import Server, Worker, finished, serving, trained_alone, until
+from kit.logs import REST_S, Log, folded, settled, telling, wrong
+from kit.processes import Server, Worker, finished, serving, small_model, trained_alone, until
 from kit.scripts import distance, flat
+
+from narrows.protocols.member.figures import Figures
+from narrows.protocols.member.meter import LinkMeter
+from narrows.protocols.summary import Row, Summary, packed
 
 BELOW = ("--sync", "bsp", "--push", "update")  # a server that imports no torch
 RATE = 0.001
+STEPS_MAX = 2000
 STALL_S = 11.0  # a lease, and a second
 
 
@@ -66,6 +71,44 @@ def test_the_standby_goes_on_where_the_server_was(flags: str, exact: bool, tmp_p
     assert not wrong(shards, log.settled, log.weights)
     if exact:
         assert distance(flat(worker.model), trained_alone(worker.clock, RATE)) < 1e-5
+
+
+class Narrow(Figures):
+    """Figures of a worker whose link would take 20 s for its update: another plan gains."""
+
+    said = 0
+
+    def packed(self, meter: LinkMeter, streams: int, now_ns: int) -> bytes:
+        self.said += 1
+        rate = next(small_model().parameters()).nbytes / 20
+        figures = Summary(steps=self.said, compute_seconds=0.05 * self.said, rate_up=rate, rate_down=rate)
+        return packed([Row((), "", "", figures)])
+
+
+@pytest.mark.parametrize("said", ["the run changes to it", "plan 2 from clock"])
+def test_the_standby_goes_on_with_a_plan_that_changes(said: str, tmp_path: Path) -> None:
+    """The server is lost once members are told to hold, of whom one has a clock to give yet; and once the plan is in force."""
+    flags = ("--replan", "change", "--replan-after", "1", "--lease", "3", "--shards", "2", "--replicas", "1")
+    with (
+        serving(*BELOW, *flags, env=telling(tmp_path / "server")) as server,
+        serving("--standby", server.address, env=telling(tmp_path / "told")) as standby,
+    ):
+        worker = Worker(server.address, rate=RATE)
+        log = Log(worker)
+        stands_by(standby, server)
+        log.member.figures = Narrow()
+        while said not in server.command.out and worker.clock < STEPS_MAX:
+            worker.step()
+            time.sleep(REST_S)
+        server.kill()
+        while worker.engine.settings.sync == "bsp" and worker.clock < STEPS_MAX:
+            worker.step()
+            time.sleep(REST_S)
+        goes_on(worker)
+        ends_with(standby, worker)
+    shards = folded(tmp_path / "told")
+    assert [len(rows) for rows in shards] == [worker.clock] * 2 and len(log.settled) >= 2 * worker.clock - 8
+    assert not wrong(shards, log.settled, log.weights)
 
 
 def test_a_standby_that_is_lost_is_done_without_and_another_takes_its_place() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from narrows.protocols import effects as e
 from narrows.protocols.member.exchange import Exchange
 from narrows.ps.changes import Fold, Outer, Step
+from narrows.ps.planned import Planned
 from narrows.ps.process.journal import Journal
 from narrows.ps.store import Store
 
@@ -57,5 +58,16 @@ def _replay(journal: Any, *words: Any, replay: Any = Journal.replay) -> Any:
     return done
 
 
-for where, name, what in ((Store, "apply", _apply), (Exchange, "take", _take), (Journal, "replay", _replay)):
+def _go_on(planned: Any, before: Any, go_on: Any = Planned.go_on) -> None:
+    """Under another plan the store is another one."""
+    go_on(planned, before)
+    planned.store.told = getattr(before.store, "told", [])
+
+
+for where, name, what in (
+    (Planned, "go_on", _go_on),
+    (Store, "apply", _apply),
+    (Exchange, "take", _take),
+    (Journal, "replay", _replay),
+):
     setattr(where, name, what)
