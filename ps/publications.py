@@ -50,6 +50,7 @@ class Child:
     request: int = 0  # the newest of those
     doubt: bool = False  # what was sent may not have left
     peer: bytes = b""  # where it was when it spoke last
+    asked: bool = False  # for the first weights, since it said what it follows
 
     @property
     def newest(self) -> int:
@@ -182,7 +183,7 @@ class Publications:
         child = self.child(seat)
         if child.peer not in (b"", seat.peer):  # another process has its place, and not what was sent to the one before
             child.repeat_soon()
-        child.peer = seat.peer
+        child.peer, child.asked = seat.peer, False
         if follow.clock >= child.follow.clock and follow.have >= child.follow.have:  # else overtaken by a newer one
             child.said(follow, now_ns)
 

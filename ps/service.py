@@ -148,7 +148,10 @@ class Service:
         if not ledger.started or store.publication < 0:
             wanted = not self.means.child or planned.above.wants_weights
             asks = (child.follow.credit or child.pull) and ledger.initialiser == seat.worker != planned.weights_from
-            return [Send(seat.peer, m.NeedWeights(seat.worker, seat.epoch))] if wanted and asks else []
+            if not (wanted and asks) or child.asked:
+                return []
+            child.asked = True  # each ask costs a whole model on its link
+            return [Send(seat.peer, m.NeedWeights(seat.worker, seat.epoch))]
         effects: list[ServerEffect] = [*self.publications.serve(seat, now_ns), *self._rows(seat, now_ns)]
         settled = seat.settled if planned.mode.barrier else planned.min_clock
         if child.pull is None or child.pull.clock > settled:

@@ -129,6 +129,20 @@ def test_the_first_weights_are_those_of_one_worker() -> None:
     assert any(np.array_equal(a, flat(build(seed))) for seed in (3, 11))
 
 
+def test_the_first_weights_are_asked_for_once() -> None:
+    """An answer is the whole model: what comes of others until it is here asks for no other one."""
+    root, clusters = family(BARRIER, Settings(sync="bsp"), 2)
+    held = [Held(cluster, 0, (m.NeedWeights,)) for cluster in clusters]
+    with tree(root, *clusters) as run:
+        scripts = [Script(run, rank, lambda: steps(1, finish=False)) for rank in range(2)]
+        assert pump(run, [root, *clusters], lambda: any(each.late for each in held))
+        pump(run, [root, *clusters], lambda: False, 2.0)
+        assert sum(len(each.late) for each in held) == 1
+        for each in held:
+            each.release()
+        finished(run, [root, *clusters], *scripts)
+
+
 # Leases that end.
 
 
