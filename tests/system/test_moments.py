@@ -74,5 +74,6 @@ def test_moments_outlive_a_server_and_workers_that_were_killed(tmp_path: Path) -
     assert torch.load(tmp_path / "jena.began") == [clock, {}]
     assert f"begins anew: {tmp_path / 'jena'}/optimizer-" in said["jena"], said["jena"]
     assert "is of another model, another optimizer or another part of the model\n" in said["jena"]
-    last = torch.load(kept("leipzig"))
-    assert last["clock"] >= clock + 5, "one is written at the end"
+    # By rank: leipzig may have another one now, and the file of the old one stays.
+    last = max(torch.load(path)["clock"] for path in (tmp_path / "leipzig").glob("optimizer-*.pt"))
+    assert last >= clock + 5, "one is written at the end"
