@@ -5,8 +5,8 @@ Rules
 - An event is (index of the child, kind, value). A line of a pipe of kind "event" is a JSON object: its "event" is the kind, and
   it the value. A line of any other pipe is the value, with the kind of the pipe.
 - "exit" is the last event of a child, with its code: it comes once its pipes are read.
-- Children are forked by a nursery (launch.py) from its event "ready" on. Before that, and where that says why there is no fork,
-  each is an interpreter of its own. The nursery's "say" is what it does meanwhile.
+- Children are forked by a nursery (launch.py) from its first event "ready" on. Before that, and where that says why there is no
+  fork, each is an interpreter of its own. The nursery's "say" is what it does meanwhile.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import contextlib
 import json
 import os
 import queue
+import secrets
 import signal
 import socket
 import subprocess
@@ -53,15 +54,21 @@ class Child:
         self._over.wait(timeout_s)
         return self.code
 
+    def reap(self) -> int:
+        """Wait for it where it is our own; returns its exit code."""
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
     def signal(self, number: int) -> None:
         if self.code is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """It and whatever it started."""
-        with contextlib.suppress(ProcessLookupError):
+        """It and whatever it started. A nursery that was given to us leads no group."""
+        try:
             os.killpg(self.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            self.signal(signal.SIGKILL)
 
     def write(self, line: str) -> None:
         """Give it a line, if it is still there."""
@@ -80,6 +87,8 @@ class Children:
 
     def __init__(self) -> None:
         self.events: queue.Queue[Event] = queue.Queue(EVENTS_MAX)
+        self.given = launch.Given.take()
+        self.hash_seed = (self.given and self.given.hash_seed) or str(secrets.randbelow(1 << 32))
         self.nursery: Child | None = None
         self.why: str | None = None  # the nursery does not fork; "": it does; None: it has not said yet
         self.forked: dict[int, Child] = {}  # by it, that have not ended
@@ -90,18 +99,40 @@ class Children:
         return self.why == ""
 
     def prepare(self, env: Mapping[str, str], needs: Sequence[tuple[str, str]]) -> None:
-        """Start a nursery in the environment that all children share; `needs` as in launch.py."""
+        """Have a nursery, in the environment that all children share; `needs` as in launch.py. "ready" is to come."""
         if not launch.POSSIBLE:
             self._ready("they can be forked on Linux only")
             return
-        self.port, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.port.send(json.dumps([*needs]).encode())
-        # OpenBLAS makes its threads when it is loaded: a child asks for more.
-        env = {**env, "OPENBLAS_NUM_THREADS": "1"}
+        self.port = self._given(env) or self._own(env)
+        self.need(needs)
+        threading.Thread(target=self._hear_nursery, daemon=True).start()
+
+    def need(self, needs: Sequence[tuple[str, str]]) -> None:
+        """Let the nursery import more, and say "ready" again; until then it forks nothing."""
+        with contextlib.suppress(OSError):  # it has ended, and whoever hears it says so
+            self.port.send(json.dumps([*needs]).encode())
+
+    def _given(self, env: Mapping[str, str]) -> socket.socket | None:
+        """The socket of the nursery that was forked with this command, if its children may have that one's hash seed."""
+        if (given := self.given) is None:
+            return None
+        nursery = Child(given.pid)
+        threading.Thread(target=self._wait, args=(NURSERY, nursery, nursery.reap, ()), daemon=True).start()
+        if env.get("PYTHONHASHSEED", given.hash_seed) != given.hash_seed:
+            given.port.close()  # which ends it
+            return None
+        self.nursery = nursery
+        return given.port
+
+    def _own(self, env: Mapping[str, str]) -> socket.socket:
+        port, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # The hash seed is known, so that a command among the children can tell it. OpenBLAS makes its threads when it is
+        # loaded: a child asks for more.
+        env = {"PYTHONHASHSEED": self.hash_seed, **env, "OPENBLAS_NUM_THREADS": "1"}
         passed = {launch.SOCKET: theirs.fileno()}
         self.nursery = self.start(NURSERY, launch.WORDS, env, listens={1: "err", 2: "err"}, passed=passed)
         theirs.close()
-        threading.Thread(target=self._hear_nursery, daemon=True).start()
+        return port
 
     def close(self) -> None:
         """End the nursery."""
@@ -119,11 +150,13 @@ class Children:
         stdin: bool = False,
         passed: Mapping[str, int] | None = None,
         name: str = "",
+        nests: bool = False,
     ) -> Child:
         """Start python with these words.
 
         listens: the kind of what comes on a descriptor (1, 2), or on one whose number is in a variable. stdin: it gets a pipe.
         passed: descriptors of ours, by the variable that names them to the child. name: as `top` shows it, where it is forked.
+        nests: it is a command, which has children of its own.
         """
         standard, handed = [os.open(os.devnull, os.O_RDWR), 1, 2], dict(passed or {})
         pipes: list[tuple[str, int]] = []
@@ -140,7 +173,7 @@ class Children:
         if stdin:
             standard[0], to_child = os.pipe()
             theirs.append(standard[0])
-        forked = self._fork(words, env, name, standard, handed) if self.forks else None
+        forked = self._fork(words, env, name, nests, standard, handed) if self.forks else None
         child, wait = forked or self._spawn(words, env, standard, handed)
         for fd in theirs:
             os.close(fd)
@@ -170,11 +203,12 @@ class Children:
         words: Sequence[str],
         env: Mapping[str, str],
         name: str,
+        nests: bool,
         standard: Sequence[int],
         handed: Mapping[str, int],
     ) -> tuple[Child, Callable[[], int | None]] | None:
         """A child of the nursery, or None where it does not fork."""
-        request = {"words": [*words], "env": dict(env), "name": name, "handed": [*handed]}
+        request = {"words": [*words], "env": dict(env), "name": name, "handed": [*handed], "nests": nests}
         try:
             socket.send_fds(self.port, [json.dumps(request).encode()], [*standard, *handed.values()])
             answer = self.answers.get(timeout=FORK_S)

@@ -15,6 +15,7 @@ import io
 import os
 import runpy
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from types import CodeType, TracebackType
@@ -36,6 +37,7 @@ def begin(name: str, env: Mapping[str, str]) -> None:
         sys.modules["numpy.random"].seed()
     if "torch" in sys.modules:
         sys.modules["torch"].default_generator.seed()
+    tempfile.tempdir = None  # looked up again, by the variables of now
     changed = {key: int(env[key]) for key in THREADS if env.get(key, "").isdigit() and env[key] != forked.get(key)}
     for key, count in changed.items():
         THREADS[key](count)

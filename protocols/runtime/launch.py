@@ -4,6 +4,8 @@ Rules
 - It forks while it has one thread and no device, and else says why not: then each child is an interpreter of its own.
 - The command names what is imported, and called. None of it may start a pool of threads or open a device.
 - It ends with the socket to its command. Its children end by their own pipes.
+- A child that is a command with children of its own gets a nursery too, which is forked from it as it begins: what is imported
+  is imported once for all of them.
 - It says JSON lists to its command: ["say", text], ["ready", why not], ["pid", number], ["refused", why],
   ["ended", pid, code].
 """
@@ -15,11 +17,13 @@ import gc
 import importlib
 import json
 import os
+import re
 import select
 import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -32,6 +36,10 @@ WORDS = [
     "__import__('narrows.protocols.runtime.launch', fromlist=['main']).main()",
 ]
 SOCKET = "NARROWS_NURSERY_FD"
+GIVEN = "NARROWS_NURSERY"  # to a command that was forked: socket, pid and hash seed of its nursery
+HASH_SEED = re.sub(
+    r"\D.*", "", os.environ.get("PYTHONHASHSEED", "")
+)  # that this interpreter began with; "random" is none
 MESSAGE_BYTES_MAX = 1 << 17  # of a request, most of it the environment; the kernel's buffer holds one of them
 DESCRIPTORS_MAX = 16
 POSSIBLE = sys.platform == "linux" and hasattr(os, "pidfd_open")
@@ -55,15 +63,39 @@ def unfit() -> str:
     return ""
 
 
+Begins = Callable[[], Any]  # what a child is to do; it returns the same of a child of its own, or None
+
+
 class Nursery:
     """One command's nursery, at the other end of `port`."""
 
     def __init__(self, port: socket.socket) -> None:
         self.port = port
         self.poll = select.poll()
+        self.poll.register(port, select.POLLIN)
         self.handlers = {number: signal.getsignal(number) for number in signals.TO_ALL}  # that a child is to have
         signals.leave_to_parent()
         self.running: dict[int, int] = {}  # children that have not ended, by their pidfd
+
+    def run(self) -> Begins:
+        """Import and fork on request. Returns in a child only, with what it is to do."""
+        with contextlib.suppress(BrokenPipeError):
+            while True:
+                for fd, _ in self.poll.poll():
+                    if fd in self.running:
+                        self._reap(fd)
+                        continue
+                    raw, fds, _, _ = socket.recv_fds(
+                        self.port, MESSAGE_BYTES_MAX, DESCRIPTORS_MAX, socket.MSG_CMSG_CLOEXEC
+                    )
+                    request = json.loads(raw or "null")
+                    if isinstance(request, list):
+                        self.prepare(request)
+                    elif request is None:
+                        os._exit(0)  # the command has ended
+                    elif begins := self._fork(fds, **request):
+                        return begins
+        os._exit(0)
 
     def tell(self, kind: str, *values: Any) -> None:
         self.port.send(json.dumps([kind, *values]).encode())
@@ -83,20 +115,6 @@ class Nursery:
         gc.freeze()  # so that no child copies these pages by looking for garbage on them
         self.tell("ready", unfit())
 
-    def serve(self) -> Callable[[], None]:
-        """Fork on request. Returns in a child only, with what it is to do."""
-        self.poll.register(self.port, select.POLLIN)
-        while True:
-            for fd, _ in self.poll.poll():
-                if fd in self.running:
-                    self._reap(fd)
-                    continue
-                raw, fds, _, _ = socket.recv_fds(self.port, MESSAGE_BYTES_MAX, DESCRIPTORS_MAX, socket.MSG_CMSG_CLOEXEC)
-                if not raw:
-                    os._exit(0)  # the command has ended
-                if begins := self._fork(fds, **json.loads(raw)):
-                    return begins
-
     def _reap(self, fd: int) -> None:
         pid = self.running.pop(fd)
         self.poll.unregister(fd)
@@ -105,8 +123,8 @@ class Nursery:
         self.tell("ended", pid, os.waitstatus_to_exitcode(status))
 
     def _fork(
-        self, fds: list[int], words: list[str], env: dict[str, str], name: str, handed: list[str]
-    ) -> Callable[[], None] | None:
+        self, fds: list[int], words: list[str], env: dict[str, str], name: str, handed: list[str], nests: bool
+    ) -> Begins | None:
         """Start a child with `fds` as stdin, stdout, stderr, and those whose numbers the variables `handed` are to hold."""
         if why := unfit():
             self.tell("refused", why)
@@ -118,7 +136,7 @@ class Nursery:
                 self.port.close()
                 for fd in (leads, led, *self.running):
                     os.close(fd)
-                return self._begins(fds, words, env, name, handed)
+                return self._begins(fds, words, env, name, handed, nests)
             os.close(led)
             os.read(leads, 1)  # its end: the child leads its group, so that it can be ended
             os.close(leads)
@@ -131,8 +149,8 @@ class Nursery:
         return None
 
     def _begins(
-        self, fds: list[int], words: list[str], env: dict[str, str], name: str, handed: list[str]
-    ) -> Callable[[], None]:
+        self, fds: list[int], words: list[str], env: dict[str, str], name: str, handed: list[str], nests: bool
+    ) -> Begins:
         for number, fd in enumerate(fds[:3]):
             os.dup2(fd, number)
             os.close(fd)
@@ -142,14 +160,47 @@ class Nursery:
         for known, handler in self.handlers.items():
             signal.signal(known, handler)
         interpreter.begin(name, env)
+        if nests and (nested := _nest(fds[3:])):
+            return nested.run
         return partial(interpreter.run, words)
 
 
-def main() -> None:
-    nursery = Nursery(socket.socket(fileno=int(os.environ.pop(SOCKET))))
-    try:
-        nursery.prepare(json.loads(nursery.port.recv(MESSAGE_BYTES_MAX)))
-        begins = nursery.serve()
-    except BrokenPipeError:
-        os._exit(0)  # the command has ended
-    begins()
+def _nest(fds: Sequence[int]) -> Nursery | None:
+    """Fork a nursery from a command that begins; returns it there. `fds`: those of the command alone."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if pid := os.fork():
+        theirs.close()
+        ours.set_inheritable(True)
+        os.environ[GIVEN] = f"{ours.detach()} {pid} {HASH_SEED}"
+        return None
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    for fd in (nothing, *fds):
+        os.close(fd)
+    ours.close()
+    return Nursery(theirs)
+
+
+@dataclass(frozen=True)
+class Given:
+    """The nursery that was forked with this command, at the other end of `port`."""
+
+    port: socket.socket
+    pid: int
+    hash_seed: str  # "": nobody knows it
+
+    @staticmethod
+    def take() -> Given | None:
+        """Return it where there is one, once. Nothing that this process starts hears of it."""
+        fd, pid, hash_seed = os.environ.pop(GIVEN, "  ").split(" ")
+        if not fd:
+            return None
+        os.set_inheritable(int(fd), False)
+        return Given(socket.socket(fileno=int(fd)), int(pid), hash_seed)
+
+
+def main(kind: type[Nursery] = Nursery) -> None:
+    begins: Begins | None = kind(socket.socket(fileno=int(os.environ.pop(SOCKET)))).run
+    while begins is not None:
+        begins = begins()

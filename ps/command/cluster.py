@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import signal
 import time
 from collections.abc import Callable
@@ -54,10 +53,10 @@ class Cluster:
         self.ready_file = ""
         self.glance = Watch()
         self.told: dict[str, Any] = {}  # what every shard is told
-        self.hash_seed = str(secrets.randbelow(1 << 32))  # of all lives of a shard: they take sets in the same order
+        self.children = Children()
+        self.hash_seed = self.children.hash_seed  # of all lives of a shard: they take sets in the same order
         self.standing = Standing()
         self.follows: dict[int, str] = {}  # shards that copy others, and where those are
-        self.children = Children()
         self.ready = False  # shards can be started
         self.shards: dict[int, Child] = {}
         self.stopping = False

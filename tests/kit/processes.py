@@ -24,6 +24,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from kit.nursery import FORKED, Forked, nursery
 from kit.scripts import flat
 from narrows.worker.command.managers import MANAGERS
 from narrows.worker.session import Connected
@@ -71,6 +72,10 @@ class Command:
     def __init__(self, words: tuple[str, ...], env: dict[str, str], cwd: Path | None) -> None:
         self.words = words
         self.files = [tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")]  # noqa: SIM115 - closed by end
+        self.process: subprocess.Popen[str] | Forked
+        if words[0] in FORKED and nursery().forks(env):
+            self.process = nursery().fork(words, env, cwd, self.files)
+            return
         self.process = subprocess.Popen(
             [str(BIN / words[0]), *words[1:]],
             stdin=subprocess.DEVNULL,
@@ -79,6 +84,7 @@ class Command:
             env=env,
             cwd=cwd,
             start_new_session=True,
+            text=True,
         )
 
     @property

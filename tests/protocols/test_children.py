@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -123,3 +124,44 @@ def test_nothing_comes_where_nothing_is_said() -> None:
 @pytest.mark.parametrize(("number", "name"), [(9, "signal 9 (SIGKILL)"), (99, "signal 99")])
 def test_signals_have_names(number: int, name: str) -> None:
     assert signal_name(number) == name
+
+
+# A command among the children, with a child of its own. argv: the hash seed that its child is to have, or "".
+COMMAND = """
+import json, sys
+from narrows.protocols.runtime.children import Children
+
+children = Children()
+env = {"PYTHONHASHSEED": sys.argv[1]} if sys.argv[1] else {}
+children.prepare(env, [("", "colorsys")])
+said = [children.next(10.0)]
+children.need([("", "tabnanny")])
+said.append(children.next(10.0))
+child = children.start(0, [sys.argv[2]], env, listens={1: "out"})
+print(json.dumps([said, children.next(10.0), children.next(10.0), children.hash_seed]))
+children.close()
+"""
+CHILD = "import sys\nprint(len({'colorsys', 'tabnanny', 'fractions'} & {*sys.modules}), hash('narrows'))"
+
+
+@pytest.mark.parametrize("told", ["", "5"])
+def test_a_command_among_them_has_a_nursery_that_knows_what_ours_has_imported(told: str, tmp_path: Path) -> None:
+    """If its children are to have another hash seed, it has an interpreter of its own."""
+    for name, text in (("command.py", COMMAND), ("child.py", CHILD)):
+        (tmp_path / name).write_text(text)
+    children = Children()
+    children.prepare(ENV, [("", "fractions")])
+    assert children.next(GONE_S) == (NURSERY, "ready", {"why": ""})
+    hashes = []
+    for _ in range(2):
+        words = [str(tmp_path / "command.py"), told, str(tmp_path / "child.py")]
+        children.start(1, words, ENV, listens={1: "out", 2: "err"}, nests=True)
+        (_, kind, line), last = everything(children)
+        assert kind == "out" and last == (1, "exit", 0), line
+        said, (_, _, found), end, seed = json.loads(line)
+        assert said == [[NURSERY, "ready", {"why": ""}]] * 2 and end == [0, "exit", 0]
+        count, value = map(int, found.split())
+        assert count == (2 if told else 3) and seed == children.hash_seed
+        hashes.append(value)
+    assert len({*hashes}) == 1  # every life of it has that seed
+    children.close()

@@ -31,11 +31,11 @@ CHILD_END_S = 15.0  # after Ctrl-C
 SERVER_END_S = 60.0
 TELL_S = 5.0
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
-NEEDS = [
-    ("importing torch ...", "torch"),
-    ("loading kernels ...", "narrows.worker.session:warm_up"),
-    ("", "narrows.worker.optimizer"),
-]
+# A server needs the first alone, unless it steps the script's optimizer: then it starts while torch is imported.
+NEEDS = (
+    [("loading kernels ...", "narrows.compression:warm_up")],
+    [("importing torch ...", "torch"), ("", "narrows.worker.session:warm_up"), ("", "narrows.worker.optimizer")],
+)
 SERVER = -1  # in place of a worker's index
 WORLD = ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
 SWITCHED = "local rank {} codes with {to}, not {from}, from clock {clock} on: {reason}"
@@ -69,7 +69,7 @@ class Launcher:
         self.felled: set[int] = set()  # that we ended, because another of their group had
         self.errors: dict[int, tuple[int, str]] = {}  # of ours, that ended a worker: exit code, sentence
         self.joined: set[int] = set()  # workers
-        self.ready = options.fresh  # workers can be started
+        self.needs = [] if options.fresh else [*NEEDS]  # that are not imported yet
         self.broken = False  # the run cannot go on
         self.telling: list[threading.Thread] = []
         self.signals: list[int] = []
@@ -102,19 +102,26 @@ class Launcher:
     def _prepare(self) -> int:
         """Have a server, and what workers need; returns the exit code of a server that has ended, with its message on the
         console."""
-        if not self.ready:
-            self.children.prepare(self._environment(), NEEDS)
-        if not self.server:
-            self._embed()
+        if self.needs:
+            self.children.prepare(self._environment(), self.needs[0])
+        else:
+            self._go_on()
         deadline = time.monotonic() + SERVER_START_S
-        while not (self.server and self.ready) and not self.signals:
+        while (self.needs or not self.server) and not self.signals:
             self._take(0.1)
             if SERVER in self.codes:
                 return self.codes[SERVER] or 1
             if time.monotonic() > deadline:
-                what = "the embedded server" if self.ready else "the process that forks workers"
+                what = "the process that forks workers" if self.needs else "the embedded server"
                 raise UnreachableError(f"{what} did not start within {SERVER_START_S:.0f} s")
         return 0
+
+    def _go_on(self) -> None:
+        """Embed a server as soon as that is possible, and import what is next."""
+        if not self.server and len(self.needs) <= (not self.options.server_steps) and self.embedded is None:
+            self._embed()
+        if self.needs:
+            self.children.need(self.needs[0])
 
     def _embed(self) -> None:
         self.console.doing("starting the server ...")
@@ -124,8 +131,10 @@ class Launcher:
         words += ["--checkpoint-dir", self.options.checkpoint_dir or "none", *["--resume"] * self.options.resume]
         # Said also where they are not given: a variable is ours, and not the embedded server's.
         words += ["--dashboard=" + self.options.dashboard, "--metrics=" + self.options.metrics]
-        env = os.environ | {"NARROWS_EMBEDDED": "1", "PYTHONSAFEPATH": "1"}
-        self.embedded = self.children.start(SERVER, words, env, listens={1: "event", 2: "err"}, stdin=True)
+        env, listens = os.environ | {"NARROWS_EMBEDDED": "1", "PYTHONSAFEPATH": "1"}, {1: "event", 2: "err"}
+        self.embedded = self.children.start(
+            SERVER, words, env, listens=listens, stdin=True, name="ps-serve", nests=True
+        )
 
     @property
     def _workers(self) -> str:
@@ -152,26 +161,7 @@ class Launcher:
             **(options.parts[index] if options.parts else {}),
         }
         env = surroundings.without_ranks(self._environment())
-        return env | own | (self._in_group(index) if options.group else self._in_run(index))
-
-    def _in_run(self, index: int) -> dict[str, str]:
-        """A manager numbers its tasks, of which each is one ps-worker. The session sets what only the server knows."""
-        place, count = self.options.place, self.options.nproc
-        local = str(place.local_rank * count + index)
-        if not self.options.rank_variables:
-            return {"NARROWS_LOCAL_RANK": local}
-        rank = str((place.rank or 0) * count + index)
-        return {
-            "RANK": rank,
-            "GLOBAL_RANK": rank,  # of litdata
-            "LOCAL_RANK": local,
-            "WORLD_SIZE": str((place.world_size or 1) * count),
-            "NARROWS_SETS": " ".join(
-                names
-                for names, told in (("RANK GLOBAL_RANK", place.rank), ("WORLD_SIZE", place.world_size))
-                if told is None
-            ),
-        }
+        return env | own | (self._in_group(index) if options.group else options.in_run(index))
 
     def _in_group(self, index: int) -> dict[str, str]:
         """As torchrun numbers the process group that the copies make."""
@@ -225,9 +215,10 @@ class Launcher:
     def _take(self, timeout_s: float) -> None:
         match self.children.next(timeout_s):
             case (_, "ready", {"why": why}):
-                self.ready = True
+                self.needs = [] if why else self.needs[1:]
                 if why:
                     self.console.say(f"each worker starts in an interpreter of its own: {why}")
+                self._go_on()
             case (_, "serves", {"address": address}):
                 self.server = address
             case (_, "say", said):

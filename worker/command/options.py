@@ -10,7 +10,7 @@ from typing import Any
 
 from narrows.protocols.addresses import parse_addresses
 from narrows.protocols.errors import UsageError
-from narrows.protocols.modes import MODES
+from narrows.protocols.modes import MODES, Rule
 from narrows.protocols.runtime.flags import given
 from narrows.protocols.saved import FOLDER
 from narrows.protocols.settings import Settings
@@ -54,6 +54,30 @@ class Options:
         """Variables that name files, of every copy."""
         told = {"NARROWS_KEY": self.key, FOLDER: self.checkpoint_dir}
         return {name: os.path.abspath(path) if path else "" for name, path in told.items()}
+
+    @property
+    def server_steps(self) -> bool:
+        """Whether the embedded server steps the script's optimizer."""
+        return Settings(**self.run).validated().mode().rule is Rule.OPTIMIZER
+
+    def in_run(self, index: int) -> dict[str, str]:
+        """A manager numbers its tasks, of which each is one ps-worker. The session sets what only the server knows."""
+        place, count = self.place, self.nproc
+        local = str(place.local_rank * count + index)
+        if not self.rank_variables:
+            return {"NARROWS_LOCAL_RANK": local}
+        rank = str((place.rank or 0) * count + index)
+        return {
+            "RANK": rank,
+            "GLOBAL_RANK": rank,  # of litdata
+            "LOCAL_RANK": local,
+            "WORLD_SIZE": str((place.world_size or 1) * count),
+            "NARROWS_SETS": " ".join(
+                names
+                for names, told in (("RANK GLOBAL_RANK", place.rank), ("WORLD_SIZE", place.world_size))
+                if told is None
+            ),
+        }
 
     def words_of(self, index: int) -> list[str]:
         """Return the words of this copy: {samples} in them is its part of a step, where the plan has one."""
