@@ -23,9 +23,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
-from narrows.protocols.runtime import launch
+from narrows.protocols.runtime import launch, signals
 
 EVENTS_MAX = 100_000  # lines that wait to be shown: then their writers wait
 PIPES_END_S = 2.0  # a process that a child left behind may keep its pipes open for ever
@@ -208,9 +209,12 @@ class Children:
         handed: Mapping[str, int],
     ) -> tuple[Child, Callable[[], int | None]] | None:
         """A child of the nursery, or None where it does not fork."""
-        request = {"words": [*words], "env": dict(env), "name": name, "handed": [*handed], "nests": nests}
+        ignored = [
+            number for number in signals.TO_ALL if signal.getsignal(number) is signal.SIG_IGN
+        ]  # as exec hands down
+        request = launch.Request([*words], dict(env), name, [*handed], ignored, nests)
         try:
-            socket.send_fds(self.port, [json.dumps(request).encode()], [*standard, *handed.values()])
+            socket.send_fds(self.port, [json.dumps(asdict(request)).encode()], [*standard, *handed.values()])
             answer = self.answers.get(timeout=FORK_S)
         except (OSError, queue.Empty) as error:
             answer = str(error) or f"no answer came within {FORK_S:.0f} s"

@@ -17,7 +17,6 @@ import gc
 import importlib
 import json
 import os
-import re
 import select
 import signal
 import socket
@@ -37,9 +36,8 @@ WORDS = [
 ]
 SOCKET = "NARROWS_NURSERY_FD"
 GIVEN = "NARROWS_NURSERY"  # to a command that was forked: socket, pid and hash seed of its nursery
-HASH_SEED = re.sub(
-    r"\D.*", "", os.environ.get("PYTHONHASHSEED", "")
-)  # that this interpreter began with; "random" is none
+_told = os.environ.get("PYTHONHASHSEED", "")
+HASH_SEED = _told if _told.isdigit() else ""  # that this interpreter began with, where it is known
 MESSAGE_BYTES_MAX = 1 << 17  # of a request, most of it the environment; the kernel's buffer holds one of them
 DESCRIPTORS_MAX = 16
 POSSIBLE = sys.platform == "linux" and hasattr(os, "pidfd_open")
@@ -63,6 +61,18 @@ def unfit() -> str:
     return ""
 
 
+@dataclass(frozen=True)
+class Request:
+    """A child that is to be started, with descriptors beside: stdin, stdout, stderr, and those of `handed`."""
+
+    words: Sequence[str]  # what follows `python`
+    env: dict[str, str]
+    name: str
+    handed: Sequence[str]  # variables that are to hold the numbers of descriptors
+    ignored: Sequence[int]  # signals
+    nests: bool  # it is a command, and has children of its own
+
+
 Begins = Callable[[], Any]  # what a child is to do; it returns the same of a child of its own, or None
 
 
@@ -73,7 +83,6 @@ class Nursery:
         self.port = port
         self.poll = select.poll()
         self.poll.register(port, select.POLLIN)
-        self.handlers = {number: signal.getsignal(number) for number in signals.TO_ALL}  # that a child is to have
         signals.leave_to_parent()
         self.running: dict[int, int] = {}  # children that have not ended, by their pidfd
 
@@ -93,7 +102,7 @@ class Nursery:
                         self.prepare(request)
                     elif request is None:
                         os._exit(0)  # the command has ended
-                    elif begins := self._fork(fds, **request):
+                    elif begins := self._fork(fds, Request(**request)):
                         return begins
         os._exit(0)
 
@@ -122,10 +131,7 @@ class Nursery:
         _, status = os.waitpid(pid, 0)
         self.tell("ended", pid, os.waitstatus_to_exitcode(status))
 
-    def _fork(
-        self, fds: list[int], words: list[str], env: dict[str, str], name: str, handed: list[str], nests: bool
-    ) -> Begins | None:
-        """Start a child with `fds` as stdin, stdout, stderr, and those whose numbers the variables `handed` are to hold."""
+    def _fork(self, fds: list[int], request: Request) -> Begins | None:
         if why := unfit():
             self.tell("refused", why)
         else:
@@ -136,7 +142,7 @@ class Nursery:
                 self.port.close()
                 for fd in (leads, led, *self.running):
                     os.close(fd)
-                return self._begins(fds, words, env, name, handed, nests)
+                return self._begins(fds, request)
             os.close(led)
             os.read(leads, 1)  # its end: the child leads its group, so that it can be ended
             os.close(leads)
@@ -148,21 +154,21 @@ class Nursery:
             os.close(fd)
         return None
 
-    def _begins(
-        self, fds: list[int], words: list[str], env: dict[str, str], name: str, handed: list[str], nests: bool
-    ) -> Begins:
+    def _begins(self, fds: list[int], request: Request) -> Begins:
         for number, fd in enumerate(fds[:3]):
             os.dup2(fd, number)
             os.close(fd)
-        for variable, fd in zip(handed, fds[3:], strict=True):
+        env = request.env
+        for variable, fd in zip(request.handed, fds[3:], strict=True):
             os.set_inheritable(fd, True)
             env[variable] = str(fd)
-        for known, handler in self.handlers.items():
-            signal.signal(known, handler)
-        interpreter.begin(name, env)
-        if nests and (nested := _nest(fds[3:])):
+        for number in signals.TO_ALL:
+            default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            signal.signal(number, signal.SIG_IGN if number in request.ignored else default)
+        interpreter.begin(request.name, env)
+        if request.nests and (nested := _nest(fds[3:])):
             return nested.run
-        return partial(interpreter.run, words)
+        return partial(interpreter.run, [*request.words])
 
 
 def _nest(fds: Sequence[int]) -> Nursery | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any
 
 from narrows.protocols.runtime import launch
 
@@ -14,9 +13,9 @@ FOLDER = os.path.dirname(os.path.dirname(__file__))
 class Nursery(launch.Nursery):
     """A command begins in the folder that PWD names."""
 
-    def _begins(self, fds: list[int], words: list[str], env: dict[str, str], *more: Any) -> launch.Begins:
-        os.chdir(env["PWD"])
-        return super()._begins(fds, words, env, *more)
+    def _begins(self, fds: list[int], request: launch.Request) -> launch.Begins:
+        os.chdir(request.env["PWD"])
+        return super()._begins(fds, request)
 
 
 def main() -> None:

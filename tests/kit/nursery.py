@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import IO, Any
@@ -77,17 +78,18 @@ class Nursery:
         self.port.send(json.dumps(NEEDS).encode())
         assert self._answer(READY_S) == ["ready", ""]
 
-    def forks(self, env: Mapping[str, str]) -> bool:
-        """Whether a command finds there what a fresh interpreter would find in this environment."""
-        return _once(env) == self.once
+    def forks(self, words: Sequence[str], env: Mapping[str, str]) -> bool:
+        """Whether a command finds there what a fresh interpreter would find in this environment. A check begins as torch is
+        imported."""
+        return _once(env) == self.once and "--check" not in words
 
     def fork(self, words: Sequence[str], env: Mapping[str, str], cwd: Path | None, files: Sequence[IO[str]]) -> Forked:
         """`files`: its stdout and stderr."""
-        request = {"words": ["-m", FORKED[words[0]], *words[1:]], "name": words[0], "handed": [], "nests": True}
-        request["env"] = {**env, "PWD": str(cwd or os.getcwd())}
+        here = {**env, "PWD": str(cwd or os.getcwd())}
+        request = launch.Request(["-m", FORKED[words[0]], *words[1:]], here, words[0], [], [], nests=True)
         with self.asking, open(os.devnull) as nothing:
             fds = [file.fileno() for file in (nothing, *files)]
-            socket.send_fds(self.port, [json.dumps(request).encode()], fds)
+            socket.send_fds(self.port, [json.dumps(asdict(request)).encode()], fds)
             kind, pid = self._answer(FORK_S)
         assert kind == "pid", pid
         return self.running[pid]

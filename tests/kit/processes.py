@@ -73,7 +73,7 @@ class Command:
         self.words = words
         self.files = [tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")]  # noqa: SIM115 - closed by end
         self.process: subprocess.Popen[str] | Forked
-        if words[0] in FORKED and nursery().forks(env):
+        if words[0] in FORKED and nursery().forks(words, env):
             self.process = nursery().fork(words, env, cwd, self.files)
             return
         self.process = subprocess.Popen(

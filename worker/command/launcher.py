@@ -131,9 +131,9 @@ class Launcher:
         words += ["--checkpoint-dir", self.options.checkpoint_dir or "none", *["--resume"] * self.options.resume]
         # Said also where they are not given: a variable is ours, and not the embedded server's.
         words += ["--dashboard=" + self.options.dashboard, "--metrics=" + self.options.metrics]
-        env, listens = os.environ | {"NARROWS_EMBEDDED": "1", "PYTHONSAFEPATH": "1"}, {1: "event", 2: "err"}
+        env = os.environ | {"NARROWS_EMBEDDED": "1", "PYTHONSAFEPATH": "1"}
         self.embedded = self.children.start(
-            SERVER, words, env, listens=listens, stdin=True, name="ps-serve", nests=True
+            SERVER, words, env, listens={1: "event", 2: "err"}, stdin=True, name="ps-serve", nests=True
         )
 
     @property
