@@ -88,7 +88,7 @@ class Nursery:
 
     def run(self) -> Begins:
         """Import and fork on request. Returns in a child only, with what it is to do."""
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(ConnectionError):
             while True:
                 for fd, _ in self.poll.poll():
                     if fd in self.running:

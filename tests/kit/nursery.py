@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
@@ -68,7 +67,7 @@ class Nursery:
         self.once = _once(env)
         self.running: dict[int, Forked] = {}
         self.answers: list[list[Any]] = []
-        self.asking, self.hearing = threading.Lock(), threading.Lock()  # tests have threads
+        self.asking, self.hearing = threading.Lock(), threading.Lock()
         self.port, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         env = ALLOCATOR | dict(env) | {"OPENBLAS_NUM_THREADS": "1", "PYTHONHASHSEED": str(secrets.randbelow(1 << 32))}
         env |= {"PYTHONPATH": FOLDER, launch.SOCKET: str(theirs.fileno())}
@@ -121,9 +120,15 @@ def _once(env: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in env.items() if name.startswith(ONCE)}
 
 
-@cache
+_one: list[Nursery] = []
+_making = threading.Lock()  # tests have threads
+
+
 def nursery() -> Nursery:
     """The one of this process."""
     from kit.processes import environment
 
-    return Nursery(environment())
+    with _making:
+        if not _one:
+            _one.append(Nursery(environment()))
+        return _one[0]
