@@ -235,7 +235,7 @@ def cities(monkeypatch: pytest.MonkeyPatch) -> Cities:
     monkeypatch.setattr(runs, "ray", FakeRay)
     for name in ("ANSWER_S", "LAST_S", "SILENT_S"):
         monkeypatch.setattr(runs, name, 0.02)
-    server, fakes = FakeActor({}), [FakeActor({"loss": 1.0}), FakeActor({}), FakeActor({"loss": 3.0}), FakeActor(None)]
+    server, fakes = FakeActor({}), [FakeActor({}), FakeActor({"loss": 1.0}), FakeActor({"loss": 3.0}), FakeActor(None)]
     actors = Actors(1, [Kept("the server", Remote(server))])
     actors.workers = [Kept(f"worker {n}", Remote(fake), n // 2) for n, fake in enumerate(fakes)]
     return actors, server, fakes
@@ -276,7 +276,7 @@ def test_what_a_script_records_at_its_end_counts(cities: Cities) -> None:
     actors, server, fakes = cities
     actors.workers[0].asked = Future()
     actors.workers[0].asked_s = time.monotonic() + 3600
-    fakes[0].last = {"loss": 1.0, "evaluated": 7.0}
+    fakes[0].last = {"evaluated": 7.0}
     for end in (server.ends, *(fake.ends for fake in fakes)):
         end.set_result((0, ""))
     assert watched(actors, 60.0).values == {"loss": 2.0, "evaluated": 7.0}
