@@ -281,10 +281,12 @@ def main() -> int:
     parser.add_argument("--staleness", type=int, choices=[0, 1], help="with --gossip; not given: both")
     told = parser.parse_args()
     if told.replay is not None:
-        options = ("restart", "kill", "tree", "gossip", "standby", "pair", "move")
-        asked = {f"--{option}" for option in options if getattr(told, option)}
-        kind = next(name for name, each in KINDS.items() if {*each.option.split()} == asked)
-        return replay(told.replay, kind)
+        options = {option for each in KINDS.values() for option in each.option.split()}
+        asked = {option for option in options if getattr(told, option.removeprefix("--"))}
+        for name, each in KINDS.items():
+            if {*each.option.split()} == asked:
+                return replay(told.replay, name)
+        parser.error(f"--replay {told.replay} {' '.join(sorted(asked))}: no kind of runs has these together")
     if told.planted:
         return planted(told.jobs)
     if told.tree:

@@ -30,6 +30,8 @@ PAUSE_S = 1.0  # before a command is started again
 SERVES_S = 300.0  # a server whose node has to be made first
 LOCK_S = 120.0  # the server of an actor that was killed writes its last checkpoint before another one reads it
 END_S = 60.0
+THREADS = 4  # of an actor: run, facts and stop have one each
+WAITERS = {"address": 16}  # its threads are apart: run must not wait for those that wait for an address
 LINES_MAX = 20  # of stderr, that an error shows
 
 
@@ -93,20 +95,29 @@ class Keeper:
                 self.process.wait(END_S)
 
     def run(self) -> tuple[int, str]:
-        """Exit code of the command, once it has ended for good, and its last lines."""
+        """Exit code of the command, once it has ended for good, and its last lines. 0 where it is needed no more."""
+        try:
+            code, said = self._until_it_ends(), self._tail()
+        except NarrowsError as error:  # Ray wraps what another actor raised, and adds the traceback
+            code, said = error.exit_code, str(getattr(error, "cause", error))
+        with self.state:
+            self.over = True
+            self.state.notify_all()
+        return code, said
+
+    def _until_it_ends(self) -> int:
         code = 0
         for _ in range(STARTS_MAX):
-            server = ray.get(self.follows.address.remote()) if self.follows is not None else ""
+            server = ""
+            if self.follows is not None:
+                server = ray.get(self.follows.address.options(concurrency_group="address").remote())
             if self.over or (self.follows is not None and not server):
-                break  # the run is over
+                return 0  # the run is over
             code = self._once(server)
             if code >= 0 and code not in AGAIN:
                 break
             time.sleep(PAUSE_S)
-        with self.state:
-            self.over = True
-            self.state.notify_all()
-        return code, self._tail()
+        return code
 
     def _tail(self) -> str:
         return "; ".join(self.said)

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import os
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +27,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from narrows.protocols.errors import NarrowsError, UsageError
 from narrows.worker.command.recording import STEP
-from narrows.worker.keeper import END_S, Facts, Keeper
+from narrows.worker.keeper import END_S, THREADS, WAITERS, Facts, Keeper
 
 LOOPBACK = ("127.", "localhost", "[::1]")
+ANSWER_S = 0.5  # for how far the actors are, each time
+LAST_S = 10.0  # the same, once the run is over: nobody asks again
+SILENT_S = 30.0  # an actor that does not answer for so long has no node
 OURS = ("seconds", "local_rank", *STEP)  # of a row of the record; the rest is the script's
 
 
@@ -67,16 +72,86 @@ def command_of(script: str | Callable[[], Any], args: Sequence[str]) -> list[str
     return ["-m", "narrows.worker.call", os.path.abspath(file), name, *args]
 
 
-@dataclass
-class City:
-    """A server and its workers. `low`: as many must be there for the run to start."""
+@dataclass(eq=False)
+class Kept:
+    """The actor of one command. `ends` and `asked` are references of Ray: to how its command ends, and to how far it is."""
 
-    server: Any
-    serves: Any  # reference of its run
-    workers: list[Any]
-    works: dict[int, Any]  # references of theirs, by index
-    group: Any
+    who: str  # as errors name it
+    actor: Any
+    city: int = 0
+    ends: Any = field(init=False)
+    asked: Any = None
+    asked_s: float = 0.0  # when
+
+    def __post_init__(self) -> None:
+        self.ends = self.actor.run.remote()
+
+    def ask(self, now: float) -> None:
+        if self.asked is None:
+            self.asked, self.asked_s = self.actor.facts.remote(), now
+
+    def silent(self, now: float) -> bool:
+        """It has no node, and may never have one."""
+        return self.asked is not None and now - self.asked_s > SILENT_S
+
+    def ended(self) -> tuple[int, str] | None:
+        """Return the exit code of its command and its last lines, None while it has not ended for good."""
+        ended: tuple[int, str] | None = ray.get(self.ends) if ray.wait([self.ends], timeout=0)[0] else None
+        return ended
+
+
+@dataclass
+class Actors:
+    """All of a run, each at the index that it has in Progress: servers, that of the run first, and workers over all cities.
+
+    low: as many workers of a city must not fail.
+    """
+
     low: int
+    servers: list[Kept] = field(default_factory=list)
+    workers: list[Kept] = field(default_factory=list)
+    groups: list[Any] = field(default_factory=list)  # placement groups
+
+    def at_work(self, now: float) -> list[Kept]:
+        """Workers whose scripts go on."""
+        return [kept for kept in self.workers if not kept.silent(now) and kept.ended() is None]
+
+    def check(self) -> None:
+        """Raise NarrowsError where a server has failed, or so many workers of a city that fewer than `low` are left."""
+        failed = {kept: ended for kept in (*self.servers, *self.workers) if (ended := kept.ended()) and ended[0]}
+        for kept, (code, said) in failed.items():
+            left = sum(other.city == kept.city and other not in failed for other in self.workers)
+            if kept in self.servers or left < self.low:
+                raise NarrowsError(f"{kept.who} ended with exit code {code}: {said}")
+
+    def progress(self, began: float, before: Progress, limit_s: float) -> Progress:
+        """Ask each actor how far it is, and wait for `limit_s` at most for those that are not silent."""
+        now, every = time.monotonic(), [*self.servers, *self.workers]
+        for kept in every:
+            kept.ask(now)
+        awaited = [kept.asked for kept in every if not kept.silent(now)]
+        ray.wait(awaited, num_returns=len(awaited), timeout=limit_s)
+        workers, servers = _answers(self.workers), _answers(self.servers)
+        steps = [facts.last for facts in workers.values() if facts.last]
+        names = {name: None for step in steps for name in step if name not in OURS}
+        return Progress(
+            time.monotonic() - began,
+            max([before.clock, *(int(step["clock"]) for step in steps)]),
+            workers,
+            servers,
+            {name: _mean(step[name] for step in steps if name in step) for name in names} or before.values,
+        )
+
+    def close(self) -> None:
+        """Nothing of the run is left."""
+        for kept in self.servers:
+            with contextlib.suppress(ray.exceptions.RayError):
+                ray.get(kept.actor.stop.remote(), timeout=END_S)
+            ray.kill(kept.actor)
+        for kept in self.workers:
+            ray.kill(kept.actor)
+        for group in self.groups:
+            remove_placement_group(group)
 
 
 def train(
@@ -96,6 +171,7 @@ def train(
     restarts: int = 0,
     report: Callable[[Progress], None] | None = print,
     every_s: float = 2.0,
+    after_s: float = 600.0,
     **run: Any,
 ) -> Result:
     """Train `script`, a path or a function, and return where the model is.
@@ -112,6 +188,8 @@ def train(
     host: where servers listen, the address of the node by default.
     restarts: how often a script that failed is started again.
     report: called with a Progress every `every_s` seconds.
+    after_s: seconds that scripts have, after the server above has ended, to evaluate and save. Then a script that goes on is
+    ended, a line on stderr names its worker, and train returns: the model is written by then.
 
     Raises UsageError, and NarrowsError with the last lines of what failed. A worker whose script fails is done without while
     `low` are left.
@@ -126,45 +204,47 @@ def train(
     flags = [word for key, value in run.items() for word in ("--" + key.replace("_", "-"), str(value))]
     trust = ["--keys", keys] if keys else ["--insecure"] if insecure or host.startswith(LOOPBACK) else []
 
-    def server(label: str, more: Sequence[str], where: Mapping[str, str] | None, follows: Any = None) -> Any:
-        own = folder if follows is None else f"{folder}/{label}"
+    actors = Actors(low)
+
+    def server(label: str, who: str, more: Sequence[str], where: Mapping[str, str] | None, above: Any = None) -> Any:
+        own = folder if above is None else f"{folder}/{label}"
         words = ["serve", *more, "--shards", str(shards), "--checkpoint-dir", own, "--resume"]
         options = {"lifetime": "detached", "name": f"{name}-{label}", "label_selector": dict(where or {}) or None}
-        return _actor(options, {"CPU": 1}, words, "--parent", follows, label, own, host)
+        actor = _actor(options, {"CPU": 1}, words, "--parent", above, label, own, host)
+        actors.servers.append(Kept(who, actor))
+        return actor
 
-    def city(label: str, served: Any, where: Mapping[str, str] | None, key: str, kept: str) -> City:
+    def city(number: int, label: str, served: Any, where: Mapping[str, str] | None, key: str, own: str) -> None:
         selector = dict(where or {})
         group = placement_group([need] * low, strategy, bundle_label_selector=[selector] * low if selector else None)
+        actors.groups.append(group)
         words = ["work", *(["--key", f"{keys}/{key}.key"] if key else []), "--restarts", str(restarts)]
-        words += ["--checkpoint-dir", kept, *asks]
-        actors = []
+        words += ["--checkpoint-dir", own, *asks]
         for index in range(high):
             inside = {
                 "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
             }
             options = inside if index < low else {"label_selector": selector or None}
-            actors.append(_actor(options, need, words, "--server", served, f"{label}-{index}"))
-        works = {index: actor.run.remote() for index, actor in enumerate(actors)}
-        return City(served, served.run.remote(), actors, works, group, low)
+            worker = len(actors.workers)
+            actor = _actor(options, need, words, "--server", served, f"{label}-{worker}")
+            actors.workers.append(Kept(f"worker {worker}", actor, number))
 
     member = "worker" if keys else ""
-    if clusters:
-        top = server("above", [*trust, *flags, "--workers", str(len(clusters))], labels)
-        cities = []
-        for number, where in enumerate(clusters):
-            key = ["--parent-key", f"{keys}/cluster{number}.key"] if keys else []
-            more = [*trust, *key, "--sync", "bsp", "--workers", str(low)]
-            below = server(f"city{number}", more, where, top)
-            cities.append(city(f"city{number}", below, where, member, f"{folder}/city{number}"))
-        above = top.run.remote()
-    else:
-        top = server("server", [*trust, *flags, "--workers", str(low)], labels)
-        cities = [city("worker", top, labels, member, folder)]
-        above = cities[0].serves
     try:
-        last = _watch(top, above, cities, began, report, every_s)
+        if clusters:
+            top = server("above", "the server", [*trust, *flags, "--workers", str(len(clusters))], labels)
+            for number, where in enumerate(clusters):
+                key = ["--parent-key", f"{keys}/cluster{number}.key"] if keys else []
+                more = [*trust, *key, "--sync", "bsp", "--workers", str(low)]
+                label = f"city{number}"
+                below = server(label, f"the server of cluster {number}", more, where, top)
+                city(number, label, below, where, member, f"{folder}/{label}")
+        else:
+            top = server("server", "the server", [*trust, *flags, "--workers", str(low)], labels)
+            city(0, "worker", top, labels, member, folder)
+        last = _watch(actors, began, report, every_s, after_s)
     finally:
-        _end(top, cities)
+        actors.close()
     model = Path(folder) / "model.safetensors"
     if not model.exists():
         raise NarrowsError(f"the run ended without a model in {folder}")
@@ -176,97 +256,54 @@ def _actor(options: Mapping[str, Any], need: Mapping[str, float], *words: Any) -
     more = {name: amount for name, amount in need.items() if name not in ("CPU", "GPU")}
     known = {name: value for name, value in options.items() if value is not None}
     return (
-        ray.remote(Keeper)
+        ray.remote(concurrency_groups=WAITERS)(Keeper)
         .options(
             num_cpus=need.get("CPU", 0), num_gpus=need.get("GPU", 0), resources=more, max_restarts=-1,
-            max_task_retries=-1, max_concurrency=16, **known,
+            max_task_retries=-1, max_concurrency=THREADS, **known,
         )
         .remote(*words)
     )  # fmt: skip
 
 
 def _watch(
-    top: Any, above: Any, cities: list[City], began: float, report: Callable[[Progress], None] | None, every_s: float
+    actors: Actors, began: float, report: Callable[[Progress], None] | None, every_s: float, after_s: float
 ) -> Progress:
-    """Until the server above and the scripts have ended: these may evaluate and save after their last step. Returns the last
-    progress."""
-    shown = Progress(0.0, 0, {}, {}, {})
-    actors = {("worker", i): actor for i, actor in enumerate(actor for city in cities for actor in city.workers)}
-    actors |= {("server", i): actor for i, actor in enumerate(_servers(top, cities))}
-    asked: dict[Any, tuple[str, int]] = {}
-    waits = [above]  # and the workers that have a node: others may never have one
+    """Wait until the server above and the scripts have ended: these may evaluate and save after their last step. Returns the
+    last progress."""
+    shown, until = Progress(0.0, 0, {}, {}, {}), math.inf
     while True:
-        over = len(ray.wait(waits, num_returns=len(waits), timeout=every_s)[0]) == len(waits)
-        shown = _progress(actors, asked, began, shown)
+        now, server = time.monotonic(), actors.servers[0]
+        at_work, served = actors.at_work(now), server.ended() is not None
+        until = min(until, now + after_s) if served else until
+        over = served and (not at_work or now >= until)
+        if over:  # an answer that is under way may be older than what a script recorded last
+            for kept in actors.workers:
+                kept.asked = kept.asked if kept.silent(now) else None
+        shown = actors.progress(began, shown, LAST_S if over else ANSWER_S)
         if report is not None:
             report(shown)
-        _ended(above, "the server")
+        actors.check()
+        if over and at_work:
+            names = " and ".join(kept.who for kept in at_work)
+            print(f"narrows: {names} went on for {after_s:.0f} s after the server had ended. train ends that; the model is "
+                  "written. A larger after_s gives scripts longer", file=sys.stderr, flush=True)  # fmt: skip
         if over:
             return shown
-        waits, first = [above], 0
-        for city in cities:
-            if city.serves is not above:
-                _ended(city.serves, "the server of a cluster")
-            for index, work in [*city.works.items()]:
-                try:
-                    _ended(work, f"worker {index}")
-                except NarrowsError:
-                    del city.works[index]
-                    if len(city.works) < city.low:
-                        raise
-                else:
-                    waits += [work] if first + index in shown.workers else []
-            first += len(city.workers)
+        waits = [server.ends, *(kept.ends for kept in at_work)]
+        ray.wait(waits, num_returns=len(waits), timeout=max(0.0, min(every_s, until - now)))
 
 
-def _ended(reference: Any, who: str) -> None:
-    """Raise NarrowsError where this command has ended with an error."""
-    if ray.wait([reference], timeout=0)[0]:
-        code, said = ray.get(reference)
-        if code:
-            raise NarrowsError(f"{who} ended with exit code {code}: {said}")
-
-
-def _servers(top: Any, cities: Iterable[City]) -> list[Any]:
-    """Each of them once, that of the run first."""
-    return [top, *(city.server for city in cities if city.server is not top)]
-
-
-def _progress(
-    actors: Mapping[tuple[str, int], Any], asked: dict[Any, tuple[str, int]], began: float, before: Progress
-) -> Progress:
-    """Ask each actor how far it is, and wait for half a second: one that has no node yet does not answer."""
-    for which, actor in actors.items():
-        if which not in asked.values():
-            asked[actor.facts.remote()] = which
-    answered: dict[str, dict[int, Facts]] = {"worker": {}, "server": {}}
-    for reference in ray.wait([*asked], num_returns=len(asked), timeout=0.5)[0]:
-        kind, index = asked.pop(reference)
-        with contextlib.suppress(ray.exceptions.RayError):
-            answered[kind][index] = ray.get(reference)
-    steps = [facts.last for facts in answered["worker"].values() if facts.last]
-    names = [name for name in (steps[0] if steps else ()) if name not in OURS]
-    return Progress(
-        time.monotonic() - began,
-        max([before.clock, *(int(step["clock"]) for step in steps)]),
-        answered["worker"],
-        answered["server"],
-        {name: _mean(step[name] for step in steps if name in step) for name in names} or before.values,
-    )
+def _answers(every: Sequence[Kept]) -> dict[int, Facts]:
+    """Return what those that have answered said, by index. They are asked again next time."""
+    facts: dict[int, Facts] = {}
+    for index, kept in enumerate(every):
+        if ray.wait([kept.asked], timeout=0)[0]:
+            with contextlib.suppress(ray.exceptions.RayError):
+                facts[index] = ray.get(kept.asked)
+            kept.asked = None
+    return facts
 
 
 def _mean(values: Iterable[float]) -> float:
     each = [*values]
     return sum(each) / len(each)
-
-
-def _end(top: Any, cities: Sequence[City]) -> None:
-    """Nothing of the run is left."""
-    for server in _servers(top, cities):
-        with contextlib.suppress(ray.exceptions.RayError):
-            ray.get(server.stop.remote(), timeout=END_S)
-        ray.kill(server)
-    for city in cities:
-        for actor in city.workers:
-            ray.kill(actor)
-        remove_placement_group(city.group)

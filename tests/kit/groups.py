@@ -111,15 +111,7 @@ class RankLink(Commands):
         """The first rank says it for all."""
 
     def take(self, timeout_s: float) -> MemberEffect | None:
-        changed = self.first.cluster.changed
-        with changed:
-            if not self.events and not self.first.error:
-                changed.wait(timeout_s)
-            if self.events:
-                return self.events.popleft()
-            if self.first.error:
-                raise RuntimeError(self.first.error)
-        return None
+        return self.first.next_of(self.events, timeout_s)
 
     def close(self) -> None:
         """There is no thread to end."""

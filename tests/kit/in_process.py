@@ -219,11 +219,15 @@ class Link(Commands):
             self.cluster.changed.notify_all()
 
     def take(self, timeout_s: float) -> MemberEffect | None:
+        return self.next_of(self.events, timeout_s)
+
+    def next_of(self, events: deque[MemberEffect], timeout_s: float) -> MemberEffect | None:
+        """The next of these events, all of this link, or None after `timeout_s`."""
         with self.cluster.changed:
-            if not self.events and not self.error:
+            if not events and not self.error:
                 self.cluster.changed.wait(timeout_s)
-            if self.events:
-                return self.events.popleft()
+            if events:
+                return events.popleft()
             if self.error:
                 raise RuntimeError(self.error)
         return None

@@ -85,7 +85,7 @@ def ended(
         pieces = []
         for server in started.cluster.servers:
             store, planned = store_of(server), server.shard.planned
-            assert store is not None and planned is not None
+            assert planned is not None
             pieces.append(store.x)
             for struck_by in (planned.screen.void, *(check.struck for check in planned.screen.checks)):
                 struck += struck_by

@@ -18,8 +18,6 @@ from narrows.protocols.effects import NS, ServerEffect
 from narrows.protocols.settings import Settings
 
 TICK_S = 0.25  # of virtual time
-
-
 REAL_S = 40.0  # after which a run counts as stuck
 
 

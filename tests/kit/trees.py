@@ -1,4 +1,4 @@
-"""Clusters below a root in one process, in virtual time where a test says so, with bad links between them."""
+"""Clusters below a root in one process, and what one process makes of the same batches."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def test_the_standby_of_the_root_goes_on_with_a_plan_that_changes(aim: MovePhase
         run = Losing(losing_case(seed), aim).run()
         machine = run.root.servers[0].server
         assert machine.coordinator is not None and machine.coordinator.run.settings.plan_number > 1, seed
-        assert run.sim.struck["took over"] == 1, (seed, run.sim.struck)
+        assert run.sim.struck[f"lost: {aim.value}"] == run.sim.struck["took over"] == 1, (seed, run.sim.struck)
 
 
 # Planted bugs: what a cluster guards while the run above changes its plan, taken out.

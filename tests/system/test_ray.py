@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import re
 import signal
+import time
 from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +22,10 @@ os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
 ray = pytest.importorskip("ray", reason="Ray is not installed here: make test-ray installs it in .venv-ray")
 
 from narrows.protocols.errors import NarrowsError, UsageError  # noqa: E402
-from narrows.worker.ray import Progress, command_of, train  # noqa: E402
+from narrows.worker import keeper  # noqa: E402
+from narrows.worker import ray as runs  # noqa: E402
+from narrows.worker.keeper import Facts, Keeper  # noqa: E402
+from narrows.worker.ray import Actors, Kept, Progress, command_of, train  # noqa: E402
 
 pytestmark = [
     pytest.mark.timeout(600),
@@ -28,7 +36,7 @@ SCRIPT = """
 import sys, time, torch
 from narrows.worker import DistributedOptimizer, record, step_count
 
-def learn(steps=20, pause=0.0):
+def learn(steps=20, pause=0.0, evaluates=2.0):
     model = torch.nn.Linear(4, 2)
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model)
     while step_count() < steps:
@@ -39,14 +47,11 @@ def learn(steps=20, pause=0.0):
         optimizer.step()
         record(loss=loss.item())
     optimizer.finish()
-    time.sleep(2)  # it evaluates, while the server has ended
+    time.sleep(evaluates)  # while the server has ended
     record(evaluated=7.0)
 
-def fails():
-    raise ValueError("nothing is learned")
-
 if __name__ == "__main__":
-    learn(int(sys.argv[1]), float(sys.argv[2]))
+    learn(int(sys.argv[1]), *map(float, sys.argv[2:]))
 """
 
 
@@ -143,3 +148,145 @@ def test_only_what_dies_is_started_again(nodes: Any, script: str, tmp_path: Path
     )  # fmt: skip
     assert struck == ["actor", "server", "node"] and result.clock == 400 and Path(result.model).exists()
     until(lambda: not any(map(alive, lost)), "what was on that node to be gone")
+
+
+def test_a_script_that_goes_on_after_the_run_is_ended_and_the_model_returned(
+    nodes: Any, script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[Progress] = []
+    result = train(
+        script, ["5", "0", "1000"], workers=1, labels={"city": "jena"}, checkpoint_dir=str(tmp_path / "model"),
+        host="127.0.0.1", report=seen.append, every_s=0.5, after_s=1.0,
+    )  # fmt: skip
+    assert load_file(result.model)["weight"].shape == (2, 4) and result.values["loss"] > 0
+    assert result.clock >= 4  # a worker records a step once it begins the next one, or ends
+    assert "narrows: worker 0 went on for 1 s after the server had ended." in capsys.readouterr().err
+    pids = {facts.process for progress in seen for facts in progress.workers.values()} - {0}
+    assert pids
+    until(lambda: not any(map(alive, pids)), "the script to be gone")
+
+
+def test_more_workers_than_a_server_has_threads_wait_for_its_address(nodes: Any, tmp_path: Path) -> None:
+    words = ["serve", "--workers", "1", "--insecure"]
+    server = runs._actor({}, {"CPU": 1}, words, "", None, "server", str(tmp_path), "127.0.0.1")
+    try:
+        waiters = [server.address.options(concurrency_group="address").remote() for _ in range(40)]
+        ray.wait(waiters, timeout=1.0)
+        server.run.remote()
+        assert len({*ray.get(waiters, timeout=60)} - {""}) == 1
+        ray.get(server.stop.remote(), timeout=60)
+    finally:
+        ray.kill(server)
+
+
+# Without Ray.
+
+
+@dataclass
+class FakeActor:
+    """Its methods return futures, which stand for Ray's references."""
+
+    last: dict[str, float] | None  # it answers with that, or never
+    ends: Future[tuple[int, str]] = field(default_factory=Future)
+
+    def run(self) -> Future[tuple[int, str]]:
+        return self.ends
+
+    def facts(self) -> Future[Facts]:
+        answer: Future[Facts] = Future()
+        if self.last is not None:
+            answer.set_result(Facts(1, 2, "node", 1, {"clock": 3, **self.last}))
+        return answer
+
+
+@dataclass
+class Remote:
+    """What a handle of Ray is: actor.method.remote()."""
+
+    actor: FakeActor
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self.actor, name)
+        return type("Method", (), {"remote": staticmethod(method)})
+
+
+class FakeRay:
+    exceptions = ray.exceptions
+
+    @staticmethod
+    def wait(references: list[Future[Any]], num_returns: int = 1, timeout: float = 0) -> tuple[list[Any], list[Any]]:
+        deadline = time.monotonic() + timeout
+        while sum(each.done() for each in references) < num_returns and time.monotonic() < deadline:
+            time.sleep(0.001)
+        done = [each for each in references if each.done()]
+        return done, [each for each in references if not each.done()]
+
+    @staticmethod
+    def get(reference: Future[Any]) -> Any:
+        return reference.result(timeout=0)
+
+
+Cities = tuple[Actors, FakeActor, list[FakeActor]]
+
+
+@pytest.fixture
+def cities(monkeypatch: pytest.MonkeyPatch) -> Cities:
+    """Two cities with two workers each, of which one must not fail; the last one has no node."""
+    monkeypatch.setattr(runs, "ray", FakeRay)
+    for name in ("ANSWER_S", "LAST_S", "SILENT_S"):
+        monkeypatch.setattr(runs, name, 0.02)
+    server, fakes = FakeActor({}), [FakeActor({}), FakeActor({"loss": 1.0}), FakeActor({"loss": 3.0}), FakeActor(None)]
+    actors = Actors(1, [Kept("the server", Remote(server))])
+    actors.workers = [Kept(f"worker {n}", Remote(fake), n // 2) for n, fake in enumerate(fakes)]
+    return actors, server, fakes
+
+
+def watched(actors: Actors, after_s: float) -> Progress:
+    return runs._watch(actors, time.monotonic(), None, 0.02, after_s)
+
+
+def test_the_number_of_a_worker_counts_over_all_cities(cities: Cities) -> None:
+    actors, _, fakes = cities
+    fakes[2].ends.set_result((1, "no data"))
+    actors.check()  # one is left in its city
+    assert sorted(actors.progress(0.0, Progress(0.0, 0, {}, {}, {}), 0.02).workers) == [0, 1, 2]
+    fakes[0].ends.set_result((1, "no data"))
+    actors.check()
+    fakes[3].ends.set_result((7, "no disk"))
+    with pytest.raises(NarrowsError, match=r"^worker 2 ended with exit code 1: no data$"):
+        watched(actors, 60.0)
+
+
+def test_scripts_are_waited_for_until_after_s(cities: Cities, capsys: pytest.CaptureFixture[str]) -> None:
+    actors, server, fakes = cities
+    fakes[1].ends.set_result((0, ""))
+    server.ends.set_result((0, ""))
+    last = watched(actors, 0.1)
+    assert last.clock == 3 and last.values == {"loss": 2.0}  # also of what worker 0 does not record
+    assert re.findall(r"worker \d", capsys.readouterr().err) == ["worker 0", "worker 2"]
+    for number in (0, 2):
+        fakes[number].ends.set_result((0, ""))
+    began = time.monotonic()
+    watched(actors, 60.0)  # nobody waits for the worker that has no node
+    assert time.monotonic() - began < 30 and not capsys.readouterr().err
+
+
+def test_what_a_script_records_at_its_end_counts(cities: Cities) -> None:
+    """Also where an answer is under way that is older."""
+    actors, server, fakes = cities
+    actors.workers[0].asked = Future()
+    actors.workers[0].asked_s = time.monotonic() + 3600
+    fakes[0].last = {"evaluated": 7.0}
+    for end in (server.ends, *(fake.ends for fake in fakes)):
+        end.set_result((0, ""))
+    assert watched(actors, 60.0).values == {"loss": 2.0, "evaluated": 7.0}
+
+
+def test_a_folder_that_another_server_has_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeper, "LOCK_S", 0.0)
+    with open(tmp_path / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        server = Keeper(["serve"], "--parent", None, "server", str(tmp_path), "127.0.0.1")
+        code, said = server.run()
+    assert code == 1 and said == f"{tmp_path} is another server's: name another checkpoint_dir"
+    assert server.address() == ""  # nobody waits for it
