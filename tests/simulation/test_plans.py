@@ -14,8 +14,9 @@ from narrows.ps.changes import Load
 from narrows.ps.holding import Holding
 from narrows.ps.planned import Planned
 from narrows.ps.pushing import Pushing
-from simulation.actors import Bug, planted
+from simulation.actors import Bug, Kit, planted
 from simulation.hunt import hunt
+from simulation.kinds import KINDS
 from simulation.mirrors import Violation
 from simulation.plan_pairs import AIMS, Losing, losing_case
 from simulation.plans import Changing, fall_of
@@ -34,6 +35,12 @@ def test_every_invariant_holds_while_a_level_changes_its_plan(level: str) -> Non
     struck = sum((run.sim.struck for run in runs), Counter())
     for fault in ("lost", "duplicated", "reordered", "worker crashed", "cuts", "shard killed"):
         assert struck[fault] > 0, fault
+
+
+@pytest.mark.parametrize("seed", [601123, 700159])
+def test_a_cluster_asked_late_for_first_weights_still_owes_what_it_kept_back(seed: int) -> None:
+    """Its own plan changed: it forgot whose weights it had, gave its own to a run that had some, and dropped its residual."""
+    KINDS["trees"].make(seed, Kit(), None).run()
 
 
 @pytest.mark.parametrize("aim", AIMS, ids=lambda aim: str(aim.value))

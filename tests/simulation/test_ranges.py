@@ -11,9 +11,10 @@ import pytest
 from narrows.protocols.cluster.ranges import Ranges
 from narrows.protocols.cluster.rounds import Rounds
 from narrows.protocols.cluster.run import Seat
-from simulation.actors import Bug, planted
+from simulation.actors import Bug, Kit, planted
 from simulation.campaigns import RANGES_EVERY, Case, Run, case_of, of_epochs
 from simulation.hunt import hunt
+from simulation.kinds import KINDS
 from simulation.mirrors import Violation
 
 PLANTED_SEEDS = 61  # within so many a planted bug is found
@@ -30,6 +31,10 @@ def restarted(seed: int) -> Case:
 
 def killed(seed: int) -> Case:
     return of_epochs(case_of(seed, kills=True))
+
+
+def test_a_range_of_who_is_gone_may_count_as_done_twice_where_the_plan_changes() -> None:
+    KINDS["moves"].make(600019, Kit(), None).run()
 
 
 @pytest.mark.parametrize(("kind", "make"), [("plain", case), ("restarts", restarted), ("kills", killed)])
