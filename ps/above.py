@@ -110,14 +110,20 @@ class Kept:
 class Above:
     """Nothing above: for good, or of a cluster (`kept`) that has no place there at present. `x`: the weights, float32[size].
 
-    kept: what outlives the place. wants_weights: the run above has no weights yet, and ours are to be the first. master: the
-    model that it ends with, once all that is here is in it. ready: the first state of this place is here.
+    kept: what outlives the place. asked: ours are to be the first weights of the run above. master: the model that it ends
+    with, once all that is here is in it. ready: the first state of this place is here.
     """
 
     def __init__(self, kept: Kept | None = None, place: Place | None = None) -> None:
         self.kept, self.place = kept or Kept(), place
-        self.ready = self.wants_weights = False
+        self.ready = self.asked = False
         self.master: FloatArray | None = None
+
+    @property
+    def wants_weights(self) -> bool:
+        """Whether the run above has no weights yet. Once its model is here, an ask is of before: to give would drop what is owed
+        there."""
+        return self.asked and not self.ready
 
     @property
     def trouble(self) -> str:
@@ -301,7 +307,7 @@ class Seated(Above):
         return self.session.receive(message, now_ns)
 
     def give_weights(self, x: FloatArray, now_ns: int) -> Asks:
-        self.wants_weights = False
+        self.asked = False
         begin, end = self.replica.begin, self.replica.end
         return self._say(self.exchange.give(raw_pieces(x.copy(), begin, parts(begin, end))), now_ns)
 

@@ -103,7 +103,7 @@ class Mixing(Seated):
                 effects += self._go_on([event], now_ns)
                 continue
             effects += [*asks([event]), *self._say(self.exchange.take(event), now_ns)]
-            self.wants_weights |= isinstance(event, e.GiveWeights)
+            self.asked |= isinstance(event, e.GiveWeights)
             if isinstance(event, e.StateArrived) and self.driver.phase is Phase.EMPTY:
                 self.driver.found(self.replica.pulled, self.before)
                 effects += self._go_on(self.driver.go_on(now_ns), now_ns)

@@ -285,8 +285,7 @@ class Planned:
     def give_weights(self, ledger: m.Ledger, now_ns: int) -> list[ServerEffect]:
         """Hand up the first weights, once all shards have those of one worker, or a checkpoint."""
         decided = self.weights_from < 0 or ledger.weights == self.weights_from
-        # Once the model above is here, who still asks has asked before: weights given now would drop what is owed there.
-        if not self.above.wants_weights or self.above.ready or self.store.publication < 0 or not decided:
+        if not self.above.wants_weights or self.store.publication < 0 or not decided:
             return []
         return self.above.give_weights(self.store.x, now_ns)
 

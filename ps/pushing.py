@@ -64,7 +64,7 @@ class Pushing(Seated):
         effects: Asks = []
         for event in events:
             effects += [*asks([event]), *self._say(self.exchange.take(event), now_ns)]
-            self.wants_weights |= isinstance(event, e.GiveWeights)
+            self.asked |= isinstance(event, e.GiveWeights)
             self.due |= isinstance(event, e.StateArrived)
             if isinstance(event, e.MasterArrived) and self.finishing and event.clock == self.exchange.clock:
                 self.master, self.finishing = self.exchange.shared, False
