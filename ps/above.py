@@ -121,8 +121,8 @@ class Above:
 
     @property
     def wants_weights(self) -> bool:
-        """Whether the run above has no weights yet. Once its model is here, an ask is of before: to give would drop what is owed
-        there."""
+        """Whether the run above has no weights yet. Once its model is here the ask is void: another cluster gave, and to give
+        now would drop what is owed there."""
         return self.asked and not self.ready
 
     @property

@@ -83,12 +83,8 @@ class Work:
         assert isinstance(epoch, int) and isinstance(said, int)
         of_epoch = range(epoch * self.each, (epoch + 1) * self.each)
         found = {row for counts in self._folded(process).values() for row in of_epoch if counts[row] > 1}
-        anew = (
-            "shard restarted",
-            "shard failed",
-            "keys moved",
-            "plan changed",
-        )  # a new generation: no last word of who is gone
+        # New generations: there is no last word of who is gone.
+        anew = ("shard restarted", "shard failed", "keys moved", "plan changed")
         back = sum(run.sim.struck[fault] for fault in anew)
         exact = run.settings.mode().barrier or not back
         if said != len(found) if exact else said < len(found):
