@@ -90,9 +90,9 @@ class Kept:
         if self.asked is None:
             self.asked, self.asked_s = self.actor.facts.remote(), now
 
-    def silent(self, now: float) -> bool:
+    def silent(self, now: float, limit_s: float | None = None) -> bool:
         """It has no node, and may never have one."""
-        return self.asked is not None and now - self.asked_s > SILENT_S
+        return self.asked is not None and now - self.asked_s > (SILENT_S if limit_s is None else limit_s)
 
     def ended(self) -> tuple[int, str] | None:
         """Return the exit code of its command and its last lines, None while it has not ended for good."""
@@ -116,13 +116,21 @@ class Actors:
         """Workers whose scripts go on."""
         return [kept for kept in self.workers if not kept.silent(now) and kept.ended() is None]
 
-    def check(self) -> None:
-        """Raise NarrowsError where a server has failed, or so many workers of a city that fewer than `low` are left."""
-        failed = {kept: ended for kept in (*self.servers, *self.workers) if (ended := kept.ended()) and ended[0]}
-        for kept, (code, said) in failed.items():
+    def check(self, now: float, room_s: float) -> None:
+        """Raise NarrowsError where a server has failed, or so many workers of a city that fewer than `low` are left. An actor
+        that has had no node for `room_s` has failed too."""
+        failed: dict[Kept, str] = {}
+        for kept in (*self.servers, *self.workers):
+            if ended := kept.ended():
+                failed |= {kept: f"ended with exit code {ended[0]}: {ended[1]}"} if ended[0] else {}
+            elif kept.silent(now, room_s):
+                failed[kept] = (
+                    f"has had no node for {room_s:.0f} s: add a node with its labels and room for it, or give a larger room_s"
+                )
+        for kept, why in failed.items():
             left = sum(other.city == kept.city and other not in failed for other in self.workers)
             if kept in self.servers or left < self.low:
-                raise NarrowsError(f"{kept.who} ended with exit code {code}: {said}")
+                raise NarrowsError(f"{kept.who} {why}")
 
     def progress(self, began: float, before: Progress, limit_s: float) -> Progress:
         """Ask each actor how far it is, and wait for `limit_s` at most for those that are not silent."""
@@ -144,9 +152,11 @@ class Actors:
 
     def close(self) -> None:
         """Nothing of the run is left."""
+        now = time.monotonic()
         for kept in self.servers:
-            with contextlib.suppress(ray.exceptions.RayError):
-                ray.get(kept.actor.stop.remote(), timeout=END_S)
+            if not kept.silent(now):
+                with contextlib.suppress(ray.exceptions.RayError):
+                    ray.get(kept.actor.stop.remote(), timeout=END_S)
             ray.kill(kept.actor)
         for kept in self.workers:
             ray.kill(kept.actor)
@@ -171,6 +181,7 @@ def train(
     restarts: int = 0,
     report: Callable[[Progress], None] | None = print,
     every_s: float = 2.0,
+    room_s: float = 1800.0,
     after_s: float = 600.0,
     **run: Any,
 ) -> Result:
@@ -188,6 +199,8 @@ def train(
     host: where servers listen, the address of the node by default.
     restarts: how often a script that failed is started again.
     report: called with a Progress every `every_s` seconds.
+    room_s: seconds that a server, or one of the `low` workers of a cluster, may be without a node, at the start or later. A
+    cluster that makes nodes as they are asked for needs as long as that takes.
     after_s: seconds that scripts have, after the server above has ended, to evaluate and save. Then a script that goes on is
     ended, a line on stderr names its worker, and train returns: the model is written by then.
 
@@ -242,7 +255,7 @@ def train(
         else:
             top = server("server", "the server", [*trust, *flags, "--workers", str(low)], labels)
             city(0, "worker", top, labels, member, folder)
-        last = _watch(actors, began, report, every_s, after_s)
+        last = _watch(actors, began, report, every_s, room_s, after_s)
     finally:
         actors.close()
     model = Path(folder) / "model.safetensors"
@@ -266,7 +279,12 @@ def _actor(options: Mapping[str, Any], need: Mapping[str, float], *words: Any) -
 
 
 def _watch(
-    actors: Actors, began: float, report: Callable[[Progress], None] | None, every_s: float, after_s: float
+    actors: Actors,
+    began: float,
+    report: Callable[[Progress], None] | None,
+    every_s: float,
+    room_s: float,
+    after_s: float,
 ) -> Progress:
     """Wait until the server above and the scripts have ended: these may evaluate and save after their last step. Returns the
     last progress."""
@@ -282,7 +300,7 @@ def _watch(
         shown = actors.progress(began, shown, LAST_S if over else ANSWER_S)
         if report is not None:
             report(shown)
-        actors.check()
+        actors.check(now, math.inf if served else room_s)  # no node is needed any more
         if over and at_work:
             names = " and ".join(kept.who for kept in at_work)
             print(f"narrows: {names} went on for {after_s:.0f} s after the server had ended. train ends that; the model is "

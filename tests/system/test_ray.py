@@ -55,20 +55,30 @@ if __name__ == "__main__":
 """
 
 
+HERE = {"include_dashboard": False, "node_ip_address": "127.0.0.1"}
+
+
 @pytest.fixture(scope="module")
-def nodes() -> Iterator[Any]:
-    """A head without room for workers, and two cities with two places each."""
+def cluster() -> Iterator[Any]:
+    """A head without room for workers."""
     from ray.cluster_utils import Cluster
 
-    here = {"include_dashboard": False, "node_ip_address": "127.0.0.1"}
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "labels": {"role": "server"}, **here})
-    cluster.cities = [cluster.add_node(num_cpus=3, labels={"city": city}, **here) for city in ("leipzig", "jena")]
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "labels": {"role": "server"}, **HERE})
+    cluster.cities = {}
     ray.init(address=cluster.address, log_to_driver=True)
     try:
         yield cluster
     finally:
         ray.shutdown()
         cluster.shutdown()
+
+
+@pytest.fixture
+def nodes(cluster: Any) -> Any:
+    """Two cities with three places each, also after a test that removed one: the next one may ask for that."""
+    for city in {"leipzig", "jena"} - {*cluster.cities}:
+        cluster.cities[city] = cluster.add_node(num_cpus=3, labels={"city": city}, **HERE)
+    return cluster
 
 
 @pytest.fixture
@@ -137,7 +147,8 @@ def test_only_what_dies_is_started_again(nodes: Any, script: str, tmp_path: Path
             os.kill(server[0], signal.SIGKILL)
         elif struck == ["actor", "server"] and len(server) == 2 and progress.workers and len(lives[0]) == 2:
             struck.append("node")
-            (far,) = [node for node in nodes.cities if node.node_id == progress.workers[2].node]
+            ((city, far),) = [each for each in nodes.cities.items() if each[1].node_id == progress.workers[2].node]
+            del nodes.cities[city]
             lost.extend(pid for index, facts in progress.workers.items() if facts.node == far.node_id
                         for pid in (facts.pid, facts.process))  # fmt: skip
             nodes.remove_node(far, allow_graceful=False)
@@ -164,6 +175,15 @@ def test_a_script_that_goes_on_after_the_run_is_ended_and_the_model_returned(
     pids = {facts.process for progress in seen for facts in progress.workers.values()} - {0}
     assert pids
     until(lambda: not any(map(alive, pids)), "the script to be gone")
+
+
+def test_a_run_for_which_no_node_comes_is_ended_and_says_so(
+    nodes: Any, script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "SILENT_S", 1.0)  # nobody waits for a server that has no node
+    with pytest.raises(NarrowsError, match=r"^the server has had no node for 2 s: add a node with its labels and room"):
+        train(script, workers=1, labels={"city": "gera"}, checkpoint_dir=str(tmp_path), host="127.0.0.1", report=None,
+              every_s=0.2, room_s=2.0)  # fmt: skip
 
 
 def test_more_workers_than_a_server_has_threads_wait_for_its_address(nodes: Any, tmp_path: Path) -> None:
@@ -242,19 +262,32 @@ def cities(monkeypatch: pytest.MonkeyPatch) -> Cities:
 
 
 def watched(actors: Actors, after_s: float) -> Progress:
-    return runs._watch(actors, time.monotonic(), None, 0.02, after_s)
+    return runs._watch(actors, time.monotonic(), None, 0.02, 60.0, after_s)
 
 
 def test_the_number_of_a_worker_counts_over_all_cities(cities: Cities) -> None:
     actors, _, fakes = cities
     fakes[2].ends.set_result((1, "no data"))
-    actors.check()  # one is left in its city
+    actors.check(time.monotonic(), 60.0)  # one is left in its city
     assert sorted(actors.progress(0.0, Progress(0.0, 0, {}, {}, {}), 0.02).workers) == [0, 1, 2]
     fakes[0].ends.set_result((1, "no data"))
-    actors.check()
+    actors.check(time.monotonic(), 60.0)
     fakes[3].ends.set_result((7, "no disk"))
     with pytest.raises(NarrowsError, match=r"^worker 2 ended with exit code 1: no data$"):
         watched(actors, 60.0)
+
+
+def test_a_worker_without_a_node_is_done_without_while_enough_are_left(cities: Cities) -> None:
+    actors, _, fakes = cities
+    actors.progress(0.0, Progress(0.0, 0, {}, {}, {}), 0.02)  # the last one does not answer
+    late = time.monotonic() + 100
+    actors.check(late, 60.0)
+    fakes[2].ends.set_result((0, ""))
+    actors.check(late, 60.0)  # its script is at its end
+    actors.low = 2
+    actors.check(late, 200.0)
+    with pytest.raises(NarrowsError, match=r"^worker 3 has had no node for 60 s: "):
+        actors.check(late, 60.0)
 
 
 def test_scripts_are_waited_for_until_after_s(cities: Cities, capsys: pytest.CaptureFixture[str]) -> None:
