@@ -52,20 +52,22 @@ class Work:
             elif isinstance(effect, Send) and isinstance(effect.message, m.Range):
                 self._told(process, effect.message)
 
-    def _folded(self, process: Process) -> dict[int, Counter[int]]:
-        """By shard: how many updates with each range are in its model."""
+    def _folded(self, process: Process, whole: bool = False) -> dict[int, Counter[int]]:
+        """By shard: how many updates with each range are in its model; `whole`: in all of its keys."""
         assert process.coordinator is not None
         generation, mirrors = process.coordinator.run.generation, self.run.checker.mirrors
         current = {index: each for index, each in mirrors.items() if each.process.shard.ledger.generation == generation}
         return {
-            index: Counter(row for push in mirror.held.folded for row in self.of.get(push, ()))
-            for index, mirror in current.items()
+            index: Counter(
+                row for push in held.folded.keys() - (held.torn if whole else ()) for row in self.of.get(push, ())
+            )
+            for index, held in ((index, mirror.held) for index, mirror in current.items())
         }
 
     def _told(self, process: Process, told: m.Range) -> None:
         if told.over:
             self.run.sim.struck["all ranges done"] += 1
-            for shard, found in self._folded(process).items():
+            for shard, found in self._folded(process, whole=True).items():
                 if lost := sorted({*range(self.ranges)} - found.keys()):
                     raise Violation(
                         f"worker {told.worker} is told that all ranges are done, and shard {shard} lacks {lost}"
