@@ -189,13 +189,13 @@ class Ranges(Decision):
             self.ahead[worker] = [bound for bound in ahead if bound[0] >= self.rounds.min_clock]
 
     def _settle_gone(self, worker: int, gone: Gone) -> None:
-        if self.rounds.mode.barrier:
+        if self.rounds.mode.barrier and gone.epoch > self.run.generation:
             folded = self.rounds.folded(worker)
             self.work.done(index for clock, index in gone.held if clock < folded)
             gone.held = [bound for bound in gone.held if bound[0] >= folded]
         elif self.run.complete and all(report.epoch >= gone.epoch for report in self.run.reports.values()):
-            # Where the keys were cut anew meanwhile, the shards before have said no last word of it.
-            low, high = min(gone.arrived), max(gone.arrived) if gone.epoch > self.run.generation else m.CLOCK_MAX
+            # A move passes once all shards have closed its clock: they have said their last word of who was gone before.
+            low, high = min(gone.arrived), max(gone.arrived)
             self.work.torn.update(index for clock, index in gone.held if low <= clock < high)
             self.work.done(index for clock, index in gone.held if clock < low)
             self.work.give_back(index for clock, index in gone.held if clock >= low)

@@ -609,6 +609,7 @@ class Worker:
         self.rows: list[int] = []  # ranges that are in it
         self.ask: m.RangeAsk | None = None  # for another one: the newest
         self.asking = False  # and it is not answered
+        self.enough = False  # there is no other one now: the update is of those in `rows`
         self.steps = 0
         self.finishing = self.ended = False
         self.asked: set[int] = set()  # shards that were asked for the last model
@@ -749,7 +750,7 @@ class Worker:
         self.replicas = [self._replica(begin, end) for begin, end in event.ranges]
         self.exchanges = [Exchange(self.mode, replica, self.whole) for replica in self.replicas]
         self.worker, self.epoch = event.worker, event.epoch
-        self.computed = self.finishing = self.asking = False
+        self.computed = self.finishing = self.asking = self.enough = False
         self.rows_at, self.rows_due = -1, set()
         self.rows.clear()
         self.asked.clear()
@@ -783,7 +784,7 @@ class Worker:
     # Ranges of samples, as worker/taking.py takes them.
 
     def _take(self, work: Work) -> None:
-        if len(self.rows) == work.a_step(self.index):
+        if self.enough or len(self.rows) == work.a_step(self.index):
             return self._compute()
         if self.asking:
             return
@@ -799,7 +800,7 @@ class Worker:
         if told.index >= 0:
             self.rows.append(told.index)
         elif self.rows:
-            self._compute()
+            self.enough = True
         elif told.over:
             self.finishing = True
         elif self.mode.bound is None:
@@ -814,7 +815,7 @@ class Worker:
             self._go()
 
     def _compute(self) -> None:
-        run = self.run
+        run, self.enough = self.run, False
         run.checker.computes(self, self.clock, [x.settled for x in self.exchanges])
         for x in self.exchanges:
             x.base(x.replica.begin, x.replica.end, np.empty(x.replica.end - x.replica.begin, np.float32))

@@ -197,6 +197,9 @@ class Checker:
         x, momentum = (np.concatenate([getattr(part, name) for part in parts]) for name in ("x", "momentum"))
         gain = 1 / agreement if agreement and self.run.case.scaled else 1.0
         held = replace(deepcopy(first), x=x[begin:end], momentum=momentum[begin:end])
+        ours = [part for part, keys in zip(parts, common, strict=True) if keys]
+        held.folded = {push: weight for part in ours for push, weight in part.folded.items()}
+        held.torn = held.folded.keys() - set.intersection(*(part.folded.keys() - part.torn for part in ours))
         return replace(held, agreement=agreement, gain=gain)
 
     def server_event(self, process: Process, effects: Sequence[ServerEffect], event: Event, source: str) -> None:

@@ -14,6 +14,7 @@ from simulation.gossips import Campaign
 from simulation.moves import Moved, moves_of
 from simulation.network import Simulator
 from simulation.pairs import Pairs, pair_case
+from simulation.plan_pairs import AIMS, Losing, losing_case
 from simulation.plans import Changing, fall_of
 from simulation.replans import Replanned, drops_of
 from simulation.standbys import Theatre
@@ -56,6 +57,13 @@ def _tree(seed: int, kills: bool, kit: Kit, trace: Trace | None) -> Tree:
     return Changing(fall_of(seed, ("above", "inside", "both")[seed // 12 % 3], kills), kit, trace)
 
 
+def _pairs(seed: int, kit: Kit, trace: Trace | None) -> Pairs:
+    """In one of 12 the root changes its plan, and is lost at a phase of that change."""
+    if seed % 12 != 7:
+        return Pairs(pair_case(seed), kit, trace)
+    return Losing(losing_case(seed), AIMS[seed // 12 % len(AIMS)], kit, trace)
+
+
 KINDS = {
     "runs": Kind(
         *(38, "", "runs of one cluster, with every fault of links and a worker's crash"),
@@ -90,8 +98,12 @@ KINDS = {
         lambda seed, kit, trace: Theatre(seed, trace=trace),
     ),
     "pairs": Kind(
-        *(2, " --pair", "trees whose root and clusters have standbys, of which machines are lost"),
-        lambda seed, kit, trace: Pairs(pair_case(seed), kit, trace),
+        *(
+            2,
+            " --pair",
+            "trees whose root and clusters have standbys, of which machines are lost; of 12 one whose plan changes",
+        ),
+        _pairs,
     ),
     "moves": Kind(
         *(

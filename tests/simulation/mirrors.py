@@ -69,6 +69,7 @@ class Held:
     x: FloatArray
     momentum: FloatArray
     folded: dict[PushId, float] = field(default_factory=dict)  # with its weight
+    torn: set[PushId] = field(default_factory=set)  # of these, what some of its keys lack: who is gone, before a move
     clocks: dict[tuple[int, int], list[int]] = field(
         default_factory=dict
     )  # of these, by worker and epoch, in their order
@@ -93,6 +94,7 @@ class Held:
             momentum=self.momentum.copy(),
             table=self.table.copy(),
             folded=self.folded.copy(),
+            torn=self.torn.copy(),
             clocks={who: clocks.copy() for who, clocks in self.clocks.items()},
             shown=self.shown.copy(),
             whole=self.whole.copy(),

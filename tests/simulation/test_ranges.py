@@ -8,14 +8,17 @@ from itertools import count, islice
 
 import pytest
 
+from narrows.protocols.cluster.moves import Moves
 from narrows.protocols.cluster.ranges import Ranges
 from narrows.protocols.cluster.rounds import Rounds
 from narrows.protocols.cluster.run import Seat
+from narrows.protocols.settings import Settings
 from simulation.actors import Bug, Kit, planted
 from simulation.campaigns import RANGES_EVERY, Case, Run, case_of, of_epochs
 from simulation.hunt import hunt
 from simulation.kinds import KINDS
 from simulation.mirrors import Violation
+from simulation.replans import Replanned, drops_of
 
 PLANTED_SEEDS = 61  # within so many a planted bug is found
 RUNS = {"plain": 4, "restarts": 3, "kills": 3}
@@ -33,8 +36,26 @@ def killed(seed: int) -> Case:
     return of_epochs(case_of(seed, kills=True))
 
 
-def test_a_range_of_who_is_gone_may_count_as_done_twice_where_the_plan_changes() -> None:
-    KINDS["moves"].make(600019, Kit(), None).run()
+@pytest.mark.parametrize("sync", ["ssp", "bsp"])
+def test_a_range_of_who_is_gone_before_the_plan_changes_is_done_once(
+    sync: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker's lease ends while all hold. It had a range for an update that it never pushed."""
+    change = Moves.change
+    if sync == "bsp":
+        monkeypatch.setattr(Moves, "change", lambda moves, settings: change(moves, to_bsp(moves.run.settings)))
+    run = KINDS["moves"].make(600019, Kit(), None)
+    run.run()
+    assert run.sim.struck["plan changed"]
+
+
+def test_who_gets_no_other_range_right_after_a_plan_changed_waits_for_its_state() -> None:
+    """The simulated worker computed with what it had before."""
+    assert Replanned(drops_of(910332)).run().sim.struck["plan changed"]
+
+
+def to_bsp(settings: Settings) -> Settings:
+    return settings.changed(sync="bsp", push="update")
 
 
 @pytest.mark.parametrize(("kind", "make"), [("plain", case), ("restarts", restarted), ("kills", killed)])
