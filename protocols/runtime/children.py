@@ -111,7 +111,7 @@ class Children:
     def need(self, needs: Sequence[tuple[str, str]]) -> None:
         """Let the nursery import more, and say "ready" again; until then it forks nothing."""
         with contextlib.suppress(OSError):  # it has ended, and whoever hears it says so
-            self.port.send(json.dumps([*needs]).encode())
+            self.port.send(json.dumps(["need", [*needs]]).encode())
 
     def _given(self, env: Mapping[str, str]) -> socket.socket | None:
         """The socket of the nursery that was forked with this command, if its children may have that one's hash seed."""
@@ -209,12 +209,12 @@ class Children:
         handed: Mapping[str, int],
     ) -> tuple[Child, Callable[[], int | None]] | None:
         """A child of the nursery, or None where it does not fork."""
-        ignored = [
-            number for number in signals.TO_ALL if signal.getsignal(number) is signal.SIG_IGN
-        ]  # as exec hands down
-        request = launch.Request([*words], dict(env), name, [*handed], ignored, nests)
+        # As exec hands them down.
+        ignored = [number for number in signals.TO_ALL if signal.getsignal(number) is signal.SIG_IGN]
+        request = launch.Request([*words], dict(env), os.getcwd(), name, [*handed], ignored, nests)
         try:
-            socket.send_fds(self.port, [json.dumps(asdict(request)).encode()], [*standard, *handed.values()])
+            asked = json.dumps(["fork", asdict(request)]).encode()
+            socket.send_fds(self.port, [asked], [*standard, *handed.values()])
             answer = self.answers.get(timeout=FORK_S)
         except (OSError, queue.Empty) as error:
             answer = str(error) or f"no answer came within {FORK_S:.0f} s"

@@ -6,6 +6,7 @@ Rules
 - It ends with the socket to its command. Its children end by their own pipes.
 - A child that is a command with children of its own gets a nursery too, which is forked from it as it begins: what is imported
   is imported once for all of them.
+- Its command says JSON lists to it: ["need", needs], ["fork", fields of a Request].
 - It says JSON lists to its command: ["say", text], ["ready", why not], ["pid", number], ["refused", why],
   ["ended", pid, code].
 """
@@ -67,6 +68,7 @@ class Request:
 
     words: Sequence[str]  # what follows `python`
     env: dict[str, str]
+    folder: str  # where it begins
     name: str
     handed: Sequence[str]  # variables that are to hold the numbers of descriptors
     ignored: Sequence[int]  # signals
@@ -97,12 +99,12 @@ class Nursery:
                     raw, fds, _, _ = socket.recv_fds(
                         self.port, MESSAGE_BYTES_MAX, DESCRIPTORS_MAX, socket.MSG_CMSG_CLOEXEC
                     )
-                    request = json.loads(raw or "null")
-                    if isinstance(request, list):
-                        self.prepare(request)
-                    elif request is None:
+                    if not raw:
                         os._exit(0)  # the command has ended
-                    elif begins := self._fork(fds, Request(**request)):
+                    kind, asked = json.loads(raw)
+                    if kind == "need":
+                        self.prepare(asked)
+                    elif begins := self._fork(fds, Request(**asked)):
                         return begins
         os._exit(0)
 
@@ -165,6 +167,7 @@ class Nursery:
         for number in signals.TO_ALL:
             default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
             signal.signal(number, signal.SIG_IGN if number in request.ignored else default)
+        os.chdir(request.folder)
         interpreter.begin(request.name, env)
         if request.nests and (nested := _nest(fds[3:])):
             return nested.run
@@ -206,7 +209,7 @@ class Given:
         return Given(socket.socket(fileno=int(fd)), int(pid), hash_seed)
 
 
-def main(kind: type[Nursery] = Nursery) -> None:
-    begins: Begins | None = kind(socket.socket(fileno=int(os.environ.pop(SOCKET)))).run
+def main() -> None:
+    begins: Begins | None = Nursery(socket.socket(fileno=int(os.environ.pop(SOCKET)))).run
     while begins is not None:
         begins = begins()

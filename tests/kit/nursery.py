@@ -19,7 +19,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
-from kit.forking import FOLDER
 from narrows.protocols.runtime import launch
 from narrows.protocols.runtime.flags import ALLOCATOR
 from narrows.ps.command import cluster
@@ -70,11 +69,11 @@ class Nursery:
         self.asking, self.hearing = threading.Lock(), threading.Lock()
         self.port, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         env = ALLOCATOR | dict(env) | {"OPENBLAS_NUM_THREADS": "1", "PYTHONHASHSEED": str(secrets.randbelow(1 << 32))}
-        env |= {"PYTHONPATH": FOLDER, launch.SOCKET: str(theirs.fileno())}
-        words = [sys.executable, "-P", "-c", "from kit.forking import main; main()"]
+        env |= {launch.SOCKET: str(theirs.fileno())}
+        words = [sys.executable, *launch.WORDS]
         self.process = subprocess.Popen(words, env=env, pass_fds=[theirs.fileno()], start_new_session=True)
         theirs.close()
-        self.port.send(json.dumps(NEEDS).encode())
+        self.port.send(json.dumps(["need", NEEDS]).encode())
         assert self._answer(READY_S) == ["ready", ""]
 
     def forks(self, words: Sequence[str], env: Mapping[str, str]) -> bool:
@@ -84,11 +83,11 @@ class Nursery:
 
     def fork(self, words: Sequence[str], env: Mapping[str, str], cwd: Path | None, files: Sequence[IO[str]]) -> Forked:
         """`files`: its stdout and stderr."""
-        here = {**env, "PWD": str(cwd or os.getcwd())}
-        request = launch.Request(["-m", FORKED[words[0]], *words[1:]], here, words[0], [], [], nests=True)
+        folder = str(cwd or os.getcwd())
+        request = launch.Request(["-m", FORKED[words[0]], *words[1:]], {**env}, folder, words[0], [], [], nests=True)
         with self.asking, open(os.devnull) as nothing:
             fds = [file.fileno() for file in (nothing, *files)]
-            socket.send_fds(self.port, [json.dumps(asdict(request)).encode()], fds)
+            socket.send_fds(self.port, [json.dumps(["fork", asdict(request)]).encode()], fds)
             kind, pid = self._answer(FORK_S)
         assert kind == "pid", pid
         return self.running[pid]
