@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import subprocess
 import sys
@@ -23,6 +22,7 @@ import ray
 from ray.util.metrics import Gauge
 
 from narrows.protocols.errors import NarrowsError, ServerLostError, UnreachableError
+from narrows.protocols.runtime.children import event_of
 
 AGAIN = (UnreachableError.exit_code, ServerLostError.exit_code)  # the server is elsewhere by now, or comes again
 STARTS_MAX = 1000  # of one command, by one life of its actor
@@ -52,11 +52,18 @@ class Keeper:
     own."""
 
     def __init__(
-        self, words: Sequence[str], flag: str, follows: Any, label: str, folder: str = "", host: str | None = None
+        self,
+        words: Sequence[str],
+        flag: str,
+        follows: Any,
+        label: str,
+        folder: str = "",
+        host: str | None = None,
+        alone_s: float = 0.0,
     ) -> None:
         """words: "serve" or "work" and the command's flags and arguments. `flag` names the address of the server that
         `follows` keeps, if there is one. folder: of a server's checkpoints. host: on which a server listens, "" is the node's.
-        label: of its metrics."""
+        label: of its metrics. alone_s: the actor ends once nobody has asked for its facts for so long; 0: it never does."""
         self.words, self.flag, self.follows, self.folder = [*words], flag, follows, folder
         self.host = ray.util.get_node_ip_address() if host == "" else host
         self.starts = 0
@@ -71,8 +78,19 @@ class Keeper:
             for name, text in (("clock", "updates that a worker has completed"), ("push_bytes", "of its newest step"))
         }
         self.tags = {"actor": label}
+        self.heard_s = time.monotonic()  # when somebody asked how far it is
+        if alone_s:
+            threading.Thread(target=self._until_alone, args=(alone_s,), daemon=True).start()
+
+    def _until_alone(self, alone_s: float) -> None:
+        """End with whoever called train: Ray ends the workers with it, and no detached actor."""
+        while (left_s := self.heard_s + alone_s - time.monotonic()) > 0:
+            time.sleep(left_s)
+        self.stop()
+        ray.kill(ray.get_runtime_context().current_actor)
 
     def facts(self) -> Facts:
+        self.heard_s = time.monotonic()
         running = self.process is not None and self.process.poll() is None
         process = self.process.pid if running and self.process is not None else 0
         return Facts(os.getpid(), process, ray.get_runtime_context().get_node_id(), self.starts, dict(self.last))
@@ -172,19 +190,24 @@ class Keeper:
     def _hear(self, lines: Iterable[str]) -> None:
         """Events of a server, or the record of a ps-worker."""
         for line in lines:
-            event = json.loads(line)
-            if event["event"] == "serves":
+            kind, event = event_of(line.rstrip("\n"))
+            if kind == "serves":
                 with self.state:
                     self.serves = event["address"]
                     self.state.notify_all()
-            elif event["event"] == "step":
+            elif kind == "step":
                 self.last = {name: value for name, value in event.items() if isinstance(value, (int, float))}
                 for name, gauge in self.gauges.items():
                     gauge.set(self.last[name], tags=self.tags)
-            elif event["event"] == "done":
+            elif kind == "done":
                 self.last |= event["last"]  # with what its script recorded after the last step
+            elif kind == "err":
+                self._say(event)
 
     def _hear_errors(self, lines: TextIO) -> None:
         for line in lines:
-            self.said.append(line.rstrip("\n"))
-            print(line, end="", file=sys.stderr, flush=True)
+            self._say(line.rstrip("\n"))
+
+    def _say(self, line: str) -> None:
+        self.said.append(line)
+        print(line, file=sys.stderr, flush=True)

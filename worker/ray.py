@@ -90,9 +90,13 @@ class Kept:
         if self.asked is None:
             self.asked, self.asked_s = self.actor.facts.remote(), now
 
-    def silent(self, now: float, limit_s: float | None = None) -> bool:
+    def owes_s(self, now: float) -> float:
+        """Return the seconds for which it has owed an answer."""
+        return 0.0 if self.asked is None else now - self.asked_s
+
+    def silent(self, now: float) -> bool:
         """It has no node, and may never have one."""
-        return self.asked is not None and now - self.asked_s > (SILENT_S if limit_s is None else limit_s)
+        return self.owes_s(now) > SILENT_S
 
     def ended(self) -> tuple[int, str] | None:
         """Return the exit code of its command and its last lines, None while it has not ended for good."""
@@ -123,7 +127,7 @@ class Actors:
         for kept in (*self.servers, *self.workers):
             if ended := kept.ended():
                 failed |= {kept: f"ended with exit code {ended[0]}: {ended[1]}"} if ended[0] else {}
-            elif kept.silent(now, room_s):
+            elif kept.owes_s(now) > room_s:
                 failed[kept] = (
                     f"has had no node for {room_s:.0f} s: add a node with its labels and room for it, or give a larger room_s"
                 )
@@ -200,7 +204,8 @@ def train(
     restarts: how often a script that failed is started again.
     report: called with a Progress every `every_s` seconds.
     room_s: seconds that a server, or one of the `low` workers of a cluster, may be without a node, at the start or later. A
-    cluster that makes nodes as they are asked for needs as long as that takes.
+    cluster that makes nodes as they are asked for needs as long as that takes. A server whose caller of train was killed ends
+    after as many seconds, with a checkpoint; so `report` must not take that long.
     after_s: seconds that scripts have, after the server above has ended, to evaluate and save. Then a script that goes on is
     ended, a line on stderr names its worker, and train returns: the model is written by then.
 
@@ -223,7 +228,7 @@ def train(
         own = folder if above is None else f"{folder}/{label}"
         words = ["serve", *more, "--shards", str(shards), "--checkpoint-dir", own, "--resume"]
         options = {"lifetime": "detached", "name": f"{name}-{label}", "label_selector": dict(where or {}) or None}
-        actor = _actor(options, {"CPU": 1}, words, "--parent", above, label, own, host)
+        actor = _actor(options, {"CPU": 1}, words, "--parent", above, label, own, host, room_s)
         actors.servers.append(Kept(who, actor))
         return actor
 

@@ -266,7 +266,7 @@ class Children:
                     # A progress bar is written over and over: what it ended with is the line.
                     self.events.put((index, kind, text.rstrip("\r").rpartition("\r")[2]))
                 elif line.endswith(b"\n"):  # else the last line of one that was killed while it wrote it
-                    self.events.put(_event(index, text))
+                    self.events.put((index, *event_of(text)))
 
     def _wait(
         self, index: int, child: Child, wait: Callable[[], int | None], readers: Sequence[threading.Thread]
@@ -279,13 +279,13 @@ class Children:
             self.events.put((index, "exit", child.code))
 
 
-def _event(index: int, text: str) -> Event:
-    """The event that a line holds; a library may have written to the pipe too."""
+def event_of(text: str) -> tuple[str, Any]:
+    """Return kind and value of the event that a line holds: ("err", the line) where a library has written to the pipe too."""
     try:
         event = json.loads(text)
-        return index, event["event"], event
+        return event["event"], event
     except (ValueError, TypeError, KeyError):
-        return index, "err", text
+        return "err", text
 
 
 def signal_name(number: int) -> str:

@@ -6,6 +6,8 @@ import fcntl
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -184,6 +186,37 @@ def test_a_run_for_which_no_node_comes_is_ended_and_says_so(
     with pytest.raises(NarrowsError, match=r"^the server has had no node for 2 s: add a node with its labels and room"):
         train(script, workers=1, labels={"city": "gera"}, checkpoint_dir=str(tmp_path), host="127.0.0.1", report=None,
               every_s=0.2, room_s=2.0)  # fmt: skip
+
+
+DRIVER = """
+import os, sys, ray
+from narrows.worker.ray import train
+
+def report(progress):
+    if progress.clock >= 5 and progress.servers:
+        with open(sys.argv[4] + ".part", "w") as file:
+            print(progress.servers[0].pid, progress.servers[0].process, file=file)
+        os.replace(sys.argv[4] + ".part", sys.argv[4])
+
+ray.init(address=sys.argv[1], log_to_driver=False)
+train(sys.argv[2], ["10000", "0.05"], workers=1, labels={"city": "jena"}, checkpoint_dir=sys.argv[3], host="127.0.0.1",
+      report=report, every_s=0.5, room_s=60.0)
+"""
+
+
+def test_a_server_ends_after_its_driver_with_a_checkpoint(nodes: Any, script: str, tmp_path: Path) -> None:
+    model, pids, driver = tmp_path / "model", tmp_path / "pids", tmp_path / "driver.py"
+    driver.write_text(DRIVER)
+    with subprocess.Popen([sys.executable, driver, nodes.address, script, model, pids]) as process:
+        try:
+            until(pids.exists, "five steps", 240.0)
+        finally:
+            process.kill()
+    server = [*map(int, pids.read_text().split())]
+    assert len(server) == 2 and all(map(alive, server))
+    until(lambda: not any(map(alive, server)), "the server to be gone", 180.0)
+    assert [*model.glob("*.safetensors")]
+    assert not [each for each in ray.util.list_named_actors(all_namespaces=True) if "narrows" in each["name"]]
 
 
 def test_more_workers_than_a_server_has_threads_wait_for_its_address(nodes: Any, tmp_path: Path) -> None:
