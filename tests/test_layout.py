@@ -33,7 +33,7 @@ OWNERS = {
 RUNTIME = "protocols/runtime/"  # sockets, children, flags: what runs machines, and is none
 RUNNERS = (
     *("ps/process/", "ps/command/", "worker/command/", "worker/pipelining/"),
-    *("worker/runner.py", "worker/hub.py", "worker/session.py"),
+    *("worker/runner.py", "worker/hub.py", "worker/session.py", "worker/keeper.py"),
 )
 
 # Modules that a deterministic machine cannot use: sockets, threads, clocks, files, processes, randomness, logs.
