@@ -51,7 +51,7 @@ from narrows.ps.command.serve import serve
 )
 @glance_flags
 @click.option("--print", default="", metavar="FORMAT", help="write what a manager takes, filled in from the other flags: "
-              "slurm, jobset, dockerfile, sky, dstack, ray or compose")  # fmt: skip
+              "slurm, jobset, kubeflow, dockerfile, sky, dstack, ray or compose")  # fmt: skip
 @click.version_option(package_name="narrows", allow_from_autoenv=False)
 @click.pass_context
 def command(context: click.Context, /, **flags: Any) -> int:

@@ -18,6 +18,7 @@ from narrows.protocols.errors import UsageError
 from narrows.protocols.modes import Rule
 from narrows.protocols.runtime.flags import given
 from narrows.protocols.settings import Settings
+from narrows.ps.command.kubernetes import jobset, kubeflow
 from narrows.ps.command.recipe import END_S, PORT, READY, SCRIPT, Recipe, listed, shell
 from narrows.ps.command.serve import checked
 
@@ -25,10 +26,11 @@ from narrows.ps.command.serve import checked
 def slurm(recipe: Recipe) -> str:
     """A heterogeneous job: the server on the node of the batch script, the workers as one step of the second component."""
     server = recipe.host or "$(hostname)"
+    workers = f"{recipe.workers} worker{'s' * (recipe.workers > 1)}"
     serve = shell(recipe.serve("$folder", "--ready-file", "$folder.ready"))
     work = shell(recipe.work("$server", script=['"$@"']))
     return f"""#!/bin/bash
-# Narrows on Slurm: a server, and {recipe.workers} workers. Run it with: sbatch FILE {SCRIPT[0]} ARGS...
+# Narrows on Slurm: a server, and {workers}. Run it with: sbatch FILE {SCRIPT[0]} ARGS...
 # 120 s before its time is over the server writes a checkpoint, and the job is queued again: it goes on from there.
 {recipe.note()}
 #SBATCH --job-name=narrows
@@ -78,83 +80,6 @@ timeout 60 tail --pid="$workers" -f /dev/null || kill -TERM "$workers"
 wait "$serve" || code=$?
 wait "$workers" || code=$?
 exit "$code"
-"""
-
-
-def _pod(name: str, command: list[str], more: str, keys: bool, disk: bool) -> str:
-    """The template of a pod with one container."""
-    key = "server" if disk else "worker"
-    secret = f"{{secretName: narrows-keys, defaultMode: 256, items: [{{key: {key}.key, path: {key}.key}}]}}"
-    mounts = [("keys", "/keys", f"secret: {secret}")] if keys else []
-    if disk:
-        mounts += [("members", "/keys/members", "secret: {secretName: narrows-members}")] if keys else []
-        mounts += [("run", "/run/narrows", "persistentVolumeClaim: {claimName: narrows}")]
-    volumes = "".join(f"\n  - name: {each}\n    {what}" for each, _, what in mounts)
-    mounted = "".join(f"\n    - {{name: {each}, mountPath: {path}}}" for each, path, _ in mounts)
-    return "\n".join(
-        (
-            "spec:",
-            "  restartPolicy: OnFailure",
-            f"  terminationGracePeriodSeconds: {END_S}",
-            *([f"  volumes:{volumes}"] if mounts else []),
-            "  containers:",
-            f"  - name: {name}",
-            "    image: narrows:latest  # ps-serve --print dockerfile",
-            f"    command: {listed(command)}",
-            *([f"    volumeMounts:{mounted}"] if mounts else []),
-            *([indent(more, "    ")] if more else []),
-        )
-    )
-
-
-def jobset(recipe: Recipe) -> str:
-    """Workers start once the server's pod is ready, and the set is done when they are."""
-    ports = "\n".join(f"- containerPort: {recipe.port + shard}" for shard in range(recipe.shards))
-    ready = f"ports:\n{ports}\nreadinessProbe:\n  exec: {{command: [test, -e, {READY}]}}\n  periodSeconds: 2"
-    serve = recipe.serve("/run/narrows", "--ready-file", READY, keys="/keys")
-    work = recipe.work("narrows-server-0-0.narrows", keys="/keys")
-    keys = bool(recipe.keys)
-    secret = "".join(
-        f"\n#   kubectl create secret generic {name} --from-file={shlex.quote(recipe.keys + folder)}"
-        for name, folder in (("narrows-keys", ""), ("narrows-members", "/members"))
-    )
-    server = indent(_pod("ps-serve", serve, ready, keys, disk=True), " " * 10)
-    workers = indent(_pod("ps-worker", work, "", keys, disk=False), " " * 10)
-    return f"""\
-# Narrows on Kubernetes: kubectl apply -f FILE. It needs JobSet (jobset.sigs.k8s.io), the image of --print dockerfile with
-# {SCRIPT[0]} in it, and a PersistentVolumeClaim named narrows for checkpoints. A server that is lost is started again and
-# goes on from there; a worker that is lost is started again, and joins.
-{recipe.note(secret)}
-apiVersion: jobset.x-k8s.io/v1alpha2
-kind: JobSet
-metadata:
-  name: narrows
-spec:
-  successPolicy: {{operator: All, targetReplicatedJobs: [workers]}}
-  failurePolicy: {{maxRestarts: 10}}
-  replicatedJobs:
-  - name: server
-    replicas: 1
-    template:
-      spec:
-        completionMode: Indexed
-        completions: 1
-        parallelism: 1
-        backoffLimit: 10
-        template:
-{server}
-  - name: workers
-    replicas: 1
-    dependsOn:
-    - {{name: server, status: Ready}}
-    template:
-      spec:
-        completionMode: Indexed
-        completions: {recipe.workers}
-        parallelism: {recipe.workers}
-        backoffLimit: 100
-        template:
-{workers}
 """
 
 
@@ -287,6 +212,7 @@ def _service(name: str, command: list[str], networks: list[str], volumes: list[s
 FORMATS: dict[str, Callable[[Recipe], str]] = {
     "slurm": slurm,
     "jobset": jobset,
+    "kubeflow": kubeflow,
     "dockerfile": dockerfile,
     "sky": sky,
     "dstack": dstack,

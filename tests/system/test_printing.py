@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import os
 import re
 import shlex
@@ -28,7 +29,6 @@ from narrows.worker.command.options import checked as worker_checked
 
 FLAGS = "--workers 4 --shards 2 --sync local --local-steps 8 --compress topk:0.11+sign --bind tcp://0.0.0.0:6001"
 VARIANTS = [FLAGS, f"{FLAGS} --keys /srv/run/KEYS", "--sync gossip --workers 3"]
-YAML = ("jobset", "sky", "dstack", "compose")
 
 
 def printed(form: str, flags: str) -> str:
@@ -54,9 +54,16 @@ def commands(form: str, text: str) -> Iterator[list[str]]:
                 yield shlex.split(found[1])
     if form == "compose":
         yield from (service["command"] for service in yaml.safe_load(text)["services"].values())
-    if form == "jobset":
-        for job in yaml.safe_load(text)["spec"]["replicatedJobs"]:
-            yield from (each["command"] for each in job["template"]["spec"]["template"]["spec"]["containers"])
+    if form in ("jobset", "kubeflow"):
+        for job in job_set(form, text)["replicatedJobs"]:
+            (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
+            yield container["command"] + container.get("args", [])
+
+
+def job_set(form: str, text: str) -> dict[str, Any]:
+    """The spec of the JobSet in it."""
+    spec: dict[str, Any] = next(yaml.safe_load_all(text))["spec"]
+    return spec if form == "jobset" else spec["template"]["spec"]
 
 
 def parsed(words: list[str]) -> dict[str, Any]:
@@ -79,7 +86,7 @@ def test_each_command_is_one_that_our_parsers_take(form: str, flags: str) -> Non
     names = [words[0] for words in seen]
     assert names == ["ps-serve", *["ps-serve", "ps-worker"] * 2] if form == "compose" else ["ps-serve", "ps-worker"]
     for words in seen:
-        params = parsed([re.sub(r"\$\{?\w+\}?", "name", word) for word in words])
+        params = parsed([re.sub(r"\$[{(]?\w+[})]?", "name", word) for word in words])
         if words[0] == "ps-serve":
             settings = Settings(**given(params)).validated()
             checked(
@@ -118,11 +125,12 @@ def test_the_flags_arrive() -> None:
     assert "server=127.0.0.1\n" in printed("slurm", "--bind tcp://127.0.0.1:6001") and own[2] == "tcp://$server:6001"
 
 
-def test_what_a_jobset_waits_for_and_when_it_is_done() -> None:
-    spec = yaml.safe_load(printed("jobset", f"{FLAGS} --keys KEYS"))["spec"]
+@pytest.mark.parametrize("form", ["jobset", "kubeflow"])
+def test_what_a_jobset_waits_for_and_when_it_is_done(form: str) -> None:
+    spec = job_set(form, printed(form, f"{FLAGS} --keys KEYS"))
     server, workers = spec["replicatedJobs"]
     assert workers["dependsOn"] == [{"name": "server", "status": "Ready"}]
-    assert spec["successPolicy"] == {"operator": "All", "targetReplicatedJobs": ["workers"]}
+    assert spec["successPolicy"] == {"operator": "All", "targetReplicatedJobs": [workers["name"]]}
     assert (
         workers["template"]["spec"]["completions"] == 4 and workers["template"]["spec"]["completionMode"] == "Indexed"
     )
@@ -136,6 +144,52 @@ def test_what_a_jobset_waits_for_and_when_it_is_done() -> None:
         assert {each["name"] for each in pod["volumes"]} == {
             each["name"] for each in pod["containers"][0]["volumeMounts"]
         }
+
+
+def holds(known: Any, said: Any) -> bool:
+    """Whether all that was said is known; defaults may be beside it."""
+    if isinstance(said, dict):
+        return isinstance(known, dict) and all(holds(known.get(name), value) for name, value in said.items())
+    if isinstance(said, list):
+        return isinstance(known, list) and len(known) == len(said) and all(map(holds, known, said))
+    return bool(known == said)
+
+
+def test_kubernetes_knows_each_field() -> None:
+    from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
+    from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alpha1TrainJob
+    from kubeflow_trainer_api.models.trainer_v1alpha1_training_runtime import TrainerV1alpha1TrainingRuntime
+
+    models = {
+        "JobSet": JobsetV1alpha2JobSet,
+        "TrainingRuntime": TrainerV1alpha1TrainingRuntime,
+        "TrainJob": TrainerV1alpha1TrainJob,
+    }
+    for form, flags in itertools.product(("jobset", "kubeflow"), VARIANTS):
+        for document in yaml.safe_load_all(printed(form, flags)):
+            model = models[document["kind"]]
+            assert holds(model.from_dict(document).to_dict(), document)  # a field that it does not know is lost
+            wrong = document | {"spec": document["spec"] | {"sepc": 1}}
+            assert not holds(model.from_dict(wrong).to_dict(), wrong)
+
+
+def test_a_train_job_is_a_run_of_its_own() -> None:
+    """As the controller of Kubeflow Trainer makes a JobSet of it: with its name, its arguments and the runtime's numNodes."""
+    runtime, job = yaml.safe_load_all(printed("kubeflow", FLAGS))
+    assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
+    server, node = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    label = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    assert node["template"]["metadata"]["labels"] == label and "metadata" not in server["template"]
+    assert node["replicas"] == server["replicas"] == 1  # which the controller sets, or asks for
+    serves, trains = (each["template"]["spec"]["template"]["spec"]["containers"][0] for each in (server, node))
+    assert trains["name"] == "node" and serves["name"] != "node"
+    for each in (serves, trains):
+        (variable,) = each["env"]
+        assert variable["name"] == "JOBSET_NAME" and "jobset-name" in variable["valueFrom"]["fieldRef"]["fieldPath"]
+    words = [word.replace("$(JOBSET_NAME)", "run-1") for word in (*serves["command"], "|", *trains["command"])]
+    params, own = parsed(words[: words.index("|")]), words[words.index("|") + 1 :]
+    assert params["checkpoint_dir"].endswith("/run-1") and params["workers"] == runtime["spec"]["mlPolicy"]["numNodes"]
+    assert parsed([*own, *job["spec"]["trainer"]["args"]])["server"] == "tcp://run-1-server-0-0.run-1:6001"
 
 
 def test_services_of_compose_reach_each_other() -> None:

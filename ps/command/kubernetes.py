@@ -1,0 +1,142 @@
+"""Kubernetes: a JobSet, and a runtime of Kubeflow Trainer, which makes JobSets. The test checks both against the models that
+Kubeflow publishes as kubeflow-trainer-api.
+"""
+
+from __future__ import annotations
+
+import shlex
+from textwrap import indent
+
+from narrows.ps.command.recipe import END_S, READY, SCRIPT, Recipe, listed
+
+CLAIM = "a PersistentVolumeClaim named narrows for checkpoints. A server that is lost is started again"
+
+
+def _pod(name: str, command: list[str], args: list[str], named: bool, more: str, keys: bool, disk: bool) -> str:
+    """The template of a pod with one container. `named`: the name of its set is in JOBSET_NAME."""
+    key = "server" if disk else "worker"
+    secret = f"{{secretName: narrows-keys, defaultMode: 256, items: [{{key: {key}.key, path: {key}.key}}]}}"
+    mounts = [("keys", "/keys", f"secret: {secret}")] if keys else []
+    if disk:
+        mounts += [("members", "/keys/members", "secret: {secretName: narrows-members}")] if keys else []
+        mounts += [("run", "/run/narrows", "persistentVolumeClaim: {claimName: narrows}")]
+    volumes = "".join(f"\n  - name: {each}\n    {what}" for each, _, what in mounts)
+    mounted = "".join(f"\n    - {{name: {each}, mountPath: {path}}}" for each, path, _ in mounts)
+    label = "metadata.labels['jobset.sigs.k8s.io/jobset-name']"
+    return "\n".join(
+        (
+            "spec:",
+            "  restartPolicy: OnFailure",
+            f"  terminationGracePeriodSeconds: {END_S}",
+            *([f"  volumes:{volumes}"] if mounts else []),
+            "  containers:",
+            f"  - name: {name}",
+            "    image: narrows:latest  # ps-serve --print dockerfile",
+            f"    command: {listed(command)}",
+            *([f"    args: {listed(args)}"] if args else []),
+            *(
+                [f'    env:\n    - {{name: JOBSET_NAME, valueFrom: {{fieldRef: {{fieldPath: "{label}"}}}}}}']
+                if named
+                else []
+            ),
+            *([f"    volumeMounts:{mounted}"] if mounts else []),
+            *([indent(more, "    ")] if more else []),
+        )
+    )
+
+
+def _replicated_jobs(recipe: Recipe, name: str, folder: str, workers: str, container: str, labels: str) -> str:
+    """A server and its workers as the spec of a JobSet: workers start once the server's pod is ready, and the set is done when
+    they are.
+
+    name: of the set, or $(JOBSET_NAME). workers, container, labels: names of their job and its container, and what it is marked
+    with.
+    """
+    ports = "\n".join(f"- containerPort: {recipe.port + shard}" for shard in range(recipe.shards))
+    ready = f"ports:\n{ports}\nreadinessProbe:\n  exec: {{command: [test, -e, {READY}]}}\n  periodSeconds: 2"
+    serve = recipe.serve(folder, "--ready-file", READY, keys="/keys")
+    work = recipe.work(f"{name}-server-0-0.{name}", script=[], keys="/keys")
+    keys, named = bool(recipe.keys), name.startswith("$")
+    server = indent(_pod("ps-serve", serve, [], named, ready, keys, disk=True), " " * 8)
+    node = indent(_pod(container, work, SCRIPT, named, "", keys, disk=False), " " * 8)
+    return f"""\
+successPolicy: {{operator: All, targetReplicatedJobs: [{workers}]}}
+failurePolicy: {{maxRestarts: 10}}
+replicatedJobs:
+- name: server
+  replicas: 1
+  template:
+    spec:
+      completionMode: Indexed
+      completions: 1
+      parallelism: 1
+      backoffLimit: 10
+      template:
+{server}
+- name: {workers}
+  replicas: 1
+  dependsOn:
+  - {{name: server, status: Ready}}
+  template:{labels}
+    spec:
+      completionMode: Indexed
+      completions: {recipe.workers}
+      parallelism: {recipe.workers}
+      backoffLimit: 100
+      template:
+{node}
+"""
+
+
+def _secrets(recipe: Recipe) -> str:
+    return recipe.note("".join(
+        f"\n#   kubectl create secret generic {name} --from-file={shlex.quote(recipe.keys + folder)}"
+        for name, folder in (("narrows-keys", ""), ("narrows-members", "/members"))
+    ))  # fmt: skip
+
+
+def jobset(recipe: Recipe) -> str:
+    jobs = _replicated_jobs(recipe, "narrows", "/run/narrows", "workers", "ps-worker", "")
+    return f"""\
+# Narrows on Kubernetes: kubectl apply -f FILE. It needs JobSet (jobset.sigs.k8s.io), the image of --print dockerfile with
+# {SCRIPT[0]} in it, and {CLAIM} and
+# goes on from there; a worker that is lost is started again, and joins.
+{_secrets(recipe)}
+apiVersion: jobset.x-k8s.io/v1alpha2
+kind: JobSet
+metadata:
+  name: narrows
+spec:
+{indent(jobs, "  ")}"""
+
+
+def kubeflow(recipe: Recipe) -> str:
+    """A runtime, and a TrainJob of it: as many of those as wanted, each with a name, a script and checkpoints of its own. The
+    controller gives arguments to the container `node` of the job that it finds by the label."""
+    labels = "\n    metadata:\n      labels: {trainer.kubeflow.org/trainjob-ancestor-step: trainer}"
+    jobs = _replicated_jobs(recipe, "$(JOBSET_NAME)", "/run/narrows/$(JOBSET_NAME)", "node", "node", labels)
+    return f"""\
+# Narrows on Kubeflow Trainer 2: kubectl apply -f FILE. It needs the image of --print dockerfile with {SCRIPT[0]} in it, and
+# {CLAIM} and goes on from there; a worker
+# that is lost is started again, and joins. A TrainJob of another name is another run; with numNodes it cannot have another
+# number of workers than the runtime.
+{_secrets(recipe)}
+apiVersion: trainer.kubeflow.org/v1alpha1
+kind: TrainingRuntime
+metadata:
+  name: narrows
+  labels: {{trainer.kubeflow.org/framework: narrows}}
+spec:
+  mlPolicy: {{numNodes: {recipe.workers}}}
+  template:
+    spec:
+{indent(jobs, "      ")}---
+apiVersion: trainer.kubeflow.org/v1alpha1
+kind: TrainJob
+metadata:
+  name: run-1
+spec:
+  runtimeRef: {{apiGroup: trainer.kubeflow.org, kind: TrainingRuntime, name: narrows}}
+  trainer:
+    args: {listed(SCRIPT)}
+"""
