@@ -1,4 +1,4 @@
-# Needs Python 3.11 or newer, gcc and make. Another interpreter: make PYTHON=/path/to/python3.12 demo
+# Needs Python 3.11 or newer and make; tests need gcc. Another interpreter: make PYTHON=/path/to/python3.12 demo
 
 PYTHON ?= python3
 MAIN_JOB := .venv/bin/ps-worker -n 4 --shards 2 --sync ssp --staleness 2 --compress topk:0.01+int8 bench/tasks/digits.py

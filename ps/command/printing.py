@@ -85,8 +85,8 @@ exit "$code"
 
 def dockerfile(recipe: Recipe) -> str:
     return f"""# Build it in the folder of Narrows, with {SCRIPT[0]} in it: docker build -f FILE -t narrows:latest .
+# Narrows needs no compiler. A script that calls torch.compile does: RUN apt-get update && apt-get install -y g++
 FROM python:3.12-slim
-RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 WORKDIR /job
 COPY . .
 RUN pip install --no-cache-dir . && python -P -m narrows.compression
