@@ -8,8 +8,9 @@
 
 Rows
 - whole: the unsplit model in one process, each of its parts clipped on its own, as a stage is. whole:D: with a subspace.
-- gloo: the same stages on loopback over torch's gloo and its 1F1B, without Narrows. loopback: over Narrows, dense.
+- gloo: the same stages on loopback over torch's gloo and its 1F1B, without Narrows.
 - dense, fp16, int8: across the link, with all edges coded so. subspace:D: docs/design/pipelines.md, its coefficients in int8.
+  int8@loopback: without the link, as gloo is.
 - A schedule of the task follows a slash. Else a run of Narrows has ScheduleEager1F1B, with --in-flight across the link.
 
 Rules
@@ -56,7 +57,7 @@ PORT = 25_000  # of the servers, on hosts that nobody else is on; stages listen 
 GRID = {"sync": "ssp", "compress": "topk:0.05+int8"}
 OUT = launch.OUT / "pipeline.json"
 LIMIT_S = 3600.0  # of one run
-ROWS = ("gloo", "loopback", "dense", "int8", "int8/1f1b", "int8/gpipe", "subspace:18")
+ROWS = ("gloo", "dense@loopback", "int8@loopback", "dense", "int8", "int8/1f1b", "int8/gpipe", "subspace:18")
 LOSSES = ("whole", "int8", "whole:18", "subspace:18")
 Result = dict[str, Any]
 
@@ -198,7 +199,7 @@ def measure(
     name: str, way: Way | None, stages: int, replicas: int, flags: dict[str, Any], in_flight: int, args: Sequence[str]
 ) -> Result:
     """One run of one plan. Raises CommandFailed."""
-    coding = {"subspace": "int8", "loopback": "dense", "grid": "int8"}.get(name, name)
+    coding = {"subspace": "int8", "grid": "int8"}.get(name, name)
     with tempfile.TemporaryDirectory() as told, cities(way) as hosts:
         folder, before = Path(told), sum(hosts[-1].bytes())
         layout = plan(hosts, stages, replicas, flags, coding, in_flight)
@@ -257,6 +258,7 @@ def main(
         usual = LOSSES if losses else ROWS
         for row in ("whole", "grid") if grid else rows.split(",") if rows else usual:
             coded, _, schedule = row.partition("/")
+            coded, _, where = coded.partition("@")
             name, _, dimensions = coded.partition(":")
             words = [*args, *(["--subspace", dimensions] if dimensions else [])]
             words += ["--schedule", schedule or ("1f1b" if name == "gloo" else "eager")]
@@ -264,7 +266,7 @@ def main(
                 found = ONE_MACHINE[name](stages, words)
             else:
                 flags = GRID if grid else {"sync": "bsp"}
-                link = None if name == "loopback" else way
+                link = None if where == "loopback" else way
                 found = measure(name, link, stages, 2 if grid else 1, flags, in_flight, words)
             results[row] = found
             click.echo(f"{row}: {found}")
