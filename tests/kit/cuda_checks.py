@@ -8,11 +8,9 @@ values. The simulator finds races too, if they are likely; a GPU has the last wo
 """
 
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -20,6 +18,7 @@ import numpy.typing as npt
 import pytest
 from numba import cuda
 
+from kit import cuda_simulator
 from kit.reference import values_of
 from kit.reference_payload import SECTIONS
 from narrows.compression import ErrorFeedback, NonFiniteError, PayloadError, accumulate, decode, parse
@@ -53,66 +52,6 @@ SIZES = (0, 1, 3, 255, 256, 257, 515) if cuda_jit.SIMULATED else (0, 1, 3, 255, 
 STREAM_COUNT = 321 if cuda_jit.SIMULATED else 300_001
 SAMPLED_COUNT = 2053 if cuda_jit.SIMULATED else 3_000_001
 KINDS = ("normal", "zeros", "equal", "denormal", "wide")
-
-
-SHARED_LOCK = threading.Lock()
-BARRIER_S = 60.0  # in which the threads of a block meet, on a busy machine too
-
-
-def shared_array(self: Any, shape: Any, dtype: Any) -> Any:
-    """In place of the simulator's, in which two threads that are first at once get two arrays; this one holds garbage."""
-    frame = sys._getframe(1)
-    place = frame.f_code.co_filename, frame.f_lineno
-    with SHARED_LOCK:
-        if place not in self._allocations:
-            self._allocations[place] = (
-                np.frombuffer(np.random.bytes(np.empty(shape, dtype).nbytes), dtype).reshape(shape).copy()
-            )
-        return self._allocations[place]
-
-
-class Block:
-    """In place of the simulator's manager of a block, which polls: the threads of a block wait for each other at a barrier,
-    and one that has ended is waited for no more."""
-
-    def __init__(self, f: Callable[..., None], grid: Any, block: tuple[int, ...], debug: bool) -> None:
-        self._f, self._grid_dim, self._block_dim, self._debug = f, grid, block, debug
-        self.block_state = np.zeros(block, np.bool_)
-
-    def run(self, where: Any, *args: Any) -> None:
-        def target() -> None:
-            try:
-                self._f(*args)
-            finally:
-                self._end()
-
-        points = np.ndindex(*self._block_dim)
-        threads = [simulator.BlockThread(target, self, where, point, self._debug) for point in points]
-        self.turn, self.waiting, self.left, self.condition = 0, 0, len(threads), threading.Condition()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for kind, trace in [thread.exception for thread in threads if thread.exception]:
-            raise kind.with_traceback(trace)
-
-    def meet(self) -> None:
-        with self.condition:
-            turn = self.turn
-            self.waiting += 1
-            self._pass()
-            if not self.condition.wait_for(lambda: self.turn != turn, BARRIER_S):
-                raise RuntimeError(f"threads of a block did not meet within {BARRIER_S} s")
-
-    def _end(self) -> None:
-        with self.condition:
-            self.left -= 1
-            self._pass()
-
-    def _pass(self) -> None:
-        if self.waiting == self.left:
-            self.turn, self.waiting = self.turn + 1, 0
-            self.condition.notify_all()
 
 
 def on_device(array: Array, offset: int = 0) -> Any:
@@ -508,12 +447,7 @@ PARTS: dict[str, Callable[[], None]] = {
 
 if __name__ == "__main__":
     if cuda_jit.SIMULATED:
-        shared: Any = import_module("numba.cuda.simulator.kernelapi").FakeCUDAShared
-        simulator: Any = import_module("numba.cuda.simulator.kernel")
-        shared.array = shared_array
-        simulator.BlockManager = Block
-        simulator.BlockThread.syncthreads = lambda thread: thread._manager.meet()
-        sys.setswitchinterval(1e-5)  # more interleavings are seen
+        cuda_simulator.install()
     warnings.simplefilter("ignore")  # NumPy's, of overflow in the intrinsics' stand-ins
     for part in sys.argv[1:] or PARTS:
         begin = time.perf_counter()

@@ -1,0 +1,146 @@
+"""How kernels run in numba-cuda's simulator here: faster than in its own blocks, and with shared memory that is one array.
+
+The simulator starts a thread for each thread of each block, polls them, and puts its module into place at each call of a
+device function. That was two thirds of what the checks cost.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+BARRIER_S = 60.0  # in which the threads of a block meet, on a busy machine too
+SWITCH_S = 1e-5  # Python's is 5 ms: more interleavings are seen
+FOLDER = "narrows.compression.cuda."
+
+_shared = threading.Lock()
+_lanes: dict[tuple[int, ...], list[Any]] = {}  # by the shape of a block
+_modules: list[dict[str, Any]] = []  # of kernels: their names
+_order = random.Random(0)
+
+
+def shared_array(self: Any, shape: Any, dtype: Any) -> Any:
+    """In place of the simulator's, in which two threads that are first at once get two arrays; this one holds garbage."""
+    frame = sys._getframe(1)
+    place = frame.f_code.co_filename, frame.f_lineno
+    with _shared:
+        if place not in self._allocations:
+            self._allocations[place] = (
+                np.frombuffer(np.random.bytes(np.empty(shape, dtype).nbytes), dtype).reshape(shape).copy()
+            )
+        return self._allocations[place]
+
+
+class Block:
+    """In place of the simulator's manager of a block: the threads of a block wait for each other at a barrier, and one that has
+    ended is waited for no more."""
+
+    def __init__(self, f: Callable[..., None], grid: Any, block: tuple[int, ...], debug: bool) -> None:
+        self.f, self._block_dim = f, block
+        self.block_state = np.zeros(block, np.bool_)
+        self.args: tuple[Any, ...] = ()
+        self.lock, self.over = threading.Lock(), threading.Lock()
+        self.waiting: list[Any] = []
+        self.left = 0
+        self.over.acquire()
+
+    def run(self, where: Any, *args: Any) -> None:
+        if self._block_dim not in _lanes:
+            _lanes[self._block_dim] = [lane_at(point, self) for point in np.ndindex(*self._block_dim)]
+        lanes = _lanes[self._block_dim]
+        self.args, self.left = args, len(lanes)
+        for lane in lanes:
+            lane.enters(self, where)
+        for lane in in_any_order(lanes):
+            lane.go.release()
+        self.over.acquire()
+        for kind, trace in [lane.exception for lane in lanes if lane.exception]:
+            raise kind.with_traceback(trace)
+
+    def meet(self, lane: Any) -> None:
+        with self.lock:
+            self.waiting.append(lane)
+            self._pass()
+        if not lane.go.acquire(timeout=BARRIER_S):
+            raise RuntimeError(f"threads of a block did not meet within {BARRIER_S} s")
+
+    def end(self) -> None:
+        with self.lock:
+            self.left -= 1
+            self._pass()
+            if not self.left:
+                self.over.release()
+
+    def _pass(self) -> None:
+        if len(self.waiting) == self.left:
+            passing, self.waiting = self.waiting, []
+            for lane in in_any_order(passing):
+                lane.go.release()
+
+
+def in_any_order(lanes: list[Any]) -> list[Any]:
+    return sorted(lanes, key=lambda lane: _order.random())
+
+
+def lane_at(point: tuple[int, ...], first: Block) -> Any:
+    """A thread that is the one at this point in all blocks, one after the other."""
+    simulator: Any = import_module("numba.cuda.simulator.kernel")
+
+    class Lane(simulator.BlockThread):  # type: ignore[misc]
+        def enters(self, block: Block, where: Any) -> None:
+            self._manager, self.blockIdx = block, simulator.Dim3(*where)
+            self.exception: Any = None
+
+        def run(self) -> None:
+            while True:
+                self.go.acquire()
+                block = self._manager
+                try:
+                    block.f(*block.args)
+                except Exception as error:
+                    text = f"thread {self.threadIdx} of block {self.blockIdx}: {error}"
+                    self.exception = type(error)(text), error.__traceback__
+                finally:
+                    block.end()
+
+        def syncthreads(self) -> None:
+            self._manager.meet(self)
+
+    lane = Lane(None, first, (0, 0, 0), point, False)
+    lane.go = threading.Lock()
+    lane.go.acquire()
+    lane.start()
+    return lane
+
+
+@contextmanager
+def swapped(kernel: Any, inside: Any) -> Iterator[None]:
+    """While a kernel runs, `cuda` is what is inside of one, in each module that has device functions."""
+    outside = import_module("numba.cuda")
+    if not _modules:
+        _modules.extend(vars(module) for name, module in sys.modules.items() if name.startswith(FOLDER))
+    places = [names for names in _modules if names.get("cuda") is outside]
+    for names in places:
+        names["cuda"] = inside
+    try:
+        yield
+    finally:
+        for names in places:
+            names["cuda"] = outside
+
+
+def install() -> None:
+    """From now on kernels run so."""
+    simulator: Any = import_module("numba.cuda.simulator.kernel")
+    kernel, launch = simulator.FakeCUDAKernel, simulator.FakeCUDAKernel.__call__
+    import_module("numba.cuda.simulator.kernelapi").FakeCUDAShared.array = shared_array
+    simulator.BlockManager, simulator.swapped_cuda_module = Block, swapped
+    kernel.__call__ = lambda self, *args: self.fn(*args) if self._device else launch(self, *args)
+    sys.setswitchinterval(SWITCH_S)
