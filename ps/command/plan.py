@@ -151,7 +151,8 @@ def _run(places: Any, parameters: float, step_s: float, *, batch: int, script: s
         f"bsp's steps to a loss; DDP {_seconds(ring_s)} a step at least; {decides(chooser, plan)}",
     ]
     for other, other_s in others:
-        inside = f" over {len(other.clusters)} clusters with {other.below}" if other.clusters else ""
+        clusters = "1 cluster" if len(other.clusters) == 1 else f"{len(other.clusters)} clusters"
+        inside = f" over {clusters} with {other.below}" if other.clusters else ""
         lines.append(
             f"next: {other.above}{inside}, predicted {1e3 * other.step_s:.3g} ms a step, {_simulated(other_s)}, and "
             f"{other.cost / other.step_s:.2f} times bsp's steps"

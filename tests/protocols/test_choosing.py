@@ -334,6 +334,11 @@ def told(output: str) -> list[list[str]]:
     return [shlex.split(line) for line in output.splitlines() if line.startswith("    ps-")]
 
 
+def test_one_cluster_is_not_said_to_be_several(tmp_path: Path) -> None:
+    output, _ = planned(tmp_path, cities([2, 1], 20, 60), "--script", "train.py", "--insecure")
+    assert " over 1 cluster with " in output and "1 clusters" not in output, output
+
+
 @pytest.mark.parametrize("access", [["--insecure"], []])
 def test_printed_commands_are_ones_that_can_be_pasted(tmp_path: Path, access: list[str]) -> None:
     network = cities([2, 2, 1], 20, 60)

@@ -14,7 +14,7 @@ from simulation.gossips import Campaign
 from simulation.moves import Moved, moves_of
 from simulation.network import Simulator
 from simulation.pairs import Pairs, pair_case
-from simulation.plan_pairs import AIMS, Losing, losing_case
+from simulation.plan_pairs import AIMS, Losing, Orphaned, losing_case
 from simulation.plans import Changing, fall_of
 from simulation.replans import Replanned, drops_of
 from simulation.standbys import Theatre
@@ -58,10 +58,11 @@ def _tree(seed: int, kills: bool, kit: Kit, trace: Trace | None) -> Tree:
 
 
 def _pairs(seed: int, kit: Kit, trace: Trace | None) -> Pairs:
-    """In one of 12 the root changes its plan, and is lost at a phase of that change."""
+    """In one of 12 the root changes its plan, and is lost at a phase of that change; in half of these nobody stands by."""
     if seed % 12 != 7:
         return Pairs(pair_case(seed), kit, trace)
-    return Losing(losing_case(seed), AIMS[seed // 12 % len(AIMS)], kit, trace)
+    kind = Losing if seed % 24 == 7 else Orphaned
+    return kind(losing_case(seed), AIMS[seed // 12 % len(AIMS)], kit, trace)
 
 
 KINDS = {

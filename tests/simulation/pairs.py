@@ -265,18 +265,22 @@ class Story(Level):
                     raise Violation(f"{process.port} folds update {clock} of {worker, epoch} after {before}")
                 newest[worker, epoch] = clock
             self._nothing_lost(index, {row[:3]: row[3] for row in folded})
-            if isinstance(planned.above, Pushing):
-                self._conserved(process, planned.store, planned.above)
+            if above := self.pushing(index):
+                self._conserved(process, planned.store, above)
+
+    def pushing(self, index: int) -> Pushing | None:
+        """What this shard has above it."""
+        planned = self.house.servers[index].shard.planned
+        assert planned is not None
+        return planned.above if isinstance(planned.above, Pushing) else None
 
     def _nothing_lost(self, index: int, folded: dict[tuple[int, int, int], int]) -> None:
         rows = [row[1:] for row in self.acknowledged if row[0] == index]
         given = {row[1:]: value for row, value in self.values.items() if row[0] == index}
         for cluster in self.house.pairs.clusters if self.house.parent is None else ():
-            planned = cluster.servers[index].shard.planned
-            assert planned is not None
-            if isinstance(planned.above, Pushing):
-                given |= planned.above.__dict__.get("given", {})
-                rows += planned.above.exchange.__dict__.get("settled_own", [])
+            if above := cluster.story.pushing(index):
+                given |= above.__dict__.get("given", {})
+                rows += above.exchange.__dict__.get("settled_own", [])
         name = f"shard {index} of {self.node.name}"
         for row in rows:
             if row not in folded:
@@ -388,7 +392,7 @@ class Serving(Process):
 
     def __init__(self, site: Site, index: int, second: Second | None = None) -> None:
         self.site, self.second, self.house = site, second, site.node
-        self.run, self.index, self.life = site.node, index, 0
+        self.run, self.index, self.life = site.node, index, site.node.life
         self.port, self.up, self.first_port = site.port(index), f"{site.port(index)}.0", site.port(0)
         self.held: deque[tuple[int, ServerEffect]] = deque()
         self._serve(second.server if second is not None else self._machine())
@@ -505,7 +509,7 @@ class Serving(Process):
                 if not isinstance(message, m.Vote) or address == self.server.beside:
                     node.send(self.port, where(address), message)
             case e.Stop():
-                node.over = True
+                node.stopped(self, effect)
 
     def _at_once(self, effects: Iterable[e.CopyEffect]) -> None:
         for effect in effects:
@@ -610,6 +614,7 @@ class House(Node):
     """One cluster of the tree, or its root, whose server may have a standby."""
 
     parent: House | None
+    life = 0  # of its first server; 1: one that goes on with checkpoints
 
     def __init__(self, tree: Tree, name: str, settings: Any, parent: Node | None, road: Road | None) -> None:
         super().__init__(tree, name, settings, parent, road)
@@ -648,6 +653,10 @@ class House(Node):
     def end_if_over(self) -> None:
         for site in self.sites if self.over else ():
             site.end()
+
+    def stopped(self, process: Process, stop: e.Stop) -> None:
+        """A server process here ends."""
+        self.over = True
 
     def worker_failed(self, worker: Worker, failed: e.Failed) -> None:
         raise Violation(f"{worker.name} fails, though somebody serves: {failed.text}")
@@ -784,11 +793,15 @@ class Pairs(Tree):
             assert isinstance(node, House)
             self.sim.at(strike.at_ns, node.strike, strike)
 
+    @property
+    def over(self) -> bool:
+        return self.root.over
+
     def run(self) -> Pairs:
         """Run to the end. Raises Violation with the seed in it."""
         try:
             with recorded():
-                while not self.root.over:
+                while not self.over:
                     if not self.sim.step() or self.sim.now_ns > END_NS:
                         raise Violation(f"the run has not ended; {self.whereabouts()}")
                     self.events += 1

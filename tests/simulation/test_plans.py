@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,13 +13,14 @@ from narrows.protocols.cluster.moves import MovePhase
 from narrows.ps.above import Above, Place, Seated
 from narrows.ps.changes import Load
 from narrows.ps.holding import Holding
+from narrows.ps.membership import Membership
 from narrows.ps.planned import Planned
 from narrows.ps.pushing import Pushing
 from simulation.actors import Bug, Kit, planted
 from simulation.hunt import hunt
 from simulation.kinds import KINDS
 from simulation.mirrors import Violation
-from simulation.plan_pairs import AIMS, Losing, losing_case
+from simulation.plan_pairs import AIMS, Losing, Orphaned, losing_case
 from simulation.plans import Changing, fall_of
 
 RUNS = 2
@@ -50,6 +52,40 @@ def test_the_standby_of_the_root_goes_on_with_a_plan_that_changes(aim: MovePhase
         machine = run.root.servers[0].server
         assert machine.coordinator is not None and machine.coordinator.run.settings.plan_number > 1, seed
         assert run.sim.struck[f"lost: {aim.value}"] == run.sim.struck["took over"] == 1, (seed, run.sim.struck)
+
+
+@pytest.mark.parametrize(("seed", "aim"), [*enumerate(AIMS)], ids=lambda each: str(getattr(each, "value", each)))
+def test_without_a_standby_all_end_with_6_and_the_run_goes_on_with_its_checkpoint(seed: int, aim: MovePhase) -> None:
+    run = Orphaned(losing_case(seed), aim).run()
+    assert run.sim.struck[f"lost for good: {aim.value}"] == run.sim.struck["resumed"] == 1, run.sim.struck
+    assert run.rest is not None and run.rest.root.settings.plan_number == 1 + (aim in AIMS[3:])
+    machine = run.rest.root.servers[0].server
+    assert machine.coordinator is not None and machine.coordinator.run.settings.plan_number > 1
+
+
+def stays(membership: Membership, code: int, text: str, now_ns: int) -> list[Any]:
+    """A cluster whose server above is lost tells its workers nothing, and does not end."""
+    return []
+
+
+def anew(planned: Planned, load: Load, recut: bool = False) -> None:
+    """A shard that goes on begins with other weights than its checkpoint has."""
+    begin(planned, replace(load, arrays=load.arrays | {"x": load.arrays["x"] + 1}), recut)
+
+
+begin = Planned.begin
+
+
+@pytest.mark.parametrize(("where", "name", "bug", "complaint"), [
+    (Membership, "end", stays, "has not ended"),
+    (Planned, "begin", anew, "goes on from"),
+])  # fmt: skip
+def test_a_bug_planted_where_nobody_stands_by_is_found(
+    where: type, name: str, bug: Any, complaint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(where, name, bug)
+    with pytest.raises(Violation, match=complaint):
+        Orphaned(losing_case(0), MovePhase.PASSED).run()
 
 
 # Planted bugs: what a cluster guards while the run above changes its plan, taken out.

@@ -6,11 +6,12 @@ import os
 import shutil
 import signal
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from kit.logs import REST_S, Log, folded, settled, telling, wrong
-from kit.processes import Server, Worker, finished, serving, small_model, trained_alone, until
+from kit.processes import Server, Worker, finished, serving, small_model, started, trained_alone, until
 from kit.scripts import distance, flat
 
 from narrows.protocols.member.figures import Figures
@@ -21,6 +22,21 @@ BELOW = ("--sync", "bsp", "--push", "update")  # a server that imports no torch
 RATE = 0.001
 STEPS_MAX = 2000
 STALL_S = 11.0  # a lease, and a second
+
+# What a `Worker` trains, as a script of its own, until it finds the file `enough`.
+TRAINS = f"""
+import os, time, torch
+from narrows.worker import DistributedOptimizer
+
+model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr={RATE}, momentum=0.9), model)
+while not os.path.exists("enough"):
+    time.sleep({REST_S})
+    optimizer.zero_grad()
+    model(torch.ones(4, 6)).square().sum().backward()
+    optimizer.step()
+optimizer.finish()
+"""
 
 
 def stands_by(standby: Server, server: Server) -> None:
@@ -217,6 +233,59 @@ def test_the_standby_of_a_cluster_has_its_place_in_the_run_above(tmp_path: Path)
             kept_its_place(root)
     acknowledged = settled(told["standby"])
     assert len(acknowledged) >= 2 * (worker.clock - 2) and not wrong(folded(told["root"]), acknowledged, {})
+
+
+@pytest.mark.parametrize("said", ["the run changes to it", "plan 2 from clock"])
+def test_clusters_go_on_with_a_plan_that_changes_at_the_standby_of_the_root(said: str, tmp_path: Path) -> None:
+    """The root is lost as it tells its clusters to hold; and once the plan is in force. One cluster has a ps-worker."""
+    names = ("root", "standby", "city-0", "city-1", "worker")
+    told = {name: telling(tmp_path / name) for name in names}
+    flags = ("--replan", "change", "--replan-after", "1", "--lease", "3", "--workers", "2", "--replicas", "1")
+    script, rate = tmp_path / "script.py", next(small_model().parameters()).nbytes / 20
+    script.write_text(TRAINS)
+    with ExitStack() as stack:
+
+        def serve(name: str, *more: str) -> Server:
+            return stack.enter_context(serving(*more, "--shards", "2", env=told[name]))
+
+        root = serve("root", *BELOW, *flags)
+        standby = stack.enter_context(serving("--standby", root.address, env=told["standby"]))
+        cities = [serve(f"city-{number}", *BELOW, "--parent", root.address, "--lease", "3") for number in range(2)]
+        words = ("ps-worker", "--server", cities[1].address, str(script))
+        other = stack.enter_context(started(*words, env=told["worker"], cwd=tmp_path))
+        worker = Worker(cities[0].address, rate=RATE)
+        log = Log(worker)
+        worker.step()
+        stands_by(standby, root)
+        log.member.figures = Narrow()  # whose steps take time; what joins it and its cluster is not compared
+        for number in range(2):
+            (tmp_path / f"city-{number}" / "narrow").write_text(str(rate))
+        while said not in root.command.out and worker.clock < STEPS_MAX:
+            worker.step()
+            time.sleep(REST_S)
+        root.kill()
+        both = (root.command, standby.command)
+        while not any("plan 2 from clock" in each.out for each in both) and worker.clock < STEPS_MAX:
+            worker.step()
+            time.sleep(REST_S)
+        goes_on(worker)
+        (tmp_path / "enough").touch()
+        ends_with(standby, worker)
+        assert other.wait() == 0, other
+        for city in cities:
+            assert city.command.wait() == 0, city.command
+            assert f"the standby at {standby.address} serves above now" in city.command.out, city.command
+            assert city.command.out.count(" joined at clock ") == 1, city.command
+        for each in both:
+            assert each.out.count("plan 2 from clock") <= 1 and "plan 3" not in each.out, each
+    above, acknowledged = folded(tmp_path / "standby"), settled(tmp_path / "city-0", tmp_path / "city-1")
+    assert len(acknowledged) >= 2 * 2 * (worker.clock - 8) and not wrong(above, acknowledged, {})
+    for rows in above:
+        for number in range(2):
+            clocks = [update[2] for update, _ in rows if update[0] == number]
+            assert clocks == [*range(len(clocks))] and len(clocks) >= worker.clock - 1
+    for number, below in enumerate((log.settled, settled(tmp_path / "worker"))):
+        assert len(below) >= 2 * (worker.clock - 8) and not wrong(folded(tmp_path / f"city-{number}"), below, {})
 
 
 def test_a_cluster_that_was_taken_over_turns_too() -> None:

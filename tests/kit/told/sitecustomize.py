@@ -4,14 +4,18 @@ name one in TOLD.
 Folded updates are kept in the store itself, acknowledged ones in the exchange. So both go where the machine goes: into
 the journal, and with it into the process that comes after one that was killed. A line is what this machine has folded, not
 what some process once did. PLANTED: what becomes of updates that are folded while events are done again, "lost" or "twice".
+A member says that its link has the rate which the file `narrow` in that folder names, once it is there.
 """
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from narrows.protocols import effects as e
+from narrows.protocols import summary
+from narrows.protocols.member import figures
 from narrows.protocols.member.exchange import Exchange
 from narrows.ps.changes import Fold, Outer, Step
 from narrows.ps.planned import Planned
@@ -64,8 +68,25 @@ def _go_on(planned: Any, before: Any, go_on: Any = Planned.go_on) -> None:
     planned.store.told = getattr(before.store, "told", [])
 
 
+def _goes_on(exchange: Any, *words: Any, go_on: Any = Exchange.go_on) -> Any:
+    """And so is the exchange."""
+    says = go_on(exchange, *words)
+    here = [each for each in words[-1] if each.replica.begin == exchange.replica.begin]
+    exchange.told = getattr(here[0], "told", []) if here else []
+    return says
+
+
+def _packed(rows: Any, packed: Any = summary.packed) -> Any:
+    if (TOLD / "narrow").exists():
+        rate = float((TOLD / "narrow").read_text())
+        rows = [replace(rows[0], summary=replace(rows[0].summary, rate_up=rate, rate_down=rate)), *rows[1:]]
+    return packed(rows)
+
+
 for where, name, what in (
+    (figures, "packed", _packed),
     (Planned, "go_on", _go_on),
+    (Exchange, "go_on", _goes_on),
     (Store, "apply", _apply),
     (Exchange, "take", _take),
     (Journal, "replay", _replay),
