@@ -71,9 +71,9 @@ def main(rows: int, dim: int, steps: int, workers: int, shards: int, limit_s: fl
         found[mode] = run = measure(mode, rows, dim, steps, workers, shards, limit_s)
         click.echo(
             f"{mode}, {rows} rows x {dim}, a table of {4e-6 * rows * dim:.0f} MB: a worker has {run['peak_mb']:.0f} MB at "
-            f"most, {run['own_mb']:.0f} MB of its own, PSS {run['pss_mb']:.0f} MB, "
-            f"{run['private_mb']:.0f} MB that nobody shares; {run['rows']:.0f} rows a step are {run['row_bytes'] / 1e3:.1f} kB, "
-            f"up {run['up'] / 1e3:.1f} kB, down {run['down'] / 1e3:.1f} kB; a step {1e3 * run['step_s']:.1f} ms"
+            f"most, {run['own_mb']:.0f} MB of its own, PSS {run['pss_mb']:.0f} MB, {run['private_mb']:.0f} MB not shared; "
+            f"{run['rows']:.0f} rows a step are {run['row_bytes'] / 1e3:.1f} kB, up {run['up'] / 1e3:.1f} kB, "
+            f"down {run['down'] / 1e3:.1f} kB; a step {1e3 * run['step_s']:.1f} ms"
         )
         most = max(run["up"], run["down"]) / run["row_bytes"]
         click.echo(
