@@ -30,8 +30,8 @@ MODES = {"bsp": ("--sync", "bsp"), "ssp": ("--sync", "ssp", "--compress", "topk:
 
 
 def measure(mode: str, rows: int, dim: int, steps: int, workers: int, shards: int, limit_s: float) -> dict[str, Any]:
-    """Measure one run: peak and own memory of the worker that has most, MB; bytes up and down, and of the rows that
-    were touched, a step; and its seconds. Raises CommandFailed."""
+    """Measure one run: peak, own and private memory and PSS of the worker that has most, MB; bytes up and down, and of the
+    rows that were touched, a step; and its seconds. Raises CommandFailed."""
     with tempfile.TemporaryDirectory() as folder:
         record = Path(folder) / "record"
         command = [sys.executable, "-m", "narrows.worker.command.cli", "-n", str(workers), "--shards", str(shards)]
@@ -44,8 +44,7 @@ def measure(mode: str, rows: int, dim: int, steps: int, workers: int, shards: in
         [line["seconds"] for line in late if line["local_rank"] == worker] for worker in {x["local_rank"] for x in late}
     ]
     return {
-        "peak_mb": max(line["peak_mb"] for line in found),
-        "own_mb": max(line["own_mb"] for line in found),
+        **{name: max(line[name] for line in found) for name in ("peak_mb", "own_mb", "pss_mb", "private_mb")},
         "rows": statistics.mean(line["touched"] for line in late),
         "row_bytes": 4 * dim * statistics.mean(line["touched"] for line in late),
         "up": statistics.mean(line["push_bytes"] for line in late),
@@ -72,8 +71,9 @@ def main(rows: int, dim: int, steps: int, workers: int, shards: int, limit_s: fl
         found[mode] = run = measure(mode, rows, dim, steps, workers, shards, limit_s)
         click.echo(
             f"{mode}, {rows} rows x {dim}, a table of {4e-6 * rows * dim:.0f} MB: a worker has {run['peak_mb']:.0f} MB at "
-            f"most, {run['own_mb']:.0f} MB of its own; {run['rows']:.0f} rows a step are {run['row_bytes'] / 1e3:.1f} kB, "
-            f"up {run['up'] / 1e3:.1f} kB, down {run['down'] / 1e3:.1f} kB; a step {1e3 * run['step_s']:.1f} ms"
+            f"most, {run['own_mb']:.0f} MB of its own, PSS {run['pss_mb']:.0f} MB, {run['private_mb']:.0f} MB not shared; "
+            f"{run['rows']:.0f} rows a step are {run['row_bytes'] / 1e3:.1f} kB, up {run['up'] / 1e3:.1f} kB, "
+            f"down {run['down'] / 1e3:.1f} kB; a step {1e3 * run['step_s']:.1f} ms"
         )
         most = max(run["up"], run["down"]) / run["row_bytes"]
         click.echo(

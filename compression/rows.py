@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from narrows.compression.buffers import FloatArray, IndexArray, Payload, bytes_view, section
+from narrows.compression.buffers import FloatArray, IndexArray, Payload, bytes_view, read_only, section
 from narrows.compression.errors import NonFinitePayloadError, PayloadError
 from narrows.compression.index_codings import INDEX_CODINGS, encode_indices
 from narrows.compression.value_codings import BF16, CHUNK, FP16, FP32, INT8, Fp32, Key, Sectioned
@@ -54,7 +54,7 @@ def encode(
     if values is not None:
         dim = values.shape[1]
         body, coding = encode_values(values, coding)
-    coded = encode_indices(indices, count)
+    coded = encode_indices(read_only(indices), count)
     header = HEADER.pack(LAYOUT_VERSION, coded.wire_id, table, count, dim, coding, 0, indices.size, coded.parameter)
     return b"".join((header, body, coded.section.tobytes()))
 
@@ -68,7 +68,7 @@ def encode_values(values: FloatArray, coding: int) -> tuple[bytes, int]:
     for begin, end, padded in _chunks(lossy, kept, dim):
         padded[:, :dim] = values[begin:end]
         body, at = np.empty(lossy.byte_count(padded.size), np.uint8), 0
-        lossy.encode(padded.reshape(-1), Key(0, 0), body)
+        lossy.encode(read_only(padded.reshape(-1)), Key(0, 0), body)
         for part, array in zip(lossy.sections, arrays, strict=True):
             size = part.byte_count(padded.size)
             array[begin:end] = body[at : at + size].view(part.dtype).reshape(end - begin, -1)[:, : part.size(dim)]
@@ -93,7 +93,7 @@ def decode_values(payload: Payload, kept: int, dim: int, coding: int) -> FloatAr
             size = part.byte_count(padded.size)
             body[at : at + size].view(part.dtype).reshape(end - begin, -1)[:, : part.size(dim)] = array[begin:end]
             at += size
-        lossy.open(body, padded.size).part(0, padded.reshape(-1))
+        lossy.open(read_only(body), padded.size).part(0, padded.reshape(-1))
         values[begin:end] = padded[:, :dim]
     return values
 

@@ -102,7 +102,7 @@ class Tables:
     def begin(self, engine: Engine) -> None:
         """The run has begun: rows can be asked for."""
         self.engine = engine
-        self.up, self.down = (_coding(spec) for spec in (engine.settings.compress, engine.settings.compress_down))
+        self.up, self.down = (coding_of(spec) for spec in (engine.settings.compress, engine.settings.compress_down))
         for number, module in enumerate(self.modules):
             module.held_by(self, number)
 
@@ -211,6 +211,12 @@ class Tables:
         """The gradient of these rows, of one forward pass."""
         self.touched[number].append((numbers, gradient))
 
+    def pending(self) -> list[tuple[int, Numbers]]:
+        """For each table, how many rows it has, and which of them have a gradient: int64[n], rising."""
+        none = np.empty(0, np.int64)
+        each = [[numbers for numbers, _ in touched] for touched in self.touched]
+        return [(s.rows, np.unique(np.concatenate([none, *found]))) for s, found in zip(self.specs, each, strict=True)]
+
     def drop(self) -> None:
         """Forget the gradients."""
         for touched in self.touched:
@@ -255,7 +261,7 @@ def dense_of(inner: torch.optim.Optimizer, model: torch.nn.Module, tables: Table
     return inner if len(kept) in (0, len(each)) else as_one(kept, model)
 
 
-def _coding(spec: str) -> int:
+def coding_of(spec: str) -> int:
     """How rows are coded in a run of this SPEC: by its value coding, rounded to the nearest, where it keeps every value."""
     chain = None if spec.startswith("auto") else parse(spec)
     dense = isinstance(chain, Chain) and chain.reducer is None

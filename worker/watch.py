@@ -6,10 +6,12 @@ Rules
 - After STEPS steps the script ends where it would take another one, by a SystemExit: `finally` blocks run, `except
   Exception` does not see it.
 - Hooks of torch see an optimizer that DistributedOptimizer does not wrap, so a script that has none is told too.
+- torch.autograd.backward and DataLoader.__iter__ are replaced until the check ends: there it sees losses, and what is shuffled.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -19,11 +21,13 @@ import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, RandomSampler
 
-from narrows.compression import ErrorFeedback, parse
+from narrows.compression import ErrorFeedback, parse, rows
 from narrows.worker.embedding import Embedding
 from narrows.worker.flat import FlatModel, FloatArray, fingerprint
 from narrows.worker.optimizers import each_of
+from narrows.worker.tables import Tables, coding_of
 
 WATCH = "NARROWS_WATCH"  # the variable: SPECs to encode an update with; not for processes that the script starts
 STEPS = 2
@@ -53,13 +57,20 @@ class Watch:
         self.absent: set[str] = set()  # parameters that have had no gradient yet
         self.before: FloatArray | None = None  # the weights before the first step
         self.lost_s = 0.0  # on looking, since the step before
+        self.loss: float | None = None  # that a backward pass since the step before began at, where it is not finite
+        self.rows: list[tuple[int, Any]] = []  # of each table that the newest step touched: how many it has, and which
         self.forward = Forward()
+        self.backward, self.iterate = torch.autograd.backward, DataLoader.__iter__
+        torch.autograd.backward = self._backward
+        DataLoader.__iter__ = lambda loader: self._iterates(loader)  # type: ignore[method-assign]
         self.hooks = (
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         )
 
     def close(self) -> None:
+        torch.autograd.backward = self.backward
+        DataLoader.__iter__ = self.iterate  # type: ignore[method-assign]
         for hook in self.hooks:
             hook.remove()
 
@@ -124,20 +135,46 @@ class Watch:
 
         return seeing
 
+    def _backward(self, tensors: Any, *args: Any, **values: Any) -> None:
+        """torch.autograd.backward, which each loss.backward() calls."""
+        for loss in (tensors,) if isinstance(tensors, torch.Tensor) else tensors:
+            if self.loss is None and loss.numel() == 1 and not torch.isfinite(loss.detach()).all():
+                self.loss = loss.item()
+        self.backward(tensors, *args, **values)
+
+    def _iterates(self, loader: DataLoader[Any]) -> Any:
+        """DataLoader.__iter__: whether the whole dataset is shuffled, and what is first in it."""
+        if type(loader.sampler) is RandomSampler and torch.is_grad_enabled() and not self.steps:
+            began, generator = time.perf_counter(), torch.get_rng_state()
+            try:
+                first = fingerprint(tree_leaves(loader.dataset[0]))
+            except Exception:  # the script's own: the loader meets it next
+                first = ""
+            torch.set_rng_state(generator)
+            self._say("shuffled", samples=len(loader.sampler), first=first)
+            self.lost_s += time.perf_counter() - began
+        return self.iterate(loader)
+
+    def _not_finite(self, gradient: str, loss: float | None) -> None:
+        self._say("not finite", number=self.steps + 1, gradient=gradient, loss=loss)
+        self.over = True
+        raise Checked(0)
+
     def _gradients(self, loss: Any = None) -> dict[str, Any]:
-        """Facts of the gradients that are there. Raises Checked where one is not finite."""
-        heads = list[torch.Tensor]()
+        """Facts of the gradients that are there. Raises Checked where one, or the loss, is not finite."""
+        heads, shown = list[torch.Tensor](), self.loss if loss is None else float(loss)
         for name, p in self.model.named_parameters():
             if p.grad is None:
                 continue
             self.absent.discard(name)
             values = p.grad.coalesce().values() if p.grad.is_sparse else p.grad
             if not torch.isfinite(values).all():
-                shown = float(loss) if loss is not None else None
-                self._say("not finite", number=self.steps + 1, gradient=name, loss=shown)
-                self.over = True
-                raise Checked(0)
+                self._not_finite(name, shown)
             heads.append(values.detach().reshape(-1)[:HEAD])
+        if shown is not None and not math.isfinite(shown):
+            self._not_finite("", shown)
+        engine = getattr(self.wrapper, "_engine", None)
+        self.rows = engine.tables.pending() if engine is not None else []
         some = not self.steps and any(bool(head.any()) for head in heads)
         return {"gradients": fingerprint(heads) if some else ""}
 
@@ -147,9 +184,11 @@ class Watch:
         self.within, self.steps = False, self.steps + 1
         if self.steps == STEPS:
             self.over = True
-            self._say("done", without=sorted(self.absent), lost_seconds=self.lost_s, encoded=self._encoded())
+            touched = sum(len(numbers) for _, numbers in self.rows)
+            done = {"without": sorted(self.absent), "lost_seconds": self.lost_s, "touched": touched}
+            self._say("done", encoded=self._encoded(), **done)
             raise Checked(0)
-        self.lost_s = 0.0
+        self.lost_s, self.loss = 0.0, None
 
     def _beside(self, optimizer: torch.optim.Optimizer) -> None:
         """A step that is not shared."""
@@ -174,8 +213,16 @@ class Watch:
                 began = time.perf_counter()
                 payload = coder.encode(update)
                 seconds.append(time.perf_counter() - began)
-            costs[spec] = [len(payload) * times, min(seconds) * times]
+            costs[spec] = [len(payload) * times + self._row_bytes(engine.tables, spec), min(seconds) * times]
         return costs
+
+    def _row_bytes(self, tables: Tables, spec: str) -> int:
+        """Of the rows of a step under this SPEC."""
+        return sum(
+            len(rows.encode(i, count, numbers.astype(np.uint32), np.zeros((len(numbers), tables.specs[i].dim), np.float32),
+                            coding_of(spec)))
+            for i, (count, numbers) in enumerate(self.rows) if len(numbers)
+        )  # fmt: skip
 
 
 class Forward:

@@ -31,10 +31,14 @@ def drawn(rows: int, count: int, bag: int, seed: int) -> tuple[torch.Tensor, tor
 
 
 def memory() -> dict[str, float]:
-    """MB that this process has had at most, and that are its own at present: not pages of files, such as libraries."""
-    lines = Path("/proc/self/status").read_text().splitlines() if Path("/proc/self/status").exists() else []
-    own = next((int(line.split()[1]) for line in lines if line.startswith("RssAnon")), 0)
-    return {"peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, "own_mb": own / 1024}
+    """MB of this process: that it has had at most; of its own at present, which are not pages of files, such as libraries;
+    its part of what it shares with others (PSS); and what no other process has."""
+    found = {"peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
+    sums = {"own_mb": ["Anonymous"], "pss_mb": ["Pss"], "private_mb": ["Private_Clean", "Private_Dirty"]}
+    file = Path("/proc/self/smaps_rollup")
+    lines = file.read_text().splitlines()[1:] if file.exists() else []
+    each = {line.split(":")[0]: int(line.split()[1]) for line in lines}
+    return found | {name: sum(each.get(row, 0) for row in rows) / 1024 for name, rows in sums.items()}
 
 
 def main(steps: int, batch: int, bag: int, rows: int, dim: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -75,3 +77,31 @@ def test_bodies_that_are_none_are_refused() -> None:
     for place in (10, 11):
         with pytest.raises(PayloadError, match="side does not read"):
             rows.decode(whole[:place] + b"\x09" + whole[place + 1 :])
+
+
+# In an interpreter of its own: here another test may have compiled a kernel for such arrays.
+COMPILED = """
+import numpy as np
+from numba.core.dispatcher import Dispatcher
+from narrows.compression import rows, warm_up
+from narrows.compression.kernels import cpu
+
+def compiled():
+    return {(name, each) for name, k in vars(cpu).items() if isinstance(k, Dispatcher) for each in k.signatures}
+
+warm_up()
+before = compiled()
+for every in (1, 7, 64):
+    for kept in (10, 5000):
+        at = np.arange(0, kept * every, every, dtype=np.uint32)
+        for coding in rows.CODINGS:
+            rows.decode(rows.encode(0, kept * every, at, np.ones((kept, 32), np.float32), coding))
+print(len(before), sorted(compiled() - before))
+"""
+
+
+def test_a_run_compiles_no_kernel_for_its_rows() -> None:
+    """Else a worker stands still for seconds in its first step, and holds each kernel twice."""
+    done = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True, timeout=100)
+    count, new = done.stdout.split(maxsplit=1)
+    assert int(count) > 20 and new.strip() == "[]", done.stderr

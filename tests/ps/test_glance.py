@@ -250,6 +250,8 @@ def test_prometheus_reads_the_metrics(watch: Watch) -> None:
     told = set(re.findall(r"^\| `(narrows_\w+)`", page, re.M))
     named = {name + "_total" if family.type == "counter" else name for name, family in families.items()}
     assert told == named
+    asked = set(re.findall(r"narrows_\w+", (Path(__file__).parents[2] / "docs/grafana.json").read_text()))
+    assert len(asked) > 10 and asked <= {sample[0] for sample in samples}
 
 
 def test_the_page_asks_no_other_host_and_takes_no_text_as_markup() -> None:

@@ -72,7 +72,7 @@ def test_a_good_script_is_fine(check: Callable[..., tuple[int, list[str], str]])
     assert code == 0, err
     assert told(lines, "fine") == ["2 workers made 2 steps each"] and not told(lines, "broken")
     assert told(lines, "parameters") == ["74 trainable in 6 tensors"] and told(lines, "optimizer") == ["AdamW of 74"]
-    assert told(lines, "buffers") == ["3 of the module, 0.1 kB: those of the lowest rank hold for all"]
+    assert told(lines, "buffers") == ["3 of the module, 72 B: those of the lowest rank hold for all"]
     assert [line.count(" as ") for line in told(lines, "a push")] == [3]
     rows = [line.split("  ")[0] for line in lines if line.startswith("--sync")]
     assert rows[0] == "--sync ssp --compress topk:0.5+int8" and rows[1] == "--sync bsp" and len(rows) == 5
@@ -85,6 +85,8 @@ def test_a_good_script_is_fine(check: Callable[..., tuple[int, list[str], str]])
     ({"sampler": "", "loss": "model(x).sum() / (1 - step)"},
      ["local rank 0: the gradient of 0.weight is not finite in step 2",
       "all workers read the same samples in step 1: give the DataLoader sampler=sampler(dataset, batch)"]),
+    ({"loss": "(model(x) - y).square().mean() + (step and float('inf'))"},  # whose gradient is finite
+     ["local rank 0: the loss of step 2 is inf: look at what it divides by and takes the log of"]),
 ])  # fmt: skip
 def test_a_broken_script_is_told_why(
     check: Callable[..., tuple[int, list[str], str]], other: dict[str, str], sentences: list[str]
@@ -94,6 +96,13 @@ def test_a_broken_script_is_told_why(
     assert code == 2 and len(broken) == len(sentences), (lines, err)
     for line, sentence in zip(broken, sentences, strict=True):
         assert line.startswith(sentence)
+
+
+def test_a_whole_dataset_in_another_order_is_noticed(check: Callable[..., tuple[int, list[str], str]]) -> None:
+    """Each worker has its own seed. An evaluation is no matter."""
+    code, lines, err = check(sampler="shuffle=True")
+    (notice,) = told(lines, "notice")
+    assert code == 0 and notice.startswith("each worker shuffles the whole dataset of 64 samples"), (lines, err)
 
 
 @pytest.mark.parametrize(("words", "why"), [
@@ -161,6 +170,17 @@ RULES: list[tuple[list[Told], str]] = [
         [worker(beside=[{"optimizer": "SGD", "wrapped": True}]), OTHER],
         "step() of the SGD that DistributedOptimizer wraps",
     ),
+    (
+        [worker(broken={"gradient": "", "loss": float("inf"), "number": 2}), OTHER],
+        "local rank 0: the loss of step 2 is inf",
+    ),
+    (
+        [
+            worker(shuffled=[{"samples": 9, "first": "f"}]),
+            worker(steps=OTHER.steps, shuffled=[{"samples": 9, "first": "f"}]),
+        ],
+        "each worker shuffles the whole dataset of 9 samples",
+    ),
     ([worker(costs=[{"loss": float("nan")}]), OTHER], "local rank 0 recorded a loss of nan"),
     ([worker(done={"without": ["head"]}), OTHER], "head had no gradient in 2 steps"),
     ([worker(code=1), OTHER], "local rank 0 failed before step 2 was over"),
@@ -169,7 +189,14 @@ RULES: list[tuple[list[Told], str]] = [
 
 
 def test_all_is_well() -> None:
+    """Where each shuffles what is cut for it, too, and where nobody can say whether it is."""
     assert not found(FAULTS + NOTICES, [worker(), OTHER]) and STEPS == watch.STEPS
+    for firsts in (("e", "f"), ("", "")):
+        cut = [
+            worker(steps=each.steps, shuffled=[{"samples": 9, "first": one}])
+            for each, one in zip((worker(), OTHER), firsts, strict=True)
+        ]
+        assert not found(FAULTS + NOTICES, cut)
 
 
 @pytest.mark.parametrize(("workers", "part"), RULES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,8 @@ SKY = {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS"
     ({"RANK": "5"}, Place("torchrun", 5)),
     ({"LOCAL_RANK": "1", "WORLD_SIZE": "8"}, Place()),  # of nobody who counts
     (TASK, Place("Slurm", 3, 1, 4)),
+    (TASK | {"SLURM_STEP_TASKS_PER_NODE": "2(x3),16,1(x2)"}, Place("Slurm", 3, 1, 4, local_size=16)),
+    ({"RANK": "5", "LOCAL_WORLD_SIZE": "4"}, Place("torchrun", 5, local_size=4)),
     (SLURM, Place()),  # a batch script, which is no task
     (TASK | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}, Place("torchrun", 0, 0, 2)),
     (TASK | {"OMPI_COMM_WORLD_RANK": "6", "OMPI_COMM_WORLD_LOCAL_RANK": "2", "OMPI_COMM_WORLD_SIZE": "9"},
@@ -35,6 +38,17 @@ SKY = {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS"
 ])  # fmt: skip
 def test_the_first_manager_that_is_there_is_heard(env: dict[str, str], expected: Place) -> None:
     assert place(env) == expected
+
+
+def test_ps_workers_of_one_machine_share_its_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many threads in each as there are cores are many times slower."""
+    (tmp_path / "script.py").write_text("import os; print(os.environ['MKL_NUM_THREADS'])")
+    monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
+    cores = len(os.sched_getaffinity(0))
+    for beside, threads in (("1", cores), (str(os.cpu_count()), 1), ("4096", 1)):
+        env = TASK | {"SLURM_STEP_TASKS_PER_NODE": beside}
+        code, out, err = finished("ps-worker", "--fresh", "--server", CLOSED, str(tmp_path / "script.py"), env=env)
+        assert (code, out) == (0, f"{threads}\n"), err
 
 
 def test_a_number_that_is_none_is_named() -> None:

@@ -36,7 +36,8 @@ class Told:
     steps: list[dict[str, Any]] = field(default_factory=list)
     costs: list[dict[str, Any]] = field(default_factory=list)
     beside: list[dict[str, Any]] = field(default_factory=list)  # steps of other optimizers
-    broken: dict[str, Any] = field(default_factory=dict)  # a gradient
+    shuffled: list[dict[str, Any]] = field(default_factory=list)  # datasets that a DataLoader shuffles by itself
+    broken: dict[str, Any] = field(default_factory=dict)  # a gradient or a loss
     done: dict[str, Any] = field(default_factory=dict)
     error: str = ""  # of ours
     code: int = 0
@@ -51,6 +52,8 @@ class Told:
                 self.steps[-1].update(event)
             case "beside":
                 self.beside.append(event)
+            case "shuffled":
+                self.shuffled.append(event)
             case "not finite":
                 self.broken = event
             case "done":
@@ -137,6 +140,11 @@ def not_finite(workers: Workers) -> str:
     for i, told in enumerate(workers):
         if told.broken:
             loss, number = told.broken["loss"], told.broken["number"]
+            if not told.broken["gradient"]:
+                return (
+                    f"local rank {i}: the loss of step {number} is {loss:g}: look at what it divides by and takes the log of, "
+                    "and for values of another scale in the data"
+                )
             shown = "" if loss is None else f" (the loss is {loss:g})"
             return (
                 f"local rank {i}: the gradient of {told.broken['gradient']} is not finite in step {number}{shown}: look for a "
@@ -183,6 +191,17 @@ def same_samples(workers: Workers) -> str:
     return ""
 
 
+def whole_datasets(workers: Workers) -> str:
+    """Random augmentation makes two reads of one sample differ: then nothing is said."""
+    of = [told.shuffled[0] if told.shuffled else {} for told in workers]
+    if not _alike(of) or not of[0]["first"] or same_samples(workers):
+        return ""
+    return (
+        f"each worker shuffles the whole dataset of {of[0]['samples']:,} samples in an order of its own, so they repeat each "
+        "other's within an epoch: give the DataLoader sampler=sampler(dataset, batch) instead of shuffle=True"
+    )
+
+
 def same_gradients(workers: Workers) -> str:
     if not _alike(_first(workers, "gradients")) or same_samples(workers):
         return ""
@@ -221,7 +240,7 @@ FAULTS: tuple[Rule, ...] = (
     *(errors, failed, not_distributed, wrapped_steps, beside, unowned, not_finite, uneven, never),
     *(same_samples, same_gradients),
 )
-NOTICES: tuple[Rule, ...] = (same_randomness, without_gradient, ended_early)
+NOTICES: tuple[Rule, ...] = (whole_datasets, same_randomness, without_gradient, ended_early)
 
 
 def found(rules: Sequence[Rule], workers: Workers) -> list[str]:
@@ -243,7 +262,9 @@ def facts(workers: Workers, run: dict[str, Any]) -> list[str]:
         f"optimizer    {kinds}",
     ]
     if model["tables"][0]:
-        lines.append("tables       {} on the servers, {:,} rows in all".format(*model["tables"]))
+        touched = next((told.done["touched"] for told in workers if told.done), 0)
+        seen = f"; step {STEPS} touched {touched:,}, which travel with its push and back" if touched else ""
+        lines.append("tables       {} on the servers, {:,} rows in all".format(*model["tables"]) + seen)
     count, size = model["buffers"]
     if count:
         lines.append(f"buffers      {count} of the module, {_bytes(size)}: those of the lowest rank hold for all")
@@ -266,8 +287,9 @@ def times(workers: Workers, link: predict.Link, name: str, given: dict[str, Any]
     coded, compute_s = _coded(workers), _compute_s(workers)
     if not coded or compute_s is None:
         return [f"link {name}: no time is known, for the workers did not make {STEPS} steps"]
-    rows = []
-    for flags in [*([given] if given else []), *(flags for flags in SUGGESTED if flags != given)]:
+    rows, tables = [], any(told.model["tables"][0] for told in workers if told.model)
+    suggested = [flags for flags in SUGGESTED if flags != given and not (tables and flags["sync"] == "local")]
+    for flags in [*([given] if given else []), *suggested]:
         settings = Settings(**flags | {"workers": len(workers)}).validated()
         costs = [coded.get(spec) for spec in (settings.compress, settings.compress_down)]
         if costs[0] is None or costs[1] is None:
@@ -310,6 +332,8 @@ def _compute_s(workers: Workers) -> float | None:
 
 
 def _bytes(count: float) -> str:
+    if count < 1e3:
+        return f"{count:,.0f} B"
     return f"{count / 1e6:,.2f} MB" if count >= 1e6 else f"{count / 1e3:,.1f} kB"
 
 

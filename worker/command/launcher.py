@@ -42,6 +42,13 @@ SWITCHED = "local rank {} codes with {to}, not {from}, from clock {clock} on: {r
 FATAL = (AuthenticationError.exit_code, IncompatibleError.exit_code)
 
 
+def _cores(sharing: int) -> int:
+    """That this ps-worker may use, of so many on this machine. A manager that binds each to its cores has cut them already."""
+    whole = os.cpu_count() or 1
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else whole
+    return min(bound, whole // sharing)
+
+
 @dataclass
 class Group:
     """Processes that are one worker of the run: they start and end together."""
@@ -144,8 +151,8 @@ class Launcher:
 
     def _environment(self) -> dict[str, str]:
         """All workers share this."""
-        threads = str(max(1, (os.cpu_count() or 1) // self.options.nproc))
-        own = dict.fromkeys(THREADS, threads) | surroundings.debugger()
+        threads = _cores(self.options.place.local_size) // self.options.nproc
+        own = dict.fromkeys(THREADS, str(max(1, threads))) | surroundings.debugger()
         return ALLOCATOR | own | os.environ | {"PYTHONUNBUFFERED": "1"}
 
     def _own_environment(self, index: int) -> dict[str, str]:

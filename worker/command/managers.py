@@ -5,6 +5,7 @@ Each manager counts ps-workers. The names are from its documentation:
 - Open MPI: docs.open-mpi.org/en/v5.0.x/tuning-apps/environment-var.html
 - Slurm: the manual page srun(1), "OUTPUT ENVIRONMENT VARIABLES". A batch script has SLURM_PROCID too, and is no task of a step:
   SLURM_STEP_ID tells them apart. SLURM_STEP_NUM_TASKS counts a heterogeneous step whole, SLURM_NTASKS does not.
+  SLURM_STEP_TASKS_PER_NODE is a list of all its nodes, as in "4(x2),3".
 - Kubernetes: kubernetes.io/docs/tasks/job/indexed-parallel-processing-static; nothing says how many pods the job has.
 - SkyPilot: docs.skypilot.co/en/stable/running-jobs/distributed-jobs.html
 - dstack: dstack.ai/docs/concepts/tasks, "System environment variables"
@@ -12,6 +13,7 @@ Each manager counts ps-workers. The names are from its documentation:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -30,19 +32,28 @@ class Manager:
     local_rank: str = ""  # without: one ps-worker a machine
     world_size: str = ""
     hosts: str = ""  # addresses of the machines, one a line, that of rank 0 first
+    local_size: str = ""  # ps-workers on this machine
 
 
 # One that starts tasks inside those of another comes before it: mpirun passes on what Slurm has told its own daemons.
 MANAGERS = (
-    Manager("torchrun", "RANK", "RANK", "LOCAL_RANK", "WORLD_SIZE"),
+    Manager("torchrun", "RANK", "RANK", "LOCAL_RANK", "WORLD_SIZE", local_size="LOCAL_WORLD_SIZE"),
     Manager(
         "Open MPI",
         "OMPI_COMM_WORLD_RANK",
         "OMPI_COMM_WORLD_RANK",
         "OMPI_COMM_WORLD_LOCAL_RANK",
         "OMPI_COMM_WORLD_SIZE",
+        local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
-    Manager("Slurm", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"),
+    Manager(
+        "Slurm",
+        "SLURM_STEP_ID",
+        "SLURM_PROCID",
+        "SLURM_LOCALID",
+        "SLURM_STEP_NUM_TASKS",
+        local_size="SLURM_STEP_TASKS_PER_NODE",
+    ),
     Manager("Kubernetes", "JOB_COMPLETION_INDEX", "JOB_COMPLETION_INDEX"),
     Manager(
         "SkyPilot",
@@ -66,6 +77,7 @@ class Place:
     local_rank: int = 0
     world_size: int | None = None
     server: str = ""  # where ps-serve is, if it is on the machine of rank 0
+    local_size: int = 1  # ps-workers that share this machine, at most
 
     def __str__(self) -> str:
         told = {"rank": self.rank, "local rank": self.local_rank, "world size": self.world_size, "server": self.server}
@@ -85,7 +97,9 @@ def place(env: Mapping[str, str]) -> Place:
     # With one machine the server is an embedded one.
     server = f"tcp://{hosts[0]}:{PORT}" if hosts and (world_size or len(hosts)) > 1 else ""
     local_rank = _number(env, manager.local_rank) or 0
-    return Place(manager.name, _number(env, manager.rank), local_rank, world_size, server)
+    counts = re.findall(r"(?:^|,)(\d+)", env.get(manager.local_size, ""))
+    local_size = max([1, *map(int, counts)])
+    return Place(manager.name, _number(env, manager.rank), local_rank, world_size, server, local_size)
 
 
 def _number(env: Mapping[str, str], name: str) -> int | None:
