@@ -57,10 +57,12 @@ build/mypy/narrows:
 		exit 1; }
 	$(PYTHON) -m venv .venv
 
-# What is never imported need not be compiled to bytecode: half of an installation's time.
+# Only what a run imports is compiled to bytecode: all of it would be half of an installation's time. The first optimizer of a
+# script imports torch._dynamo.
 $(INSTALLED): pyproject.toml constraints.txt | .venv/bin/pip
 	.venv/bin/python -m pip install --no-compile -c constraints.txt -e '.[bench,cuda,dev]'
 	.venv/bin/python -P -m narrows.compression
+	.venv/bin/python -P -c 'import torch._dynamo'
 	touch $@
 
 examples: .venv-examples/installed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 from collections.abc import Generator, Iterator
@@ -9,6 +10,13 @@ from collections.abc import Generator, Iterator
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: threads of pytest's workers would spin
+
+with contextlib.suppress(ImportError):  # the environment of examples has no hypothesis
+    from hypothesis import settings
+
+    # Its deadline is of the wall: on a busy machine any example may miss it. Tests have a limit of their own.
+    settings.register_profile("narrows", deadline=None)
+    settings.load_profile("narrows")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -135,7 +135,7 @@ def test_mutated_payloads() -> None:
     kept=st.integers(0, 100), parameter=st.integers(0, 70) | st.sampled_from((0x30007, 0x70007, 0x630064)),
     body=st.binary(max_size=200),
 )  # fmt: skip
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=1000)
 def test_random_bodies(index: int, value: int, packed: int, kept: int, parameter: int, body: bytes) -> None:
     survive(struct.pack("<BBBBIII", 1, index, value, packed, 100, kept, parameter) + body, 100)
 

@@ -159,7 +159,7 @@ def test_every_annotation_of_a_message_has_a_check_and_a_strategy() -> None:
 
 
 @given(st.data())
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 def test_every_message_comes_back_as_it_was_sent(data: st.DataObject) -> None:
     kind = data.draw(st.sampled_from(sorted(m.KIND_OF, key=lambda k: k.__name__)))
     message = data.draw(messages(kind))
@@ -549,7 +549,7 @@ def test_mutated_fields_are_refused_or_are_fields(name: str) -> None:
 
 
 @given(st.binary(max_size=200), st.booleans())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_arbitrary_bytes_are_refused(data: bytes, ours: bool) -> None:
     with pytest.raises(NAMED):
         decode([MAGIC + bytes((VERSION,)) + data if ours else data])
