@@ -111,7 +111,7 @@ def start(host: lab.Host, line: str, folder: Path, name: str) -> Any:
 
 def stretch(way: Way) -> int:
     """Steps over which a measured step is a mean."""
-    mode = way.mode()
+    mode = way.mode
     return mode.local_steps if mode.local_steps > 1 else 1 if mode.window == 1 else BUNCHES * mode.window
 
 

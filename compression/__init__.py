@@ -10,6 +10,7 @@ raise PayloadError for bytes that are none, before anything is written. A compre
 """
 
 from collections.abc import Callable, Iterator
+from functools import cache
 
 import numpy as np
 
@@ -56,15 +57,20 @@ def warm_up(say: Callable[[str], None] = lambda text: None) -> None:
     """Compiles every kernel, or loads it from the cache on disk; call it before joining, whatever the SPEC.
 
     A first compilation takes some twenty seconds in all, in which a heartbeat thread gets no turn: `say` is told of it. From
-    the cache it is a fraction of one.
+    the cache it is a fraction of one. Where this process has its kernels, or was forked from one that has, it takes no time.
     """
-    out = np.zeros(1 << 16, np.float32)
     with compilations(say):
-        for spec, update in warm_up_updates(out.size):
-            payload = ErrorFeedback(parse(spec), out.size).encode(update)
-            decode(payload, out)
-            accumulate(payload, 0.5, out)
-        add_raw(update.data, 0.5, out)
+        _load_kernels()
+
+
+@cache
+def _load_kernels() -> None:
+    out = np.zeros(1 << 16, np.float32)
+    for spec, update in warm_up_updates(out.size):
+        payload = ErrorFeedback(parse(spec), out.size).encode(update)
+        decode(payload, out)
+        accumulate(payload, 0.5, out)
+    add_raw(update.data, 0.5, out)
 
 
 def warm_up_updates(count: int) -> Iterator[tuple[str, FloatArray]]:

@@ -283,7 +283,7 @@ class Trial:
 
     def __init__(self, prices: Prices, plan: Choice) -> None:
         self.prices, self.plan, self.time = prices, plan, Timeline()
-        self.tick_ns = max(TICK_NS, int(plan.step_s * plan.above.mode().local_steps * NS))
+        self.tick_ns = max(TICK_NS, int(plan.step_s * plan.above.mode.local_steps * NS))
         self.wires: dict[tuple[object, ...], Wire] = {}
         self.pushes_ns: list[int] = []  # updates at the root
         self.own_s: list[float] = []  # of a step, by child of the root: its slowest worker alone
@@ -309,14 +309,14 @@ class Trial:
     @property
     def least_s(self) -> float:
         """Seconds of a step, where nothing but computing takes time."""
-        slowest = self.plan.above.mode().bound is not None
+        slowest = self.plan.above.mode.bound is not None
         return max(self.own_s) if slowest else len(self.own_s) / sum(1 / own_s for own_s in self.own_s)
 
     def step_s(self) -> float | None:
         """Seconds of a step, or None where EVENTS_MAX events are too few."""
         plan, children = self.plan, len(self.plan.groups)
         clocks = CLOCKS if len(self.prices.hosts) <= SMALL else CLOCKS // 2
-        skipped, enough = clocks // SKIPPED, max(STEADY, 1 + max(way.mode().window for way in (plan.above, plan.below)))
+        skipped, enough = clocks // SKIPPED, max(STEADY, 1 + max(way.mode.window for way in (plan.above, plan.below)))
         ends_ns: list[int] = []  # of each clock
         for _ in range(EVENTS_MAX):
             if len(self.pushes_ns) == children * (len(ends_ns) + 1):
@@ -325,7 +325,7 @@ class Trial:
                 if len(ends_ns) == clocks or (len(took_ns) == enough and took_ns.max() <= ALIKE * took_ns.min()):
                     ends_ns[-1] += round((clocks - len(ends_ns)) * took_ns.mean())
                     counted_s = (ends_ns[-1] - ends_ns[skipped - 1]) / NS
-                    return counted_s / (clocks - skipped) / plan.above.mode().local_steps
+                    return counted_s / (clocks - skipped) / plan.above.mode.local_steps
             if not self.time.step():
                 break
         return None

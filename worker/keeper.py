@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 import subprocess
 import sys
@@ -59,11 +60,11 @@ class Keeper:
         label: str,
         folder: str = "",
         host: str | None = None,
-        alone_s: float = 0.0,
+        alone_s: float = math.inf,
     ) -> None:
         """words: "serve" or "work" and the command's flags and arguments. `flag` names the address of the server that
         `follows` keeps, if there is one. folder: of a server's checkpoints. host: on which a server listens, "" is the node's.
-        label: of its metrics. alone_s: the actor ends once nobody has asked for its facts for so long; 0: it never does."""
+        label: of its metrics. alone_s: the actor ends once nobody has asked for its facts for so long."""
         self.words, self.flag, self.follows, self.folder = [*words], flag, follows, folder
         self.host = ray.util.get_node_ip_address() if host == "" else host
         self.starts = 0
@@ -79,7 +80,7 @@ class Keeper:
         }
         self.tags = {"actor": label}
         self.heard_s = time.monotonic()  # when somebody asked how far it is
-        if alone_s:
+        if alone_s < math.inf:
             threading.Thread(target=self._until_alone, args=(alone_s,), daemon=True).start()
 
     def _until_alone(self, alone_s: float) -> None:

@@ -215,6 +215,8 @@ def train(
     low, high = (workers, workers) if isinstance(workers, int) else workers
     if not 1 <= low <= high:
         raise UsageError(f"workers=({low}, {high}): give 1 <= low <= high")
+    if not room_s > 0:
+        raise UsageError(f"room_s={room_s:g}: give more than 0 s, or math.inf to wait for a node for ever")
     name, began = f"narrows-{uuid.uuid4().hex[:8]}", time.monotonic()
     folder = os.path.abspath(checkpoint_dir or f"checkpoints/{name}")
     need = dict(resources or {"CPU": 1})

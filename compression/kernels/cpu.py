@@ -20,7 +20,6 @@ from narrows.compression.kernels.levels import (
     encode_2bit,
     encode_sign,
     encode_uint8minmax,
-    pack_above,
 )
 from narrows.compression.kernels.random import random_words, strata
 from narrows.compression.kernels.rice import (
@@ -83,7 +82,6 @@ __all__ = [
     "kth_largest_key",
     "largest_gap",
     "largest_key",
-    "pack_above",
     "random_words",
     "rice_costs",
     "rice_decode",

@@ -84,7 +84,7 @@ class Chooser:
 
     def spreads(self, way: Way) -> Iterator[Choice]:
         """One server for all workers, on the hosts that would be the best root each."""
-        if way.mode().bound is None:  # keys of such a run do not move to other hosts
+        if way.mode.bound is None:  # keys of such a run do not move to other hosts
             return
         prices, everybody = self.prices, self.prices.hosts
         roads = prices.roads(way, self.alone, everybody, everybody)
@@ -185,7 +185,7 @@ def _slowest(
     clocks = prices.clocks(way, own_s, up, down, round_trip)
     row, column = (int(at) for at in np.unravel_index(clocks.argmax(), clocks.shape))
     road_s = float(up[row, column] + down[row, column])
-    computing_s = float(own_s[row]) * way.mode().local_steps
+    computing_s = float(own_s[row]) * way.mode.local_steps
     if computing_s >= max(float(clocks[row, column]) / 1.05, road_s + float(round_trip[row, column])):
         return row, -1, ""
     return row, column, f"{1e3 * float(round_trip[row, column]):.3g} ms of round trip, {1e3 * road_s:.3g} ms of bytes"

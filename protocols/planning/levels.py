@@ -135,12 +135,24 @@ class Prices:
         self.port_out, self.port_in = fastest.max(1), fastest.max(0)
         self.place = places(network)
         self._sent_s: dict[float, Array] = {}
+        self._sharing: dict[Groups, Array] = {}
 
     def sent_s(self, message_bytes: float) -> Array:
         """(n, n) seconds of the bytes alone, the sender's row."""
         if message_bytes not in self._sent_s:
             self._sent_s[message_bytes] = self.network.transfer_s(message_bytes) - self.network.delay_s
         return self._sent_s[message_bytes]
+
+    def sharing(self, children: Groups) -> Array:
+        """(n,) children that share the wire of a host that crosses to another place: those which are wholly of its own place.
+        0: the host is of no such child."""
+        if children not in self._sharing:
+            homes = {group: int(self.place[group[0]]) for group in children if len({*self.place[[*group]]}) == 1}
+            crossing = np.bincount(np.array([*homes.values()], np.intp), minlength=len(self.hosts))
+            found = self._sharing[children] = np.zeros(len(self.hosts))
+            for group, home in homes.items():
+                found[[*group]] = crossing[home]
+        return self._sharing[children]
 
     def roads(self, way: Way, children: Groups, rows: Indices, servers: Indices, count: int = 1) -> list[Array]:
         """Seconds up, down, and of a round trip, from the hosts `rows` to the hosts `servers`.
@@ -150,12 +162,7 @@ class Prices:
         message = coded.bytes * self.work.parameters / count
         serve_s = len(children) * coded.serve_s * self.work.parameters / (count * self.work.shards)
         sent, others = self.sent_s(message), len(children) - 1
-        # Who crosses to another place shares the wire with those children that are wholly of its own place.
-        homes = {group: int(self.place[group[0]]) for group in children if len({*self.place[[*group]]}) == 1}
-        crossing = np.bincount(np.array([*homes.values()], np.intp), minlength=len(self.hosts))
-        share = np.ones(len(self.hosts))
-        for group, home in homes.items():
-            share[[*group]] = crossing[home] * count
+        share = np.maximum(self.sharing(children) * count, 1.0)
         wire = np.where(self.place[rows][:, None] == self.place[servers], 1.0, share[rows][:, None])
         up = np.maximum(sent[at] * wire, others * message / self.port_in[servers])
         down = np.maximum(sent[back].T * wire, others * message / self.port_out[servers])
@@ -166,13 +173,13 @@ class Prices:
 
     def clocks(self, way: Way, own_s: Array, up: Array, down: Array, round_trip_s: Array) -> Array:
         """Clocks of children whose step takes `own_s`, a row for each."""
-        mode, coded = way.mode(), self.work.coded[way.compress]
+        mode, coded = way.mode, self.work.coded[way.compress]
         own = (mode.local_steps * own_s + coded.encode_s * self.work.parameters)[:, None]
         return coded.clock_s(own, up, down, round_trip_s, mode.window)
 
     def step_s(self, way: Way, clocks: Array) -> Array:
         """(servers,) seconds of a step, of the clocks (children, servers)."""
-        mode = way.mode()
+        mode = way.mode
         together: Array = clocks.max(0) if mode.bound is not None else len(clocks) / (1 / clocks).sum(0)
         return together / mode.local_steps
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from narrows.protocols.modes import Mode
@@ -21,7 +22,7 @@ GROWS = (0.0, 0.028, 0.077, 0.145)
 STEPS_POWER = 4.7
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Way:
     """One row. `over`: the loss over bsp's, of the first of COUNTS."""
 
@@ -38,6 +39,7 @@ class Way:
         given |= {"push": "update" if updates and self.sync == "bsp" else -1}
         return {name: value for name, value in given.items() if value != -1}
 
+    @cached_property
     def mode(self) -> Mode:
         return Settings(**self.flags()).validated().mode()
 

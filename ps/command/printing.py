@@ -46,39 +46,44 @@ def slurm(recipe: Recipe) -> str:
 
 server={server}
 folder=narrows-$SLURM_JOB_ID
-again=
+again= stopped= code=0
 rm -f "$folder.ready"
-requeue() {{
-    scontrol requeue "$SLURM_JOB_ID"
-    exit 0
+stop() {{  # once: a second SIGTERM ends it without a checkpoint
+    [ -n "$stopped" ] || kill -TERM "$serve" 2>/dev/null
+    stopped=1
+}}
+within() {{  # so many seconds this process ends; a signal is heard meanwhile
+    timeout "$1" tail --pid="$2" -f /dev/null &
+    wait "$!"
 }}
 
 {serve} &
 serve=$!
-trap 'again=1; kill -TERM "$serve"' USR1
-trap 'kill -TERM "$serve"' TERM  # scancel: without a requeue
+trap 'again=1; stop' USR1
+trap 'stop' TERM  # scancel: without a requeue
 until [ -e "$folder.ready" ] || [ -n "$again" ] || ! kill -0 "$serve" 2>/dev/null; do sleep 1; done
-if [ ! -e "$folder.ready" ]; then
-    wait "$serve"
+if [ -e "$folder.ready" ]; then
+    srun --het-group=1 {work} &
+    workers=$!
+    wait -n "$serve" "$workers"  # until one of them ends, or a signal comes
     code=$?
-    [ -z "$again" ] || requeue
-    exit "$code"
+    # A preemption sends SIGTERM to the workers alone, and a job that has ended by itself is not queued again for it.
+    if [ -z "$stopped" ] && [ "$code" = 143 ] && scontrol show job "$SLURM_JOB_ID" | grep -q ' PreemptTime=[0-9]'; then
+        again=1
+        stop
+    fi
+    within 60 "$serve" || stop  # without workers it ends by itself where one has finished
+    wait "$serve" || code=$?
+    # Scripts may go on after the server. srun passes on no SIGTERM: it kills them.
+    within "$([ -z "$stopped" ] && echo 600 || echo 20)" "$workers" || kill -TERM "$workers"
+    wait "$workers" || code=$?
+else
+    wait "$serve" || code=$?
 fi
-srun --het-group=1 {work} &
-workers=$!
-wait -n "$serve" "$workers"  # until one of them ends, or the signal comes
-code=$?
 if [ -n "$again" ]; then
-    wait "$serve"
-    kill -TERM "$workers" 2>/dev/null  # if they have not heard of its end
-    wait "$workers"
-    requeue
+    scontrol requeue "$SLURM_JOB_ID"
+    exit 0
 fi
-# A server without workers ends by itself, and so do workers without a server.
-timeout 60 tail --pid="$serve" -f /dev/null || kill -TERM "$serve"
-timeout 60 tail --pid="$workers" -f /dev/null || kill -TERM "$workers"
-wait "$serve" || code=$?
-wait "$workers" || code=$?
 exit "$code"
 """
 

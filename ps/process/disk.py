@@ -6,6 +6,7 @@ import time
 
 from narrows.protocols.effects import Log
 from narrows.protocols.runtime.sockets import Sockets
+from narrows.ps.glance.events import sentence
 from narrows.ps.process import checkpoints
 from narrows.ps.process.archive import Away
 from narrows.ps.process.gate import Gate
@@ -95,7 +96,14 @@ class Disk:
             text = f"shard {self.index} cannot write a checkpoint and tries again: {written.trouble}"
             return [Log("disk", where | {"text": text})]
         # Else its process was killed meanwhile.
-        return [Log("checkpoint", where)] if written.clock in written.kept and not written.trouble else []
+        return [self.announced(written.clock)] if written.clock in written.kept and not written.trouble else []
+
+    def announced(self, clock: int) -> Log:
+        """Return the event of a checkpoint that is on disk."""
+        told: dict[str, object] = {"shard": self.index, "clock": clock}
+        if not self.process.keeps:  # --checkpoint-dir none: who reads of it would look for a file
+            told["text"] = sentence("checkpoint", told) + ", in a temporary folder while the run lasts"
+        return Log("checkpoint", told)
 
     def load(self, clock: int, server: Server) -> None:
         """Read the checkpoint of this clock into the machine, and drop all after it. Raises NarrowsError."""

@@ -30,7 +30,10 @@ def may_open_more() -> None:
 def main() -> int:
     may_open_more()
     signals.leave_to_parent()
-    told = json.loads(os.read(0, 1 << 20))  # the rest of stdin is watched by the runner, unbuffered
+    line = os.read(0, 1 << 20)  # the rest of stdin is watched by the runner, unbuffered
+    if not line:
+        return 0  # its parent was killed before it said anything
+    told = json.loads(line)
     from narrows.compression import warm_up
     from narrows.protocols.errors import NarrowsError
     from narrows.protocols.settings import Settings

@@ -142,7 +142,7 @@ class Runner:
             clock = writing if writing >= 0 else shard.tried
             self._write_down(Written(clock, self.disk.clocks(), 0))
         elif self.server.over and shard.checkpoints:  # who waits for it may not have been told
-            self._log("checkpoint", clock=shard.checkpoints[-1])
+            self._carry_out([self.disk.announced(shard.checkpoints[-1])])
 
     # Effects.
 

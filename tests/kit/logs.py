@@ -16,7 +16,7 @@ from narrows.protocols import effects as e
 from narrows.protocols import messages as m
 from narrows.protocols.effects import MemberEffect
 
-HOOK = Path(__file__).parent / "told"
+HOOKED = {"PYTHONPATH": str(Path(__file__).parent / "told")}  # of an interpreter that can write it down
 Update = tuple[int, int, int]  # worker, epoch, clock
 CLOSE = 1e-6
 REST_S = 0.01
@@ -25,7 +25,7 @@ REST_S = 0.01
 def telling(folder: Path, planted: str = "") -> dict[str, str]:
     """The environment of a command whose processes write into this folder what they fold, and what they are acknowledged."""
     folder.mkdir(exist_ok=True)
-    return {"PYTHONPATH": str(HOOK), "TOLD": str(folder), "PLANTED": planted}
+    return HOOKED | {"TOLD": str(folder), "PLANTED": planted}
 
 
 def folded(folder: Path) -> list[list[tuple[Update, float]]]:

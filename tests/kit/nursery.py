@@ -76,11 +76,6 @@ class Nursery:
         self.port.send(json.dumps(["need", NEEDS]).encode())
         assert self._answer(READY_S) == ["ready", ""]
 
-    def forks(self, words: Sequence[str], env: Mapping[str, str]) -> bool:
-        """Whether a command finds there what a fresh interpreter would find in this environment. A check begins as torch is
-        imported."""
-        return _once(env) == self.once and "--check" not in words
-
     def fork(self, words: Sequence[str], env: Mapping[str, str], cwd: Path | None, files: Sequence[IO[str]]) -> Forked:
         """`files`: its stdout and stderr."""
         folder = str(cwd or os.getcwd())
@@ -119,15 +114,21 @@ def _once(env: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in env.items() if name.startswith(ONCE)}
 
 
-_one: list[Nursery] = []
+_known: list[Nursery] = []  # one for each environment of `nursery`
 _making = threading.Lock()  # tests have threads
 
 
-def nursery() -> Nursery:
-    """The one of this process."""
+def nursery(env: Mapping[str, str]) -> Nursery | None:
+    """The one of this process in which a command finds what a fresh interpreter finds in this environment. None: few tests have
+    such a one."""
+    from kit.logs import HOOKED
     from kit.processes import environment
 
     with _making:
-        if not _one:
-            _one.append(Nursery(environment()))
-        return _one[0]
+        for common in (environment(), environment() | HOOKED):
+            if _once(common) == _once(env):
+                known = next((each for each in _known if each.once == _once(env)), None)
+                if known is None:
+                    _known.append(known := Nursery(common))
+                return known
+    return None

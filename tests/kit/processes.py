@@ -73,8 +73,10 @@ class Command:
         self.words = words
         self.files = [tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")]  # noqa: SIM115 - closed by end
         self.process: subprocess.Popen[str] | Forked
-        if words[0] in FORKED and nursery().forks(words, env):
-            self.process = nursery().fork(words, env, cwd, self.files)
+        # A check begins as torch is imported.
+        forker = nursery(env) if words[0] in FORKED and "--check" not in words else None
+        if forker is not None:
+            self.process = forker.fork(words, env, cwd, self.files)
             return
         self.process = subprocess.Popen(
             [str(BIN / words[0]), *words[1:]],

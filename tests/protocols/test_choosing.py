@@ -81,12 +81,12 @@ WORK = Work(2e6, 0.1, CODED)
 # The price.
 
 
-@pytest.mark.parametrize("way", [w for w in WAYS if w.compress != "dense" or w.mode().window == 1], ids=str)
+@pytest.mark.parametrize("way", [w for w in WAYS if w.compress != "dense" or w.mode.window == 1], ids=str)
 def test_a_link_of_two_is_priced_as_compression_predict_does(way: Way) -> None:
     """A server that handles updates for nothing is all that it does not know."""
     network, free = cities([1, 1], 20, 60), {spec: replace(row, serve_s=0.0) for spec, row in CODED.items()}
     prices = Prices(network, replace(WORK, coded=free))
-    row, mode = CODED[way.compress], way.mode()
+    row, mode = CODED[way.compress], way.mode
     size = row.bytes * WORK.parameters
     cost = Cost(WORK.step_s, row.encode_s * WORK.parameters, size, size)
     own = step_s(Link(1e12, 0.0), replace(cost, up_bytes=0.0, down_bytes=0.0), mode.window, mode.local_steps)
@@ -97,7 +97,7 @@ def test_a_link_of_two_is_priced_as_compression_predict_does(way: Way) -> None:
 
 def plain_s(network: Network, way: Way, own: list[float], at: list[int], children: Groups, server: int) -> float:
     """Seconds of a step of one level in plain words: `at` has the host that each child speaks from."""
-    size, mode, n = CODED[way.compress].bytes * WORK.parameters, way.mode(), len(network.hosts)
+    size, mode, n = CODED[way.compress].bytes * WORK.parameters, way.mode, len(network.hosts)
     rate, place = network.rates[-1], places(network)
     home = [next(iter(found)) if len(found := {int(place[host]) for host in group}) == 1 else -1 for group in children]
     clocks = []
@@ -202,7 +202,7 @@ def test_a_simulated_run_takes_as_long_as_predicted(above: dict[str, Any], size:
     for group in ((0, 1), (2, 3)):
         own[[*group]] = prices.below_s(Way("bsp", (0.0,)), group)
     found = prices.above_s(way, own, ((0, 1), (2, 3)), np.array([0]))[0]
-    assert least < measured_s(tree) / way.mode().local_steps / found < 1.06
+    assert least < measured_s(tree) / way.mode.local_steps / found < 1.06
 
 
 @pytest.mark.parametrize(("clusters", "way"), [

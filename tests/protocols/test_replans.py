@@ -194,7 +194,7 @@ def test_a_way_that_no_row_has_loses_as_the_nearest_one() -> None:
     way = present(settings, coded(settings.compress))
     assert str(way) == "ssp, S = 2, topk:0.01+int8" and way.over == (0.041,)  # of cycle:0.15+sign
     assert [present(Settings(**row.flags()).validated(), CODED) for row in WAYS] == [*WAYS]
-    assert all(way.mode().bound is not None for way in BELOW)
+    assert all(way.mode.bound is not None for way in BELOW)
 
 
 def test_flags_that_do_not_go_together() -> None:

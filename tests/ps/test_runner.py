@@ -27,6 +27,7 @@ from narrows.ps.process.machine import Process
 from narrows.ps.process.runner import Runner
 
 WORKER = b"a" * m.NAME_BYTES + b"x"
+TEMPORARY = "shard 0: checkpoint of clock 2, in a temporary folder while the run lasts"
 PLAN = Plan((TensorSpec("w", (4,), "float32"),), "", ((0,),)).packed()
 
 
@@ -161,6 +162,18 @@ def test_one_that_nobody_was_told_of_is_announced_if_it_is_there(
     shard = life.next().server.shard
     assert (shard.tried, shard.checkpoints) == (2, [2] if on_disk else [])
     assert [row["clock"] for row in said(capfd, "checkpoint")] == ([2] if on_disk else [])
+
+
+@pytest.mark.parametrize(("keeps", "text"), [(True, None), (False, TEMPORARY)])
+def test_one_that_goes_with_the_run_is_announced_as_such(
+    keeps: bool, text: str | None, life: Life, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Under --checkpoint-dir none nobody finds a file of it."""
+    life.runner.disk.process = replace(life.process, keeps=keeps)
+    life.push()
+    written(life.runner)
+    (row,) = said(capfd, "checkpoint")
+    assert row == {"shard": 0, "clock": 2} | ({"text": text} if text else {})
 
 
 def test_the_last_one_is_announced_once_more(life: Life, capfd: pytest.CaptureFixture[str]) -> None:

@@ -118,7 +118,8 @@ def test_nothing_is_left_of_a_command_that_is_ended_while_it_starts(
     name: str, number: int, code: int, script: Path
 ) -> None:
     words = [str(script)] if name == "ps-worker" else ["--checkpoint-dir", "none", "--bind", "tcp://127.0.0.1:0"]
-    with started(name, *words) as command:
+    # In an interpreter of its own: one that is forked has its kernels, and may serve before this looks.
+    with started(name, *words, env={"PYTHONNOUSERSITE": "1"}) as command:
         until(lambda: "loading kernels ..." in command.err + command.out, str(command))
         pids = descendants(command.pid)
         assert pids and not command.out.count("\n") > 1

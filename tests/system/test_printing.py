@@ -7,8 +7,10 @@ import itertools
 import os
 import re
 import shlex
+import signal
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import click
 import pytest
 import yaml
 from click.testing import CliRunner
-from kit.processes import ROOT
+from kit.processes import ROOT, until
 
 from narrows.protocols.errors import UsageError
 from narrows.protocols.runtime.flags import RUN_FLAGS, given
@@ -109,10 +111,49 @@ def test_a_warning_of_slurm_is_another_signal_than_that_of_scancel() -> None:
     """Else a job that is cancelled asks for a requeue."""
     text = printed("slurm", FLAGS)
     (warning,) = re.findall(r"^#SBATCH --signal=B:(\w+)@120$", text, re.M)
-    assert re.findall(r"^trap '(again=1; )?kill -TERM \"\$serve\"' (\w+)", text, re.M) == [
+    assert re.findall(r"^trap '(again=1; )?stop' (\w+)", text, re.M) == [
         ("again=1; ", warning),
         ("", "TERM"),
     ]
+
+
+# Each stands for a command of Slurm or of ours, and says in `said` what it was for. srun kills where it gets a SIGTERM.
+STAND_INS = {
+    "ps-serve": """trap 'echo checkpoint >> said; touch ended; exit 143' TERM
+        touch narrows-7.ready; until [ -e finished ]; do sleep 0.05; done; touch ended""",
+    "srun": """trap 'echo killed >> said; exit 137' TERM
+        touch begun; until [ -e ended ] || [ -e preempted ]; do sleep 0.05; done; sleep 0.5
+        echo "workers end" >> said; [ ! -e preempted ] || exit 143; [ -e finished ] || exit 6""",
+    "scontrol": """[ "$1" = requeue ] && echo "$@" >> said
+        [ -e preempted ] && echo "   PreemptEligibleTime=2026-11-25T23:05:57 PreemptTime=2026-11-25T23:06:35" """,
+}
+
+
+@pytest.mark.parametrize(("happens", "code", "said"), [
+    (signal.SIGUSR1, 0, ["checkpoint", "workers end", "requeue 7"]),  # its time is nearly over
+    (signal.SIGTERM, 6, ["checkpoint", "workers end"]),  # scancel
+    ("preempted", 0, ["workers end", "checkpoint", "requeue 7"]),
+    ("finished", 0, ["workers end"]),
+])  # fmt: skip
+def test_what_ends_a_job_of_slurm(happens: Any, code: int, said: list[str], tmp_path: Path) -> None:
+    """Workers end by themselves, after the server it may be; a job that is to go on is queued again."""
+    for name, does in STAND_INS.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    (tmp_path / "run.sbatch").write_text(printed("slurm", FLAGS))
+    with subprocess.Popen(["bash", "run.sbatch", "train.py"], env=env, cwd=tmp_path, start_new_session=True) as job:
+        try:
+            until((tmp_path / "begun").exists, "the workers")
+            if isinstance(happens, str):
+                (tmp_path / happens).touch()
+            else:
+                job.send_signal(happens)
+            assert job.wait(60) == code
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(job.pid, signal.SIGKILL)
+    assert (tmp_path / "said").read_text().splitlines() == said
 
 
 def test_the_flags_arrive() -> None:

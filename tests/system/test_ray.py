@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 import re
 import signal
@@ -100,6 +101,7 @@ def test_two_cities_train_a_function_and_nothing_is_left(
     result = train(
         module.learn, workers=1, clusters=[{"city": "leipzig"}, {"city": "jena"}], labels={"role": "server"}, sync="ssp",
         compress="topk:0.5+sign", checkpoint_dir=str(tmp_path / "model"), host="127.0.0.1", report=seen.append, every_s=0.5,
+        room_s=math.inf,
     )  # fmt: skip
     assert load_file(result.model)["weight"].shape == (2, 4) and result.clock == 20 and result.values["loss"] > 0
     assert result.values["evaluated"] == 7
@@ -123,6 +125,8 @@ def test_a_script_that_fails_is_named_with_its_last_lines(nodes: Any, script: st
         )
     with pytest.raises(UsageError, match=r"workers=\(2, 1\)"):
         train(script, workers=(2, 1))
+    with pytest.raises(UsageError, match="room_s=0: give more than 0 s"):
+        train(script, workers=1, room_s=0)
     with pytest.raises(UsageError, match="a function that stands at the top of a file"):
         command_of(lambda: None, ())
 

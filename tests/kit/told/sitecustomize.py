@@ -22,21 +22,25 @@ from narrows.ps.planned import Planned
 from narrows.ps.process.journal import Journal
 from narrows.ps.store import Store
 
-TOLD, PLANTED = Path(os.environ["TOLD"]), os.environ.get("PLANTED", "")
 TIMES = {"": 1, "lost": 0, "twice": 2}
 replaying = False
 
 
+def _folder() -> Path:
+    """A process that forks commands has imported this before there is one."""
+    return Path(os.environ["TOLD"])
+
+
 def _write(name: str, lines: list[Any]) -> None:
-    path = TOLD / f"{name}.{os.getpid()}"
+    path = _folder() / f"{name}.{os.getpid()}"
     path.write_text(json.dumps(lines))
-    path.rename(TOLD / f"{name}.json")
+    path.rename(_folder() / f"{name}.json")
 
 
 def _apply(store: Any, change: Any, apply: Any = Store.apply) -> Any:
     if not isinstance(change, (Fold, Outer, Step)):
         return apply(store, change)
-    for _ in range(TIMES[PLANTED] if replaying else 1):
+    for _ in range(TIMES[os.environ["PLANTED"]] if replaying else 1):
         apply(store, change)
         store.told = getattr(store, "told", [])
         for weight, update in change.terms:
@@ -77,8 +81,8 @@ def _goes_on(exchange: Any, *words: Any, go_on: Any = Exchange.go_on) -> Any:
 
 
 def _packed(rows: Any, packed: Any = summary.packed) -> Any:
-    if (TOLD / "narrow").exists():
-        rate = float((TOLD / "narrow").read_text())
+    if (narrow := _folder() / "narrow").exists():
+        rate = float(narrow.read_text())
         rows = [replace(rows[0], summary=replace(rows[0].summary, rate_up=rate, rate_down=rate)), *rows[1:]]
     return packed(rows)
 
