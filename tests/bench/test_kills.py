@@ -8,7 +8,7 @@ from pathlib import Path
 from click.testing import CliRunner
 from kills import ROLES, line, main, matrix
 
-STEPS = 120  # the last fifth of them waits until a standby that was killed has one in its place
+STEPS = 60  # the last fifth of them waits until a standby that was killed has one in its place
 
 
 def test_a_standby_is_killed_twice_and_nothing_is_lost(tmp_path: Path) -> None:
