@@ -1,37 +1,28 @@
-"""How a server has a standby: an `Original` for each of its shards; the other side is in standby.py. No I/O.
+"""How a server has a standby: an `Original` for each of its shards. feed.py says what the standby gets, standby.py is the other
+side. No I/O.
 
 Rules
-- The standby has an event before anything that follows from it is sent. So what others have seen of a shard, the standby has
-  the cause of.
 - Who serves is a view, and views have numbers. A member votes once in each, for the server or for its standby. The standby
   serves with the votes of half of the members, the server goes on without it with those of more than half: never both.
 - All shards change together: shard 0 decides, and a shard takes a view from shard 0 alone.
-- A standby that lags by TAIL_BYTES is none.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Protocol
 
 from narrows.protocols import messages as m
 from narrows.protocols.effects import NS, CopyEffect, Log, Send, Serve, Stop, Tell
 from narrows.protocols.messages import RefuseCode, name_of
 from narrows.protocols.wire import encode
 from narrows.ps.events import Event
+from narrows.ps.feed import AGAIN_NS, Feed, Machine, Member
 from narrows.ps.reports import COORDINATOR
 from narrows.ps.siblings import Siblings
 
-PART_BYTES = 1 << 20  # of a machine
-PARTS_AHEAD = 16  # that were sent and are not acknowledged
-TAIL_BYTES, TAIL_TIMES = 1 << 28, 2  # of events that are not acknowledged, or so often the machine where that is more
-BYTES_PER_SECOND = 1_250_000  # of the slowest link to a standby: bytes that are under way get so long
 SAY_NS = NS // 2  # between two signs of life
-AGAIN_NS = NS  # without progress: then what was sent last is sent again
 LOST_LEASES, LOST_LEAST_NS = 0.25, NS  # silence after which the other side is taken for lost
-CUT_NS = NS // 2  # of silence after the end of the connection: who lives has connected anew by then
 DEPOSE_NS = 600 * NS  # for so long the one before is told that it serves no more
 GIVE_UP_NS = 60 * NS  # a server that has lost its standby, and that most members do not hear, ends
 
@@ -41,37 +32,10 @@ def lost_after(lease: float) -> int:
     return max(LOST_LEAST_NS, int(LOST_LEASES * lease * NS))
 
 
-def again_after(size: int) -> int:
-    """Nanoseconds without progress after which so many bytes that are under way count as lost."""
-    return AGAIN_NS + size * NS // BYTES_PER_SECOND
-
-
-class Member(Protocol):
-    """The part of a member that is known here."""
-
-    worker: int
-    peer: bytes
-    name: bytes
-
-
-class Machine(Protocol):
-    """The part of a shard's machine that is asked for here."""
-
-    view: int
-    standby: str
-    happened: int
-    incarnation: int  # of the life in which they happened; that of a later life is greater
-    viewed: int  # the event with which the present view began
-    before: str
-
-    @property
-    def members(self) -> Sequence[Member]: ...
-
-
 class Original:
-    """Copies shard `index`, which serves and listens on `port`, to a standby. `freeze`: its machine, as bytes.
-    `first_view`: none of an earlier life of the run was as large. `before`: where the shard is that this one copied,
-    and in whose place it serves now."""
+    """Copies shard `index`, which serves and listens on `port`, to a standby by its `feed`, and says who serves.
+    `freeze`: its machine, as bytes. `first_view`: none of an earlier life of the run was as large. `before`: where the shard
+    is that this one copied, and in whose place it serves now."""
 
     def __init__(
         self,
@@ -84,16 +48,9 @@ class Original:
         first_view: int = 0,
         before: str = "",
     ) -> None:
-        self.index, self.machine, self.port, self.lost_ns = index, machine, port, lost_ns
-        self.freeze, self.siblings = freeze, siblings
-        self.first_view, self.followed = first_view, before
-        self.peer, self.address = b"", ""  # of the standby of this shard, and where members find it
-        self.heard_ns = self.progress_ns = self.said_ns = 0
-        self.tail: deque[m.Copied] = deque()  # events that it has not acknowledged
-        self.tail_bytes, self.streams = 0, False  # whether it has a machine, and gets each event
-        self.acked = self.sent = 0  # events
-        self.frozen, self.frozen_at, self.frozen_sent = b"", -1, 0  # a machine that is on its way; parts
-        self.here = self.size = 0  # parts of it that are there; bytes of the newest one
+        self.index, self.machine, self.port, self.siblings = index, machine, port, siblings
+        self.feed, self.first_view, self.followed = Feed(machine, lost_ns, freeze), first_view, before
+        self.said_ns = 0
         self.rosters: deque[tuple[int, dict[int, Member]]] = deque()  # since this event, back to the acknowledged one
         self.known = machine.happened  # of a process that was killed, no roster is from before this event
         self.votes: dict[int, int] = {}  # of each worker, its newest view
@@ -113,23 +70,10 @@ class Original:
         """Whether effects wait until the standby has the event that they follow from."""
         return bool(self.machine.standby)
 
-    def note(self, event: Event, frames: Sequence[m.Buffer]) -> list[CopyEffect]:
+    def note(self, event: Event, frames: Sequence[m.Buffer]) -> list[Send]:
         """Before an event is handled: the standby is to have it."""
         self._roster()
-        if not self.peer and not self.machine.standby:
-            return []
-        header, payload = bytes(frames[0]) if frames else b"", frames[1] if len(frames) > 1 else b""
-        number = self.machine.happened + 1
-        copied = m.Copied(self.machine.incarnation, number, 0, 0, event.described(), len(frames), header, payload)
-        self.tail.append(copied)
-        self.tail_bytes += len(header) + len(payload)
-        if self.tail_bytes > max(TAIL_BYTES, TAIL_TIMES * self.size):
-            self.forget()
-            return []
-        if not self.streams:
-            return []
-        self.sent = number
-        return [Send(self.peer, copied)]
+        return self.feed.note(event, frames)
 
     def again(self, event: Event) -> None:
         """Before an event is handled that a process before this one has handled: the standby may lack it."""
@@ -138,18 +82,12 @@ class Original:
     def _roster(self) -> None:
         members = {member.worker: member for member in self.machine.members}
         if not self.rosters or self.rosters[-1][1].keys() != members.keys():
-            lone = not self.machine.standby and not self.streams
+            lone = not self.machine.standby and not self.feed.streams
             if lone and len(self.rosters) > 1 and self.rosters[-1][0] > self.machine.viewed:
                 self.rosters.pop()  # its members have known of no standby
             self.rosters.append((self.machine.happened, members))
-        while len(self.rosters) > 1 and self.rosters[1][0] <= self.acked:
+        while len(self.rosters) > 1 and self.rosters[1][0] <= self.feed.acked:
             self.rosters.popleft()
-
-    def forget(self) -> None:
-        """The standby must begin anew."""
-        self.peer, self.address, self.streams = b"", "", False
-        self.tail.clear()
-        self.tail_bytes, self.frozen, self.frozen_at = 0, b"", -1
 
     # Messages of a standby, of a member of it, and of the other shards.
 
@@ -157,7 +95,7 @@ class Original:
         """Return the effects of one of OF_COPIES."""
         match message:
             case m.Copy():
-                return self.copy(peer, message, now_ns)
+                return [*self.feed.copy(peer, message, now_ns)]
             case m.Copying():
                 self.siblings.hear(peer, message, now_ns)
             case m.View():
@@ -165,59 +103,6 @@ class Original:
             case m.Vote():
                 return self.vote(peer, message)
         return []
-
-    def copy(self, peer: bytes, copy: m.Copy, now_ns: int) -> list[CopyEffect]:
-        """Send a standby what it lacks, events or the machine; refuse it where another stands by."""
-        other = self.machine.standby or (self.address if now_ns - self.heard_ns <= self.lost_ns else "")
-        if other and copy.address != other:
-            text = f"another server stands by already, at {other}"
-            return [Send(peer, m.Refuse(RefuseCode.INCOMPATIBLE, -1, 0, text))]
-        self.peer, self.address, self.heard_ns = peer, copy.address, now_ns
-        held = self.tail[0].number - 1 if self.tail else self.machine.happened
-        if copy.life != self.machine.incarnation:
-            copy = replace(copy, have=-1, machine=-1)  # of a life that is over
-        if 0 <= copy.have < self.acked:
-            return []  # a late one
-        if not held <= copy.have <= self.machine.happened:
-            return self._give_machine(copy, now_ns)
-        if copy.have > self.acked:
-            self.progress_ns = now_ns
-        self.streams, self.frozen, self.frozen_at = True, b"", -1
-        self.acked = copy.have
-        while self.tail and self.tail[0].number <= copy.have:
-            gone = self.tail.popleft()
-            self.tail_bytes -= len(gone.header) + len(gone.payload)
-        if now_ns - self.progress_ns >= again_after(self.tail_bytes):
-            self.sent, self.progress_ns = copy.have, now_ns
-        missing = [copied for copied in self.tail if copied.number > self.sent]
-        self.sent = missing[-1].number if missing else self.sent
-        return [Send(peer, copied) for copied in missing]
-
-    def _give_machine(self, copy: m.Copy, now_ns: int) -> list[CopyEffect]:
-        if not self.frozen:
-            self.tail.clear()
-            self.tail_bytes, self.streams = 0, False
-            self.frozen, self.frozen_at, self.frozen_sent = self.freeze(), self.machine.happened, 0
-            self.size = len(self.frozen)
-        parts = -(-len(self.frozen) // PART_BYTES)
-        here = copy.parts if copy.machine == self.frozen_at else 0
-        if here > self.here:
-            self.progress_ns = now_ns
-        elif now_ns - self.progress_ns >= again_after((self.frozen_sent - here) * PART_BYTES):
-            self.frozen_sent, self.progress_ns = here, now_ns
-        self.here = here
-        first, self.frozen_sent = self.frozen_sent, max(self.frozen_sent, min(parts, here + PARTS_AHEAD))
-        of, view, size = (self.machine.incarnation, self.frozen_at), memoryview(self.frozen), PART_BYTES
-        sent = range(first, self.frozen_sent)
-        return [Send(self.peer, m.Copied(*of, n, parts, b"", 0, b"", view[n * size : (n + 1) * size])) for n in sent]
-
-    def copied(self, now_ns: int) -> bool:
-        """The standby follows this shard, was heard a moment ago, and knows of the present view."""
-        return self.streams and self.acked >= self.machine.viewed and now_ns - self.heard_ns <= self.lost_ns
-
-    def cut(self, now_ns: int) -> None:
-        """The connection of the standby has ended: CUT_NS of silence are enough."""
-        self.heard_ns = min(self.heard_ns, now_ns - self.lost_ns + CUT_NS)
 
     # Views.
 
@@ -250,7 +135,7 @@ class Original:
 
     def _elected(self, view: int) -> bool:
         """More than half of the members have voted for us, whichever roster the standby knows: it has that of this view."""
-        if max(self.acked, self.machine.viewed) < self.known:
+        if max(self.feed.acked, self.machine.viewed) < self.known:
             return False
         self._roster()
         for _, members in self.rosters:
@@ -261,17 +146,17 @@ class Original:
     # Time.
 
     def tick(self, now_ns: int) -> list[CopyEffect]:
-        if now_ns - self.said_ns < SAY_NS or not (self.peer or self.machine.view):
-            return self._greet() if self.copied(now_ns) else []
+        if now_ns - self.said_ns < SAY_NS or not (self.feed.peer or self.machine.view):
+            return self._greet() if self.feed.copied(now_ns) else []
         self.said_ns = now_ns
-        if self.peer and not self.machine.standby and now_ns - self.heard_ns > self.lost_ns:
-            self.forget()  # it was lost before it had all
+        if self.feed.peer and not self.machine.standby and now_ns - self.feed.heard_ns > self.feed.lost_ns:
+            self.feed.forget()  # it was lost before it had all
         effects: list[CopyEffect] = []
         if self.before and self.deposed_ns < DEPOSE_NS:
             self.deposed_ns += SAY_NS
             effects.append(Tell(self.before, m.View(self.machine.view, "", True)))
         if self.index:
-            there = self.address if self.copied(now_ns) else ""
+            there = self.feed.address if self.feed.copied(now_ns) else ""
             return [*effects, Send(COORDINATOR, m.Copying(self.index, self.machine.view, there, self.port))]
         decided = self._decide(now_ns)
         if any(isinstance(effect, Serve) for effect in decided):
@@ -288,14 +173,14 @@ class Original:
 
     def _decide(self, now_ns: int) -> list[CopyEffect]:
         machine, siblings = self.machine, self.siblings
-        whole = self.copied(now_ns) and siblings.whole(now_ns, self.address)
+        whole = self.feed.copied(now_ns) and siblings.whole(now_ns, self.feed.address)
         effects: list[CopyEffect] = [*siblings.behind(m.View(machine.view, machine.standby, True))]
         if not machine.standby:
             self.missed_ns = 0
             if siblings.newest > machine.view:  # this shard failed, and began from a checkpoint
                 return [*effects, Serve(max(siblings.newest + 1, self.first_view), "")]
             if whole and siblings.at(machine.view):
-                effects.append(Serve(max(machine.view + 1, self.first_view), self.address))
+                effects.append(Serve(max(machine.view + 1, self.first_view), self.feed.address))
             return effects + self._tell(m.View(machine.view, "", True))
         if not siblings.at(machine.view):
             return effects

@@ -1,4 +1,4 @@
-"""A shard that copies another one, and takes its place when that is lost. The rules are in copies.py. No I/O."""
+"""A shard that copies another one, and takes its place when that is lost. The rules are in copies.py and feed.py. No I/O."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 from narrows.protocols import messages as m
 from narrows.protocols.effects import CopyEffect, Send, Serve, Tell
-from narrows.ps.copies import CUT_NS, SAY_NS, Machine
+from narrows.ps.copies import SAY_NS
 from narrows.ps.events import Event
+from narrows.ps.feed import CUT_NS, Machine
 from narrows.ps.reports import COORDINATOR
 from narrows.ps.siblings import Siblings
 

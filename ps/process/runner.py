@@ -189,7 +189,7 @@ class Runner:
     def _release(self) -> None:
         """Let out the effects that follow from events which the standby has."""
         held, original = self.lending.held, self.original
-        while held and (not original.holds or held[0][0] <= original.acked):
+        while held and (not original.holds or held[0][0] <= original.feed.acked):
             self._let_out(held.popleft()[1])
 
     def _at_once(self, effects: Iterable[CopyEffect]) -> None:
@@ -200,7 +200,7 @@ class Runner:
                     before = self.original.before if self.original.before != self.server.before else ""
                     self.happen(Event(Kind.VIEW, self.clock.now(), values=(view, standby, self.number, before)))
                     if not standby:
-                        self.original.forget()
+                        self.original.feed.forget()
                 case Log(event, values):
                     emit("log", name=event, values=values)
                 case _:
@@ -215,7 +215,7 @@ class Runner:
         full = self.lending.full(to, frames[-1], lambda: self.server.shard.nbytes)
         receipt = FULL if full else self.port.send(to, frames, control=isinstance(message, m.CONTROL))
         self.lending.add(to, receipt, frames[-1])
-        if receipt is NOBODY and isinstance(to, bytes) and to != self.original.peer:
+        if receipt is NOBODY and isinstance(to, bytes) and to != self.original.feed.peer:
             self.unreached.append(to)
         self.drops.note(type(message).__name__, receipt)
         size = sum(map(len, frames))
@@ -297,8 +297,8 @@ class Runner:
 
     def cut(self, peer: Peer) -> None:
         """The connection of a peer has ended."""
-        if peer == self.original.peer:
-            self.original.cut(self.clock.now())
+        if peer == self.original.feed.peer:
+            self.original.feed.cut(self.clock.now())
         elif isinstance(peer, bytes):
             self.unreached.append(peer)
 

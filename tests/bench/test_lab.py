@@ -64,9 +64,9 @@ def seconds(arrived: Arrivals) -> float:
 def test_delay_is_what_was_asked_and_a_change_takes_effect() -> None:
     with pair(Way(100e6, delay_s=0.03), Way(100e6, delay_s=0.01)) as two:
         here, there = two.hosts
-        assert 0.040 <= min(flows.round_trips(here, there, 10, 5)) < 0.042
+        assert 0.040 <= min(flows.round_trips(here, there, 40, 5)) < 0.042
         two.links[0].change(delay_s=0.005)
-        assert 0.010 <= min(flows.round_trips(here, there, 10, 5)) < 0.012
+        assert 0.010 <= min(flows.round_trips(here, there, 40, 5)) < 0.012
 
 
 @needs_lab

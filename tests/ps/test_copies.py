@@ -11,20 +11,16 @@ from narrows.protocols import messages as m
 from narrows.protocols.effects import NS, CopyEffect, Log, Send, Serve, Stop, Tell
 from narrows.protocols.member import views
 from narrows.protocols.wire import decode, encode
-from narrows.ps import copies
+from narrows.ps import feed
 from narrows.ps.copies import (
-    AGAIN_NS,
-    BYTES_PER_SECOND,
-    CUT_NS,
     DEPOSE_NS,
     GIVE_UP_NS,
-    PARTS_AHEAD,
     SAY_NS,
-    Member,
     Original,
     lost_after,
 )
 from narrows.ps.events import Event, Kind
+from narrows.ps.feed import AGAIN_NS, BYTES_PER_SECOND, CUT_NS, PARTS_AHEAD, Member
 from narrows.ps.reports import COORDINATOR
 from narrows.ps.siblings import Siblings
 from narrows.ps.standby import Standby
@@ -70,7 +66,7 @@ def copied(machine: Machine, siblings: Siblings | None = None) -> Original:
     ours = original(machine, siblings=siblings)
     ours.receive(STANDBY, copy(-1), 0)
     ours.receive(STANDBY, copy(machine.happened), 0)
-    assert ours.copied(0)
+    assert ours.feed.copied(0)
     return ours
 
 
@@ -111,7 +107,7 @@ def told(effects: list[CopyEffect]) -> list[tuple[bytes, m.View]]:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copies, "PART_BYTES", 2)
+    monkeypatch.setattr(feed, "PART_BYTES", 2)
 
 
 def test_the_other_side_is_lost_after_a_quarter_of_a_lease_or_a_second() -> None:
@@ -123,7 +119,7 @@ def test_the_other_side_is_lost_after_a_quarter_of_a_lease_or_a_second() -> None
 
 def test_nothing_is_kept_where_nobody_copies() -> None:
     ours = original()
-    assert not happen(ours) and not ours.tail and not ours.tick(NS) and not ours.holds
+    assert not happen(ours) and not ours.feed.tail and not ours.tick(NS) and not ours.holds
 
 
 def test_a_machine_comes_in_parts_so_many_at_a_time_and_then_each_event(small: None) -> None:
@@ -138,11 +134,11 @@ def test_a_machine_comes_in_parts_so_many_at_a_time_and_then_each_event(small: N
     for there in (10, 9, 10):
         assert parts(ours.receive(STANDBY, copy(-1, 3, there), 2)) == []
     assert parts(ours.receive(STANDBY, copy(-1, 3, 35), 3)) == list(range(PARTS_AHEAD + 10, 40))
-    assert not ours.copied(3)
-    assert events(ours.receive(STANDBY, copy(3), 4)) == [4] and ours.copied(4)
+    assert not ours.feed.copied(3)
+    assert events(ours.receive(STANDBY, copy(3), 4)) == [4] and ours.feed.copied(4)
     assert events(happen(ours)) == [5]
-    assert [each.number for each in ours.tail] == [4, 5]
-    assert not ours.receive(STANDBY, copy(5), 5) and not ours.tail and ours.acked == 5
+    assert [each.number for each in ours.feed.tail] == [4, 5]
+    assert not ours.receive(STANDBY, copy(5), 5) and not ours.feed.tail and ours.feed.acked == 5
 
 
 def test_an_event_goes_with_its_message() -> None:
@@ -152,10 +148,10 @@ def test_an_event_goes_with_its_message() -> None:
     event = Event(Kind.BELOW, 9, b"peer", message)
     (effect,) = ours.note(event, encode(message))
     assert isinstance(effect, Send) and effect.peer == STANDBY and isinstance(effect.message, m.Copied)
-    assert effect.message.frames == 2 and ours.tail_bytes == len(effect.message.header) + 16
+    assert effect.message.frames == 2 and ours.feed.tail_bytes == len(effect.message.header) + 16
     assert decode([effect.message.header, effect.message.payload]) == message
     ours.again(event)
-    assert ours.tail[0] == ours.tail[1]
+    assert ours.feed.tail[0] == ours.feed.tail[1]
     machine.happened += 1
     (effect,) = ours.note(TICK, [])
     assert isinstance(effect, Send) and isinstance(effect.message, m.Copied) and effect.message.frames == 0
@@ -180,7 +176,7 @@ def test_events_that_were_lost_are_sent_again_after_as_long_as_they_may_take() -
     assert not events(ours.receive(STANDBY, copy(1), 2 * AGAIN_NS + 5 * NS - 2))
     assert events(ours.receive(STANDBY, copy(1), 2 * AGAIN_NS + 5 * NS - 1)) == [2, 3]
     assert not events(ours.receive(STANDBY, copy(1), 2 * AGAIN_NS + 5 * NS))
-    assert not ours.receive(STANDBY, copy(0), 2 * AGAIN_NS + 5 * NS) and ours.acked == 1, "a late one"
+    assert not ours.receive(STANDBY, copy(0), 2 * AGAIN_NS + 5 * NS) and ours.feed.acked == 1, "a late one"
 
 
 def test_a_standby_that_begins_anew_gets_the_machine_as_it_is(small: None) -> None:
@@ -193,9 +189,14 @@ def test_a_standby_that_begins_anew_gets_the_machine_as_it_is(small: None) -> No
             ours.receive(STANDBY, copy(machine.happened), 0)
         happen(ours, size=5)
         if not late:
-            ours.forget()  # before it had all
+            ours.feed.forget()  # before it had all
         effects = ours.receive(STANDBY, copy(-1), 9 * NS)
-        assert parts(effects) == [0, 1, 2] and not ours.tail and not ours.tail_bytes and not ours.copied(9 * NS)
+        assert (
+            parts(effects) == [0, 1, 2]
+            and not ours.feed.tail
+            and not ours.feed.tail_bytes
+            and not ours.feed.copied(9 * NS)
+        )
         assert {each.number for each in sent(effects) if isinstance(each, m.Copied)} == {machine.happened}
         happen(ours)
         assert not parts(ours.receive(STANDBY, copy(-1, machine.happened - 1, 1), 9 * NS + AGAIN_NS))
@@ -203,56 +204,56 @@ def test_a_standby_that_begins_anew_gets_the_machine_as_it_is(small: None) -> No
             "that was progress"
         )
         ours.receive(STANDBY, copy(machine.happened - 1), 10 * NS)
-        assert ours.copied(10 * NS)
+        assert ours.feed.copied(10 * NS)
         assert parts(ours.receive(STANDBY, copy(machine.happened + 1), 10 * NS)) == [0, 1, 2], "what has not happened"
 
 
 def test_who_lags_by_too_much_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copies, "TAIL_BYTES", 100)
+    monkeypatch.setattr(feed, "TAIL_BYTES", 100)
     for size, most in ((1, 100), (300, 600)):
         ours = original(Machine(), parts=1)
-        ours.freeze = partial(bytes, size)
+        ours.feed.freeze = partial(bytes, size)
         ours.receive(STANDBY, copy(-1), 0)
         ours.receive(STANDBY, copy(0), 0)
         assert events(happen(ours, size=most)) == [1]
-        assert not happen(ours, size=1) and not ours.copied(0) and not ours.tail and not ours.tail_bytes
+        assert not happen(ours, size=1) and not ours.feed.copied(0) and not ours.feed.tail and not ours.feed.tail_bytes
         assert not happen(ours), "nobody is there"
         assert parts(ours.receive(STANDBY, copy(2), 1)) == [0]
-        assert events(ours.receive(STANDBY, copy(3), 2)) == [] and ours.copied(2)
+        assert events(ours.receive(STANDBY, copy(3), 2)) == [] and ours.feed.copied(2)
 
 
 def test_one_standby_at_a_time() -> None:
     ours = original()
     ours.receive(STANDBY, copy(-1), 0)
     (refusal,) = sent(ours.receive(b"other", copy(-1, address=OTHER), LOST_NS), m.Refuse)
-    assert isinstance(refusal, m.Refuse) and THERE in refusal.text and ours.peer == STANDBY
+    assert isinstance(refusal, m.Refuse) and THERE in refusal.text and ours.feed.peer == STANDBY
     assert parts(ours.receive(b"other", copy(-1, address=OTHER), LOST_NS + 1)) == [0]
-    assert ours.peer == b"other" and ours.address == OTHER
+    assert ours.feed.peer == b"other" and ours.feed.address == OTHER
     ours = copied(Machine(standby=THERE))
     assert sent(ours.receive(b"other", copy(-1, address=OTHER), 9 * LOST_NS), m.Refuse), "members know the one"
-    assert not sent(ours.receive(b"again", copy(0), 9 * LOST_NS), m.Refuse) and ours.peer == b"again"
+    assert not sent(ours.receive(b"again", copy(0), 9 * LOST_NS), m.Refuse) and ours.feed.peer == b"again"
 
 
 def test_a_life_that_is_over_counts_for_nothing(small: None) -> None:
     """A copy of that life may have as many events as this one, and is something else."""
     ours = original(Machine(happened=3), parts=3)
     assert parts(ours.receive(STANDBY, copy(3, life=LIFE - 1), 0)) == [0, 1, 2]
-    assert not ours.copied(0) and not parts(ours.receive(STANDBY, copy(-1, 3, 2, life=LIFE - 1), 1))
-    assert ours.here == 0
+    assert not ours.feed.copied(0) and not parts(ours.receive(STANDBY, copy(-1, 3, 2, life=LIFE - 1), 1))
+    assert ours.feed.here == 0
     ours.receive(STANDBY, copy(3), 2)
-    assert ours.copied(2)
+    assert ours.feed.copied(2)
 
 
 def test_all_is_copied_where_it_follows_knows_the_view_and_was_heard() -> None:
     ours = copied(Machine(happened=4))
-    assert ours.copied(LOST_NS) and not ours.copied(LOST_NS + 1)
+    assert ours.feed.copied(LOST_NS) and not ours.feed.copied(LOST_NS + 1)
     ours.machine.viewed = 5
-    assert not ours.copied(0)
+    assert not ours.feed.copied(0)
     ours.machine.happened = 5
     ours.receive(STANDBY, copy(5), 0)
-    assert ours.copied(0)
-    ours.forget()
-    assert not ours.copied(0)
+    assert ours.feed.copied(0)
+    ours.feed.forget()
+    assert not ours.feed.copied(0)
 
 
 def test_a_process_that_goes_on_by_its_journal_keeps_what_the_standby_lacks() -> None:
@@ -357,22 +358,22 @@ def test_rosters_of_a_server_without_a_standby_take_no_memory() -> None:
 def test_a_standby_that_is_silent_before_it_has_all_is_forgotten() -> None:
     ours = copied(Machine())
     ours.tick(LOST_NS)
-    assert ours.peer
+    assert ours.feed.peer
     ours.tick(LOST_NS + SAY_NS)
-    assert not ours.peer and not ours.address
+    assert not ours.feed.peer and not ours.feed.address
     ours = copied(Machine(view=1, standby=THERE, members=[Seat(0)]))
     ours.tick(LOST_NS + SAY_NS)
-    assert ours.peer, "members know it: it is for them to say"
+    assert ours.feed.peer, "members know it: it is for them to say"
 
 
 def test_a_standby_whose_connection_has_ended_is_lost_soon() -> None:
     ours = copied(Machine(view=1, standby=THERE, members=[Seat(0)]))
-    ours.cut(5)
-    ours.cut(9)
-    assert ours.copied(CUT_NS + 5) and not ours.copied(CUT_NS + 6)
+    ours.feed.cut(5)
+    ours.feed.cut(9)
+    assert ours.feed.copied(CUT_NS + 5) and not ours.feed.copied(CUT_NS + 6)
     ours.receive(STANDBY, copy(0), CUT_NS + 6)
-    assert ours.copied(CUT_NS + 6), "it is there again"
-    ours.cut(NS)
+    assert ours.feed.copied(CUT_NS + 6), "it is there again"
+    ours.feed.cut(NS)
     missed_ns = NS + CUT_NS + 1
     assert not told(ours.tick(missed_ns))
     asked = told(ours.tick(missed_ns + AGAIN_NS))
@@ -384,10 +385,10 @@ def test_a_standby_whose_connection_has_ended_is_lost_soon() -> None:
 def test_a_standby_that_was_lost_before_it_had_all_leaves_room_for_another() -> None:
     ours = original()
     ours.receive(STANDBY, copy(-1), 0)
-    ours.cut(1)
+    ours.feed.cut(1)
     assert sent(ours.receive(OTHER.encode(), copy(-1, address=OTHER), CUT_NS + 1), m.Refuse)
     assert not sent(ours.receive(OTHER.encode(), copy(-1, address=OTHER), CUT_NS + 2), m.Refuse)
-    assert ours.address == OTHER
+    assert ours.feed.address == OTHER
 
 
 def test_other_shards_hear_of_a_view_with_the_next_tick() -> None:
@@ -526,9 +527,9 @@ def test_new_members_hear_of_it_at_once() -> None:
     ours.missed_ns, machine.standby = 0, ""
     assert not ours.tick(SAY_NS + 7)
     machine.standby = THERE
-    ours.heard_ns = -LOST_NS
+    ours.feed.heard_ns = -LOST_NS
     assert not ours.tick(SAY_NS + 7), "it may be lost"
-    ours.heard_ns = 0
+    ours.feed.heard_ns = 0
     ours.siblings = Siblings(2, LOST_NS)
     assert not ours.tick(SAY_NS + 8)
 

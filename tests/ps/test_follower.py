@@ -29,8 +29,9 @@ from narrows.protocols.runtime.curve import Why
 from narrows.protocols.runtime.sockets import Peer, Receipt, Sockets
 from narrows.protocols.settings import Settings
 from narrows.protocols.wire import decode, encode, pack
-from narrows.ps.copies import CUT_NS, GIVE_UP_NS, LOST_LEASES
+from narrows.ps.copies import GIVE_UP_NS, LOST_LEASES
 from narrows.ps.events import Event, Kind
+from narrows.ps.feed import CUT_NS
 from narrows.ps.planned import Means
 from narrows.ps.process import asking
 from narrows.ps.process.follower import Follower

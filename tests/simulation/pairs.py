@@ -450,8 +450,8 @@ class Serving(Process):
             super().unreached(target, now_ns)
 
     def disconnected(self, target: str, now_ns: int) -> None:
-        if peer_of(target) == self.original.peer:
-            self.original.cut(self.now_ns)
+        if peer_of(target) == self.original.feed.peer:
+            self.original.feed.cut(self.now_ns)
         else:
             self.unreached(target, now_ns)
 
@@ -488,7 +488,7 @@ class Serving(Process):
 
     def _release(self) -> None:
         original, held = self.original, self.held
-        while held and (not original.holds or held[0][0] <= original.acked):
+        while held and (not original.holds or held[0][0] <= original.feed.acked):
             number, effect = held.popleft()
             self.site.lets_out(self.index, number)
             self._let_out(effect)
@@ -518,7 +518,7 @@ class Serving(Process):
                     before = self.original.before if self.original.before != self.server.before else ""
                     self._happen(Event(Kind.VIEW, self.now_ns, values=(view, standby, 1 + self.index, before)))
                     if not standby:
-                        self.original.forget()
+                        self.original.feed.forget()
                         self.run.sim.struck["alone"] += not self.index and not before
                 case e.Stop(_, text):
                     self.run.sim.note(f"{self.port} stops: {text}")

@@ -163,7 +163,7 @@ class Shard:
             self._serves(box or Box(index), Siblings(shards, lost_ns))
             if box is not None:
                 for event in server.tails[index]:  # as a journal has them
-                    self._original.tail.append(event)
+                    self._original.feed.tail.append(event)
         self.heard: dict[int, int] = {}  # of members, when
         theatre.sim.start(self, self.name)
 
@@ -201,7 +201,7 @@ class Shard:
                 self.held.append((self.box.happened, to, message))
             else:
                 self._send(to, message)
-        self.server.tails[self.index] = original.tail.copy()
+        self.server.tails[self.index] = original.feed.tail.copy()
 
     def _send(self, to: bytes | int | str, message: Any) -> None:
         target = self.first if to == COORDINATOR else to.decode() if isinstance(to, bytes) else str(to)
@@ -227,7 +227,7 @@ class Shard:
                     self._happen(Event(Kind.VIEW, 0, values=(view, standby, self.index, before)))
                     if not standby:
                         self.theatre.sim.struck["alone"] += 1
-                        self._original.forget()
+                        self._original.feed.forget()
                 case e.Stop():
                     self.theatre.sim.struck["deposed"] += 1
                     self.server.end()
@@ -235,7 +235,7 @@ class Shard:
 
     def _release(self) -> None:
         original = self.original
-        while original is not None and self.held and (not original.holds or self.held[0][0] <= original.acked):
+        while original is not None and self.held and (not original.holds or self.held[0][0] <= original.feed.acked):
             _, to, message = self.held.popleft()
             self._send(to, message)
 
@@ -253,7 +253,7 @@ class Shard:
             values = ("known", message.shard, message.worker, message.number)
             self._happen(Event(Kind.WROTE, now_ns, peer, None, values))
         elif isinstance(message, m.Copy):
-            self._at_once(original.copy(peer, message, now_ns))
+            self._at_once(original.feed.copy(peer, message, now_ns))
         elif isinstance(message, m.Vote):
             self._at_once(original.vote(peer, message))
         elif isinstance(message, m.View) and source == self.first:
@@ -262,8 +262,8 @@ class Shard:
             self._at_once(original.deposed(message))
 
     def disconnected(self, target: str, now_ns: int) -> None:
-        if self.original is not None and target.encode() == self.original.peer:
-            self.original.cut(now_ns)
+        if self.original is not None and target.encode() == self.original.feed.peer:
+            self.original.feed.cut(now_ns)
         elif self.original is None and self.standby is not None and target == self.standby.original:
             self.standby.cut(now_ns)
 

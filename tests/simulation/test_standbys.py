@@ -13,7 +13,7 @@ from narrows.protocols.effects import NS, MemberEffect, Send
 from narrows.protocols.member.member import Member
 from narrows.protocols.member.views import Views
 from narrows.protocols.settings import Settings
-from narrows.ps import copies
+from narrows.ps import feed
 from narrows.ps.copies import Original
 from narrows.ps.standby import Standby
 from simulation.actors import PLANS
@@ -29,7 +29,7 @@ PLANTED_RUNS = 150  # within so many a planted bug is found
 @pytest.fixture(autouse=True)
 def _in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A box is small, and yet several parts."""
-    monkeypatch.setattr(copies, "PART_BYTES", 1024)
+    monkeypatch.setattr(feed, "PART_BYTES", 1024)
 
 
 def test_nothing_is_lost_and_one_serves() -> None:
