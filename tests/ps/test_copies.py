@@ -79,7 +79,7 @@ def happen(ours: Original, event: Event = TICK, size: int = 0) -> list[CopyEffec
     effects = ours.note(event, [b"", bytes(size)])
     assert isinstance(ours.machine, Machine)
     ours.machine.happened += 1
-    return effects
+    return [*effects]
 
 
 def sent(effects: list[CopyEffect], kind: type[m.Message] = m.Copied) -> list[m.Message]:
