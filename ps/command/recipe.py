@@ -54,7 +54,7 @@ class Recipe:
     def work(
         self, server: str, folder: str, *more: str, script: list[str] = SCRIPT, keys: str | None = None
     ) -> list[str]:
-        """Workers of the server at this host, which keep the states of their optimizers in `folder`; "": the server has them."""
+        """Workers of the server at this host, which keep their optimizers' states in `folder`; "": the server has them."""
         address = f"tcp://{server}:{self.port}"
         key = ["--key", f"{self.keys if keys is None else keys}/worker.key"] if self.keys else []
         own = ["--checkpoint-dir", folder] if folder else []
