@@ -13,6 +13,7 @@ from narrows.protocols import effects as e
 from narrows.protocols import messages as m
 from narrows.protocols.addresses import LOCAL_HOSTS
 from narrows.protocols.cluster.coordinator import Coordinator
+from narrows.protocols.cluster.run import Seat
 from narrows.protocols.effects import Log, MemberEffect, Send, ServerEffect, Stop, Tell
 from narrows.protocols.gossip.peers import WHOLE
 from narrows.protocols.member.member import Member, Phase
@@ -56,7 +57,7 @@ class Membership:
     def _rows(self) -> tuple[Row, ...]:
         """This cluster, and all below it."""
         coordinator = self.coordinator
-        below = [row for seat in coordinator.declared for row in seat.rows]
+        below = [row for seat in coordinator.declared for row in self._at_once(seat)]
         ours = [row.summary for row in below if len(row.path) == 1]
         losses = [summary.loss for summary in ours if summary.loss is not None]
         own = replace(
@@ -68,6 +69,14 @@ class Membership:
             left_steps=max((summary.left_steps for summary in ours), default=0),
         )
         return Row((), "", coordinator.run.settings.summary()[:NAME_MAX], own), *below
+
+    def _at_once(self, seat: Seat) -> tuple[Row, ...]:
+        """The rows of a member, its clock as it is now: those of all members are of one moment, and can be compared."""
+        coordinator, (first, *others) = self.coordinator, seat.rows or (None,)
+        if first is None or coordinator.run.mode.rule is Rule.MIX:  # peers count for themselves
+            return seat.rows
+        now = replace(first.summary, clock=coordinator.rounds.clock(seat))
+        return replace(first, summary=now), *others
 
     # Events.
 

@@ -35,10 +35,14 @@ class Record:
         for line in lines:
             self.number += 1
             try:
-                self.history.take(json.loads(line))
+                self.history.take(json.loads(line, parse_constant=_absent))
             except (ValueError, TypeError, KeyError, AttributeError) as error:
                 raise UsageError(f"--record {self.path}: line {self.number} is none of a record ({error})") from None
         return bool(lines)
+
+
+def _absent(name: str) -> None:
+    """What NaN and Infinity are taken for: a page could not show them."""
 
 
 def frames(address: str) -> Iterator[dict[str, Any]]:

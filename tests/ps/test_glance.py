@@ -108,6 +108,56 @@ def test_below_a_cluster_who_is_not_named_any_more_is_gone() -> None:
     assert found == {(0,): True, (0, 0): False, (0, 1): True, (0, 2): False}
 
 
+def test_the_death_of_a_worker_below_a_cluster_is_an_event_once() -> None:
+    def beat(seconds: float, *ranks: int, hidden: int = 0) -> dict[str, Any]:
+        told = summary(seconds, 3, 1, hidden=hidden)
+        told["rows"] += [summary(seconds, 3, 1, path=(rank,))["rows"][0] for rank in ranks]
+        return told
+
+    history = history_of(beat(1.0, 0, 1, 2), beat(2.0, 0, 2), beat(3.0, 0, 1, 2), beat(4.0, 0), beat(5.0, 0))
+    assert not history.events  # a server that was started again does not know all at once
+    for seconds in (3.0 + bounds.GONE_S, 4.0 + bounds.GONE_S):
+        history.take(beat(seconds, 0))
+    assert [event[1:] for event in history.events] == [["gone", "rank 3.1 (host), rank 3.2 (host) are gone"]]
+    history.take(beat(20.0, 0, 1))
+    history.take(beat(30.0, 0, hidden=1))  # it may only have found no room
+    history.take(beat(31.0, 0))
+    assert history.events[-1][2] == "rank 3.1 (host) is gone" and len(history.events) == 2
+    many = history_of(beat(1.0, *range(1000)), beat(2.0 + bounds.GONE_S, 0))
+    assert len(many.events) == 1 and many.events[0][2].endswith("and 991 more are gone")
+
+
+def test_a_lag_below_a_cluster_is_that_behind_the_fastest_of_it() -> None:
+    told = summary(5.0, 0, 3)
+    told["rows"] += [summary(5.0, 0, clock, path=path)["rows"][0] for path, clock in
+                     {(0,): 90, (1,): 97, (2,): 40, (2, 0): 7, (2, 1): 9}.items()]  # fmt: skip
+    found = {tuple(each["path"]): each["lag"] for each in history_of(told).frame()["members"]}
+    assert found == {(0,): 0, (0, 0): 7, (0, 1): 0, (0, 2): 57, (0, 2, 0): 2, (0, 2, 1): 0}
+
+
+def test_a_loss_that_is_not_finite_is_an_event_and_no_figure(tmp_path: Path) -> None:
+    """In a record of ps-worker, and where a heartbeat has none any more."""
+    step = {"event": "step", "local_rank": 1, "wait_seconds": 0.1, "push_bytes": 1, "pull_bytes": 1, "staleness": 0}
+    losses = [float("nan"), 2.0, float("inf"), float("nan"), 1.0]
+    lines = [step | {"seconds": at, "clock": at, "loss": loss, "held_back": loss} for at, loss in enumerate(losses, 1)]
+    (tmp_path / "record").write_text("".join(json.dumps(line) + "\n" for line in [RUN, *lines[:4]]))
+    read = Record(str(tmp_path / "record"))
+    read.read()
+    frame = read.history.frame()
+    assert json.loads(json.dumps(frame, allow_nan=False))["loss"] is None and frame["members"][0]["held_back"] == 2.0
+    odd = "the loss of rank 1 is not finite"
+    assert [(event[0], event[2]) for event in frame["events"]] == [(1, odd), (3, odd)]
+    assert frame["curve"]["loss"] == [2.0]
+    with (tmp_path / "record").open("a") as file:
+        file.write(json.dumps(lines[4]) + "\n")
+    read.read()
+    assert read.history.frame()["loss"] == 1.0 and len(read.history.events) == 2
+    live = history_of(*beats(20, 0, 10), summary(25.0, 0, 250, loss=None), summary(30.0, 0, 300, loss=None))
+    assert [event[1:] for event in live.events] == [["loss", "the loss of rank 0 (host) is not finite"]]
+    live.take(summary(40.0, 0, 0, life_s=1.0, loss=None))  # another life, that has recorded none yet
+    assert len(live.events) == 1
+
+
 def test_time_left_is_that_of_the_slowest() -> None:
     history = history_of(*beats(100, 0, 10), *beats(100, 1, 4))
     assert history.frame()["left_seconds"] is None
