@@ -57,7 +57,7 @@ class Membership:
     def _rows(self) -> tuple[Row, ...]:
         """This cluster, and all below it."""
         coordinator = self.coordinator
-        below = [row for seat in coordinator.declared for row in self._at_once(seat)]
+        below = [row for seat in coordinator.declared for row in _now(coordinator, seat)]
         ours = [row.summary for row in below if len(row.path) == 1]
         losses = [summary.loss for summary in ours if summary.loss is not None]
         own = replace(
@@ -69,14 +69,6 @@ class Membership:
             left_steps=max((summary.left_steps for summary in ours), default=0),
         )
         return Row((), "", coordinator.run.settings.summary()[:NAME_MAX], own), *below
-
-    def _at_once(self, seat: Seat) -> tuple[Row, ...]:
-        """The rows of a member, its clock as it is now: those of all members are of one moment, and can be compared."""
-        coordinator, (first, *others) = self.coordinator, seat.rows or (None,)
-        if first is None or coordinator.run.mode.rule is Rule.MIX:  # peers count for themselves
-            return seat.rows
-        now = replace(first.summary, clock=coordinator.rounds.clock(seat))
-        return replace(first, summary=now), *others
 
     # Events.
 
@@ -333,3 +325,11 @@ class Membership:
             return []
         self.leaves = True
         return self.seen(self.member.leave(self.shard.above.clock, now_ns), now_ns)
+
+
+def _now(coordinator: Coordinator, seat: Seat) -> tuple[Row, ...]:
+    """The rows of a member, with the clock that it has now: clocks of one moment can be compared."""
+    if not seat.rows or coordinator.run.mode.rule is Rule.MIX:  # peers count for themselves
+        return seat.rows
+    first, *others = seat.rows
+    return replace(first, summary=replace(first.summary, clock=coordinator.rounds.clock(seat))), *others
