@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import re
 import socket
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -15,15 +17,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 from click.testing import CliRunner
 from kit.glance import BEAT_S, RUN, beats, history_of, summary
 from prometheus_client.parser import text_string_to_metric_families
 
 from narrows.protocols.errors import UnreachableError, UsageError
 from narrows.protocols.runtime.flags import DASHBOARD
+from narrows.ps.command.plan import command as ps_plan
 from narrows.ps.command.plot import command as ps_plot
+from narrows.ps.command.probe import command as ps_probe
 from narrows.ps.command.top import command as ps_top
 from narrows.ps.glance import history as bounds
+from narrows.ps.glance import reading
 from narrows.ps.glance.cells import CELLS, LEVELS
 from narrows.ps.glance.history import History
 from narrows.ps.glance.reading import Record, frames
@@ -371,6 +377,66 @@ def test_commands_show_a_record(tmp_path: Path) -> None:
 def test_nobody_at_an_address_is_said() -> None:
     with pytest.raises(UnreachableError, match="start ps-serve with --dashboard"):
         next(frames("127.0.0.1:9"))
+    with pytest.raises(UsageError, match="host:page: give HOST:PORT"):
+        next(frames("host:page"))
+
+
+OTHERS = {
+    b"HTTP/1.0 404 Not Found\r\n\r\n": "an HTTP server answers with 404 Not Found",
+    b"HTTP/1.0 200 OK\r\nContent-Type: text/html\r\n\r\n<html>": "an HTTP server answers with text/html",
+    b"HTTP/1.0 200 OK\r\nContent-Type: application/json\r\n\r\n{}": "an HTTP server answers with application/json",
+    b"HTTP/1.0 200 OK\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{": "that is no HTTP server",
+    b"SSH-2.0-OpenSSH_9.2\r\n": "that is no HTTP server",
+    b"\xff\0\0\0\0\0\0\0\1\x7f": "that is where workers join a run",
+    b"": "that is no HTTP server",  # it hangs up
+    None: "nobody answered within",
+}
+
+
+@pytest.mark.parametrize("says", OTHERS, ids=lambda says: (says or b"silence")[:8].hex())
+def test_somebody_else_at_an_address_is_said(says: bytes | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "FIRST_S", 1.0 if says and says[0] == 0xFF else 5.0 if says is not None else 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            while True:
+                try:
+                    visitor, _ = listener.accept()
+                except OSError:
+                    return
+                visitors.append(visitor)
+                if says and says[:1] == b"\xff":  # it greets whoever comes
+                    visitor.sendall(says)
+                elif says is not None:
+                    with contextlib.suppress(OSError):
+                        visitor.sendall(says if visitor.recv(1 << 16) else b"")
+                        visitor.shutdown(socket.SHUT_RDWR)
+                    listener.close()
+
+        visitors: list[socket.socket] = []
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        error = CliRunner().invoke(ps_top, ["--once", address]).exception
+        with contextlib.suppress(OSError):
+            listener.shutdown(socket.SHUT_RDWR)
+        thread.join(10)
+        for visitor in visitors:
+            visitor.close()
+    assert isinstance(error, UnreachableError)
+    assert str(error).startswith(f"no page of a run is at {address}: {OTHERS[says]}")
+
+
+def test_where_workers_join_is_told_from_a_page() -> None:
+    """ZeroMQ's own greeting."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        assert reading._is_of_zeromq(f"http://127.0.0.1:{port}")
+
+
+def test_each_command_has_a_version() -> None:
+    for name, command in {"ps-top": ps_top, "ps-plot": ps_plot, "ps-probe": ps_probe, "ps-plan": ps_plan}.items():
+        assert CliRunner().invoke(command, ["--version"], prog_name=name).output.startswith(f"{name}, version ")
 
 
 def test_a_terminal_shows_what_the_page_does() -> None:
