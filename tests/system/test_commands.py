@@ -32,6 +32,9 @@ from narrows.protocols.wire import VERSION, encode
 from narrows.ps.command import cli as serve
 from narrows.worker.command import cli as worker
 from narrows.worker.command import surroundings
+from narrows.worker.command.launcher import Launcher
+from narrows.worker.command.managers import Place
+from narrows.worker.command.options import checked
 from narrows.worker.runner import tell_left
 
 Refusal = tuple[int, str]
@@ -202,13 +205,59 @@ def test_ranks_are_those_of_the_launcher_above_and_shown_where_they_are_asked_fo
     ("cuda", True, "01", ["cuda:0:all", "cuda:1:all", "cuda:2:all"]),
 ])  # fmt: skip
 def test_each_copy_sees_its_own_gpu(flag: str, group: bool, there: str, seen: list[str], tmp_path: Path) -> None:
-    found = [surroundings.device(flag, index, 3, group, [*there]) for index in range(3)]
-    assert [f"{env['NARROWS_DEVICE']}:{env.get('CUDA_VISIBLE_DEVICES', 'all')}" for env in found] == seen
+    assert [shown(surroundings.device(flag, index, 3, group, [*there])) for index in range(3)] == seen
     for bus in ("0000:01:00.0", "0000:02:00.0"):
         (tmp_path / bus).mkdir()
     assert surroundings.gpus({}, tmp_path) == ["0", "1"] and surroundings.gpus({}, tmp_path / "none") == []
     assert surroundings.gpus({"CUDA_VISIBLE_DEVICES": "3,GPU-5"}, tmp_path) == ["3", "GPU-5"]
     assert surroundings.gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == []
+
+
+def shown(env: dict[str, str]) -> str:
+    return f"{env['NARROWS_DEVICE']}:{env.get('CUDA_VISIBLE_DEVICES', 'all')}"
+
+
+@pytest.mark.parametrize(("flag", "group", "there", "copies", "sizes", "seen"), [
+    ("auto", False, "0123", 1, 4, ["auto:0", "auto:1", "auto:2", "auto:3"]),
+    ("cuda", False, "0123", 2, 2, ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]),
+    ("auto", False, "01", 1, 4, ["auto:0", "auto:1", "auto:0", "auto:1"]),
+    ("auto", False, "3", 1, 2, ["auto:3", "auto:3"]),  # a manager has cut them: each task sees its own
+    ("auto", False, "", 1, 2, ["auto:all", "auto:all"]),
+    ("cpu", False, "01", 1, 2, ["cpu:", "cpu:"]),
+    ("cuda", True, "0123", 2, 2, ["cuda:0:0,1", "cuda:1:0,1", "cuda:0:2,3", "cuda:1:2,3"]),
+    ("auto", True, "0123", 2, 2, ["auto:0,1", "auto:0,1", "auto:2,3", "auto:2,3"]),
+    ("auto", True, "01", 2, 2, ["auto:all"] * 4),  # of two that each task sees
+    ("cuda:1", True, "0123", 2, 2, ["cuda:1:all"] * 4),
+])  # fmt: skip
+def test_ps_workers_that_a_manager_starts_on_one_machine_share_its_gpus(
+    flag: str, group: bool, there: str, copies: int, sizes: int, seen: list[str]
+) -> None:
+    found = [
+        surroundings.device(flag, index, copies, group, [*there], Place("Slurm", None, rank, local_size=sizes))
+        for rank in range(sizes)
+        for index in range(copies)
+    ]
+    assert [*map(shown, found)] == seen
+
+
+def test_what_slurm_says_of_a_machine_reaches_the_copies(
+    script: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    above = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "2(x3)"}
+    for name, value in (above | {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}).items():
+        monkeypatch.setenv(name, value)
+    path = script("pass")
+    command = worker.command
+    with command.make_context(
+        "ps-worker", ["--server", CLOSED, "-n", "2", path], **command.context_settings
+    ) as context:
+        flags = {name: value for name, value in context.params.items() if name not in ("check", "link")}
+    launcher = Launcher(checked(**flags))
+    try:
+        own = [launcher._own_environment(index) for index in range(2)]
+    finally:
+        launcher.children.close()
+    assert [env["CUDA_VISIBLE_DEVICES"] for env in own] == ["6", "7"]
 
 
 # Servers that are none, or another's. Commands start at once, since most of their time goes into importing torch.

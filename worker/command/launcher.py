@@ -156,7 +156,7 @@ class Launcher:
         return ALLOCATOR | own | os.environ | {"PYTHONUNBUFFERED": "1"}
 
     def _own_environment(self, index: int) -> dict[str, str]:
-        options = self.options
+        options, there = self.options, surroundings.gpus(os.environ)
         own = {
             "NARROWS_SERVER": self.server,
             **options.paths,
@@ -164,7 +164,7 @@ class Launcher:
             "NARROWS_EXPECT": pack(options.run).hex() if options.run else "",
             "NARROWS_CONNECT_TIMEOUT": str(options.connect_timeout),
             "NARROWS_SERVER_TIMEOUT": str(options.server_timeout),
-            **surroundings.device(options.device, index, options.nproc, options.group, surroundings.gpus(os.environ)),
+            **surroundings.device(options.device, index, options.nproc, options.group, there, options.place),
             **(options.parts[index] if options.parts else {}),
         }
         env = surroundings.without_ranks(self._environment())
