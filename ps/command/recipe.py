@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from narrows.protocols.addresses import ANY_HOST
+from narrows.protocols.runtime import flags
 
 PORT = 5555  # where --bind names none
 SCRIPT = ["train.py"]  # to be replaced by the user
@@ -45,7 +46,7 @@ class Recipe:
         """A server that goes on from `folder`. `run`: instead of these flags. `keys`: where the folder is mounted. `inside`:
         in a container, of which others reach no loopback."""
         words = ["ps-serve", "--bind", f"tcp://{self.host or ANY_HOST}:{self.port}"]
-        words += _flags({"workers": self.workers, "shards": self.shards} | dict(self.run) if run is None else run)
+        words += flags.words({"workers": self.workers, "shards": self.shards} | dict(self.run) if run is None else run)
         words += ["--keys", self.keys if keys is None else keys] if self.keys else [] if self.host else ["--insecure"]
         words += [f"{flag}={ANY_HOST if inside else host}:{port}" for flag, (host, port) in self.sites.items()]
         words += [self.journal] if self.journal else []
@@ -67,10 +68,6 @@ class Recipe:
             name = shlex.quote(self.keys)
             return f"# Keys, once: ps-serve keys init {name} && ps-serve keys add worker --keys {name}{add}"
         return "# Without keys anyone who reaches the port can join. --print with --keys DIR makes a file with keys."
-
-
-def _flags(values: Mapping[str, Any]) -> list[str]:
-    return [word for name, value in values.items() for word in ("--" + name.replace("_", "-"), str(value))]
 
 
 def shell(words: list[str]) -> str:
