@@ -17,9 +17,7 @@ from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.messages import CLOCK_MAX
 from narrows.protocols.wire import pack, unpack
 
-ROWS_BYTES_MAX = (
-    32 << 10
-)  # of one heartbeat: about 200 members below a cluster; it is 13 kB a second over a narrow link
+ROWS_BYTES_MAX = 32 << 10  # of one heartbeat: about 200 members below a cluster
 LEVELS_MAX = 8  # of clusters below clusters
 NAME_MAX = 255  # characters of a host, or of what a server runs
 STALE = (0, 1, 2, 4, 8, 16, 64)  # upper ends of the counts of staleness; the last count has all above

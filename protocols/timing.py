@@ -8,7 +8,12 @@ from narrows.protocols.effects import NS
 
 BYTES_PER_SECOND = 125_000  # of the slowest link: n bytes get n / this on top of every wait
 PATIENCE_MAX = 8
-BEATS, SILENT_BEATS = 4, 2  # heartbeats in a lease; so many without a word of the server are a silence
+BEATS, SILENT_BEATS = (
+    4,
+    2,
+)  # heartbeats in a lease, at least; so many of these without a word of the server are a silence
+SHOWN_NS = NS  # who looks at a run sees no figure that is much older: a summary goes with each heartbeat
+SUMMARY_BYTES_PER_SECOND = 13_000  # of summaries, where a lease allows it: those of 80 members below a cluster
 LONG_AGO_NS = -(1 << 62)  # in the place of when something was sent: it is to be repeated with the next tick
 
 
@@ -26,9 +31,16 @@ class Timing:
         """How long the answer to so many bytes may take."""
         return self.request_retry_ns + size * NS // self.bytes_per_second
 
-    def beat_ns(self, lease: float) -> int:
-        """From one heartbeat to the next, of a lease in seconds."""
-        return min(int(lease * NS), self.lost_ns) // BEATS
+    def beat_ns(self, lease: float, size: int = 0) -> int:
+        """From one heartbeat, whose summary has so many bytes, to the next. `lease`: in seconds."""
+        return min(self.lease_ns(lease) // BEATS, max(SHOWN_NS, size * NS // SUMMARY_BYTES_PER_SECOND))
+
+    def silent_ns(self, lease: float) -> int:
+        """Without a word of the server for so long, what was said may have been lost."""
+        return SILENT_BEATS * self.lease_ns(lease) // BEATS
+
+    def lease_ns(self, lease: float) -> int:
+        return min(int(lease * NS), self.lost_ns)
 
 
 @dataclass(slots=True)

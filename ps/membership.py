@@ -13,6 +13,7 @@ from narrows.protocols import effects as e
 from narrows.protocols import messages as m
 from narrows.protocols.addresses import LOCAL_HOSTS
 from narrows.protocols.cluster.coordinator import Coordinator
+from narrows.protocols.cluster.run import Seat
 from narrows.protocols.effects import Log, MemberEffect, Send, ServerEffect, Stop, Tell
 from narrows.protocols.gossip.peers import WHOLE
 from narrows.protocols.member.member import Member, Phase
@@ -56,7 +57,7 @@ class Membership:
     def _rows(self) -> tuple[Row, ...]:
         """This cluster, and all below it."""
         coordinator = self.coordinator
-        below = [row for seat in coordinator.declared for row in seat.rows]
+        below = [row for seat in coordinator.declared for row in _now(coordinator, seat)]
         ours = [row.summary for row in below if len(row.path) == 1]
         losses = [summary.loss for summary in ours if summary.loss is not None]
         own = replace(
@@ -324,3 +325,11 @@ class Membership:
             return []
         self.leaves = True
         return self.seen(self.member.leave(self.shard.above.clock, now_ns), now_ns)
+
+
+def _now(coordinator: Coordinator, seat: Seat) -> tuple[Row, ...]:
+    """The rows of a member, with the clock that it has now: clocks of one moment can be compared."""
+    if not seat.rows or coordinator.run.mode.rule is Rule.MIX:  # peers count for themselves
+        return seat.rows
+    first, *others = seat.rows
+    return replace(first, summary=replace(first.summary, clock=coordinator.rounds.clock(seat))), *others

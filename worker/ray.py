@@ -10,7 +10,6 @@ Rules
 from __future__ import annotations
 
 import contextlib
-import inspect
 import math
 import os
 import sys
@@ -25,7 +24,8 @@ import ray
 from ray.util import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from narrows.protocols.errors import NarrowsError, UsageError
+from narrows.protocols.errors import NarrowsError
+from narrows.worker.command.cities import Bounds, Limits, cities_of, command_of, run_flags
 from narrows.worker.command.recording import STEP
 from narrows.worker.keeper import END_S, THREADS, WAITERS, Facts, Keeper
 
@@ -60,16 +60,6 @@ class Result:
     seconds: float
     clock: int
     values: Mapping[str, float]
-
-
-def command_of(script: str | Callable[[], Any], args: Sequence[str]) -> list[str]:
-    """Return the command that ps-worker runs. Raises UsageError where a function cannot be found by its name."""
-    if isinstance(script, str):
-        return [script, *args]
-    name, file = getattr(script, "__qualname__", ""), inspect.getsourcefile(script)
-    if file is None or not name.isidentifier():
-        raise UsageError(f"{name or script}: give a function that stands at the top of a file, or the path of a script")
-    return ["-m", "narrows.worker.call", os.path.abspath(file), name, *args]
 
 
 @dataclass(eq=False)
@@ -108,10 +98,10 @@ class Kept:
 class Actors:
     """All of a run, each at the index that it has in Progress: servers, that of the run first, and workers over all cities.
 
-    low: as many workers of a city must not fail.
+    lows: by city, as many of its workers must not fail.
     """
 
-    low: int
+    lows: Sequence[int]
     servers: list[Kept] = field(default_factory=list)
     workers: list[Kept] = field(default_factory=list)
     groups: list[Any] = field(default_factory=list)  # placement groups
@@ -121,7 +111,7 @@ class Actors:
         return [kept for kept in self.workers if not kept.silent(now) and kept.ended() is None]
 
     def check(self, now: float, room_s: float) -> None:
-        """Raise NarrowsError where a server has failed, or so many workers of a city that fewer than `low` are left. An actor
+        """Raise NarrowsError where a server has failed, or so many workers of a city that fewer are left than must be. An actor
         that has had no node for `room_s` has failed too."""
         failed: dict[Kept, str] = {}
         for kept in (*self.servers, *self.workers):
@@ -133,7 +123,7 @@ class Actors:
                 )
         for kept, why in failed.items():
             left = sum(other.city == kept.city and other not in failed for other in self.workers)
-            if kept in self.servers or left < self.low:
+            if kept in self.servers or left < self.lows[kept.city]:
                 raise NarrowsError(f"{kept.who} {why}")
 
     def progress(self, began: float, before: Progress, limit_s: float) -> Progress:
@@ -172,9 +162,9 @@ def train(
     script: str | Callable[[], Any],
     args: Sequence[str] = (),
     *,
-    workers: int | tuple[int, int],
+    workers: Bounds | None = None,
     shards: int = 1,
-    clusters: Sequence[Mapping[str, str]] = (),
+    clusters: Sequence[Mapping[str, Any]] = (),
     labels: Mapping[str, str] | None = None,
     resources: Mapping[str, float] | None = None,
     strategy: str = "PACK",
@@ -191,10 +181,12 @@ def train(
 ) -> Result:
     """Train `script`, a path or a function, and return where the model is.
 
-    workers: (low, high) of each cluster. The run starts with low, and takes in more as there is room for them.
-    shards, run: flags of ps-serve, such as sync and compress.
-    clusters: label selectors of Ray, one a cluster. Each has a server that runs bsp and is a worker of the one above, which has
-    the flags. labels: the selector of the server above, and without clusters of all.
+    workers: how many, or (low, high): the run starts with low, and takes in more as there is room for them. With clusters, of
+    each that does not say.
+    shards, run: flags of ps-serve, such as sync and compress, and journal. None is one that is not given.
+    clusters: {"labels": a label selector of Ray, "workers": how many, or (low, high)}, one a cluster; both may be left out.
+    Each has a server that runs bsp and is a worker of the one above, which has the flags. labels: the selector of the server
+    above, and without clusters of all.
     resources: of each worker, as Ray names them, {"CPU": 1} by default. strategy: of the placement group of a cluster's first
     workers.
     checkpoint_dir: on a disk that all nodes see. A server that is lost goes on from there, and a worker that comes again has
@@ -212,35 +204,31 @@ def train(
     Raises UsageError, and NarrowsError with the last lines of what failed. A worker whose script fails is done without while
     `low` are left.
     """
-    low, high = (workers, workers) if isinstance(workers, int) else workers
-    if not 1 <= low <= high:
-        raise UsageError(f"workers=({low}, {high}): give 1 <= low <= high")
-    if not room_s > 0:
-        raise UsageError(f"room_s={room_s:g}: give more than 0 s, or math.inf to wait for a node for ever")
+    cities, limits = cities_of(clusters, workers, labels), Limits(every_s, room_s, after_s)
+    words = run_flags(run, workers=len(clusters) or cities[0].low, shards=shards)
     name, began = f"narrows-{uuid.uuid4().hex[:8]}", time.monotonic()
     folder = os.path.abspath(checkpoint_dir or f"checkpoints/{name}")
     need = dict(resources or {"CPU": 1})
     asks = command_of(script, args)
-    flags = [word for key, value in run.items() for word in ("--" + key.replace("_", "-"), str(value))]
     trust = ["--keys", keys] if keys else ["--insecure"] if insecure or host.startswith(LOOPBACK) else []
 
-    actors = Actors(low)
+    actors = Actors([city.low for city in cities])
 
     def server(label: str, who: str, more: Sequence[str], where: Mapping[str, str] | None, above: Any = None) -> Any:
         own = folder if above is None else f"{folder}/{label}"
-        words = ["serve", *more, "--shards", str(shards), "--checkpoint-dir", own, "--resume"]
+        words = ["serve", *more, "--checkpoint-dir", own, "--resume"]
         options = {"lifetime": "detached", "name": f"{name}-{label}", "label_selector": dict(where or {}) or None}
         actor = _actor(options, {"CPU": 1}, words, "--parent", above, label, own, host, room_s)
         actors.servers.append(Kept(who, actor))
         return actor
 
-    def city(number: int, label: str, served: Any, where: Mapping[str, str] | None, key: str, own: str) -> None:
-        selector = dict(where or {})
+    def staff(number: int, label: str, served: Any, key: str, own: str) -> None:
+        low, selector = cities[number].low, dict(cities[number].labels)
         group = placement_group([need] * low, strategy, bundle_label_selector=[selector] * low if selector else None)
         actors.groups.append(group)
         words = ["work", *(["--key", f"{keys}/{key}.key"] if key else []), "--restarts", str(restarts)]
         words += ["--checkpoint-dir", own, *asks]
-        for index in range(high):
+        for index in range(cities[number].high):
             inside = {
                 "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
             }
@@ -250,19 +238,19 @@ def train(
             actors.workers.append(Kept(f"worker {worker}", actor, number))
 
     member = "worker" if keys else ""
+    above = [*trust, *words]
     try:
         if clusters:
-            top = server("above", "the server", [*trust, *flags, "--workers", str(len(clusters))], labels)
-            for number, where in enumerate(clusters):
+            top = server("above", "the server", above, labels)
+            for number, city in enumerate(cities):
                 key = ["--parent-key", f"{keys}/cluster{number}.key"] if keys else []
-                more = [*trust, *key, "--sync", "bsp", "--workers", str(low)]
+                more = [*trust, *key, *run_flags({"sync": "bsp"}, workers=city.low, shards=shards)]
                 label = f"city{number}"
-                below = server(label, f"the server of cluster {number}", more, where, top)
-                city(number, label, below, where, member, f"{folder}/{label}")
+                below = server(label, f"the server of cluster {number}", more, city.labels, top)
+                staff(number, label, below, member, f"{folder}/{label}")
         else:
-            top = server("server", "the server", [*trust, *flags, "--workers", str(low)], labels)
-            city(0, "worker", top, labels, member, folder)
-        last = _watch(actors, began, report, every_s, room_s, after_s)
+            staff(0, "worker", server("server", "the server", above, labels), member, folder)
+        last = _watch(actors, began, report, limits)
     finally:
         actors.close()
     model = Path(folder) / "model.safetensors"
@@ -285,21 +273,14 @@ def _actor(options: Mapping[str, Any], need: Mapping[str, float], *words: Any) -
     )  # fmt: skip
 
 
-def _watch(
-    actors: Actors,
-    began: float,
-    report: Callable[[Progress], None] | None,
-    every_s: float,
-    room_s: float,
-    after_s: float,
-) -> Progress:
+def _watch(actors: Actors, began: float, report: Callable[[Progress], None] | None, limits: Limits) -> Progress:
     """Wait until the server above and the scripts have ended: these may evaluate and save after their last step. Returns the
     last progress."""
     shown, until = Progress(0.0, 0, {}, {}, {}), math.inf
     while True:
         now, server = time.monotonic(), actors.servers[0]
         at_work, served = actors.at_work(now), server.ended() is not None
-        until = min(until, now + after_s) if served else until
+        until = min(until, now + limits.after_s) if served else until
         over = served and (not at_work or now >= until)
         if over:  # an answer that is under way may be older than what a script recorded last
             for kept in actors.workers:
@@ -307,15 +288,16 @@ def _watch(
         shown = actors.progress(began, shown, LAST_S if over else ANSWER_S)
         if report is not None:
             report(shown)
-        actors.check(now, math.inf if served else room_s)  # no node is needed any more
+        actors.check(now, math.inf if served else limits.room_s)  # no node is needed any more
         if over and at_work:
             names = " and ".join(kept.who for kept in at_work)
-            print(f"narrows: {names} went on for {after_s:.0f} s after the server had ended. train ends that; the model is "
-                  "written. A larger after_s gives scripts longer", file=sys.stderr, flush=True)  # fmt: skip
+            told = f"narrows: {names} went on for {limits.after_s:.0f} s after the server had ended."
+            more = "train ends that; the model is written. A larger after_s gives scripts longer"
+            print(f"{told} {more}", file=sys.stderr, flush=True)
         if over:
             return shown
         waits = [server.ends, *(kept.ends for kept in at_work)]
-        ray.wait(waits, num_returns=len(waits), timeout=max(0.0, min(every_s, until - now)))
+        ray.wait(waits, num_returns=len(waits), timeout=max(0.0, min(limits.every_s, until - now)))
 
 
 def _answers(every: Sequence[Kept]) -> dict[int, Facts]:

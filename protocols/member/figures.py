@@ -15,6 +15,7 @@ class Figures:
     def __init__(self) -> None:
         self.rows: Rows = tuple
         self.began_ns: int | None = None
+        self.size = 0  # bytes of the newest summary
 
     def packed(self, meter: LinkMeter, streams: int, now_ns: int) -> bytes:
         """For a heartbeat. `streams`: of a cluster to the server, of which the meter has seen one; a worker's sees all."""
@@ -32,4 +33,6 @@ class Figures:
             rate_down=meter.down.rate * streams,
             round_trip_seconds=meter.round_trip_ns / NS,
         )
-        return packed([replace(first, summary=summary), *others])
+        told = packed([replace(first, summary=summary), *others])
+        self.size = len(told)
+        return told

@@ -24,7 +24,7 @@ from narrows.protocols.member.session import Session
 from narrows.protocols.member.views import Views
 from narrows.protocols.modes import Rule
 from narrows.protocols.settings import Settings
-from narrows.protocols.timing import LONG_AGO_NS, SILENT_BEATS, Timing
+from narrows.protocols.timing import LONG_AGO_NS, Timing
 
 
 class Phase(Enum):
@@ -187,7 +187,7 @@ class Member:
             return told
         if turned:
             self._back()
-        if now_ns - self.heard_ns > SILENT_BEATS * self.timing.beat_ns(self.settings.lease):
+        if now_ns - self.heard_ns > self.timing.silent_ns(self.settings.lease):
             self.beat_ns = LONG_AGO_NS  # ours may have been lost too, and with them most of a lease
         self.heard_ns, self.ever_heard = now_ns, True
         self.views.cut.pop(shard, None)
@@ -328,7 +328,7 @@ class Member:
             effects += self._ask(self.asking, now_ns)
         for session in self.sessions if self.phase in (Phase.RUNNING, Phase.LEAVING) else ():
             effects += session.repeat(now_ns)
-        due = now_ns - self.beat_ns >= self.timing.beat_ns(self.settings.lease)
+        due = now_ns - self.beat_ns >= self.timing.beat_ns(self.settings.lease, self.figures.size)
         if self.welcome is not None and self.phase is not Phase.HELLO and due:
             effects.append(self.beat(now_ns))
         return effects

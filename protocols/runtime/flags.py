@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NoReturn
 
 import click
@@ -137,6 +138,40 @@ class Bare(click.Command):
 
 class BareGroup(Bare, click.Group):
     """The same, of a command with others below it."""
+
+
+def words(values: Mapping[str, Any]) -> list[str]:
+    """The words of these flags on a command line. None was not given; True and False are --NAME and --no-NAME."""
+    found = list[str]()
+    for name, value in values.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            found.append(f"--{flag}" if value else f"--no-{flag}")
+        elif value is not None:
+            found += [f"--{flag}", str(value)]
+    return found
+
+
+def as_given(values: Mapping[str, Any], switches: Collection[str] = ()) -> dict[str, Any]:
+    """Those of `values`, keywords of a function, that are not None, each as its run flag takes it. `switches`: other flags,
+    which are True or False. Raises UsageError for a name that is no flag's, and for a value that its flag does not take."""
+    kinds = {name: kind for name, kind, *_ in RUN_FLAGS}
+    found = dict[str, Any]()
+    for name, value in values.items():
+        if name not in kinds and name not in switches:
+            like = difflib.get_close_matches(name, [*kinds, *switches], 1)
+            raise UsageError(f"{name}: ps-serve has no such flag of a run" + (f"; {like[0]} is one" if like else ""))
+        if value is None:
+            continue
+        if isinstance(value, bool) == (name in kinds):
+            raise UsageError(f"{name}={value!r}: " + ("give a value" if name in kinds else "give True or False"))
+        try:
+            found[name] = (
+                click.types.convert_type(kinds[name]).convert(str(value), None, None) if name in kinds else value
+            )
+        except click.BadParameter as error:
+            raise UsageError(f"{name}={value!r}: {error.message}") from None
+    return found
 
 
 def given(values: dict[str, Any]) -> dict[str, Any]:

@@ -62,19 +62,19 @@ def command(context: click.Context, /, **flags: Any) -> int:
     """
     if context.invoked_subcommand is not None:
         return 0
-    if form := flags.pop("print"):
+    form = flags.pop("print")
+    told = {name for name in flags if context.get_parameter_source(name) is not ParameterSource.DEFAULT}
+    if form:
         from narrows.ps.command.printing import printed
 
-        bound = context.get_parameter_source("bind") is not ParameterSource.DEFAULT
-        click.echo(printed(form, bound=bound, **flags), nl=False)
+        click.echo(printed(form, told, **flags), nl=False)
         return 0
     plan, host = flags.pop("plan"), flags.pop("host")
     if plan:
         from narrows.ps.command import stages
 
         taken = ("keys", "checkpoint_dir", "resume", "journal", "ready_file")
-        told = [name for name in flags if context.get_parameter_source(name) is not ParameterSource.DEFAULT]
-        if more := sorted(set(told) - set(taken)):
+        if more := sorted(told - {"plan", "host", *taken}):
             raise UsageError(f"--{more[0].replace('_', '-')}: the plan says what servers do; leave it out")
         return stages.serve(plan, host, **{name: flags[name] for name in taken})
     return serve(**flags)

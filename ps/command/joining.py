@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -28,6 +26,7 @@ from narrows.protocols.runtime import sealing
 from narrows.protocols.runtime.children import Event
 from narrows.protocols.runtime.clock import Awake
 from narrows.protocols.runtime.hosts import reached
+from narrows.protocols.runtime.scratch import Scratch
 from narrows.protocols.runtime.sockets import LINGER_MS, Sockets
 from narrows.protocols.settings import SHARDS_MAX, Settings
 from narrows.protocols.wire import decode, encode
@@ -267,14 +266,14 @@ def join(
     if local(host) and not local(parse_address("--bind", told["bind"], any_port=True)[0]):
         raise UsageError(f"--bind {bind}: workers elsewhere could not dial this machine; give --bind tcp://HOST:PORT")
     guest = Guest(there, told, keys, reached(bind, there), wanted)
-    scratch = ""
+    scratch = None
     try:
         guest.prepare()
         guest.host, guest.port, guest.ready_file, guest.lives.keeps = host, port, ready_file, journal
-        scratch = tempfile.mkdtemp(prefix="narrows-")  # where a checkpoint is while it travels
+        scratch = Scratch()  # where a checkpoint is while it travels
         guest.told = {
             "first_epoch": 0,
-            "checkpoint_dir": scratch,
+            "checkpoint_dir": scratch.path,
             "keeps": told["keeps"],
             "secret": told["secret"],
             "resume": False,
@@ -289,4 +288,4 @@ def join(
         guest.leave()
         guest.kill()
         if scratch:
-            shutil.rmtree(scratch, ignore_errors=True)
+            scratch.close()

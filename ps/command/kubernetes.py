@@ -9,17 +9,18 @@ from textwrap import indent
 
 from narrows.ps.command.recipe import END_S, READY, SCRIPT, Recipe, listed
 
-CLAIM = "a PersistentVolumeClaim named narrows for checkpoints. A server that is lost is started again"
+CLAIM = """\
+# A PersistentVolumeClaim named narrows, ReadWriteMany, keeps checkpoints and the states of the workers' optimizers. A server
+# that is lost is started again and goes on from there; a worker that is lost is started again, and joins."""
 
 
-def _pod(name: str, command: list[str], args: list[str], named: bool, more: str, keys: bool, disk: bool) -> str:
-    """The template of a pod with one container. `named`: the name of its set is in JOBSET_NAME."""
-    key = "server" if disk else "worker"
+def _pod(name: str, command: list[str], args: list[str], named: bool, more: str, keys: bool, key: str) -> str:
+    """The template of a pod with one container. `named`: the name of its set is in JOBSET_NAME. `key`: server or worker."""
     secret = f"{{secretName: narrows-keys, defaultMode: 256, items: [{{key: {key}.key, path: {key}.key}}]}}"
     mounts = [("keys", "/keys", f"secret: {secret}")] if keys else []
-    if disk:
-        mounts += [("members", "/keys/members", "secret: {secretName: narrows-members}")] if keys else []
-        mounts += [("run", "/run/narrows", "persistentVolumeClaim: {claimName: narrows}")]
+    if keys and key == "server":
+        mounts += [("members", "/keys/members", "secret: {secretName: narrows-members}")]
+    mounts += [("run", "/run/narrows", "persistentVolumeClaim: {claimName: narrows}")]
     volumes = "".join(f"\n  - name: {each}\n    {what}" for each, _, what in mounts)
     mounted = "".join(f"\n    - {{name: {each}, mountPath: {path}}}" for each, path, _ in mounts)
     label = "metadata.labels['jobset.sigs.k8s.io/jobset-name']"
@@ -28,7 +29,7 @@ def _pod(name: str, command: list[str], args: list[str], named: bool, more: str,
             "spec:",
             "  restartPolicy: OnFailure",
             f"  terminationGracePeriodSeconds: {END_S}",
-            *([f"  volumes:{volumes}"] if mounts else []),
+            f"  volumes:{volumes}",
             "  containers:",
             f"  - name: {name}",
             "    image: narrows:latest  # ps-serve --print dockerfile",
@@ -39,7 +40,7 @@ def _pod(name: str, command: list[str], args: list[str], named: bool, more: str,
                 if named
                 else []
             ),
-            *([f"    volumeMounts:{mounted}"] if mounts else []),
+            f"    volumeMounts:{mounted}",
             *([indent(more, "    ")] if more else []),
         )
     )
@@ -52,13 +53,14 @@ def _replicated_jobs(recipe: Recipe, name: str, folder: str, workers: str, conta
     name: of the set, or $(JOBSET_NAME). workers, container, labels: names of their job and its container, and what it is marked
     with.
     """
-    ports = "\n".join(f"- containerPort: {recipe.port + shard}" for shard in range(recipe.shards))
+    numbers = [*range(recipe.port, recipe.port + recipe.shards), *(port for _, port in recipe.sites.values())]
+    ports = "\n".join(f"- containerPort: {port}" for port in dict.fromkeys(numbers))
     ready = f"ports:\n{ports}\nreadinessProbe:\n  exec: {{command: [test, -e, {READY}]}}\n  periodSeconds: 2"
     serve = recipe.serve(folder, "--ready-file", READY, keys="/keys")
-    work = recipe.work(f"{name}-server-0-0.{name}", script=[], keys="/keys")
+    work = recipe.work(f"{name}-server-0-0.{name}", folder, script=[], keys="/keys")
     keys, named = bool(recipe.keys), name.startswith("$")
-    server = indent(_pod("ps-serve", serve, [], named, ready, keys, disk=True), " " * 8)
-    node = indent(_pod(container, work, SCRIPT, named, "", keys, disk=False), " " * 8)
+    server = indent(_pod("ps-serve", serve, [], named, ready, keys, "server"), " " * 8)
+    node = indent(_pod(container, work, SCRIPT, named, "", keys, "worker"), " " * 8)
     return f"""\
 successPolicy: {{operator: All, targetReplicatedJobs: [{workers}]}}
 failurePolicy: {{maxRestarts: 10}}
@@ -99,8 +101,8 @@ def jobset(recipe: Recipe) -> str:
     jobs = _replicated_jobs(recipe, "narrows", "/run/narrows", "workers", "ps-worker", "")
     return f"""\
 # Narrows on Kubernetes: kubectl apply -f FILE. It needs JobSet (jobset.sigs.k8s.io), the image of --print dockerfile with
-# {SCRIPT[0]} in it, and {CLAIM} and
-# goes on from there; a worker that is lost is started again, and joins.
+# {SCRIPT[0]} in it.
+{CLAIM}
 {_secrets(recipe)}
 apiVersion: jobset.x-k8s.io/v1alpha2
 kind: JobSet
@@ -116,10 +118,9 @@ def kubeflow(recipe: Recipe) -> str:
     labels = "\n    metadata:\n      labels: {trainer.kubeflow.org/trainjob-ancestor-step: trainer}"
     jobs = _replicated_jobs(recipe, "$(JOBSET_NAME)", "/run/narrows/$(JOBSET_NAME)", "node", "node", labels)
     return f"""\
-# Narrows on Kubeflow Trainer 2: kubectl apply -f FILE. It needs the image of --print dockerfile with {SCRIPT[0]} in it, and
-# {CLAIM} and goes on from there; a worker
-# that is lost is started again, and joins. A TrainJob of another name is another run; with numNodes it cannot have another
-# number of workers than the runtime.
+# Narrows on Kubeflow Trainer 2: kubectl apply -f FILE. It needs the image of --print dockerfile with {SCRIPT[0]} in it.
+{CLAIM}
+# A TrainJob of another name is another run; with numNodes it cannot have another number of workers than the runtime.
 {_secrets(recipe)}
 apiVersion: trainer.kubeflow.org/v1alpha1
 kind: TrainingRuntime

@@ -13,6 +13,7 @@ from narrows.protocols.runtime.flags import COMMAND, run
 @click.command(context_settings=COMMAND)
 @click.argument("record", metavar="FILE")
 @click.option("--out", default="", help="the picture; its ending says which kind [FILE with .png]")
+@click.version_option(package_name="narrows", allow_from_autoenv=False)
 def command(record: str, out: str) -> None:
     """Draw the record FILE of ps-serve or of ps-worker: loss by steps, seconds and bytes, time of steps, links."""
     from narrows.ps.glance.reading import Record

@@ -1,7 +1,8 @@
 """ps-serve --print FORMAT: the file that a manager takes, filled in from the other flags.
 
-FORMATS is the one table. Each function takes a Recipe and returns the file. tests/system/test_printing.py hands each printed
-command to the parsers of its flags.
+FORMATS is the one table. Each function takes a Recipe and returns the file, and has the names of the flags that go along: one
+that was given and is not among them is refused. tests/system/test_printing.py hands each printed command to the parsers of its
+flags.
 """
 
 from __future__ import annotations
@@ -9,18 +10,19 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from textwrap import dedent, indent
 from typing import Any
 
 from narrows.protocols.addresses import ANY_HOST, ANY_HOSTS, parse_address
 from narrows.protocols.errors import UsageError
 from narrows.protocols.modes import Rule
-from narrows.protocols.runtime.flags import given
+from narrows.protocols.runtime.flags import RUN_FLAGS, given
 from narrows.protocols.settings import Settings
 from narrows.ps.command.kubernetes import jobset, kubeflow
 from narrows.ps.command.recipe import END_S, PORT, READY, SCRIPT, Recipe, listed, shell
 from narrows.ps.command.serve import checked
+from narrows.ps.glance.watch import site_address
 
 
 def slurm(recipe: Recipe) -> str:
@@ -28,7 +30,7 @@ def slurm(recipe: Recipe) -> str:
     server = recipe.host or "$(hostname)"
     workers = f"{recipe.workers} worker{'s' * (recipe.workers > 1)}"
     serve = shell(recipe.serve("$folder", "--ready-file", "$folder.ready"))
-    work = shell(recipe.work("$server", script=['"$@"']))
+    work = shell(recipe.work("$server", "$folder", script=['"$@"']))
     return f"""#!/bin/bash
 # Narrows on Slurm: a server, and {workers}. Run it with: sbatch FILE {SCRIPT[0]} ARGS...
 # 120 s before its time is over the server writes a checkpoint, and the job is queued again: it goes on from there.
@@ -80,6 +82,7 @@ if [ -e "$folder.ready" ]; then
 else
     wait "$serve" || code=$?
 fi
+rm -f "$folder.ready"
 if [ -n "$again" ]; then
     scontrol requeue "$SLURM_JOB_ID"
     exit 0
@@ -101,7 +104,7 @@ RUN pip install --no-cache-dir . && python -P -m narrows.compression
 def _everywhere(recipe: Recipe, server: str, rank: str, folder: str) -> str:
     """One script for all machines: that of rank 0 has the server, too."""
     head = shell(recipe.serve(folder, keys="/keys"))
-    work = shell(recipe.work("$server", keys="/keys"))
+    work = shell(recipe.work("$server", folder, keys="/keys"))
     return f"""server={server}
 if [ "{rank}" = 0 ]; then
   {head} &
@@ -149,6 +152,7 @@ commands:
 def ray(recipe: Recipe) -> str:
     flags = {"workers": (1, recipe.workers), "shards": recipe.shards, "keys": recipe.keys or None}
     flags |= {"insecure": None if recipe.keys or recipe.host else True, "host": recipe.host or None}
+    flags |= {"journal": recipe.journal == "--journal" if recipe.journal else None}
     flags |= {name: value for name, value in recipe.run.items() if name not in flags}
     told = "".join(f"    {name}={value!r},\n" for name, value in flags.items() if value is not None)
     return f'''"""Narrows on Ray: python FILE. It runs where `ray.init` finds the cluster."""
@@ -165,23 +169,25 @@ print(result)
 
 
 def compose(recipe: Recipe) -> str:
-    """Two cities on one machine: a network each, and one between their servers and the one above."""
+    """Two cities on one machine: a network each, and one between their servers and the one above. A city runs
+    bsp: its server has the state of the optimizer."""
     above = recipe.serve("/run/narrows", "--ready-file", READY, run=dict(recipe.run) | {"workers": 2, "shards": recipe.shards},
-                         keys="/keys")  # fmt: skip
+                         keys="/keys", inside=True)  # fmt: skip
     city = {"workers": recipe.workers, "shards": recipe.shards, "sync": "bsp"}
     key = ["--parent-key", "/keys/{}.key"] if recipe.keys else ["--insecure"]
     parent = ["--parent", f"tcp://above:{recipe.port}", *key]
     names = ("leipzig", "jena")
     disk = ["./narrows:/run/narrows", *([f"{recipe.keys}:/keys:ro"] if recipe.keys else [])]
+    sites = dict.fromkeys(f"{host}:{port}:{port}" for host, port in recipe.sites.values())
     cities = ""
     for name in names:
-        inside = Recipe(ANY_HOST, recipe.port, recipe.workers, recipe.shards, city, "")
+        inside = Recipe(ANY_HOST, recipe.port, recipe.workers, recipe.shards, city, "", journal=recipe.journal)
         serve = inside.serve("/run/narrows", "--ready-file", READY, *(word.format(name) for word in parent), run=city)
         serve += [] if "--insecure" in serve else ["--insecure"]  # inside a city, where only its workers are
-        work = inside.work(name, "-n", str(recipe.workers))
+        work = inside.work(name, "", "-n", str(recipe.workers))
         own = [f"{recipe.keys}/{name}.key:/keys/{name}.key:ro"] if recipe.keys else []
-        cities += _service(name, serve, [name, "between"], own, "above")
-        cities += _service(f"{name}-workers", work, [name], [], name)
+        cities += _service(name, serve, [name, "between"], own, [], "above")
+        cities += _service(f"{name}-workers", work, [name], [], [], name)
     together = " && ".join(
         f"ps-serve keys add {name} --role cluster --keys {shlex.quote(recipe.keys)}" for name in names
     )
@@ -192,7 +198,7 @@ def compose(recipe: Recipe) -> str:
         # Two cities on one machine: docker compose -f FILE up. It needs the image of --print dockerfile.
         {note}
         services:
-        """) + _service("above", above, ["between"], disk, "") + cities + dedent("""\
+        """) + _service("above", above, ["between"], disk, [*sites], "") + cities + dedent("""\
         networks:
           between: {}
           leipzig: {}
@@ -200,10 +206,11 @@ def compose(recipe: Recipe) -> str:
         """)  # fmt: skip
 
 
-def _service(name: str, command: list[str], networks: list[str], volumes: list[str], after: str) -> str:
+def _service(
+    name: str, command: list[str], networks: list[str], volumes: list[str], ports: list[str], after: str
+) -> str:
     lines = [f"{name}:", "  image: narrows:latest", f"  command: {listed(command)}", f"  networks: {listed(networks)}"]
-    if volumes:
-        lines.append(f"  volumes: {listed(volumes)}")
+    lines += [f"  {key}: {listed(values)}" for key, values in {"volumes": volumes, "ports": ports}.items() if values]
     if after:
         lines.append(f"  depends_on: {{{after}: {{condition: service_healthy}}}}")
     if READY in command:
@@ -214,30 +221,42 @@ def _service(name: str, command: list[str], networks: list[str], volumes: list[s
     return indent("\n".join(lines), "  ") + "\n"
 
 
-FORMATS: dict[str, Callable[[Recipe], str]] = {
-    "slurm": slurm,
-    "jobset": jobset,
-    "kubeflow": kubeflow,
-    "dockerfile": dockerfile,
-    "sky": sky,
-    "dstack": dstack,
-    "ray": ray,
-    "compose": compose,
+SERVER = {"bind", "keys", "insecure", "resume", "journal", *(name for name, *_ in RUN_FLAGS)}
+SITES = {"dashboard", "metrics"}  # where somebody can look at them
+
+FORMATS: dict[str, tuple[Callable[[Recipe], str], Collection[str]]] = {
+    "slurm": (slurm, SERVER | SITES),
+    "jobset": (jobset, SERVER | SITES),
+    "kubeflow": (kubeflow, SERVER | SITES),
+    "dockerfile": (dockerfile, ()),
+    "sky": (sky, SERVER),
+    "dstack": (dstack, SERVER),
+    "ray": (ray, SERVER),
+    "compose": (compose, SERVER | SITES),
 }
 
 
-def printed(form: str, bind: str, bound: bool, keys: str, insecure: bool, resume: bool, **flags: Any) -> str:
-    """The file of this format. `bound`: --bind was given. Raises UsageError, one sentence that names the flag."""
+def printed(form: str, told: Collection[str], bind: str, keys: str, insecure: bool, resume: bool, **flags: Any) -> str:
+    """The file of this format. `told`: the flags that were given. Raises UsageError, one sentence that names the flag."""
     if form not in FORMATS:
         raise UsageError(f"--print {form}: the formats are {', '.join(FORMATS)}")
+    write, taken = FORMATS[form]
+    for flag in ("--" + name.replace("_", "-") for name in sorted({*told} - {*taken})):
+        raise UsageError(f"--print {form}: leave out {flag}: that file is printed without it, and you may add it")
     run = given(flags)
-    for name in ("parent", "parent_key", "standby", "join", "replicas", "ready_file", "record", "checkpoint_dir"):
-        if flags[name]:
-            raise UsageError(f"--print {form}: leave out --{name.replace('_', '-')}, and write it into what is printed")
     settings = Settings(**run).validated()
     host, port = parse_address("--bind", bind, any_port=True)
-    checked(settings, f"tcp://{ANY_HOST}:{port or PORT}", "", open_to_all=False, resume=False)
-    known = host if bound and host not in ANY_HOSTS else ""
+    checked(settings, f"tcp://{ANY_HOST}:{port or PORT}", "", open_to_all=False, resume=resume)
+    sites = {f"--{name}": _site(name, flags[name], bool(keys or insecure)) for name in sorted(SITES) if flags[name]}
+    known = host if "bind" in told and host not in ANY_HOSTS else ""
     folder = os.path.abspath(keys) if keys else ""
     resume = settings.mode().rule is not Rule.MIX
-    return FORMATS[form](Recipe(known, port or PORT, settings.workers, settings.shards, run, folder, resume))
+    journal = ("--journal" if flags["journal"] else "--no-journal") if "journal" in told else ""
+    return write(Recipe(known, port or PORT, settings.workers, settings.shards, run, folder, resume, sites, journal))
+
+
+def _site(name: str, address: str, trusted: bool) -> tuple[str, int]:
+    host, port = site_address(f"--{name}", address, trusted)
+    if not port:
+        raise UsageError(f"--{name} {address}: name a port, for who looks there must know it")
+    return host, port

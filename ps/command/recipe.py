@@ -1,15 +1,16 @@
-"""The commands of a run that a manager starts, as lists of words. A server goes on from its checkpoints: a manager may end it
-and start it again."""
+"""The commands of a run that a manager starts, as lists of words. A server goes on from its checkpoints, and a worker with the
+state of its optimizer: a manager may end them and start them again."""
 
 from __future__ import annotations
 
 import json
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from narrows.protocols.addresses import ANY_HOST
+from narrows.protocols.runtime import flags
 
 PORT = 5555  # where --bind names none
 SCRIPT = ["train.py"]  # to be replaced by the user
@@ -21,7 +22,8 @@ END_S = 120  # from a manager's warning to its kill: a checkpoint is written mea
 @dataclass(frozen=True)
 class Recipe:
     """A server as its flags describe it. `host`: "" is any. `run`: the flags of the run that were given. `keys`: the
-    folder, "" without. `resume`: the server has a model to go on from."""
+    folder, "" without. `resume`: the server has a model to go on from. `sites`: (host, port) of each flag of a page or of
+    metrics. `journal`: "", or the flag as it was given."""
 
     host: str
     port: int
@@ -30,21 +32,35 @@ class Recipe:
     run: Mapping[str, Any]
     keys: str
     resume: bool = True
+    sites: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    journal: str = ""
 
     def serve(
-        self, folder: str, *more: str, run: Mapping[str, Any] | None = None, keys: str | None = None
+        self,
+        folder: str,
+        *more: str,
+        run: Mapping[str, Any] | None = None,
+        keys: str | None = None,
+        inside: bool = False,
     ) -> list[str]:
-        """A server that goes on from `folder`. `run`: instead of these flags. `keys`: where the folder is mounted."""
+        """A server that goes on from `folder`. `run`: instead of these flags. `keys`: where the folder is mounted. `inside`:
+        in a container, of which others reach no loopback."""
         words = ["ps-serve", "--bind", f"tcp://{self.host or ANY_HOST}:{self.port}"]
-        words += _flags({"workers": self.workers, "shards": self.shards} | dict(self.run) if run is None else run)
+        words += flags.words({"workers": self.workers, "shards": self.shards} | dict(self.run) if run is None else run)
         words += ["--keys", self.keys if keys is None else keys] if self.keys else [] if self.host else ["--insecure"]
+        words += [f"{flag}={ANY_HOST if inside else host}:{port}" for flag, (host, port) in self.sites.items()]
+        words += [self.journal] if self.journal else []
         return [*words, "--checkpoint-dir", folder, *["--resume"] * self.resume, *more]
 
-    def work(self, server: str, *more: str, script: list[str] = SCRIPT, keys: str | None = None) -> list[str]:
-        """Workers of the server at this host."""
+    def work(
+        self, server: str, folder: str, *more: str, script: list[str] = SCRIPT, keys: str | None = None
+    ) -> list[str]:
+        """Workers of the server at this host, which keep their optimizers' states in `folder`; "": the server has them."""
         address = f"tcp://{server}:{self.port}"
         key = ["--key", f"{self.keys if keys is None else keys}/worker.key"] if self.keys else []
-        return ["ps-worker", "--server", address, *key, "--connect-timeout", str(WAIT_S), *more, *script]
+        own = ["--checkpoint-dir", folder] if folder else []
+        own += ["--connect-timeout", str(WAIT_S)]
+        return ["ps-worker", "--server", address, *key, *own, *more, *script]
 
     def note(self, add: str = "") -> str:
         """Say what the user does about keys, as a comment of a shell script."""
@@ -52,10 +68,6 @@ class Recipe:
             name = shlex.quote(self.keys)
             return f"# Keys, once: ps-serve keys init {name} && ps-serve keys add worker --keys {name}{add}"
         return "# Without keys anyone who reaches the port can join. --print with --keys DIR makes a file with keys."
-
-
-def _flags(values: Mapping[str, Any]) -> list[str]:
-    return [word for name, value in values.items() for word in ("--" + name.replace("_", "-"), str(value))]
 
 
 def shell(words: list[str]) -> str:

@@ -6,11 +6,8 @@ import contextlib
 import json
 import os
 import secrets
-import shutil
 import socket
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import click
@@ -126,23 +123,24 @@ def serve(
     cluster.hash_seed = original.get("hash_seed", cluster.hash_seed)
     cluster.prepare()
     from narrows.protocols.runtime import sealing
+    from narrows.protocols.runtime.scratch import Scratch
     from narrows.ps.process import checkpoints  # and NumPy, while others import
 
-    folder = scratch = ""
+    folder, scratch = "", None
     try:
         cluster.host, cluster.port = checked(cluster.settings, bind, parent, not (keys or insecure), resume, replicas)
         secrets_checked(keys, parent or original.get("parent", ""), parent_key)
         folder = checkpoints.make_folder(checkpoint_dir, resume)
-        if resume and not any(Path(folder).iterdir()):
-            say(f"--resume: {folder} has no checkpoint, so the run begins anew")
-        scratch = "" if folder else tempfile.mkdtemp(prefix="narrows-")  # a shard that dies goes on from there
+        if resume and (why := checkpoints.why_anew(folder)):
+            say(f"--resume: {why}")
+        scratch = None if folder else Scratch()  # a shard that dies goes on from there
         cluster.ready_file, cluster.lives.keeps = ready_file, journal
         if record:
             cluster.glance.record = open_record(record, say)
         cluster.glance.open_sites(dashboard, metrics, bool(keys or insecure))
         cluster.told = {
             "first_epoch": time.time_ns() // 1_000_000 << 10,  # greater than in any earlier life of this run
-            "checkpoint_dir": folder or scratch,
+            "checkpoint_dir": scratch.path if scratch else folder,
             "keeps": bool(folder),
             "secret": secrets.token_hex(16),
             "resume": resume,
@@ -170,7 +168,7 @@ def serve(
     finally:
         cluster.kill()
         if scratch:
-            shutil.rmtree(scratch, ignore_errors=True)
+            scratch.close()
         if not checkpoint_dir and folder:
             for empty in (folder, checkpoints.DEFAULT):
                 with contextlib.suppress(OSError):

@@ -22,6 +22,7 @@ WIDTH = 180  # characters, where the output is no terminal
 @dashboard_flag
 @click.option("--insecure", is_flag=True, help="allow --dashboard on other than loopback addresses")
 @click.option("--once", is_flag=True, help="show it as it is now, and end; so it is where the output is no terminal")
+@click.version_option(package_name="narrows", allow_from_autoenv=False)
 def command(address: str | None, record: str, dashboard: str, insecure: bool, once: bool) -> int:
     """Show the run whose page is at HOST:PORT (ps-serve --dashboard), or that of a record; Ctrl-C ends it.
 

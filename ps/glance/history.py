@@ -24,6 +24,10 @@ TEXT = 300  # characters of an event
 POINT_S = 0.5  # from one point of a curve to the next, at first
 RAW_BYTES = 4  # of an fp32 value
 COLUMNS = ("steps", "seconds", "bytes", "loss")
+GONE_S = (
+    5.0  # a member below a cluster is not named for so long: it is gone. One that was started again names few at first
+)
+NAMED = 8  # that are gone, in one event
 SILENT = ("summary", "step", "server", "counted", "tree")  # events that are figures, and no news
 DIED = ("died", "restart")  # a shard was started again, or the run went back to a checkpoint
 
@@ -84,9 +88,12 @@ class History:
             self.over = True
         self.died += name in DIED
         if name not in SILENT and (text := event.get("text") or sentence(name, event)):
-            if name == "checkpoint" and self.events and self.events[-1][1] == name:
-                self.events.pop()  # the newest of a row is enough
-            self.events.append([self.seconds, name, str(text)[:TEXT]])
+            self._say(name, str(text))
+
+    def _say(self, name: str, text: str) -> None:
+        if name == "checkpoint" and self.events and self.events[-1][1] == name:
+            self.events.pop()  # the newest of a row is enough
+        self.events.append([self.seconds, name, text[:TEXT]])
 
     def _started(self, event: Mapping[str, Any]) -> None:
         self.run = {name: value for name, value in event.items() if name not in ("event", "seconds", "text")}
@@ -97,26 +104,50 @@ class History:
     def _heard(self, rows: Iterable[Mapping[str, Any]], clock: int) -> None:
         """A member's summary, and those of all below it: who is not among these any more is gone. `clock`: that all members had
         reached then; 0: nobody counts it."""
-        first: tuple[int, ...] | None = None
-        seen = set[tuple[int, ...]]()
-        for row in rows:
-            path = tuple(row["path"])
-            first = path if first is None else first
-            seen.add(path)
-            if path not in self.lanes and len(self.lanes) >= LANES_MAX:
-                continue
-            lane = self.lanes.setdefault(path, Lane(path))
-            lane.hear(row, self.seconds, self.width)
-            if path == first:
-                slowest = clock or min(each.newest["clock"] for each in self.near if each.live)
-                lane.ahead = max(0, row["clock"] - slowest)
-                self.clock, before = max(self.clock, slowest), self.clock
-                self.moved = self.seconds if self.clock > before else self.moved
-        for path, lane in self.lanes.items() if len(seen) > 1 else ():
-            if first is not None and path[: len(first)] == first and path not in seen:
-                lane.live = False
-        self.hidden[first or ()] = len(seen - self.lanes.keys())
+        told = {tuple(row["path"]): row for row in rows}
+        for path, row in told.items():
+            if path in self.lanes or len(self.lanes) < LANES_MAX:
+                lane = self.lanes.setdefault(path, Lane(path))
+                lane.hear(row, self.seconds, self.width)
+                if lane.lost_loss:
+                    self._not_finite(lane)
+        first, *below = told
+        if first in self.lanes:
+            slowest = clock or min(each.newest["clock"] for each in self.near if each.live)
+            self.lanes[first].ahead = max(0, told[first]["clock"] - slowest)
+            self.clock, before = max(self.clock, slowest), self.clock
+            self.moved = self.seconds if self.clock > before else self.moved
+        if below:
+            self._below(first, told)
+        self.hidden[first] = len(told.keys() - self.lanes.keys())
         self._point()
+
+    def _below(self, first: tuple[int, ...], told: Mapping[tuple[int, ...], Mapping[str, Any]]) -> None:
+        """All that a cluster names below it, their clocks as they are at one moment."""
+        slowest = dict[tuple[int, ...], int]()
+        for path, row in told.items():
+            slowest[path[:-1]] = min(row["clock"], slowest.get(path[:-1], row["clock"]))
+        whole, gone = not any(row["hidden"] for row in told.values()), list[Lane]()
+        for path, lane in self.lanes.items():
+            if path == first or path[: len(first)] != first:
+                continue
+            if path in told:
+                lane.ahead = told[path]["clock"] - slowest[path[:-1]]
+                continue
+            lane.live = False
+            if whole and not lane.how and self.seconds - lane.heard >= GONE_S:
+                lane.how = "gone"
+                gone.append(lane)
+        if gone:
+            more = f" and {len(gone) - NAMED} more" if len(gone) > NAMED else ""
+            verb = "are" if len(gone) > 1 else "is"
+            self._say("gone", f"{', '.join(map(str, gone[:NAMED]))}{more} {verb} gone")
+
+    def _not_finite(self, lane: Lane) -> None:
+        """Once, until it is finite again."""
+        if not lane.odd:
+            self._say("loss", f"the loss of {lane} is not finite")
+        lane.odd = True
 
     def _member(self, event: Mapping[str, Any]) -> None:
         rank = event["local_rank" if "local_rank" in event else "rank"]  # of ps-worker, of ps-serve
@@ -127,6 +158,7 @@ class History:
 
     def _stepped(self, event: Mapping[str, Any]) -> None:
         """A step in a record of ps-worker, as the summary that its worker would have sent."""
+        event, told = {name: value for name, value in event.items() if value is not None}, event
         known = self.steppers.setdefault(event["local_rank"], _blank(event["local_rank"]))
         wait = event["wait_seconds"]
         took = event.get("step_seconds", wait)
@@ -140,10 +172,13 @@ class History:
         known["bytes_up"] += event["push_bytes"]
         known["bytes_down"] += event["pull_bytes"]
         known["stale"][sum(event["staleness"] > end for end in STALE)] += 1
-        for name in ("clock", "staleness", "held_back", "loss"):
+        for name in ("clock", "staleness", "held_back"):
             known[name] = event.get(name, known[name])
         known["left_steps"] = max(0, int(event.get("total_steps", 0)) - event["clock"] * self.run.get("local_steps", 1))
+        known["loss"] = told.get("loss", known["loss"])  # None: it is not finite
         self._heard([known | {"stale": [*known["stale"]]}], 0)
+        if "loss" in told and told["loss"] is None and (lane := self.lanes.get((event["local_rank"],))):
+            self._not_finite(lane)
 
     @property
     def width(self) -> float:
@@ -169,7 +204,7 @@ class History:
         """The mean of the newest of the live workers, or where none is live of all."""
         found = [lane for lane in self.workers if lane.newest["loss"] is not None]
         found = [lane for lane in found if lane.live] or found
-        return sum(lane.newest["loss"] for lane in found) / len(found) if found else None
+        return sum(lane.newest["loss"] / len(found) for lane in found) if found else None
 
     def total(self, name: str) -> float:
         return sum((lane.total[name] for lane in self.near), 0.0)
@@ -207,7 +242,10 @@ class History:
             lane.cells.fit(width)
         begun, strips = strips_of([lane.cells for lane in workers])
         shown = dict(zip((lane.path for lane in workers), strips, strict=True))
-        fastest = max((lane.ahead for lane in lanes if lane.live and len(lane.path) == 1), default=0)
+        fastest = dict[tuple[int, ...], int]()  # by server
+        for lane in lanes:
+            if lane.live:
+                fastest[lane.path[:-1]] = max(lane.ahead, fastest.get(lane.path[:-1], 0))
         return {
             "run": self.run,
             "seconds": round(self.seconds, 3),
@@ -227,7 +265,7 @@ class History:
             "cell_seconds": width,
             "first_cell": begun,  # before it nobody took a step
             "cells": cells,
-            "members": [self._shown(lane, fastest, shown.get(lane.path)) for lane in lanes],
+            "members": [self._shown(lane, fastest.get(lane.path[:-1], 0), shown.get(lane.path)) for lane in lanes],
             "curve": self.curve.columns,
             "events": list(self.events),
         }
@@ -242,7 +280,7 @@ class History:
             "how": "" if lane.live else lane.how or "gone",
             "quiet_seconds": round(self.seconds - lane.moved, 1),
             "clock": newest["clock"],
-            "lag": max(0, fastest - lane.ahead) if len(lane.path) == 1 else 0,
+            "lag": max(0, fastest - lane.ahead),
             "step_seconds": [round(lane.each(name), 6) for name in TIMES],
             "staleness": newest["staleness"],
             "held_back": newest["held_back"],

@@ -36,14 +36,23 @@ class Lane:
         self.began = self.heard = self.moved = 0.0  # seconds of the run: first, and newest, summary; newest step
         self.recent = dict.fromkeys(COUNTERS, 0.0)  # between the two newest summaries with steps between
         self.due = dict.fromkeys(COUNTERS, 0.0)  # since then
-        self.ahead = 0  # clocks, of the slowest member of its server when it spoke last
+        self.ahead = 0  # clocks, of the slowest member of its server when it was told of last
+        self.lost_loss = (
+            False  # the newest summary has none, and the one before, of the same life, had: it is not finite
+        )
+        self.odd = False  # its newest loss was not finite, and that was said
         self.cells = Cells()
+
+    def __str__(self) -> str:
+        return f"rank {'.'.join(map(str, self.path))} ({self.newest['host']})".removesuffix(" ()")
 
     def hear(self, summary: Mapping[str, Any], now_s: float, width: float) -> None:
         """A summary that came at `now_s`; cells are so wide."""
         before, anew = self.newest, summary["seconds"] < self.newest.get("seconds", 0.0)
         grown = {name: summary[name] - (0 if anew else before.get(name, 0)) for name in COUNTERS}
         grown = {name: summary[name] if value < 0 else value for name, value in grown.items()}
+        self.lost_loss = summary["loss"] is None and before.get("loss") is not None and not anew
+        self.odd = self.odd and summary["loss"] is None
         counts = before.get("stale") if not anew else None
         counts = counts or [0] * len(summary["stale"])
         self.stale = self.stale or [0] * len(summary["stale"])

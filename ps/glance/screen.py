@@ -57,7 +57,7 @@ def _row(member: dict[str, Any], cells: int) -> list[Text]:
         strip(member["strip"], cells),
         f"{1e3 * step:.3g} ms" if step else "-",
         *shares,
-        str(member["lag"]) if len(member["path"]) == 1 else "",
+        str(member["lag"]),
         str(member["staleness"]),
         *(f"{8 * each / 1e6:.3g} Mbit/s" if each else "-" for each in member["rate"]),
         f"{1e3 * member['round_trip_seconds']:.3g} ms",

@@ -23,7 +23,8 @@ from typing import Any
 from narrows.protocols.addresses import ANY_HOSTS, is_loopback
 from narrows.protocols.errors import UsageError
 
-FRAME_S = 1.0  # from one frame to the next
+FRAME_S = 0.9  # from one frame to the next: with SHOWN_NS of a heartbeat, a figure is shown within two seconds
+LOOK_S = 0.05  # from one look for a frame to the next
 SHARE = 20  # frames take at most 1/20 of a core
 VISITORS_MAX = 32  # connections; more are hung up on
 IDLE_S = 10.0  # a visitor that says or takes nothing for so long
@@ -59,7 +60,7 @@ class Frames:
                 frame = json.dumps(self.make(), separators=(",", ":"), allow_nan=False).encode()
                 took = time.thread_time() - cpu_s
                 self.number += frame != self.newest
-                self.newest, self.due = frame, began + max(FRAME_S, SHARE * took) * 0.9
+                self.newest, self.due = frame, began + max(FRAME_S, SHARE * took)
             return self.number, self.newest
 
 
@@ -188,4 +189,4 @@ class Visit(BaseHTTPRequestHandler):
                 told = number
                 if last:
                     break
-                frames.closing.wait(FRAME_S)
+                frames.closing.wait(max(LOOK_S, frames.due - time.monotonic()))

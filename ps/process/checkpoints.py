@@ -89,6 +89,20 @@ def named(array: npt.NDArray[Any]) -> NamedArray:
     return str(array.dtype), array.shape, np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
+def why_anew(folder: str) -> str:
+    """Why a run that is to go on from `folder` begins anew, in a sentence; "": there is a checkpoint."""
+    if _has_any(Path(folder)):
+        return ""
+    below = sorted((each for each in Path(folder).iterdir() if each.is_dir()), key=lambda each: -each.stat().st_mtime)
+    found = next(filter(_has_any, below), None)
+    other = f"; {found} has one: name that folder to go on from there" if found else ""
+    return f"{folder} has no checkpoint, so the run begins anew{other}"
+
+
+def _has_any(folder: Path) -> bool:
+    return any(SHARD.fullmatch(path.name) for path in folder.glob("shard-*.safetensors"))
+
+
 def clocks(folder: Path, shard: int) -> tuple[int, ...]:
     """Clocks of which `folder` holds a checkpoint of this shard, ascending."""
     found = [SHARD.fullmatch(path.name) for path in folder.glob("shard-*.safetensors")] if folder.is_dir() else []

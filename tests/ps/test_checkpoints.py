@@ -64,6 +64,21 @@ def store_of(count: int = 12, seed: int = 1) -> dict[str, Array]:
 # Files.
 
 
+def test_why_a_run_begins_anew(tmp_path: Path) -> None:
+    """The folder was mistyped, or is the one above: what else is in it says nothing."""
+    for name in (".lock", "optimizer-0.pt", "model.safetensors"):
+        (tmp_path / name).touch()
+    anew = f"{tmp_path} has no checkpoint, so the run begins anew"
+    (tmp_path / "empty").mkdir()
+    assert checkpoints.why_anew(str(tmp_path)) == anew
+    for index, name in enumerate(("older", "newer")):
+        write(tmp_path / name, 1, 5, store_of(), FACTS)
+        os.utime(tmp_path / name, (index, index))
+    newer = tmp_path / "newer"
+    assert checkpoints.why_anew(str(tmp_path)) == f"{anew}; {newer} has one: name that folder to go on from there"
+    assert checkpoints.why_anew(str(newer)) == ""
+
+
 def test_a_checkpoint_comes_back_bit_for_bit(tmp_path: Path) -> None:
     arrays = store_of()
     arrays["x"][:3] = [np.nan, -np.inf, -0.0]

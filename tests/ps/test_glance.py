@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import re
 import socket
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -15,15 +17,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 from click.testing import CliRunner
 from kit.glance import BEAT_S, RUN, beats, history_of, summary
 from prometheus_client.parser import text_string_to_metric_families
 
 from narrows.protocols.errors import UnreachableError, UsageError
 from narrows.protocols.runtime.flags import DASHBOARD
+from narrows.ps.command.plan import command as ps_plan
 from narrows.ps.command.plot import command as ps_plot
+from narrows.ps.command.probe import command as ps_probe
 from narrows.ps.command.top import command as ps_top
 from narrows.ps.glance import history as bounds
+from narrows.ps.glance import reading
 from narrows.ps.glance.cells import CELLS, LEVELS
 from narrows.ps.glance.history import History
 from narrows.ps.glance.reading import Record, frames
@@ -106,6 +112,56 @@ def test_below_a_cluster_who_is_not_named_any_more_is_gone() -> None:
     fewer["rows"] += [summary(7.5, 0, 2, path=(1,))["rows"][0]]
     found = {tuple(each["path"]): each["live"] for each in history_of(whole, fewer).frame()["members"]}
     assert found == {(0,): True, (0, 0): False, (0, 1): True, (0, 2): False}
+
+
+def test_the_death_of_a_worker_below_a_cluster_is_an_event_once() -> None:
+    def beat(seconds: float, *ranks: int, hidden: int = 0) -> dict[str, Any]:
+        told = summary(seconds, 3, 1, hidden=hidden)
+        told["rows"] += [summary(seconds, 3, 1, path=(rank,))["rows"][0] for rank in ranks]
+        return told
+
+    history = history_of(beat(1.0, 0, 1, 2), beat(2.0, 0, 2), beat(3.0, 0, 1, 2), beat(4.0, 0), beat(5.0, 0))
+    assert not history.events  # a server that was started again does not know all at once
+    for seconds in (3.0 + bounds.GONE_S, 4.0 + bounds.GONE_S):
+        history.take(beat(seconds, 0))
+    assert [event[1:] for event in history.events] == [["gone", "rank 3.1 (host), rank 3.2 (host) are gone"]]
+    history.take(beat(20.0, 0, 1))
+    history.take(beat(30.0, 0, hidden=1))  # it may only have found no room
+    history.take(beat(31.0, 0))
+    assert history.events[-1][2] == "rank 3.1 (host) is gone" and len(history.events) == 2
+    many = history_of(beat(1.0, *range(1000)), beat(2.0 + bounds.GONE_S, 0))
+    assert len(many.events) == 1 and many.events[0][2].endswith("and 991 more are gone")
+
+
+def test_a_lag_below_a_cluster_is_that_behind_the_fastest_of_it() -> None:
+    told = summary(5.0, 0, 3)
+    told["rows"] += [summary(5.0, 0, clock, path=path)["rows"][0] for path, clock in
+                     {(0,): 90, (1,): 97, (2,): 40, (2, 0): 7, (2, 1): 9}.items()]  # fmt: skip
+    found = {tuple(each["path"]): each["lag"] for each in history_of(told).frame()["members"]}
+    assert found == {(0,): 0, (0, 0): 7, (0, 1): 0, (0, 2): 57, (0, 2, 0): 2, (0, 2, 1): 0}
+
+
+def test_a_loss_that_is_not_finite_is_an_event_and_no_figure(tmp_path: Path) -> None:
+    """In a record of ps-worker, and where a heartbeat has none any more."""
+    step = {"event": "step", "local_rank": 1, "wait_seconds": 0.1, "push_bytes": 1, "pull_bytes": 1, "staleness": 0}
+    losses = [float("nan"), 2.0, float("inf"), float("nan"), 1.0]
+    lines = [step | {"seconds": at, "clock": at, "loss": loss, "held_back": loss} for at, loss in enumerate(losses, 1)]
+    (tmp_path / "record").write_text("".join(json.dumps(line) + "\n" for line in [RUN, *lines[:4]]))
+    read = Record(str(tmp_path / "record"))
+    read.read()
+    frame = read.history.frame()
+    assert json.loads(json.dumps(frame, allow_nan=False))["loss"] is None and frame["members"][0]["held_back"] == 2.0
+    odd = "the loss of rank 1 is not finite"
+    assert [(event[0], event[2]) for event in frame["events"]] == [(1, odd), (3, odd)]
+    assert frame["curve"]["loss"] == [2.0]
+    with (tmp_path / "record").open("a") as file:
+        file.write(json.dumps(lines[4]) + "\n")
+    read.read()
+    assert read.history.frame()["loss"] == 1.0 and len(read.history.events) == 2
+    live = history_of(*beats(20, 0, 10), summary(25.0, 0, 250, loss=None), summary(30.0, 0, 300, loss=None))
+    assert [event[1:] for event in live.events] == [["loss", "the loss of rank 0 (host) is not finite"]]
+    live.take(summary(40.0, 0, 0, life_s=1.0, loss=None))  # another life, that has recorded none yet
+    assert len(live.events) == 1
 
 
 def test_time_left_is_that_of_the_slowest() -> None:
@@ -321,6 +377,66 @@ def test_commands_show_a_record(tmp_path: Path) -> None:
 def test_nobody_at_an_address_is_said() -> None:
     with pytest.raises(UnreachableError, match="start ps-serve with --dashboard"):
         next(frames("127.0.0.1:9"))
+    with pytest.raises(UsageError, match="host:page: give HOST:PORT"):
+        next(frames("host:page"))
+
+
+OTHERS = {
+    b"HTTP/1.0 404 Not Found\r\n\r\n": "an HTTP server answers with 404 Not Found",
+    b"HTTP/1.0 200 OK\r\nContent-Type: text/html\r\n\r\n<html>": "an HTTP server answers with text/html",
+    b"HTTP/1.0 200 OK\r\nContent-Type: application/json\r\n\r\n{}": "an HTTP server answers with application/json",
+    b"HTTP/1.0 200 OK\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{": "that is no HTTP server",
+    b"SSH-2.0-OpenSSH_9.2\r\n": "that is no HTTP server",
+    b"\xff\0\0\0\0\0\0\0\1\x7f": "that is where workers join a run",
+    b"": "that is no HTTP server",  # it hangs up
+    None: "nobody answered within",
+}
+
+
+@pytest.mark.parametrize("says", OTHERS, ids=lambda says: (says or b"silence")[:8].hex())
+def test_somebody_else_at_an_address_is_said(says: bytes | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "FIRST_S", 1.0 if says and says[0] == 0xFF else 5.0 if says is not None else 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            while True:
+                try:
+                    visitor, _ = listener.accept()
+                except OSError:
+                    return
+                visitors.append(visitor)
+                if says and says[:1] == b"\xff":  # it greets whoever comes
+                    visitor.sendall(says)
+                elif says is not None:
+                    with contextlib.suppress(OSError):
+                        visitor.sendall(says if visitor.recv(1 << 16) else b"")
+                        visitor.shutdown(socket.SHUT_RDWR)
+                    listener.close()
+
+        visitors: list[socket.socket] = []
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        error = CliRunner().invoke(ps_top, ["--once", address]).exception
+        with contextlib.suppress(OSError):
+            listener.shutdown(socket.SHUT_RDWR)
+        thread.join(10)
+        for visitor in visitors:
+            visitor.close()
+    assert isinstance(error, UnreachableError)
+    assert str(error).startswith(f"no page of a run is at {address}: {OTHERS[says]}")
+
+
+def test_where_workers_join_is_told_from_a_page() -> None:
+    """ZeroMQ's own greeting."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        assert reading._is_of_zeromq(f"http://127.0.0.1:{port}")
+
+
+def test_each_command_has_a_version() -> None:
+    for name, command in {"ps-top": ps_top, "ps-plot": ps_plot, "ps-probe": ps_probe, "ps-plan": ps_plan}.items():
+        assert CliRunner().invoke(command, ["--version"], prog_name=name).output.startswith(f"{name}, version ")
 
 
 def test_a_terminal_shows_what_the_page_does() -> None:

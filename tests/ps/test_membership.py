@@ -9,6 +9,7 @@ from narrows.protocols.cluster.coordinator import Coordinator
 from narrows.protocols.effects import NS, Send, Stop
 from narrows.protocols.member.member import Member, Phase
 from narrows.protocols.settings import Settings
+from narrows.protocols.summary import Row, Summary
 from narrows.ps.events import Event, Kind
 from narrows.ps.planned import Means
 from narrows.ps.server import Server
@@ -67,3 +68,19 @@ def test_a_cluster_does_not_join_a_server_with_shards_on_other_machines() -> Non
     assert server.membership is not None and coordinator.over
     end = server.membership.final
     assert end.code == m.RefuseCode.INCOMPATIBLE and "end ps-serve --join there first" in end.text
+
+
+def test_the_clocks_of_those_below_go_up_as_they_are_at_one_moment() -> None:
+    """Each of their heartbeats was at another: between these a member at the same clock would look far behind."""
+    server, coordinator, member = cluster()
+    run, rounds = coordinator.run, coordinator.rounds
+    for rank, (clock, told) in enumerate(((12, 11), (11, 3), (0, -1))):
+        seat = run.sit(m.Hello(f"token {rank}", f"host {rank}"), b"peer", NS)
+        seat.declare(5, clock, "")
+        rounds.enter(seat, NS)
+        deeper = Row((rank, 4), "", "", Summary(clock=7))
+        seat.rows = (Row((rank,), seat.host, "", Summary(clock=told, steps=told)), deeper) if told >= 0 else ()
+    own, *below = member.figures.rows()
+    assert own.path == () and server.membership is not None
+    assert [(row.path, row.summary.clock) for row in below] == [((0,), 12), ((0, 4), 7), ((1,), 11), ((1, 4), 7)]
+    assert [row.summary.steps for row in below if len(row.path) == 1] == [11, 3]

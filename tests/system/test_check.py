@@ -11,6 +11,7 @@ import torch
 from kit.bags import Bags
 from kit.processes import finished
 
+from narrows.compression.predict import Link
 from narrows.protocols.errors import UsageError
 from narrows.worker import embedding, watch
 from narrows.worker.command import findings
@@ -108,6 +109,7 @@ def test_a_whole_dataset_in_another_order_is_noticed(check: Callable[..., tuple[
 @pytest.mark.parametrize(("words", "why"), [
     ("--check --server tcp://127.0.0.1:1", "leave out --server"),
     ("--check --group", "leave out --group"),
+    ("--check --plan plan.json", "leave out --plan"),
     ("--check --link wide", "--link 'wide' is no link: give its rate and one way's delay, as in 100mbit,20ms"),
     ("--link 1mbit,1ms", "give --check too"),
 ])  # fmt: skip
@@ -211,6 +213,22 @@ def test_the_specs_that_are_encoded() -> None:
         "dense",
         "int8",
     ]
+
+
+def test_flags_of_which_no_time_is_known_are_named() -> None:
+    """Those that choose while the run goes on. The table of other ways is there all the same."""
+    cost = {"encode_seconds": 0.01, "wait_seconds": 0.01, "step_seconds": 0.1}
+    done = {
+        "lost_seconds": 0.0,
+        "encoded": {spec: [1000.0, 0.001] for spec in findings.specs([{}, *findings.SUGGESTED])},
+    }
+    model = {"tables": [0, 0]}
+    told = [Told(model=model, done=done, costs=[cost] * STEPS) for _ in range(2)]
+    link = Link.parse("100mbit,20ms")
+    head, *rows, last = findings.times(told, link, "100mbit,20ms", {"sync": "ssp", "compress": "auto"})
+    assert head.startswith("a step on 100mbit,20ms") and len(rows) == len(findings.SUGGESTED)
+    assert last == "--compress auto: the run chooses while it goes on, so no time is known for the flags that you gave"
+    assert not any("auto" in line for line in findings.times(told, link, "100mbit,20ms", {"sync": "bsp"}))
 
 
 def test_rows_of_a_table_are_no_parameters_that_lack_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import pty
@@ -26,12 +27,16 @@ from kit.processes import BIN, LIMIT_S, ROOT, SCRIPT, Worker, environment, finis
 from safetensors.torch import load_file
 
 from narrows.protocols import messages as m
-from narrows.protocols.errors import NarrowsError
+from narrows.protocols.errors import NarrowsError, UsageError
+from narrows.protocols.runtime import flags
 from narrows.protocols.runtime.flags import RUN_FLAGS
 from narrows.protocols.wire import VERSION, encode
 from narrows.ps.command import cli as serve
+from narrows.worker.command import cities, surroundings
 from narrows.worker.command import cli as worker
-from narrows.worker.command import surroundings
+from narrows.worker.command.launcher import Launcher
+from narrows.worker.command.managers import Place
+from narrows.worker.command.options import checked
 from narrows.worker.runner import tell_left
 
 Refusal = tuple[int, str]
@@ -202,13 +207,121 @@ def test_ranks_are_those_of_the_launcher_above_and_shown_where_they_are_asked_fo
     ("cuda", True, "01", ["cuda:0:all", "cuda:1:all", "cuda:2:all"]),
 ])  # fmt: skip
 def test_each_copy_sees_its_own_gpu(flag: str, group: bool, there: str, seen: list[str], tmp_path: Path) -> None:
-    found = [surroundings.device(flag, index, 3, group, [*there]) for index in range(3)]
-    assert [f"{env['NARROWS_DEVICE']}:{env.get('CUDA_VISIBLE_DEVICES', 'all')}" for env in found] == seen
+    assert [shown(surroundings.device(flag, index, 3, group, [*there])) for index in range(3)] == seen
     for bus in ("0000:01:00.0", "0000:02:00.0"):
         (tmp_path / bus).mkdir()
     assert surroundings.gpus({}, tmp_path) == ["0", "1"] and surroundings.gpus({}, tmp_path / "none") == []
     assert surroundings.gpus({"CUDA_VISIBLE_DEVICES": "3,GPU-5"}, tmp_path) == ["3", "GPU-5"]
     assert surroundings.gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == []
+
+
+def test_keywords_are_flags() -> None:
+    told = {"sync": "local", "quorum": None, "staleness": 2, "grace": 1, "journal": False}
+    values = flags.as_given(told, ("journal",))
+    assert values == {"sync": "local", "staleness": 2, "grace": 1.0, "journal": False}
+    words = flags.words(values)
+    assert words == ["--sync", "local", "--staleness", "2", "--grace", "1.0", "--no-journal"]
+    with serve.command.make_context("ps-serve", words, **serve.command.context_settings) as context:
+        assert context.params.items() >= values.items()
+
+
+@pytest.mark.parametrize(("values", "why"), [
+    ({"qourum": 2}, "qourum: ps-serve has no such flag of a run; quorum is one"),
+    ({"nothing_like_it": None}, "nothing_like_it: ps-serve has no such flag of a run"),
+    ({"quorum": True}, "quorum=True: give a value"),
+    ({"journal": 1}, "journal=1: give True or False"),
+    ({"staleness": 2.5}, "staleness=2.5: '2.5' is not a valid integer"),
+    ({"lease": "long"}, "lease='long': 'long' is not a valid float"),
+])  # fmt: skip
+def test_keywords_that_are_no_flags(values: dict[str, Any], why: str) -> None:
+    with pytest.raises(UsageError, match=f"^{re.escape(why)}"):
+        flags.as_given(values, ("journal",))
+
+
+@pytest.mark.parametrize(("told", "why"), [
+    ({"workers": (2, 1)}, r"^workers=\(2, 1\): give 1 <= low <= high"),
+    ({}, "^workers: give how many"),
+    ({"clusters": [{"workers": 1}, {}]}, r"^clusters\[1\]: workers: give how many"),
+    ({"workers": 1, "clusters": [{"labels": {}}, {"workers": 0}]}, r"^clusters\[1\]: workers=\(0, 0\)"),
+    ({"workers": 1, "clusters": [{"city": "jena"}]}, r"^clusters\[0\] has 'city': a cluster is told as"),
+    ({"workers": 1, "room_s": 0}, "^room_s=0: give more than 0 s"),
+    ({"workers": 1, "qourum": 2}, "^qourum: ps-serve has no such flag of a run; quorum is one"),
+    ({"workers": 1, "sync": "sometimes"}, "^--sync sometimes: unknown mode"),
+    ({"workers": 1, "sync": "local", "quorum": 2}, "quorum"),
+])  # fmt: skip
+def test_what_train_on_ray_cannot_take_is_said_before_anything_is_started(told: dict[str, Any], why: str) -> None:
+    def take(clusters: Any = (), workers: Any = None, room_s: float = 1.0, **run: Any) -> None:
+        cities.cities_of(clusters, workers, None)
+        cities.Limits(1.0, room_s, 1.0)
+        cities.run_flags(run, workers=1, shards=1)
+
+    with pytest.raises(UsageError, match=why):
+        take(**told)
+
+
+def test_a_function_is_called_by_its_name(script: Callable[[str], str]) -> None:
+    with pytest.raises(UsageError, match="a function that stands at the top of a file"):
+        cities.command_of(lambda: None, ())
+    assert cities.command_of(finished, ["7"])[1:] == [
+        "narrows.worker.call",
+        inspect.getsourcefile(finished),
+        "finished",
+        "7",
+    ]
+
+
+def test_each_city_has_its_own_workers() -> None:
+    told: list[dict[str, Any]] = [{"labels": {"city": "leipzig"}, "workers": 3}, {"labels": {"city": "jena"}}]
+    found = cities.cities_of(told, (1, 2), {"role": "server"})
+    assert [(city.low, city.high, city.labels["city"]) for city in found] == [(3, 3, "leipzig"), (1, 2, "jena")]
+    assert cities.cities_of((), 2, {"role": "any"}) == [cities.City(2, 2, {"role": "any"})]
+
+
+def shown(env: dict[str, str]) -> str:
+    return f"{env['NARROWS_DEVICE']}:{env.get('CUDA_VISIBLE_DEVICES', 'all')}"
+
+
+@pytest.mark.parametrize(("flag", "group", "there", "copies", "sizes", "seen"), [
+    ("auto", False, "0123", 1, 4, ["auto:0", "auto:1", "auto:2", "auto:3"]),
+    ("cuda", False, "0123", 2, 2, ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]),
+    ("auto", False, "01", 1, 4, ["auto:0", "auto:1", "auto:0", "auto:1"]),
+    ("auto", False, "3", 1, 2, ["auto:3", "auto:3"]),  # a manager has cut them: each task sees its own
+    ("auto", False, "", 1, 2, ["auto:all", "auto:all"]),
+    ("cpu", False, "01", 1, 2, ["cpu:", "cpu:"]),
+    ("cuda", True, "0123", 2, 2, ["cuda:0:0,1", "cuda:1:0,1", "cuda:0:2,3", "cuda:1:2,3"]),
+    ("auto", True, "0123", 2, 2, ["auto:0,1", "auto:0,1", "auto:2,3", "auto:2,3"]),
+    ("auto", True, "01", 2, 2, ["auto:all"] * 4),  # of two that each task sees
+    ("cuda:1", True, "0123", 2, 2, ["cuda:1:all"] * 4),
+])  # fmt: skip
+def test_ps_workers_that_a_manager_starts_on_one_machine_share_its_gpus(
+    flag: str, group: bool, there: str, copies: int, sizes: int, seen: list[str]
+) -> None:
+    found = [
+        surroundings.device(flag, index, copies, group, [*there], Place("Slurm", None, rank, local_size=sizes))
+        for rank in range(sizes)
+        for index in range(copies)
+    ]
+    assert [*map(shown, found)] == seen
+
+
+def test_what_slurm_says_of_a_machine_reaches_the_copies(
+    script: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    above = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "2(x3)"}
+    for name, value in (above | {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}).items():
+        monkeypatch.setenv(name, value)
+    path = script("pass")
+    command = worker.command
+    with command.make_context(
+        "ps-worker", ["--server", CLOSED, "-n", "2", path], **command.context_settings
+    ) as context:
+        flags = {name: value for name, value in context.params.items() if name not in ("check", "link")}
+    launcher = Launcher(checked(**flags))
+    try:
+        own = [launcher._own_environment(index) for index in range(2)]
+    finally:
+        launcher.children.close()
+    assert [env["CUDA_VISIBLE_DEVICES"] for env in own] == ["6", "7"]
 
 
 # Servers that are none, or another's. Commands start at once, since most of their time goes into importing torch.

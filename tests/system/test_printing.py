@@ -85,7 +85,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_command_is_one_that_our_parsers_take(form: str, flags: str) -> None:
     text = printed(form, flags)
     seen = [*commands(form, text)]
-    names = [words[0] for words in seen]
+    names, folder = [words[0] for words in seen], ""
     assert names == ["ps-serve", *["ps-serve", "ps-worker"] * 2] if form == "compose" else ["ps-serve", "ps-worker"]
     for words in seen:
         params = parsed([re.sub(r"\$[{(]?\w+[})]?", "name", word) for word in words])
@@ -94,7 +94,7 @@ def test_each_command_is_one_that_our_parsers_take(form: str, flags: str) -> Non
             checked(
                 settings, params["bind"], params["parent"], not (params["keys"] or params["insecure"]), params["resume"]
             )
-            assert params["checkpoint_dir"]
+            assert (folder := params["checkpoint_dir"])
         else:
             script = "train.py" if params["command"] == ("$@",) else params["command"][0]
             key = params.pop("key")
@@ -103,6 +103,8 @@ def test_each_command_is_one_that_our_parsers_take(form: str, flags: str) -> Non
             )
             options = worker_checked(**params | {"command": (script,), "key": ""})
             assert options.server.startswith("tcp://") and options.connect_timeout == 300
+            # In a city of compose the server has the moments.
+            assert params["checkpoint_dir"] == ("" if form == "compose" else folder)
     for script in scripts(form, text):
         subprocess.run(["bash", "-n"], input=script, text=True, check=True)
 
@@ -121,7 +123,7 @@ def test_a_warning_of_slurm_is_another_signal_than_that_of_scancel() -> None:
 STAND_INS = {
     "ps-serve": """trap 'echo checkpoint >> said; touch ended; exit 143' TERM
         touch narrows-7.ready; until [ -e finished ]; do sleep 0.05; done; touch ended""",
-    "srun": """trap 'echo killed >> said; exit 137' TERM
+    "srun": """echo "$@" >> asked; trap 'echo killed >> said; exit 137' TERM
         touch begun; until [ -e ended ] || [ -e preempted ]; do sleep 0.05; done; sleep 0.5
         echo "workers end" >> said; [ ! -e preempted ] || exit 143; [ -e finished ] || exit 6""",
     "scontrol": """[ "$1" = requeue ] && echo "$@" >> said
@@ -154,6 +156,45 @@ def test_what_ends_a_job_of_slurm(happens: Any, code: int, said: list[str], tmp_
             with suppress(ProcessLookupError):
                 os.killpg(job.pid, signal.SIGKILL)
     assert (tmp_path / "said").read_text().splitlines() == said
+    assert not (tmp_path / "narrows-7.ready").exists()
+    assert (
+        "--checkpoint-dir narrows-7 " in (tmp_path / "asked").read_text()
+    )  # that of the server, on a disk of all nodes
+
+
+@pytest.mark.parametrize("form", [form for form, (_, taken) in FORMATS.items() if "journal" in taken])
+def test_a_flag_goes_along_or_is_refused(form: str) -> None:
+    flags = ["--parent-timeout", "30", "--host", "a", "--plan", "p", "--record", "r"]
+    for flag, value in (*zip(flags[::2], flags[1::2], strict=True), ("--join", "tcp://a:1"), ("--ready-file", "f")):
+        with pytest.raises(UsageError, match=re.escape(f"--print {form}: leave out {flag}: ")):
+            CliRunner().invoke(
+                serve.command, ["--print", form, flag, value], standalone_mode=False, catch_exceptions=False
+            )
+    text = printed(form, "--no-journal")
+    if form == "ray":
+        assert "journal=False" in text
+    for words in commands(form, text):
+        assert words[0] == "ps-worker" or "--no-journal" in words
+    if "dashboard" not in FORMATS[form][1]:
+        with pytest.raises(UsageError, match="leave out --dashboard: "):
+            CliRunner().invoke(
+                serve.command, ["--print", form, "--dashboard"], standalone_mode=False, catch_exceptions=False
+            )
+
+
+@pytest.mark.parametrize("form", ["slurm", "jobset", "kubeflow", "compose"])
+def test_who_looks_at_a_run_finds_its_page_and_metrics(form: str) -> None:
+    text = printed(form, "--dashboard --metrics 0.0.0.0:9100 --insecure")
+    seen = [parsed(words) for words in commands(form, text) if words[0] == "ps-serve"]
+    host = "0.0.0.0" if form == "compose" else "127.0.0.1"  # of a container's loopback nobody else sees anything
+    assert (seen[0]["dashboard"], seen[0]["metrics"]) == (f"{host}:5550", "0.0.0.0:9100")
+    assert not any(params["dashboard"] or params["metrics"] for params in seen[1:])  # a city's
+    if form == "compose":
+        above = yaml.safe_load(text)["services"]["above"]
+        assert above["ports"] == ["127.0.0.1:5550:5550", "0.0.0.0:9100:9100"]
+    elif form != "slurm":
+        (container,) = job_set(form, text)["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
+        assert [each["containerPort"] for each in container["ports"]] == [5555, 5550, 9100]
 
 
 def test_the_flags_arrive() -> None:
@@ -181,6 +222,8 @@ def test_what_a_jobset_waits_for_and_when_it_is_done(form: str) -> None:
     assert container["readinessProbe"]["exec"]["command"][-1] == parsed(container["command"])["ready_file"]
     secrets = [[item["key"] for item in pod["volumes"][0]["secret"]["items"]] for pod in pods]
     assert secrets == [["server.key"], ["worker.key"]]  # a worker does not see the server's
+    claims = [volume["persistentVolumeClaim"] for pod in pods for volume in pod["volumes"] if volume["name"] == "run"]
+    assert claims == [{"claimName": "narrows"}] * 2  # moments of the workers are there, too
     for pod in pods:
         assert {each["name"] for each in pod["volumes"]} == {
             each["name"] for each in pod["containers"][0]["volumeMounts"]
@@ -266,6 +309,10 @@ def test_the_script_for_ray_calls_a_function_with_its_own_parameters() -> None:
     ("--print slurm --sync sometimes", "--sync sometimes: unknown mode"),
     ("--print slurm --compress int9", "--compress int9"),
     ("--print slurm --parent tcp://a:1", "leave out --parent"),
+    ("--print slurm --sync gossip --resume", "under --sync gossip the model is with the workers"),
+    ("--print compose --dashboard 0", "--dashboard 0: name a port"),
+    ("--print compose --metrics 0.0.0.0:9", "--keys or --insecure"),
+    ("--print dockerfile --workers 2", "--print dockerfile: leave out --workers"),
 ])  # fmt: skip
 def test_what_cannot_be_printed_is_named(flags: str, why: str) -> None:
     with pytest.raises(UsageError, match=re.escape(why)):

@@ -27,8 +27,9 @@ ray = pytest.importorskip("ray", reason="Ray is not installed here: make test-ra
 from narrows.protocols.errors import NarrowsError, UsageError  # noqa: E402
 from narrows.worker import keeper  # noqa: E402
 from narrows.worker import ray as runs  # noqa: E402
+from narrows.worker.command.cities import Limits  # noqa: E402
 from narrows.worker.keeper import Facts, Keeper  # noqa: E402
-from narrows.worker.ray import Actors, Kept, Progress, command_of, train  # noqa: E402
+from narrows.worker.ray import Actors, Kept, Progress, train  # noqa: E402
 
 pytestmark = [
     pytest.mark.timeout(600),
@@ -99,13 +100,15 @@ def test_two_cities_train_a_function_and_nothing_is_left(
 
     seen: list[Progress] = []
     result = train(
-        module.learn, workers=1, clusters=[{"city": "leipzig"}, {"city": "jena"}], labels={"role": "server"}, sync="ssp",
+        module.learn, workers=1, clusters=[{"labels": {"city": "leipzig"}, "workers": (1, 2)}, {"labels": {"city": "jena"}}],
+        labels={"role": "server"}, sync="ssp", quorum=None,
         compress="topk:0.5+sign", checkpoint_dir=str(tmp_path / "model"), host="127.0.0.1", report=seen.append, every_s=0.5,
         room_s=math.inf,
     )  # fmt: skip
     assert load_file(result.model)["weight"].shape == (2, 4) and result.clock == 20 and result.values["loss"] > 0
     assert result.values["evaluated"] == 7
     places = {facts.node for progress in seen for facts in progress.workers.values()}
+    assert max(len(progress.workers) for progress in seen) == 3  # two in leipzig
     assert len(places) == 2 and max(len(progress.servers) for progress in seen) == 3
     pids = {
         facts.process for progress in seen for facts in (*progress.workers.values(), *progress.servers.values())
@@ -119,16 +122,11 @@ def test_a_script_that_fails_is_named_with_its_last_lines(nodes: Any, script: st
     with pytest.raises(NarrowsError, match=r"worker 0 ended with exit code 1: .*nothing is learned"):
         train(str(tmp_path / "wrong.py"), workers=1, labels={"city": "jena"}, checkpoint_dir=str(tmp_path / "model"),
               host="127.0.0.1", report=None)  # fmt: skip
-    with pytest.raises(NarrowsError, match=r"the server ended with exit code 2: .*unknown mode"):
-        train(
-            script, workers=1, sync="sometimes", checkpoint_dir=str(tmp_path / "other"), host="127.0.0.1", report=None
-        )
-    with pytest.raises(UsageError, match=r"workers=\(2, 1\)"):
-        train(script, workers=(2, 1))
-    with pytest.raises(UsageError, match="room_s=0: give more than 0 s"):
-        train(script, workers=1, room_s=0)
-    with pytest.raises(UsageError, match="a function that stands at the top of a file"):
-        command_of(lambda: None, ())
+    with pytest.raises(NarrowsError, match=r"the server ended with exit code 2: .*stage 2, 'nothing'"):
+        train(script, workers=1, compress="int8+nothing", checkpoint_dir=str(tmp_path / "other"), host="127.0.0.1",
+              report=None)  # fmt: skip
+    with pytest.raises(UsageError, match="quorum is one"):
+        train(script, workers=1, qourum=2)
 
 
 def test_only_what_dies_is_started_again(nodes: Any, script: str, tmp_path: Path) -> None:
@@ -293,13 +291,13 @@ def cities(monkeypatch: pytest.MonkeyPatch) -> Cities:
     for name in ("ANSWER_S", "LAST_S", "SILENT_S"):
         monkeypatch.setattr(runs, name, 0.02)
     server, fakes = FakeActor({}), [FakeActor({}), FakeActor({"loss": 1.0}), FakeActor({"loss": 3.0}), FakeActor(None)]
-    actors = Actors(1, [Kept("the server", Remote(server))])
+    actors = Actors([1, 1], [Kept("the server", Remote(server))])
     actors.workers = [Kept(f"worker {n}", Remote(fake), n // 2) for n, fake in enumerate(fakes)]
     return actors, server, fakes
 
 
 def watched(actors: Actors, after_s: float) -> Progress:
-    return runs._watch(actors, time.monotonic(), None, 0.02, 60.0, after_s)
+    return runs._watch(actors, time.monotonic(), None, Limits(0.02, 60.0, after_s))
 
 
 def test_the_number_of_a_worker_counts_over_all_cities(cities: Cities) -> None:
@@ -321,7 +319,7 @@ def test_a_worker_without_a_node_is_done_without_while_enough_are_left(cities: C
     actors.check(late, 60.0)
     fakes[2].ends.set_result((0, ""))
     actors.check(late, 60.0)  # its script is at its end
-    actors.low = 2
+    actors.lows = [1, 2]
     actors.check(late, 200.0)
     with pytest.raises(NarrowsError, match=r"^worker 3 has had no node for 60 s: "):
         actors.check(late, 60.0)

@@ -31,7 +31,7 @@ class Check(Launcher):
     """`flags`: those of ps-worker."""
 
     def __init__(self, link: str | None, **flags: Any) -> None:
-        for name in ("server", "group"):
+        for name in ("server", "group", "plan"):
             if flags[name]:
                 raise UsageError(f"--check starts two workers and a server on this machine: leave out --{name}")
         try:

@@ -287,13 +287,15 @@ def times(workers: Workers, link: predict.Link, name: str, given: dict[str, Any]
     coded, compute_s = _coded(workers), _compute_s(workers)
     if not coded or compute_s is None:
         return [f"link {name}: no time is known, for the workers did not make {STEPS} steps"]
-    rows, tables = [], any(told.model["tables"][0] for told in workers if told.model)
+    rows, left, tables = [], list[str](), any(told.model["tables"][0] for told in workers if told.model)
     suggested = [flags for flags in SUGGESTED if flags != given and not (tables and flags["sync"] == "local")]
     for flags in [*([given] if given else []), *suggested]:
         settings = Settings(**flags | {"workers": len(workers)}).validated()
         costs = [coded.get(spec) for spec in (settings.compress, settings.compress_down)]
         if costs[0] is None or costs[1] is None:
-            continue  # auto chooses while the run goes on
+            flag = "compress" if costs[0] is None else "compress-down"
+            left = [f"--{flag} auto: the run chooses while it goes on, so no time is known for the flags that you gave"]
+            continue
         mode = settings.mode()
         size = [each[0] / mode.fragments for each in (costs[0], costs[1])]
         cost = predict.Cost(compute_s, costs[0][1], *size)
@@ -306,12 +308,13 @@ def times(workers: Workers, link: predict.Link, name: str, given: dict[str, Any]
         rows.append((words, *(_bytes(each / mode.local_steps) for each in size), _ms(second)))
     head = (f"a step on {name}", "up", "down", "takes")
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(4)]
-    return [
+    table = [
         "  ".join(
             [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
         )
         for row in (head, *rows)
     ]
+    return [*table, *left]
 
 
 def specs(runs: Sequence[dict[str, Any]]) -> list[str]:

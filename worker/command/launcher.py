@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from narrows.protocols.errors import AuthenticationError, IncompatibleError, ServerLostError, UnreachableError
-from narrows.protocols.runtime import signals
+from narrows.protocols.runtime import flags, signals
 from narrows.protocols.runtime.children import Child, Children, signal_name
 from narrows.protocols.runtime.flags import ALLOCATOR
 from narrows.protocols.wire import pack
@@ -133,8 +133,7 @@ class Launcher:
     def _embed(self) -> None:
         self.console.doing("starting the server ...")
         words = ["-m", "narrows.ps.command.cli", "--bind", "tcp://127.0.0.1:0", "--record", ""]
-        for name, value in self.options.run.items():
-            words += ["--" + name.replace("_", "-"), str(value)]
+        words += flags.words(self.options.run)
         words += ["--checkpoint-dir", self.options.checkpoint_dir or "none", *["--resume"] * self.options.resume]
         # Said also where they are not given: a variable is ours, and not the embedded server's.
         words += ["--dashboard=" + self.options.dashboard, "--metrics=" + self.options.metrics]
@@ -156,7 +155,7 @@ class Launcher:
         return ALLOCATOR | own | os.environ | {"PYTHONUNBUFFERED": "1"}
 
     def _own_environment(self, index: int) -> dict[str, str]:
-        options = self.options
+        options, there = self.options, surroundings.gpus(os.environ)
         own = {
             "NARROWS_SERVER": self.server,
             **options.paths,
@@ -164,7 +163,7 @@ class Launcher:
             "NARROWS_EXPECT": pack(options.run).hex() if options.run else "",
             "NARROWS_CONNECT_TIMEOUT": str(options.connect_timeout),
             "NARROWS_SERVER_TIMEOUT": str(options.server_timeout),
-            **surroundings.device(options.device, index, options.nproc, options.group, surroundings.gpus(os.environ)),
+            **surroundings.device(options.device, index, options.nproc, options.group, there, options.place),
             **(options.parts[index] if options.parts else {}),
         }
         env = surroundings.without_ranks(self._environment())

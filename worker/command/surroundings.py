@@ -7,8 +7,11 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from narrows.worker.command.managers import Place
+
 GPUS = Path("/proc/driver/nvidia/gpus")  # a folder each: no CUDA context is made to count them
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+ALONE = Place()
 # Accelerate, Lightning, MosaicML streaming and others start torch.distributed where they find a world of several, or wait for
 # a MASTER_ADDR: workers of a run are no process group. --rank-variables lets the first three through.
 MISLEADING = {
@@ -26,18 +29,22 @@ def gpus(env: Mapping[str, str], folder: Path = GPUS) -> list[str]:
     return [str(i) for i in range(len(list(folder.iterdir())))] if folder.is_dir() else []
 
 
-def device(wanted: str, index: int, copies: int, group: bool, there: list[str]) -> dict[str, str]:
+def device(wanted: str, index: int, copies: int, group: bool, there: list[str], place: Place = ALONE) -> dict[str, str]:
     """`wanted`: --device. `there`: see `gpus`. Copies that are workers of their own see one GPU each, in turn, as cuda:0.
-    Copies of a group see all, as torchrun's do."""
+    Copies of a group see all, as torchrun's do. `place`: of this ps-worker
+    among those of as many copies on its machine. They count together, and each group sees its own, where there are enough."""
     kind, _, number = wanted.partition(":")
+    first, sharing = place.local_rank * copies, place.local_size * copies
     if group:
-        return {"NARROWS_DEVICE": f"cuda:{index}" if wanted == "cuda" else wanted}
+        own = there[first : first + copies] if place.local_size > 1 and len(there) >= sharing else []
+        seen = {VISIBLE: ",".join(own)} if own and kind != "cpu" and not number else {}
+        return {"NARROWS_DEVICE": f"cuda:{index}" if wanted == "cuda" else wanted} | seen
     if kind == "cpu":
         return {"NARROWS_DEVICE": "cpu", VISIBLE: ""}
     if number and int(number) < len(there):
         return {"NARROWS_DEVICE": "cuda", VISIBLE: there[int(number)]}
-    if not number and copies > 1 and there:
-        return {"NARROWS_DEVICE": kind, VISIBLE: there[index % len(there)]}
+    if not number and sharing > 1 and there:
+        return {"NARROWS_DEVICE": kind, VISIBLE: there[(first + index) % len(there)]}
     return {"NARROWS_DEVICE": wanted}
 
 

@@ -106,7 +106,7 @@ function showMember(member, frame) {
   put(cell.host, member.host);
   const texts = [
     late && !member.runs ? `none for ${long(member.quiet_seconds)}` : brief(step),
-    member.path.length === 1 ? String(member.lag) : "",
+    String(member.lag),
     String(member.staleness),
     member.held_back ? member.held_back.toPrecision(2) : "–",
     rate(member.rate[0]), rate(member.rate[1]), brief(member.round_trip_seconds),

@@ -1,0 +1,56 @@
+"""Folders in the system's temporary one, for checkpoints that are not to stay behind.
+
+Rules
+- A folder is locked by the process that made it, for as long as that lives. No child inherits the lock: exec closes it, and
+  who forks children for us was started by exec.
+- Who was killed leaves its folder behind. The next one to make a folder removes those of its user that nobody holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+PREFIX = "narrows-"
+LOCK = ".lock"
+REMOVED_MAX = 64  # folders, at one start
+
+
+class Scratch:
+    """A folder, until `close`. `path` names it."""
+
+    def __init__(self) -> None:
+        remove_left()
+        self.path = tempfile.mkdtemp(prefix=PREFIX)
+        # The lock has its name only once it is held: nobody finds it before.
+        new = Path(self.path, f"{LOCK}.new")
+        self.lock = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        with contextlib.suppress(OSError):  # a file system without locks: then nobody removes it for us
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            new.rename(Path(self.path, LOCK))
+
+    def close(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self.lock)
+
+
+def remove_left() -> None:
+    """Remove what killed processes of this user have left, `REMOVED_MAX` folders at most."""
+    removed = 0
+    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{LOCK}"):
+        with contextlib.suppress(OSError):  # it is another user's, or another process removes it
+            if path.parent.lstat().st_uid != os.getuid() or path.parent.is_symlink():
+                continue
+            lock = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path.parent, ignore_errors=True)
+                removed += 1
+            finally:
+                os.close(lock)
+        if removed == REMOVED_MAX:
+            break
