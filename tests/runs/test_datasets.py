@@ -244,7 +244,7 @@ def test_what_cannot_be_resumed_is_said(tmp_path: Path) -> None:
         def __iter__(self) -> Iterator[int]:
             return iter(())
 
-    plain: Any = DataLoader([1, 2], 1)
+    plain: Any = DataLoader([1, 2], 1)  # type: ignore[arg-type]
     with run(Settings(sync="async", workers=1)) as started:
         with pytest.raises(UsageError, match="a DataLoader, which has no state_dict"):
             resumable(plain, tmp_path)

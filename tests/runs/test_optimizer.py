@@ -323,7 +323,7 @@ def test_a_schedule_that_follows_a_metric_cannot_be_caught_up_with() -> None:
     net = build()
     plateau = lrs.ReduceLROnPlateau(inner := SGD(net.parameters()))
     with alone(), pytest.raises(UsageError, match=r"ReduceLROnPlateau.* follows a metric"):
-        DistributedOptimizer(inner, net, schedule=plateau)
+        DistributedOptimizer(inner, net, schedule=plateau)  # type: ignore[arg-type]
 
 
 def test_param_groups_have_rates_of_their_own() -> None:
