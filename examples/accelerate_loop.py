@@ -21,9 +21,8 @@ def main(steps: int, batch: int, lr: float) -> None:
     model = GPT2LMHeadModel(GPT2Config(vocab_size=256, n_positions=CONTEXT, n_embd=64, n_layer=2, n_head=4))
     optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=lr), model)  # 2
     data = Windows()
-    loader = DataLoader(data, batch, sampler=sampler(data, 2 * batch))  # 3
+    loader = DataLoader(data, batch, sampler=sampler(data, 2 * batch, steps=steps))  # 3: until the run has made them
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    done = 0
     for rows in loader:
         with accelerator.accumulate(model):
             accelerator.backward(model(**rows).loss)
@@ -31,11 +30,8 @@ def main(steps: int, batch: int, lr: float) -> None:
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-        done += accelerator.sync_gradients
-        if done == steps:
-            break
     model.eval()
-    optimizer.eval()  # of AcceleratedOptimizer, which hands it on: the shared model
+    optimizer.eval()  # 4: of AcceleratedOptimizer, which hands it on: the shared model
     with torch.no_grad():
         losses = [model(**rows).loss.item() for rows in DataLoader(Windows(held_out=True), 50)]
     print(f"loss {sum(losses) / len(losses):.4f}", flush=True)

@@ -2,8 +2,8 @@
 
     ps-worker -n 2 --sync ssp --compress topk:0.05+int8 examples/clicks.py --steps 300
 
-With torch.nn.Embedding and without lines 2 and 3 it is plain torch. The clicks are drawn from a planted model; popular keys
-come up often, as in a Zipf law.
+With torch.nn.Embedding and without the numbered lines it is plain torch. The clicks are drawn from a planted model; popular
+keys come up often, as in a Zipf law.
 """
 
 import argparse
@@ -11,7 +11,7 @@ import argparse
 import torch
 from torch import nn
 
-from narrows.worker import DistributedOptimizer, Embedding, rank, world_size  # 1
+from narrows.worker import DistributedOptimizer, Embedding, rank, step_count, world_size  # 1
 
 DIM = 8
 
@@ -21,8 +21,8 @@ class Clicks(nn.Module):
 
     def __init__(self, rows: int) -> None:
         super().__init__()
-        self.users = Embedding(rows, DIM, sparse=True)
-        self.items = Embedding(rows, DIM, sparse=True)
+        self.users = Embedding(rows, DIM, sparse=True)  # 2
+        self.items = Embedding(rows, DIM, sparse=True)  # 3
         self.net = nn.Sequential(nn.Linear(2 * DIM + 1, 32), nn.ReLU(), nn.Linear(32, 1))
 
     def forward(self, keys: torch.Tensor) -> torch.Tensor:
@@ -45,13 +45,13 @@ def main(steps: int, batch: int, rows: int, lr: float) -> None:
     torch.manual_seed(0)
     model = Clicks(rows)
     optimizer = torch.optim.Adagrad(model.parameters(), lr=lr)
-    optimizer = DistributedOptimizer(optimizer, model)  # 2
-    for step in range(steps):
-        keys, clicked = (part[rank() :: world_size()] for part in drawn(rows, batch * world_size(), 1 + step))
+    optimizer = DistributedOptimizer(optimizer, model)  # 4
+    for step in range(step_count(), steps):  # 5
+        keys, clicked = (part[rank() :: world_size()] for part in drawn(rows, batch * world_size(), 1 + step))  # 6
         optimizer.zero_grad()
         nn.functional.binary_cross_entropy_with_logits(model(keys), clicked).backward()
         optimizer.step()
-    optimizer.eval()  # 3
+    optimizer.eval()  # 7
     with torch.no_grad():
         keys, clicked = drawn(rows, 1 << 14, 0)
         print(f"loss {nn.functional.binary_cross_entropy_with_logits(model(keys), clicked):.4f}", flush=True)

@@ -27,20 +27,15 @@ def main(steps: int, batch: int, lr: float) -> None:
         nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(256, 10),
     )  # fmt: skip
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, nesterov=True, weight_decay=5e-4)
-    optimizer = DistributedOptimizer(optimizer, model)  # 2
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps)
-    loader = DataLoader(data, batch, sampler=sampler(data, batch))  # 3
-    done = 0
-    while done < steps:
-        for x, y in loader:
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(x), y, label_smoothing=0.1).backward()
-            optimizer.step()
-            schedule.step()
-            done += 1
-            if done == steps:
-                break
-    optimizer.eval()  # the shared model, and the running means of the run
+    optimizer = DistributedOptimizer(optimizer, model, schedule=schedule)  # 2
+    loader = DataLoader(data, batch, sampler=sampler(data, batch, steps=steps))  # 3: until the run has made them
+    for x, y in loader:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y, label_smoothing=0.1).backward()
+        optimizer.step()
+        schedule.step()
+    optimizer.eval()  # 4: the shared model, and the running means of the run
     model.eval()
     with torch.no_grad():
         accuracy = (model(held_out[0]).argmax(1) == held_out[1]).float().mean().item()

@@ -71,34 +71,30 @@ def main(steps: int, batch: int, accumulate: int, lr: float, dtype: str, compile
     others = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95))
-    optimizer = DistributedOptimizer(optimizer, model)  # 2
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, steps))
+    optimizer = DistributedOptimizer(optimizer, model, schedule=schedule)  # 2
     scaler = torch.amp.GradScaler("cpu", enabled=dtype == "float16")  # bfloat16 has the exponents of float32
     forward = torch.compile(model) if compiled else model
     data = Windows()
-    rows = endless(DataLoader(data, batch, sampler=sampler(data, accumulate * batch)))  # 3
-    for _step in range(steps):
-        for _part in range(accumulate):
-            with torch.autocast("cpu", DTYPES[dtype], enabled=dtype != "float32"):
-                loss = forward(next(rows)["input_ids"]) / accumulate
-            scaler.scale(loss).backward()
+    loader = DataLoader(data, batch, sampler=sampler(data, accumulate * batch, steps=steps))  # 3
+    for part, rows in enumerate(loader, 1):
+        with torch.autocast("cpu", DTYPES[dtype], enabled=dtype != "float32"):
+            loss = forward(rows["input_ids"]) / accumulate
+        scaler.scale(loss).backward()
+        if part % accumulate:
+            continue
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         scaler.step(optimizer)
         scaler.update()
         schedule.step()
         optimizer.zero_grad()
-    optimizer.eval()  # the shared model
+    optimizer.eval()  # 4: the shared model
     model.eval()
     with torch.no_grad():
         losses = [model(each["input_ids"]).item() for each in DataLoader(Windows(held_out=True), 50)]
     assert model.token.weight is model.head.weight
     print(f"loss {sum(losses) / len(losses):.4f}", flush=True)
-
-
-def endless(loader):
-    while True:
-        yield from loader
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ ps-worker -n 2 --sync ssp --compress topk:0.05+int8 examples/lightning_module.py
 """
 
 import argparse
+import tempfile
 import warnings
 
 import lightning
@@ -12,19 +13,9 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from narrows.worker import DistributedOptimizer, sampler  # 1
+from narrows.worker.lightning import NarrowsCallback, sampler  # 1
 
 warnings.filterwarnings("ignore", module="lightning")
-
-
-class SharedModel(lightning.Callback):
-    """Validation, tests and checkpoints see the shared model."""
-
-    def on_validation_start(self, trainer, module):
-        module.optimizers(use_pl_optimizer=False).eval()
-
-    def on_validation_end(self, trainer, module):
-        module.optimizers(use_pl_optimizer=False).train()
 
 
 class Digits(lightning.LightningModule):
@@ -44,7 +35,6 @@ class Digits(lightning.LightningModule):
 
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
-        optimizer = DistributedOptimizer(optimizer, self)  # 2
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.lr, total_steps=self.steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -54,13 +44,15 @@ def main(steps: int, batch: int, lr: float) -> None:
     images, labels = load_digits(return_X_y=True)
     images, labels = torch.tensor(images).float().view(-1, 1, 8, 8) / 16, torch.tensor(labels)
     data, held_out = TensorDataset(images[300:], labels[300:]), TensorDataset(images[:300], labels[:300])
-    trainer = lightning.Trainer(
-        max_steps=steps, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, val_check_interval=steps, check_val_every_n_epoch=None, callbacks=[SharedModel()],
-    )  # fmt: skip
-    loader = DataLoader(data, batch, sampler=sampler(data, batch))  # 3
-    trainer.fit(Digits(steps, lr), loader, DataLoader(held_out, 300))
-    print(f"accuracy {trainer.callback_metrics['accuracy']:.4f}", flush=True)
+    loader = DataLoader(data, batch, sampler=sampler(data, batch))  # 2
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = lightning.Trainer(
+            max_steps=steps, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+            val_check_interval=steps, check_val_every_n_epoch=None, default_root_dir=folder,
+            callbacks=[NarrowsCallback()],  # 3
+        )  # fmt: skip
+        trainer.fit(Digits(steps, lr), loader, DataLoader(held_out, 300))
+        print(f"accuracy {trainer.callback_metrics['accuracy']:.4f}", flush=True)
 
 
 if __name__ == "__main__":

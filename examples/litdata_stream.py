@@ -14,7 +14,7 @@ from gpt import GPT
 from text import Windows
 from torch.utils.data import DataLoader
 
-from narrows.worker import DistributedOptimizer  # 1
+from narrows.worker import DistributedOptimizer, resumable, step_count  # 1
 
 SAMPLES = 5000
 
@@ -45,16 +45,12 @@ def main(steps: int, batch: int, lr: float, folder: str) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     optimizer = DistributedOptimizer(optimizer, model)  # 2: from now on the variables say the rank
     loader = litdata.StreamingDataLoader(litdata.StreamingDataset(data, shuffle=True), batch_size=batch)
-    done = 0
-    while done < steps:
-        for rows in loader:
-            optimizer.zero_grad()
-            model(rows.long()).backward()
-            optimizer.step()
-            done += 1
-            if done == steps:
-                break
-    optimizer.eval()  # the shared model
+    batches = resumable(loader, f"{data}-states")  # 3: epoch after epoch, from the run's step on
+    while step_count() < steps:  # 4
+        optimizer.zero_grad()
+        model(next(batches).long()).backward()
+        optimizer.step()
+    optimizer.eval()  # 5: the shared model
     with torch.no_grad():
         losses = [model(each["input_ids"]).item() for each in DataLoader(Windows(held_out=True), 50)]
     print(f"loss {sum(losses) / len(losses):.4f}", flush=True)

@@ -24,14 +24,12 @@ def main(steps: int, batch: int, lr: float) -> None:
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
     optimizer = DistributedOptimizer(optimizer, model)  # 2
     data = Windows()
-    loader = DataLoader(data, batch, sampler=sampler(data, batch))  # 3
-    for step, rows in enumerate(loader):
-        if step == steps:
-            break
+    loader = DataLoader(data, batch, sampler=sampler(data, batch, steps=steps))  # 3: until the run has made them
+    for rows in loader:
         optimizer.zero_grad()
         model(**rows).loss.backward()
         optimizer.step()
-    optimizer.eval()
+    optimizer.eval()  # 4: the shared model
     model.eval()
     with torch.no_grad():
         losses = [model(**rows).loss.item() for rows in DataLoader(Windows(held_out=True), 50)]

@@ -27,15 +27,10 @@ def parallelized(model: GPT) -> GPT:
     return model
 
 
-def endless(loader):
-    while True:
-        yield from loader
-
-
 class Trainer:
     def __init__(self, steps: int, batch: int, accumulate: int, lr: float) -> None:
         torch.manual_seed(0)
-        self.steps, self.accumulate = steps, accumulate
+        self.accumulate = accumulate
         self.model_parts = [parallelized(GPT())]
         adamw = {"lr": lr, "betas": (0.9, 0.95)}
         plain = ParamGroupConfig(pattern=r"bias|norm", optimizer_name="Adam", optimizer_kwargs=adamw)
@@ -44,9 +39,9 @@ class Trainer:
         self.optimizers = OptimizersContainer(config, model_parts=self.model_parts)
         schedule = LRSchedulersContainer.Config(warmup_steps=steps // 10, decay_type="cosine", min_lr_factor=0.1)
         self.lr_schedulers = schedule.build(optimizers=self.optimizers, training_steps=steps)
-        self.optimizers = DistributedOptimizer(self.optimizers, *self.model_parts)  # 2
+        self.optimizers = DistributedOptimizer(self.optimizers, *self.model_parts, schedule=self.lr_schedulers)  # 2
         data = Windows()
-        self.dataloader = DataLoader(data, batch, sampler=sampler(data, accumulate * batch))  # 3
+        self.dataloader = DataLoader(data, batch, sampler=sampler(data, accumulate * batch, steps=steps))  # 3
 
     def forward_backward_step(self, tokens: torch.Tensor) -> None:
         loss = self.model_parts[0](tokens) / self.accumulate
@@ -61,12 +56,12 @@ class Trainer:
         self.lr_schedulers.step()
 
     def train(self) -> None:
-        batches = endless(self.dataloader)
-        for _ in range(self.steps):
+        batches = iter(self.dataloader)
+        for _ in range(len(self.dataloader) // self.accumulate):
             self.train_step(batches)
 
     def validate(self) -> float:
-        self.optimizers.eval()  # the shared model
+        self.optimizers.eval()  # 4: the shared model
         with torch.no_grad():
             losses = [self.model_parts[0](each["input_ids"]).item() for each in DataLoader(Windows(held_out=True), 50)]
         return sum(losses) / len(losses)

@@ -11,6 +11,9 @@ from torch.utils.data import Sampler
 from narrows.protocols.errors import UsageError
 from narrows.worker import session
 from narrows.worker.session import rank, step_count, world_size
+from narrows.worker.telling import say
+
+PASSES_MAX = 100  # passes over the data without a step of the run: a loader that gives no batch would be read for ever
 
 
 class RunSampler(Sampler[int]):
@@ -19,31 +22,114 @@ class RunSampler(Sampler[int]):
 
     batch: samples of this worker in an optimizer step. A worker that begins in the middle, or again, leaves out what its share
     of the run's steps has used already. One that comes on top of those that the run was started for has a share with another.
-    Raises UsageError where the dataset is too small.
+    steps: of the run. One pass then goes on from epoch to epoch until the run has made them; without, it ends with the epoch.
+    drop_last: leave out the last samples of a share where they make no whole step, as `steps` does.
+
+    A pass begins where the run is. After one that was read to its end it begins with the next epoch at least, also where the
+    loader made fewer steps of it than are counted here, so no loop reads one tail for ever. Raises UsageError where the dataset
+    is too small, and after PASSES_MAX passes without a step.
     """
 
-    def __init__(self, dataset: Sized, batch: int, *, shuffle: bool = True, seed: int = 0) -> None:
-        self.dataset, self.batch, self.shuffle, self.seed = dataset, batch, shuffle, seed
+    def __init__(
+        self,
+        dataset: Sized,
+        batch: int,
+        *,
+        steps: int | None = None,
+        drop_last: bool = False,
+        shuffle: bool = True,
+        seed: int = 0,
+    ) -> None:
+        self.dataset, self.batch, self.steps, self.shuffle, self.seed = dataset, batch, steps, shuffle, seed
+        self.drop_last = drop_last or steps is not None
+        self.ended: tuple[int, int, int] | None = None  # the newest whole pass: the run's step, its first step, its end
+        self.idle = 0  # whole passes since the newest step
+        self.told = False
         if batch < 1:
             raise UsageError(f"batch={batch}: give the samples of this worker in a step")
-        if not len(self):
+        if steps is not None and steps < 0:
+            raise UsageError(f"steps={steps}: give the steps of the whole run")
+        if not self.share:
             raise UsageError(f"a dataset of {len(dataset)} samples has none for each of {world_size()} workers")
+        if not self.epoch_steps:
+            raise UsageError(
+                f"each of {world_size()} workers has {self.share} samples, which make no whole step of {batch}: lower batch="
+            )
 
-    def __len__(self) -> int:
-        """Samples of a whole epoch here."""
+    @property
+    def share(self) -> int:
+        """Samples of this worker in an epoch."""
         return len(self.dataset) // world_size()
 
+    @property
+    def epoch_steps(self) -> int:
+        return self.share // self.batch if self.drop_last else -(-self.share // self.batch)
+
+    def __len__(self) -> int:
+        """Samples of a whole epoch here; with `steps`, of the steps that the run has yet to make."""
+        if self.steps is not None:
+            return max(0, self.steps - step_count()) * self.batch
+        return self.epoch_steps * self.batch if self.drop_last else self.share
+
     def __iter__(self) -> Iterator[int]:
-        share, order = len(self), torch.arange(len(self.dataset))
-        epoch, steps = divmod(step_count(), -(-share // self.batch))
+        now, each = step_count(), self.epoch_steps
+        first = self._first(now)
+        end = (first // each + 1) * each if self.steps is None else self.steps
+        own: list[int] = []
+        for step in range(first, end):
+            epoch, place = divmod(step, each)
+            if not own or not place:
+                own = self._own(epoch)
+            yield from own[place * self.batch : (place + 1) * self.batch]
+        self.ended = now, first, end
+
+    def _own(self, epoch: int) -> list[int]:
+        """This worker's share of an epoch."""
+        order = torch.arange(len(self.dataset))
         if self.shuffle:
             order = torch.randperm(len(order), generator=torch.Generator().manual_seed(self.seed + epoch))
-        yield from order[rank() % world_size() :: world_size()][steps * self.batch : share].tolist()
+        own: list[int] = order[rank() % world_size() :: world_size()][: self.share].tolist()
+        return own
+
+    def _first(self, now: int) -> int:
+        """The step that the next pass begins with; the run is at step `now`."""
+        if self.ended is None:
+            return now
+        (began, first, end), self.ended = self.ended, None
+        self.idle = 0 if now != began else self.idle + 1
+        if self.idle >= PASSES_MAX:
+            raise UsageError(
+                f"{PASSES_MAX} passes over the data were made without a step: the loop takes none, or the DataLoader drops all "
+                f"that it reads: lower its batch_size, for this worker has {self.share} samples, or leave out drop_last=True"
+            )
+        if now < began:
+            return now  # the run has gone back to a checkpoint
+        if first == began:
+            self._compare(end - first, now - began)
+        whole_epoch = self.steps is None and first % self.epoch_steps == 0
+        return first if now == began and whole_epoch else max(now, end)  # who took no step has only looked at the data
+
+    def _compare(self, counted: int, made: int) -> None:
+        if self.told or not made or abs(counted - made) <= max(1, counted // 10):
+            return
+        self.told = True
+        say(
+            f"sampler(batch={self.batch}) counts {counted} steps in a pass over the data, and this worker has made {made}: "
+            "give it the samples of one step as batch=, else a worker that joins late or resumes begins in the wrong place"
+        )
 
 
-def sampler(dataset: Sized, batch: int, *, shuffle: bool = True, seed: int = 0) -> RunSampler:
+def sampler(
+    dataset: Sized,
+    batch: int,
+    *,
+    steps: int | None = None,
+    drop_last: bool = False,
+    shuffle: bool = True,
+    seed: int = 0,
+) -> RunSampler:
     """See RunSampler: DataLoader(dataset, batch, sampler=sampler(dataset, batch))."""
-    return RunSampler(dataset, batch, shuffle=shuffle, seed=seed)
+    return RunSampler(dataset, batch, steps=steps, drop_last=drop_last, shuffle=shuffle, seed=seed)
 
 
 class Ranges(Iterator[torch.Tensor]):

@@ -14,6 +14,7 @@ from narrows.worker.engine import Engine
 from narrows.worker.gradients import Gradients
 from narrows.worker.optimizers import as_one, each_of
 from narrows.worker.runner import say
+from narrows.worker.schedules import Schedule, catch_up
 from narrows.worker.server_state import as_state_dict
 from narrows.worker.updates import clipped_step
 
@@ -39,7 +40,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     closure: where gradients are pushed, or for several optimizers, it is called once a step and all step along its
     gradients; else the inner optimizer calls it as often as it does alone.
     max_grad_norm: L2 norm to clip all gradients to: of the folded mean where gradients are pushed (as DDP clips), else of the
-    worker's own. Raises UsageError for what cannot be pushed, IncompatibleError where the model is not the run's.
+    worker's own.
+    schedule: a new scheduler of `inner`, or a container of some, that steps once a step. It is brought to where the run is.
+    Raises UsageError for what cannot be pushed, IncompatibleError where the model is not the run's.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         overlap: bool = False,
         accumulate: int = 1,
         max_grad_norm: float | None = None,
+        schedule: Schedule | None = None,
     ) -> None:
         if accumulate < 1:
             raise UsageError(f"accumulate={accumulate}: give the number of backward passes that make a step")
@@ -66,6 +70,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._session = session.current()
         if isinstance(self._session, session.Connected):
             self._engine = self._session.attach(model, self.inner, max_grad_norm or 0.0, accumulate if overlap else 0)
+        if schedule is not None:
+            catch_up(schedule, self._session.step_count)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

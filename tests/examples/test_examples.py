@@ -28,8 +28,16 @@ BATCHES = {
     "titan": 8, "clicks": 256,
 }  # fmt: skip
 MORE = {"litdata_stream": ["--rank-variables"], "titan": ["--push", "update"]}  # flags
-CALLED = [name for name in worker.__all__ if name != "Embedding"]  # which is called as torch's is
-PUBLIC = re.compile(rf"\bnarrows\b|(?<![.\w])({'|'.join(CALLED)})\(")
+# Lines that a script in plain torch, or of the trainer, does not have: what names Narrows, and calls of the wrapped optimizer.
+LINES = {
+    "hf_trainer": 2, "lightning_module": 3, "accelerate_loop": 4, "lora": 4, "gpt": 4, "cnn": 4, "titan": 4,
+    "litdata_stream": 5, "clicks": 7,
+}  # fmt: skip
+CALLED = [name for name in (*worker.__all__, "distributed", "NarrowsCallback") if name != "clock"]
+SAME, SAME_DROPOUT = "all workers draw the same random numbers in the forward pass", ("lora", "accelerate_loop")
+OURS = re.compile(
+    rf"\bnarrows\b|(?<![.\w])({'|'.join(CALLED)})\(|\boptimizers?\.(eval|train|shared|finish|step_samples)\("
+)
 
 
 def ends(words: list[str], workers: int, name: str) -> tuple[list[float], str]:
@@ -56,10 +64,24 @@ def test_two_workers_end_where_one_ends(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BATCHES)
-def test_three_lines_name_narrows(name: str) -> None:
-    text = (EXAMPLES / f"{name}.py").read_text("utf-8")
-    body = text.split('"""', 2)[2]
-    assert 2 <= len([line for line in body.splitlines() if PUBLIC.search(line)]) <= 3
+def test_each_line_of_ours_has_a_number(name: str) -> None:
+    """docs/reference.md says how many an example has."""
+    body = (EXAMPLES / f"{name}.py").read_text("utf-8").split('"""', 2)[2]
+    ours = [line for line in body.splitlines() if OURS.search(line)]
+    numbers = [int(found[1]) for line in body.splitlines() if (found := re.search(r"  # (\d)(:|$)", line))]
+    assert numbers == list(range(1, LINES[name] + 1)) and len(ours) == LINES[name]
+    table = (EXAMPLES.parent / "docs" / "reference.md").read_text("utf-8")
+    assert f"| examples/{name}.py | {LINES[name]} |" in table
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_the_check_says_fine_of_each_example(name: str) -> None:
+    flags = ["--rank-variables"] if name == "litdata_stream" else []
+    command = [sys.executable, "-m", "narrows.worker.command.cli", "--check", *flags]
+    done = subprocess.run([*command, str(EXAMPLES / f"{name}.py")], capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0 and "fine         2 workers made 2 steps each" in done.stdout, done.stdout + done.stderr
+    notices = re.findall(r"^notice +(.*)$", done.stdout, re.M)
+    assert [text.partition(" (dropout)")[0] for text in notices] == [SAME] * (name in SAME_DROPOUT)
 
 
 @pytest.mark.parametrize("flags", [["--dtype", "float16"], ["--compile"]], ids=" ".join)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from narrows.protocols.errors import UsageError
 from narrows.protocols.settings import Settings
-from narrows.worker import DistributedOptimizer, resumable, sampler
+from narrows.worker import DistributedOptimizer, resumable, sampler, step_count
 from narrows.worker.resuming import superfluous
 
 SAMPLES, BATCH = 103, 8
@@ -71,6 +71,87 @@ def test_alone_it_has_all() -> None:
             sampler([], 2)
         with pytest.raises(UsageError, match="batch=0"):
             sampler(range(7), 0)
+        with pytest.raises(UsageError, match="has 7 samples, which make no whole step of 8: lower batch="):
+            sampler(range(7), 8, drop_last=True)
+        with pytest.raises(UsageError, match="steps=-1"):
+            sampler(range(7), 2, steps=-1)
+
+
+def alone_loop(
+    steps: int, samples: int, loader_batch: int, drop_last: bool, of_sampler: dict[str, Any]
+) -> list[list[int]]:
+    """The indices of each pass of `while step < steps: for batch in loader`, without another worker."""
+    model, data = build(), cast(Any, list(range(samples)))
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model)
+    loader: Any = DataLoader(data, loader_batch, drop_last=drop_last, sampler=sampler(data, **of_sampler))
+    seen: list[list[int]] = []
+    while step_count() < steps:
+        seen.append([])
+        for batch in loader:
+            loss_of(model, 0).backward()
+            optimizer.step()
+            seen[-1] += batch.tolist()
+            if step_count() == steps:
+                break
+    return seen
+
+
+LOOPS: dict[str, tuple[int, bool, dict[str, Any]]] = {
+    "the loader drops its last batch": (4, True, {"batch": 4}),
+    "both drop it": (4, True, {"batch": 4, "drop_last": True}),
+    "the sampler drops it": (4, False, {"batch": 4, "drop_last": True}),
+    "a step has less than the loader's batch": (4, True, {"batch": 1}),
+    "a step has more than the loader's batch": (2, False, {"batch": 4}),
+    "as it should be": (4, False, {"batch": 4}),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_over_passes_never_reads_one_tail_for_ever(name: str) -> None:
+    loader_batch, drop_last, of_sampler = LOOPS[name]
+    with alone():
+        seen = alone_loop(11, 10, loader_batch, drop_last, of_sampler)
+    assert all(seen), "no pass is empty"
+    if name != "a step has more than the loader's batch":  # which leaves out what it takes for used
+        used = 10 if name == "as it should be" else 8
+        assert [len(each) for each in seen[:-1]] == [used] * (len(seen) - 1)
+        assert len({tuple(each) for each in seen[:-1]}) == len(seen) - 1, "each pass has an epoch of its own"
+
+
+def test_a_loader_that_gives_no_batch_is_an_error_and_no_endless_loop() -> None:
+    with (
+        alone(),
+        pytest.raises(UsageError, match=r"100 passes over the data were made without a step: .* has 5 samples"),
+    ):
+        alone_loop(1, 5, 8, True, {"batch": 8})
+
+
+def test_who_only_looks_at_the_data_passes_over_the_same_epoch() -> None:
+    with alone():
+        indices = sampler(range(10), 4)
+        assert list(indices) == list(indices)
+
+
+def test_with_steps_one_pass_is_the_whole_run() -> None:
+    """Each epoch has whole steps alone, and who comes later goes on in the middle."""
+    with alone() as session:
+        whole = list(sampler(range(10), 4, steps=5))
+        assert len(whole) == 20 and len(sampler(range(10), 4, steps=5)) == 20
+        epochs = [whole[:8], whole[8:16], whole[16:]]
+        assert all(len({*epoch}) == len(epoch) for epoch in epochs) and epochs[0] != epochs[1]
+        assert whole[:10] != list(sampler(range(10), 4)) and whole[:8] == list(sampler(range(10), 4, drop_last=True))
+        session.clock = 3
+        late = sampler(range(10), 4, steps=5)
+        assert len(late) == 8 and list(late) == whole[12:]
+        session.clock = 5
+        assert len(late) == 0 and list(late) == []
+
+
+def test_a_batch_that_is_no_step_is_told_of_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with alone():
+        alone_loop(9, 40, 8, False, {"batch": 2})
+    told = capsys.readouterr().err
+    assert told.count("sampler(batch=2) counts 20 steps in a pass over the data, and this worker has made 5:") == 1
 
 
 class Stream:

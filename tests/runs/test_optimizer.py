@@ -293,6 +293,39 @@ def test_schedulers_steer_the_run(name: str, settings: Settings) -> None:
     assert sorted(trace) == sorted(expected * settings.workers)
 
 
+@pytest.mark.parametrize("name", [name for name in SCHEDULERS if name != "ReduceLROnPlateau"])
+def test_who_joins_in_the_middle_brings_its_schedule_there(name: str) -> None:
+    """The rates of two lives, the second of which has `schedule=`, are those of one."""
+    loop, expected = schedule(SCHEDULERS[name])
+    plain(SGD, loop)
+    trace = []
+    with run(Settings(sync="async", workers=1)) as started, warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch warns of a schedule that steps before its optimizer
+        for life, until in enumerate((5, STEPS)):
+            net = build()
+            inner = SGD(net.parameters())
+            scheduler = SCHEDULERS[name](inner)
+            optimizer = DistributedOptimizer(inner, net, schedule=scheduler)
+            assert step_count() == 5 * life
+            while step_count() < until:
+                optimizer.zero_grad()
+                loss_of(net, step_count()).backward()
+                optimizer.step()
+                scheduler.step()
+                trace.append([group["lr"] for group in optimizer.param_groups])
+            if life == 0:
+                started.expire(0)
+                started.join()
+    assert trace == expected
+
+
+def test_a_schedule_that_follows_a_metric_cannot_be_caught_up_with() -> None:
+    net = build()
+    plateau = lrs.ReduceLROnPlateau(inner := SGD(net.parameters()))
+    with alone(), pytest.raises(UsageError, match=r"ReduceLROnPlateau.* follows a metric"):
+        DistributedOptimizer(inner, net, schedule=plateau)  # type: ignore[arg-type]
+
+
 def test_param_groups_have_rates_of_their_own() -> None:
     def make(parameters: Any) -> torch.optim.Optimizer:
         first, *rest = list(parameters)

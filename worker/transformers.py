@@ -1,0 +1,148 @@
+"""Hugging Face's Trainer in a run: `distributed(Trainer)` is a Trainer that shares what it trains.
+
+    from narrows.worker.transformers import distributed
+    trainer = distributed(Trainer)(model, args, train_dataset=data)
+
+Rules
+- Its optimizer, its own or the script's, is a DistributedOptimizer. Its data is this worker's share.
+- Its steps and its schedule are those of the run: a worker that comes late or again goes on where the run is.
+- Its checkpoints hold the shared model, whoever asks for them. The first worker of a machine saves, the others do not.
+- After train() the module holds the model that all workers end with, or the best one where Trainer has loaded that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from narrows.protocols.errors import UsageError
+from narrows.worker.datasets import RunSampler
+from narrows.worker.machine import local_rank
+from narrows.worker.optimizer import DistributedOptimizer
+from narrows.worker.schedules import catch_up
+from narrows.worker.session import current, rank, step_count
+
+Base: Any = object
+SHUFFLES = {"random": True, "sequential": False}  # what Trainer's sampling strategies are to RunSampler
+
+
+class Share(RunSampler):
+    """This worker's share of a Trainer's data; nothing once the run is over, so that no step is one too many."""
+
+    def __init__(self, trainer: Any, dataset: Any) -> None:
+        args, self.trainer = trainer.args, trainer
+        strategy = getattr(args, "train_sampling_strategy", "random")  # of transformers 5
+        if strategy not in SHUFFLES or getattr(args, "group_by_length", False):
+            raise UsageError(
+                "Trainer groups samples by length, and the workers' shares are cut at random: set "
+                "train_sampling_strategy='random' (group_by_length=False before transformers 5)"
+            )
+        batch = args.train_batch_size * args.gradient_accumulation_steps
+        drop_last, seed = (
+            args.dataloader_drop_last,
+            args.data_seed or 0,
+        )  # not args.seed, which may be each worker's own
+        super().__init__(dataset, batch, drop_last=drop_last, shuffle=SHUFFLES[strategy], seed=seed)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(()) if 0 < self.trainer.state.max_steps <= self.trainer.run_steps() else super().__iter__()
+
+
+class Follows(TrainerCallback):  # type: ignore[misc]
+    """Has the state of a Trainer follow the run."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        state.global_step = self.trainer.run_steps()
+        # Of a Trainer: the mean loss that it logs is over the steps since.
+        self.trainer._globalstep_last_logged = self.trainer._initial_global_step = state.global_step
+        catch_up(self.trainer.lr_scheduler, state.global_step)
+        torch.manual_seed((torch.initial_seed() + rank()) % 2**63)  # else dropout is the same in all workers
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        """A worker that had to join again, or that a quorum went on without, is further than it has stepped."""
+        missed = self.trainer.run_steps() - state.global_step
+        state.global_step += missed
+        catch_up(self.trainer.lr_scheduler, missed)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        if control.should_training_stop:  # so what Trainer saves and evaluates now is what all workers end with
+            self.trainer.shared.finish()
+
+    on_epoch_end = on_step_end
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **rest: Any) -> None:
+        """Trainer logs to the loggers of the script itself."""
+        if "loss" in (logs or {}):
+            current().record({"loss": float(logs["loss"]), "total_steps": state.max_steps})
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        self.trainer.shared.finish()
+
+
+class InRun(Base):  # type: ignore[misc]
+    """What a Trainer does differently in a run. shared: its DistributedOptimizer, once train() has made it."""
+
+    shared: DistributedOptimizer | None = None
+    before = 0  # steps of earlier Trainers of a script that trains alone
+
+    def __init__(self, *args: Any, **values: Any) -> None:
+        super().__init__(*args, **values)
+        self.add_callback(Follows(self))
+
+    def run_steps(self) -> int:
+        """Steps of the run so far."""
+        return step_count() - self.before
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **values: Any) -> Any:
+        """Raises UsageError in a run for a checkpoint of Trainer's: the servers have the run's."""
+        if current().link is None:
+            self.before = step_count()
+        elif resume_from_checkpoint:
+            raise UsageError(
+                "resume_from_checkpoint: a run goes on from its server's checkpoints: start ps-serve, or a ps-worker that "
+                "embeds it, with --resume, and leave it out"
+            )
+        return super().train(resume_from_checkpoint, *args, **values)
+
+    def create_optimizer(self, *args: Any, **values: Any) -> Any:
+        if self.shared is None:
+            inner = super().create_optimizer(*args, **values)
+            own = inner if isinstance(inner, DistributedOptimizer) else DistributedOptimizer(inner, self.model)
+            self.shared = self.optimizer = own
+        return self.optimizer
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        dataset = self.train_dataset if train_dataset is None else train_dataset
+        return Share(self, dataset) if hasattr(dataset, "__len__") else super()._get_train_sampler(dataset)
+
+    def save_model(self, *args: Any, **values: Any) -> None:
+        if local_rank():
+            return
+        if self.shared is None:
+            super().save_model(*args, **values)
+            return
+        with self.shared.shared():
+            super().save_model(*args, **values)
+
+    def _load_best_model(self) -> None:
+        """Trainer does it once it has trained: it is no update, so the run is over for this worker."""
+        assert self.shared is not None
+        self.shared.finish()
+        super()._load_best_model()
+
+    def _save_checkpoint(self, *args: Any, **values: Any) -> None:
+        if not local_rank():
+            super()._save_checkpoint(*args, **values)
+
+
+@cache
+def distributed(trainer: type) -> Any:
+    """The class `trainer`, transformers.Trainer or one that is derived from it, for the workers of a run."""
+    return type(trainer.__name__, (InRun, trainer), {"__module__": trainer.__module__, "__doc__": trainer.__doc__})
