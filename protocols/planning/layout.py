@@ -9,7 +9,8 @@ stage, and its server is the root.
      "processes": [{"stage": 0, "replica": 0, "host": "leipzig", "port": 6000}, ...],
      "lease": 10.0, "checkpoint_clocks": 100, "insecure": false}
 
-docs/planning.md has the fields. Everybody reads the same file: its digest says so.
+docs/planning.md has the fields. Everybody reads the same file: stages compare its digest with each other, members of a run with
+their server (`settings.contradiction`).
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from narrows.protocols.planning.layout import Layout, Server
 from narrows.protocols.runtime import plans, signals
 from narrows.protocols.runtime.children import Child, Children
 from narrows.ps.command.console import doing, say
+from narrows.ps.command.serve import PLAN_DIGEST
 
 MEET_S = 600.0  # all hosts have begun within this
 TAG = 0
@@ -41,7 +42,7 @@ def serve(plan: str, host: str, keys: str, checkpoint_dir: str, resume: bool, jo
     if resume and layout.served(here):
         go_back(layout, here, Path(checkpoint_dir), keys or layout.keys)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("NARROWS_")}
-    environment["PYTHONSAFEPATH"] = "1"
+    environment |= {"PYTHONSAFEPATH": "1", PLAN_DIGEST: str(layout.digest)}
 
     def words(server: Server) -> list[str]:
         name = server.name.replace(" ", "-")

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from kit.processes import GONE_S, LIMIT_S, SCRIPT, Command, descendants, free_ports, started, until
+from kit.processes import GONE_S, LIMIT_S, SCRIPT, Command, descendants, finished, free_ports, started, until
 
 from narrows.protocols.errors import UsageError
+from narrows.protocols.planning.layout import parse
 from narrows.ps.command import cli as serve
 
 ENOUGH = "if os.path.exists('enough'): break"
@@ -61,6 +62,40 @@ def test_hosts_start_their_parts_in_any_order_and_all_end(tmp_path: Path, rows: 
             assert command.wait() == 0, command
         assert said in servers[0].out, servers[0]
         assert f"samples={rows.get('samples', ['{samples}'])[0]}" in worker.out, worker
+
+
+def stale(file: str) -> str:
+    """A copy of the plan, as it was before somebody changed it."""
+    old = Path(file).with_name("old.json")
+    old.write_text(json.dumps(json.loads(Path(file).read_text()) | {"lease": 77.0}))
+    return str(old)
+
+
+def both(old: str, new: str) -> str:
+    here, there = (parse(Path(file).read_text()).digest for file in (old, new))
+    return f"plan.json differs from the server's: its digest here is {here:014x}, and there {there:014x}"
+
+
+@pytest.mark.parametrize("rows", [{"clusters": [CLUSTER | {"host": "c"}]}, {"guests": [{"host": "c"}]}])
+def test_a_server_with_another_copy_of_the_plan_is_refused(tmp_path: Path, rows: dict[str, Any]) -> None:
+    file = plan(tmp_path, **rows)
+    with started("ps-serve", "--plan", file, "--host", "a", "--checkpoint-dir", "none", cwd=tmp_path) as root:
+        until(lambda: "stage 0: serves 1 shard" in root.out, str(root))
+        words = ("ps-serve", "--plan", stale(file), "--host", "c", "--checkpoint-dir", "none")
+        code, _, said = finished(*words, cwd=tmp_path)
+    assert code == 5 and both(stale(file), file) in said
+
+
+def test_a_worker_with_another_copy_of_the_plan_is_refused_and_one_without_a_plan_joins(tmp_path: Path) -> None:
+    file, script = plan(tmp_path), tmp_path / "script.py"
+    script.write_text(SCRIPT % "pass")
+    with started("ps-serve", "--plan", file, "--host", "a", "--checkpoint-dir", "none", cwd=tmp_path) as root:
+        until(lambda: "stage 0: serves 1 shard" in root.out, str(root))
+        code, _, said = finished("ps-worker", "--plan", stale(file), "--host", "b", str(script), "1", cwd=tmp_path)
+        assert code == 5 and both(stale(file), file) in said
+        there = f"tcp://127.0.0.1:{json.loads(Path(file).read_text())['stages'][0]['port']}"
+        assert finished("ps-worker", "--server", there, str(script), "1", cwd=tmp_path)[0] == 0
+        assert root.wait() == 0, root
 
 
 def test_a_signal_ends_all_servers_of_a_host(tmp_path: Path) -> None:
