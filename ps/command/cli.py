@@ -72,7 +72,7 @@ def command(context: click.Context, /, **flags: Any) -> int:
     if plan:
         from narrows.ps.command import stages
 
-        taken = ("keys", "checkpoint_dir", "resume", "journal", "ready_file")
+        taken = ("keys", "checkpoint_dir", "resume", "journal", "ready_file", *stages.OF_ROOT)
         told = [name for name in flags if context.get_parameter_source(name) is not ParameterSource.DEFAULT]
         if more := sorted(set(told) - set(taken)):
             raise UsageError(f"--{more[0].replace('_', '-')}: the plan says what servers do; leave it out")
