@@ -1,6 +1,7 @@
 """Who measures with whom, and when: the machine of the process that directs ps-probe.
 
 Rules
+- A machine joins first and times its steps then. The first round begins once all that are awaited have done both.
 - A round is a set of disjoint pairs. Halves of the machines pass each other (shift-one), then each half does so within itself.
 - A pair is one try: the listener opens a port, the dialler dials it with a token that no other pair has. A port that cannot be
   dialled is tried once more the other way.
@@ -10,6 +11,7 @@ Rules
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -21,7 +23,17 @@ from narrows.protocols.gossip.topology import edges
 from narrows.protocols.messages import Message
 from narrows.protocols.planning.flows import Flow, checked
 from narrows.protocols.planning.measured import Link, of_pair
-from narrows.protocols.planning.probe_messages import MESSAGE_BYTES_MAX, Beat, Dial, End, Join, Listen, Opened, Report
+from narrows.protocols.planning.probe_messages import (
+    MESSAGE_BYTES_MAX,
+    Beat,
+    Dial,
+    End,
+    Join,
+    Listen,
+    Opened,
+    Report,
+    Steps,
+)
 from narrows.protocols.planning.sharing import Shared, rounds_alone, shared, shares
 from narrows.protocols.wire import unpack
 
@@ -29,6 +41,8 @@ MACHINES_MAX = 256
 BEAT_NS = NS  # from one sign of life to the next
 SILENT_NS = 15 * NS  # a link that is measured delays a sign of life by its queue
 LATE_NS = 6 * NS  # that the reports of a pair may take beyond its round
+STEPS_S = 600.0  # in which a machine has timed its steps, with all that a script does before the first
+STEPS_NS = int(STEPS_S * NS) + 120 * NS  # and in which it has said so: a script that does not end is killed first
 Pair = tuple[int, int]
 
 
@@ -56,7 +70,9 @@ class Machine:
 
     peer: bytes
     join: Join
+    came_ns: int
     heard_ns: int
+    step_s: float | None = None  # None: it times its steps
 
 
 @dataclass(slots=True)
@@ -149,6 +165,9 @@ class Probe:
                 return self._reported(trial, number, why, checked(unpack(flows, MESSAGE_BYTES_MAX)), now_ns)
             case Opened() | Report():
                 return []  # it comes late
+            case Steps(seconds) if 0 <= seconds < math.inf:
+                self.machines[number].step_s = seconds
+                return self._begin(now_ns)
         raise RemoteProtocolError(f"a machine does not send {type(message).__name__}")
 
     def _joined(self, peer: bytes, join: Join, now_ns: int) -> Effects:
@@ -161,18 +180,22 @@ class Probe:
             why = f"another machine is named {join.name} too; give this one a --name"
         if why:
             return [Tell(peer, End(why)), Say(f"{join.name} was refused: {why}")]
-        self.machines.append(Machine(peer, join, now_ns))
-        said: Effects = [Say(f"{join.name} has come")]
-        return said + self._begin(now_ns) if len(self.machines) == self.count else said
+        self.machines.append(Machine(peer, join, now_ns, now_ns))
+        return [Say(f"{join.name} has come")]
 
-    def without(self, why: str, machines: int, now_ns: int) -> Effects:
-        """So many machines will not come, before the first round; those that are there begin where no other is awaited."""
+    def without(self, why: str, now_ns: int, name: str = "") -> Effects:
+        """This machine does not take part, before the first round, "": nor do all that have not come. The others begin where
+        nobody else is awaited."""
         self.failed.append(why)
-        self.count = max(len(self.machines), self.count - machines)
-        begins = 2 <= self.count == len(self.machines)
-        return [Say(why), *(self._begin(now_ns) if begins else [])]
+        self.machines = [machine for machine in self.machines if machine.join.name != name]
+        self.count = max(len(self.machines), self.count - 1 if name else 0)
+        return [Say(why), *self._begin(now_ns)]
 
     def _begin(self, now_ns: int) -> Effects:
+        """The first round, where all are there and have timed their steps."""
+        awaited = len(self.machines) < self.count or any(machine.step_s is None for machine in self.machines)
+        if awaited or self.count < 2 or self.began_ns is not None:
+            return []
         self.began_ns = now_ns
         named = [
             [pair for pair in row if frozenset(map(self.name, pair)) not in self.known]
@@ -268,10 +291,12 @@ class Probe:
     def tick(self, now_ns: int) -> Effects:
         """Time has passed."""
         said: Effects = []
-        for number, machine in enumerate(self.machines):
-            if number in self.gone or self.over or now_ns - machine.heard_ns < SILENT_NS:
-                continue
-            said += self._lost(number, now_ns)
+        for number in reversed(range(len(self.machines))):  # one that is gone leaves the list
+            if number not in self.gone and not self.over and now_ns - self.machines[number].heard_ns >= SILENT_NS:
+                said += self._lost(number, now_ns)
+        for machine in [each for each in self.machines if each.step_s is None and now_ns - each.came_ns > STEPS_NS]:
+            why = f"{machine.join.name}: its steps were not timed within {STEPS_NS // NS} s"
+            said += [Tell(machine.peer, End(why)), *self.without(why, now_ns, machine.join.name)]
         for trial in [trial for trial in self.tries.values() if now_ns >= trial.ends_ns]:
             silent = [self.name(each) for each in (trial.listener, trial.dialler) if each not in trial.reports]
             said += self._fail(trial, f"no report of {' and '.join(silent)} within {self.seconds:g} s", now_ns)

@@ -20,7 +20,13 @@ class Join(Message):
     name: Name
     host: Name
     memory_bytes: int
-    step_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Steps(Message):
+    """Machine to director: so long a step of the script takes here, 0: not known. From now on it measures."""
+
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +80,9 @@ class End(Message):
     why: Name
 
 
-KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in (Join, Beat, Listen, Opened, Dial, Report, End)}
+KINDS: dict[str, type[Message]] = {
+    kind.__name__: kind for kind in (Join, Steps, Beat, Listen, Opened, Dial, Report, End)
+}
 
 
 def encode(message: Message) -> list[bytes]:

@@ -14,7 +14,18 @@ from narrows.protocols.planning.flows import MIB, PHASES, PINGED, SIZES, STREAM_
 from narrows.protocols.planning.measured import Host, Link, Measured
 from narrows.protocols.planning.network import Network
 from narrows.protocols.planning.probe import Probe, Say, Tell
-from narrows.protocols.planning.probe_messages import Beat, Dial, End, Join, Listen, Opened, Report, decode, encode
+from narrows.protocols.planning.probe_messages import (
+    Beat,
+    Dial,
+    End,
+    Join,
+    Listen,
+    Opened,
+    Report,
+    Steps,
+    decode,
+    encode,
+)
 from narrows.protocols.summary import Row, Summary
 from narrows.protocols.wire import pack
 from narrows.ps.glance.history import History
@@ -105,7 +116,8 @@ class Machines:
 
     def join(self, *names: str) -> None:
         for name in names:
-            self.do(self.probe.hear(name.encode(), Join(name, name, 1, 0.5), self.now_ns))
+            self.do(self.probe.hear(name.encode(), Join(name, name, 1), self.now_ns))
+            self.do(self.probe.hear(name.encode(), Steps(0.5), self.now_ns))
 
     def passes(self, seconds: float) -> None:
         for _ in range(int(seconds)):
@@ -186,17 +198,57 @@ def test_a_pair_without_a_report_ends() -> None:
 def test_who_is_refused_is_told_why() -> None:
     machines = Machines(3)
     machines.join("a")
-    assert "named a too" in machines.probe.hear(b"x", Join("a", "a", 1, 0.0), 0)[0].message.why  # type: ignore[union-attr]
+    assert "named a too" in machines.probe.hear(b"x", Join("a", "a", 1), 0)[0].message.why  # type: ignore[union-attr]
     machines.join("b", "c")
-    assert "3 machines are here" in machines.probe.hear(b"d", Join("d", "d", 1, 0.0), 0)[0].message.why  # type: ignore[union-attr]
+    assert "3 machines are here" in machines.probe.hear(b"d", Join("d", "d", 1), 0)[0].message.why  # type: ignore[union-attr]
     assert isinstance(machines.probe.hear(b"y", Beat(0), 0)[0].message, End)  # type: ignore[union-attr]
 
 
 def test_those_who_came_begin_without_the_others() -> None:
     machines = Machines(4)
     machines.join(*"abc")
-    machines.do(machines.probe.without("d did not start", 1, 0))
+    machines.do(machines.probe.without("d did not start", 0, "d"))
     assert machines.probe.over and len(machines.probe.found) == 3 and machines.probe.failed == ["d did not start"]
+
+
+def test_the_first_round_waits_for_all_steps_but_for_those_of_one_that_does_not_say_them() -> None:
+    """A script may take 600 s, and the machines that wait for it are there."""
+    machines = Machines(3)
+    machines.join("a", "b")
+    machines.do(machines.probe.hear(b"c", Join("c", "c", 1), 0))
+    machines.passes(600)
+    assert machines.probe.began_ns is None and not machines.probe.failed and not machines.ended
+    machines.do(machines.probe.hear(b"c", Steps(2.5), machines.now_ns))
+    assert machines.probe.over and [m.step_s for m in machines.probe.machines] == [0.5, 0.5, 2.5]
+
+    hangs = Machines(3)
+    hangs.join("a", "b")
+    hangs.do(hangs.probe.hear(b"c", Join("c", "c", 1), 0))
+    hangs.passes(800)
+    assert hangs.probe.over and len(hangs.probe.found) == 1 and "c: its steps were not timed within 720 s" in hangs.said
+    for wrong in (math.nan, math.inf, -1.0):
+        with pytest.raises(RemoteProtocolError):
+            machines.probe.hear(b"a", Steps(wrong), 0)
+
+
+def test_one_whose_script_fails_is_left_out_and_all_that_have_not_come() -> None:
+    machines = Machines(4)
+    machines.join("a", "b")
+    machines.do(machines.probe.hear(b"c", Join("c", "c", 1), 0))
+    machines.do(machines.probe.without("c: its script made no step", 0, "c"))
+    assert machines.probe.count == 3 and not machines.probe.over
+    machines.do(machines.probe.without("3 s are over", 0))
+    assert machines.probe.over and [each.names for each in machines.probe.found] == [("a", "b")]
+
+
+def test_two_that_are_gone_at_once_before_the_first_round_may_come_again() -> None:
+    machines = Machines(4)
+    machines.join("a", "b", "c")
+    machines.do(machines.probe.tick(100 * NS))
+    assert not machines.probe.machines and not machines.probe.failed
+    machines.now_ns = 100 * NS
+    machines.join("a", "b", "c", "d")
+    assert machines.probe.over and len(machines.probe.found) == 6
 
 
 @pytest.mark.parametrize(
@@ -220,12 +272,12 @@ def test_a_report_that_is_none_is_refused(rows: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "frame", [b"", b"\xc1", pack([]), pack(["Join"]), pack(["Join", 1, 2, 3, 4]), pack(["Eval", "x"]), pack(7)]
+    "frame", [b"", b"\xc1", pack([]), pack(["Join"]), pack(["Join", 1, 2, 3]), pack(["Eval", "x"]), pack(7)]
 )
 def test_bytes_that_are_no_message_are_refused(frame: bytes) -> None:
     with pytest.raises(RemoteProtocolError):
         decode([frame])
-    assert decode(encode(Join("a", "", 1, 0.5))) == Join("a", "", 1, 0.5)
+    assert decode(encode(Join("a", "", 1))) == Join("a", "", 1)
 
 
 def test_slow_start_is_no_part_of_a_rate_and_all_of_a_small_message() -> None:
