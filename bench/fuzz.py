@@ -35,7 +35,7 @@ from narrows.protocols.addresses import parse_address
 from narrows.protocols.errors import NarrowsError
 from narrows.protocols.plan import Plan, TensorSpec, pack_arrays, unpack_arrays
 from narrows.protocols.robust import Robust
-from narrows.protocols.settings import Settings
+from narrows.protocols.settings import Settings, contradiction
 from narrows.protocols.tables import TableSpec
 from narrows.protocols.wire import decode, encode, pack, unpack
 from narrows.ps.folding import unpack_hyper
@@ -154,14 +154,22 @@ def packed_seeds() -> Iterator[bytes]:
     seeds = (
         *(Settings().validated().packed(), plan.packed(), pack_arrays({}), hyper),
         *(pack({"a": [1, b"x", None, 0.5]}), summary.packed(rows), pack([[0, "step", 3.0], [1, "exp_avg", None]])),
+        pack({"plan_digest": 7, "sync": "bsp"}),
     )
     for which, seed in enumerate(seeds):
         yield bytes([which]) + seed
 
 
+def expected(data: bytes) -> None:
+    """The flags of a Hello, beside those of a server that a plan.json has started."""
+    flags = unpack(data)
+    if isinstance(flags, dict):
+        contradiction(flags, Settings(plan_digest=8).validated())
+
+
 PACKED: tuple[Callable[[bytes], object], ...] = (
     *(Settings.unpacked, Plan.unpacked, unpack_arrays, unpack_hyper),
-    *(unpack, summary.unpacked, lambda data: unpack_rows(data, 2)),
+    *(unpack, summary.unpacked, lambda data: unpack_rows(data, 2), expected),
 )
 
 

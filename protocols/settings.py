@@ -58,6 +58,7 @@ class Settings:
     plan_number: int = (
         1  # no flag: the version of mode and SPEC, one more with each change in the running run (--replan change)
     )
+    plan_digest: int = 0  # no flag: of the plan.json that started the server (Layout.digest); 0: none did
 
     def validated(self) -> Settings:
         """Return the settings with every default filled in. Raises UsageError: one sentence that names the flag."""
@@ -80,6 +81,7 @@ class Settings:
             ("grace", -1.0, 86400.0),
             ("replan_after", 1.0, 86400.0),
             ("plan_number", 1, INT_MAX),
+            ("plan_digest", 0, INT_MAX),
         ):
             value = getattr(self, name)
             least = 1 if name in ("local_steps", "quorum", "checkpoint_clocks") else max(low, 0)
@@ -313,9 +315,19 @@ class Settings:
 def contradiction(expected: dict[str, object], actual: Settings) -> str | None:
     """One sentence naming a flag that a worker was given against the server's, or None where they agree.
 
-    Every flag of a run is compared: mode, compression and all the rest come from the server.
+    Every flag of a run is compared: mode, compression and all the rest come from the server. Copies of plan.json are compared
+    where both sides were started by one.
     """
+    ours, theirs = expected.get("plan_digest", 0), actual.plan_digest
+    if ours and theirs and ours != theirs:
+        shown = f"{ours:014x}" if type(ours) is int else "no number"
+        return (
+            f"plan.json differs from the server's: its digest here is {shown}, and there {theirs:014x}; give all hosts a copy "
+            "of one file"
+        )
     for name in Settings.__slots__:
+        if name == "plan_digest":
+            continue
         if actual.plan_number > 1 and name in OF_PLAN:
             continue  # the run has changed that
         has = getattr(actual, name)

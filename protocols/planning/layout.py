@@ -9,7 +9,8 @@ stage, and its server is the root.
      "processes": [{"stage": 0, "replica": 0, "host": "leipzig", "port": 6000}, ...],
      "lease": 10.0, "checkpoint_clocks": 100, "insecure": false}
 
-docs/planning.md has the fields. Everybody reads the same file: its digest says so.
+docs/planning.md has the fields. Everybody reads the same file: stages compare its digest with each other, members of a run with
+their server (`settings.contradiction`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from hashlib import sha256
 from ipaddress import ip_address
 from itertools import accumulate, pairwise
@@ -169,6 +170,12 @@ class Layout:
     def key_of(self, host: str) -> str:
         """The file of a worker's key there, "" without keys."""
         return f"{host}.key" if self.keys else ""
+
+    def with_flags(self, flags: dict[str, Any]) -> Layout:
+        """The plan in which every run has these flags, too; a guest takes the root's."""
+        stages = [replace(stage, flags=stage.flags | flags) for stage in self.stages]
+        clusters = [replace(cluster, flags=cluster.flags | flags) for cluster in self.clusters]
+        return replace(self, stages=stages, clusters=clusters)
 
     def settings(self, place: Stage, children: int) -> dict[str, Any]:
         """The flags of the run of this server."""

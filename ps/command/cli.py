@@ -73,7 +73,7 @@ def command(context: click.Context, /, **flags: Any) -> int:
     if plan:
         from narrows.ps.command import stages
 
-        taken = ("keys", "checkpoint_dir", "resume", "journal", "ready_file")
+        taken = ("keys", "checkpoint_dir", "resume", "journal", "ready_file", *stages.OF_ROOT)
         if more := sorted(told - {"plan", "host", *taken}):
             raise UsageError(f"--{more[0].replace('_', '-')}: the plan says what servers do; leave it out")
         return stages.serve(plan, host, **{name: flags[name] for name in taken})

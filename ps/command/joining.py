@@ -20,7 +20,7 @@ from typing import Any
 from narrows.protocols import messages as m
 from narrows.protocols.addresses import parse_address
 from narrows.protocols.effects import NS
-from narrows.protocols.errors import BY_EXIT_CODE, NarrowsError, ServerLostError, UsageError
+from narrows.protocols.errors import BY_EXIT_CODE, IncompatibleError, NarrowsError, ServerLostError, UsageError
 from narrows.protocols.messages import RefuseCode, Wish
 from narrows.protocols.runtime import sealing
 from narrows.protocols.runtime.children import Event
@@ -28,7 +28,7 @@ from narrows.protocols.runtime.clock import Awake
 from narrows.protocols.runtime.hosts import reached
 from narrows.protocols.runtime.scratch import Scratch
 from narrows.protocols.runtime.sockets import LINGER_MS, Sockets
-from narrows.protocols.settings import SHARDS_MAX, Settings
+from narrows.protocols.settings import SHARDS_MAX, Settings, contradiction
 from narrows.protocols.wire import decode, encode
 from narrows.ps.command.cluster import START_S, Cluster
 from narrows.ps.command.console import say
@@ -251,8 +251,10 @@ def join(
     journal: bool,
     ready_file: str,
     local: Callable[[str], bool],
+    digest: int,
 ) -> int:
-    """`flags`: of a run, that were given; `more`: names of others that do not go along; `local`: whether a host is loopback."""
+    """`flags`: of a run, that were given; `more`: names of others that do not go along; `local`: whether a host is loopback;
+    `digest`: of the plan.json that started this, 0: none did."""
     from narrows.ps.process.asking import JOIN, ask
 
     wanted, (host, port) = flags.pop("shards", 1), parse_address("--bind", bind, any_port=True)
@@ -263,6 +265,8 @@ def join(
     if port + wanted - 1 >= 65536:
         raise UsageError(f"--bind {bind}: --shards {wanted} take the ports from there on, and 65535 is the last")
     told = ask("--join", there, keys, JOIN)
+    if text := contradiction({"plan_digest": digest}, Settings(**told["settings"])):
+        raise IncompatibleError(f"{there}: {text}")
     if local(host) and not local(parse_address("--bind", told["bind"], any_port=True)[0]):
         raise UsageError(f"--bind {bind}: workers elsewhere could not dial this machine; give --bind tcp://HOST:PORT")
     guest = Guest(there, told, keys, reached(bind, there), wanted)

@@ -14,7 +14,7 @@ from narrows.protocols.errors import UsageError
 from narrows.protocols.planning.layout import Layout
 from narrows.protocols.planning.network import Network
 from narrows.protocols.runtime.flags import COMMAND, run
-from narrows.protocols.settings import SHARDS_MAX
+from narrows.protocols.settings import REPLAN, SHARDS_MAX
 
 CODINGS = ("dense", "fp16", "int8")  # of an edge between two stages
 
@@ -45,6 +45,13 @@ CODINGS = ("dense", "fp16", "int8")  # of an edge between two stages
 @click.option(
     "--coding", type=click.Choice(CODINGS), default="dense", show_default=True, help="of tensors between stages"
 )
+@click.option("--replan", type=click.Choice(REPLAN), help="where another mode or SPEC would gain 20 % in the running run: off, "
+              "say so, or change to it [say]")  # fmt: skip
+@click.option(
+    "--replan-after",
+    type=click.FloatRange(1, 86400),
+    help="seconds that it must have gained so much without a break [300]",
+)
 @click.option("--commands", "form", type=click.Choice(["short", "long"]), default="short", show_default=True,
               help="short: each host reads the plan; long: what that does, in commands of their own")  # fmt: skip
 @click.option("--seed", type=int, default=0, show_default=True, help="of the search for a pipeline")
@@ -69,6 +76,8 @@ def command(network: str, parameters: float, step_s: float | None, addresses: tu
     places = written.Places(read, _addresses(read, addresses))
     flags |= {"out": out, "stages": stages}
     layout, lines = (_pipeline if stages else _run)(places, parameters, step_s, **flags)
+    replans = {name: flags[name] for name in ("replan", "replan_after") if flags[name] is not None}
+    layout = layout.with_flags(replans)
     _write(out, layout.text())
     click.echo("\n".join([*lines, ""]))
     long = flags["form"] == "long"

@@ -5,26 +5,28 @@ from __future__ import annotations
 import json
 import os
 import socket
+import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
 from narrows.protocols.errors import UsageError
-from narrows.protocols.planning import flows, measured
+from narrows.protocols.planning import measured
+from narrows.protocols.planning.bounds import LEAST_PAIR_BYTES
 from narrows.protocols.planning.measured import Host, Measured
-from narrows.protocols.planning.probe import MACHINES_MAX, Probe, again
+from narrows.protocols.planning.probe import MACHINES_MAX, Probe
 from narrows.protocols.planning.probe_messages import Join
+from narrows.protocols.planning.visits import again
 from narrows.protocols.runtime.flags import COMMAND, run
 
 BIND = "tcp://0.0.0.0:5600"
-PAIR_BYTES = 1 << 30  # of payload, by default
-LEAST_BYTES = sum(
-    flows.phase_bytes(0, number) * phase.streams * len(phase.ways) for number, phase in enumerate(flows.PHASES)
-)
+PAIR_BYTES = 1 << 30  # of payload, by default at most
 
 
 @click.command(context_settings=COMMAND)
@@ -34,7 +36,12 @@ LEAST_BYTES = sum(
     "--machines", type=click.IntRange(2, MACHINES_MAX), help="how many, this one included [HOST... and this one]"
 )
 @click.option("--only-others", is_flag=True, help="this machine directs and is none of them")
-@click.option("--join", default="", metavar="ADDR", help="measure as the ps-probe at ADDR says")
+@click.option(
+    "--join",
+    default="",
+    metavar="ADDR",
+    help="measure as the ps-probe at ADDR says; ssh:PORT: on the machine that started this by ssh",
+)
 @click.option("--out", default="network.json", show_default=True, help="where it writes what it has found")
 @click.option("--seconds", type=click.FloatRange(8, 600), default=20.0, show_default=True, help="at most, of a round")
 @click.option("--bytes", "bytes_max", type=float, help=f"at most, of all pairs [{PAIR_BYTES / 1e6:,.0f} MB a pair]")
@@ -54,9 +61,16 @@ LEAST_BYTES = sum(
     "--run", "page", default="", metavar="HOST:PORT", help="take what a run has measured, from its page (--dashboard)"
 )
 @click.option(
-    "--record", default="", help="take the seconds of a step from this record of ps-worker, of a run on this machine"
+    "--record",
+    default="",
+    help="take the seconds of a step from this record of ps-worker; HOST... read their own, of this name",
 )
-@click.option("--script", default="", metavar="'SCRIPT ARGS'", help="take them from 20 steps of this script, alone")
+@click.option(
+    "--script",
+    default="",
+    metavar="'SCRIPT ARGS'",
+    help="take them from 20 steps of this script, alone; HOST... run it, too",
+)
 @click.option(
     "--merge", is_flag=True, help="read FILE..., and write one network.json: the newest of each link and host"
 )
@@ -128,19 +142,18 @@ def _say(text: str) -> None:
 
 
 def _joins(flags: dict[str, Any], host: str) -> Join:
-    from narrows.ps.command.steps import step_seconds
-
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     name = flags["name"] or socket.gethostname()
-    return Join(name, host, memory, float(step_seconds(flags["record"], flags["script"])))
+    return Join(name, host, memory)
 
 
 def _join(address: str, flags: dict[str, Any]) -> int:
     from narrows.protocols.addresses import is_loopback, parse_address
     from narrows.protocols.runtime.hosts import own_host
     from narrows.protocols.runtime.keys import refusal
-    from narrows.ps.command.probing import Measurer, key_of
+    from narrows.ps.command.probing import Measurer, by_ssh, key_of
 
+    address = by_ssh(address)
     host, port = parse_address("--join", address)
     if not (flags["key"] or flags["insecure"] or is_loopback(host)):
         raise UsageError(
@@ -148,13 +161,18 @@ def _join(address: str, flags: dict[str, Any]) -> int:
         )
     key = key_of(flags["key"]) if flags["key"] else None
     try:
-        own = flags["host"] or own_host(host, port)
+        joins = _joins(flags, flags["host"] or own_host(host, port))
     except OSError as error:
         raise UsageError(f"--join {address}: {error.strerror}") from None
-    pair = (key.pair, key.server) if key is not None else None
-    joins = _joins(flags, own)
-    Measurer(address, joins, flags["port"], pair, flags["wait"], lambda why: refusal(why, key, "--key")).run()
+    pair, steps = (key.pair, key.server) if key is not None else None, _steps(flags)
+    Measurer(address, joins, steps, flags["port"], pair, flags["wait"], lambda why: refusal(why, key, "--key")).run()
     return 0
+
+
+def _steps(flags: dict[str, Any]) -> Callable[[threading.Event], float]:
+    from narrows.ps.command.steps import step_seconds
+
+    return partial(step_seconds, flags["record"], flags["script"])
 
 
 def _direct(hosts: tuple[str, ...], bind: str, out: str, found: Measured, flags: dict[str, Any]) -> int:
@@ -167,8 +185,7 @@ def _direct(hosts: tuple[str, ...], bind: str, out: str, found: Measured, flags:
         raise UsageError(f"--machines {count}: two or more are needed, this one and each HOST included")
     pairs = count * (count - 1) // 2 + again(count)
     bytes_max = int(flags["bytes_max"] or pairs * PAIR_BYTES)
-    if bytes_max < pairs * LEAST_BYTES:
-        least = pairs * LEAST_BYTES
+    if bytes_max < (least := pairs * LEAST_PAIR_BYTES):
         raise UsageError(f"--bytes {bytes_max}: {pairs} pairs need {least} or more, as each stream has 64 KiB at least")
     with ExitStack() as stack:
         folder = flags["keys"]
@@ -179,22 +196,29 @@ def _direct(hosts: tuple[str, ...], bind: str, out: str, found: Measured, flags:
                 f"--bind {bind}: anyone who reaches it could take part; ps-serve keys init DIR makes keys for --keys DIR, and "
                 "--insecure goes without them"
             )
-        joins = _joins(flags, flags["host"]) if own else None
         probe = Probe(count, flags["seconds"], bytes_max, secret(), found.pairs)
         director = stack.enter_context(closing(Director(probe, bind, folder, _say)))
         _say(
             f"waits for {count} machines on {bind.rpartition(':')[0]}:{director.port}, for at most {flags['wait']:g} s"
         )
-        started = stack.enter_context(closing(Started(hosts, flags["ssh"] or SSH, director, folder, ())))
-        if joins is not None:
-            guard = director.guard
+        more = [word for name in ("record", "script") if flags[name] for word in (f"--{name}", flags[name])]
+        started = stack.enter_context(closing(Started(hosts, flags["ssh"] or SSH, director, folder, more)))
+        check: Callable[[], None] = lambda: None  # noqa: E731
+        if own:
+            guard, joins = director.guard, _joins(flags, flags["host"])
             pair = (guard.own.pair, guard.own.public) if guard is not None else None
-            stack.enter_context(beside(Measurer(director.address, joins, flags["port"], pair, flags["wait"]), _say))
-        director.run(flags["wait"], started.ended)
+            measurer = Measurer(director.address, joins, _steps(flags), flags["port"], pair, flags["wait"])
+            check = stack.enter_context(beside(measurer, _say))
+
+        def ended() -> list[tuple[str, str]]:
+            check()
+            return started.ended()
+
+        director.run(flags["wait"], ended)
         now = time.time()
         for machine in probe.machines:
             join = machine.join
-            found.add_host(join.name, Host(now, join.memory_bytes or None, join.step_s or None))
+            found.add_host(join.name, Host(now, join.memory_bytes or None, machine.step_s or None))
         for way, link in probe.links().items():
             found.add_link(way, replace(link, unix_s=now))
     sent = sum(flow.figures.get("sent_bytes", 0.0) for each in probe.found for flow in each.flows)

@@ -28,26 +28,42 @@ from narrows.protocols.errors import (
 )
 from narrows.protocols.messages import Buffer
 from narrows.protocols.planning.probe import BEAT_NS, Effects, Probe, Say
-from narrows.protocols.planning.probe_messages import Beat, Dial, End, Join, Listen, Opened, Report, decode, encode
+from narrows.protocols.planning.probe_messages import (
+    Beat,
+    Dial,
+    End,
+    Join,
+    Listen,
+    Opened,
+    Report,
+    Steps,
+    decode,
+    encode,
+)
 from narrows.protocols.runtime import keys, pairs
 from narrows.protocols.runtime.curve import Curve, KeyPair, Why
 from narrows.protocols.runtime.hosts import own_host
 from narrows.protocols.runtime.sockets import Peer, Sockets
 from narrows.protocols.wire import pack
+from narrows.ps.command import steps
 
 TURN_MS = 100
 SILENT_S = 30.0  # without a word of the director, once it has answered
 ENDS_S = 5.0  # that a machine which was started has, once all is over
+SCRIPT_ENDS_S = 2 * steps.ENDS_S + 5  # and its script, which is killed where it does not end
+BY_SSH = "ssh:"  # before the port of a director, in place of its address
 SSH = "ssh -o BatchMode=yes {host} {command}"  # starts a command on a host; its stdin is that of the command
 
 
 @dataclass(slots=True)
 class Measurer:
-    """A machine that measures: it does what the director at `address` says. `port`: of its streams, 0: any. `own`: its pair of
-    keys, and the director's public key; None: all is in the open."""
+    """A machine that measures: it does what the director at `address` says. `steps`: times those of a script until an event is
+    set, and returns seconds. `port`: of its streams, 0: any. `own`: its pair of keys, and the director's public key; None: all
+    is in the open. `over`: set by who wants it to end."""
 
     address: str
     join: Join
+    steps: Callable[[threading.Event], float]
     port: int
     own: tuple[KeyPair, str] | None
     connect_s: float
@@ -55,7 +71,9 @@ class Measurer:
     refused: str = ""
     stop: threading.Event = field(default_factory=threading.Event)
     worker: threading.Thread | None = None
-    answers: queue.SimpleQueue[Opened | Report] = field(default_factory=queue.SimpleQueue)
+    answers: queue.SimpleQueue[Steps | Opened | Report] = field(default_factory=queue.SimpleQueue)
+    over: threading.Event = field(default_factory=threading.Event)
+    failed: list[NarrowsError] = field(default_factory=list)
 
     def run(self) -> None:
         """Until the director says that all is over. Raises NarrowsError."""
@@ -63,9 +81,11 @@ class Measurer:
         curve = Curve(None, lambda address: own, lambda public: False) if own is not None else None
         with closing(Sockets(curve=curve, failed=self._failed)) as sockets:
             sockets.send(self.address, encode(self.join))
+            timer = threading.Thread(target=self._time, args=(sockets.wake,), name="steps", daemon=True)
+            timer.start()
             heard_s, beat_s, met = time.monotonic(), 0.0, False
             try:
-                while True:
+                while not self.over.is_set():
                     now_s = time.monotonic()
                     if now_s - beat_s >= BEAT_NS / NS:
                         beat_s = now_s
@@ -79,11 +99,22 @@ class Measurer:
                     self._check(time.monotonic() - heard_s, met)
             finally:
                 self.stop.set()
+                self.over.set()
+                timer.join(SCRIPT_ENDS_S)
+
+    def _time(self, wake: Callable[[], None]) -> None:
+        try:
+            self.answers.put(Steps(float(self.steps(self.over))))
+        except NarrowsError as error:
+            self.failed.append(error)
+        wake()
 
     def _failed(self, address: str, why: Why, key: str) -> None:
         self.refused = self.refused or self.refusal(why)
 
     def _check(self, silent_s: float, met: bool) -> None:
+        if self.failed:
+            raise self.failed[0]
         if self.refused:
             raise AuthenticationError(self.refused)
         if not met and silent_s > self.connect_s:
@@ -115,10 +146,10 @@ class Measurer:
                 with pairs.open_port("", self.port) as listener:
                     self.answers.put(Opened(asked.token, listener.getsockname()[1]))
                     wake()
-                    found = pairs.listen(listener, asked.token, asked.seconds, stop)
+                    found = pairs.listen(listener, asked.token, asked.seconds, asked.first, stop)
             else:
                 host = asked.host or parse_address("--join", self.address)[0]
-                found = pairs.dial(host, asked.port, asked.token, asked.seconds, asked.bytes, stop)
+                found = pairs.dial(host, asked, stop)
             report = Report(asked.token, "", pack([flow.plain() for flow in found]))
         except NarrowsError as error:
             report = Report(asked.token, str(error), pack([]))
@@ -145,9 +176,9 @@ class Director:
         """Where this machine itself dials it."""
         return f"tcp://{'127.0.0.1' if self.host in ANY_HOSTS else self.host}:{self.port}"
 
-    def run(self, wait_s: float, ended: Callable[[], Iterable[str]]) -> None:
-        """Until all is over. `wait_s`: for the machines to come. `ended`: sentences about those that will not come any more.
-        Raises UnreachableError where fewer than two have come."""
+    def run(self, wait_s: float, ended: Callable[[], Iterable[tuple[str, str]]]) -> None:
+        """Until all is over. `wait_s`: for the machines to come. `ended`: names of those that take no part any more, each with
+        a sentence. Raises UnreachableError where fewer than two have come."""
         probe, deadline = self.probe, time.monotonic() + wait_s
         while not probe.over:
             for peer, frames in self.sockets.receive(TURN_MS):
@@ -155,9 +186,10 @@ class Director:
             now_ns = time.monotonic_ns()
             self._do(probe.tick(now_ns))
             if probe.began_ns is None:
-                late = [f"{probe.missing()} in {wait_s:g} s"] * (time.monotonic() > deadline)
-                for why in (*ended(), *late):
-                    self._do(probe.without(why, 1 if why not in late else probe.count, now_ns))
+                for name, why in ended():
+                    self._do(probe.without(why, now_ns, name))
+                if time.monotonic() > deadline and len(probe.machines) < probe.count:
+                    self._do(probe.without(f"{probe.missing()} in {wait_s:g} s", now_ns))
                 if probe.count < 2:
                     raise UnreachableError(f"{probe.missing()}; two are needed: {'; '.join(probe.failed)}")
 
@@ -181,35 +213,66 @@ class Director:
 
 
 @contextmanager
-def beside(measurer: Measurer, tell: Callable[[str], None]) -> Iterator[None]:
-    """This machine measures too, in a thread of the process that directs."""
+def beside(measurer: Measurer, tell: Callable[[str], None]) -> Iterator[Callable[[], None]]:
+    """This machine measures too, in a thread of the process that directs. What comes back raises the NarrowsError with which it
+    has ended, if it has."""
+    failed: list[NarrowsError] = []
 
     def measure() -> None:
         try:
             measurer.run()
         except NarrowsError as error:
-            tell(str(error))
+            failed.append(error)
+
+    def check() -> None:
+        if failed:
+            raise failed.pop()
 
     thread = threading.Thread(target=measure, name="machine", daemon=True)
     thread.start()
     try:
-        yield
+        yield check
+        thread.join(ENDS_S)  # it is told that all is over
     finally:
-        thread.join(ENDS_S)
+        measurer.over.set()
+        thread.join(SCRIPT_ENDS_S)
+        for error in failed:
+            tell(str(error))
+
+
+def words_there(there: str, bound: str, port: int, more: Sequence[str]) -> list[str]:
+    """ps-probe, as it joins the director at `bound` and `port` from the machine `there`. A name that leads nowhere from here
+    may be one of ssh's config: others cannot dial it either, and the machine says by itself where it is."""
+    try:
+        towards = own_host(there, 22)
+    except OSError:
+        towards = ""
+    here = bound if bound not in ANY_HOSTS else towards
+    join = f"tcp://{here}:{port}" if here else f"{BY_SSH}{port}"
+    return ["ps-probe", "--join", join, "--name", there, *(["--host", there] if towards else []), *more]
+
+
+def by_ssh(address: str) -> str:
+    """Where the director is: ssh:PORT is at the machine from which ssh has started this one. Raises UsageError."""
+    if not address.startswith(BY_SSH):
+        return address
+    client = os.environ.get("SSH_CONNECTION", "").partition(" ")[0]
+    if not client:
+        raise UsageError(f"--join {address}: no SSH_CONNECTION says who has started this; give tcp://HOST:PORT")
+    return f"tcp://{f'[{client}]' if ':' in client else client}:{address.removeprefix(BY_SSH)}"
 
 
 class Started:
-    """Commands that were started on other machines, by --ssh."""
+    """Commands that were started on other machines, by --ssh. `more`: of their flags, those that are the director's too."""
 
     def __init__(
         self, hosts: Sequence[str], ssh: str, director: Director, keys_folder: str, more: Sequence[str]
     ) -> None:
         self.running: dict[str, subprocess.Popen[bytes]] = {}
+        access = ["--key", "-"] if keys_folder else ["--insecure"]
         for host in hosts:
             there = host.rpartition("@")[2]
-            here = own_host(there, 22) if director.host in ANY_HOSTS else director.host
-            words = ["ps-probe", "--join", f"tcp://{here}:{director.port}", "--name", there, "--host", there, *more]
-            words += ["--key", "-"] if keys_folder else []
+            words = words_there(there, director.host, director.port, [*access, *more])
             try:
                 line = [word.format(host=host, command=shlex.join(words)) for word in shlex.split(ssh)]
                 made = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
@@ -222,12 +285,13 @@ class Started:
                     made.stdin.write(keys.add(keys_folder, _key_name(there), "worker").read_bytes())
                 made.stdin.close()
 
-    def ended(self) -> list[str]:
-        """A sentence about each that has ended since."""
+    def ended(self) -> list[tuple[str, str]]:
+        """The name of each that has ended since, and a sentence."""
         found = {host: code for host, made in self.running.items() if (code := made.poll()) is not None}
         for host in found:
             del self.running[host]
-        return [f"{host}: ps-probe did not start there, or has ended with code {code}" for host, code in found.items()]
+        text = "{}: ps-probe did not start there, or has ended with code {}"
+        return [(host.rpartition("@")[2], text.format(host, code)) for host, code in found.items()]
 
     def close(self) -> None:
         deadline = time.monotonic() + ENDS_S

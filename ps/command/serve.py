@@ -22,6 +22,8 @@ from narrows.protocols.settings import Settings
 from narrows.ps.command.cluster import Cluster
 from narrows.ps.command.console import EMBEDDED, say
 
+PLAN_DIGEST = "NARROWS_PLAN_DIGEST"  # of the plan.json that a ps-serve --plan has read, for the servers that it starts
+
 
 def checked(
     settings: Settings, bind: str, parent: str, open_to_all: bool, resume: bool, replicas: int = 0
@@ -100,6 +102,7 @@ def serve(
     metrics: str,
     **flags: Any,
 ) -> int:
+    digest = int(os.environ.get(PLAN_DIGEST, "0"))
     if join:
         trusted("--join", join, keys, insecure, bind, "this machine")
         from narrows.ps.command import joining
@@ -116,10 +119,12 @@ def serve(
             journal,
             ready_file,
             is_loopback,
+            digest,
         )
     more = parent or resume or replicas
     original = original_of(standby, keys, parent_key, insecure, bind, given(flags), more) if standby else {}
-    cluster = Cluster(Settings(**(original["settings"] if standby else given(flags))).validated())
+    settings = original["settings"] if standby else given(flags) | {"plan_digest": digest}
+    cluster = Cluster(Settings(**settings).validated())
     cluster.hash_seed = original.get("hash_seed", cluster.hash_seed)
     cluster.prepare()
     from narrows.protocols.runtime import sealing

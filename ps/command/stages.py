@@ -15,6 +15,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 from narrows.protocols.errors import RemoteProtocolError, UnreachableError, UsageError
 from narrows.protocols.messages import Buffer
@@ -22,13 +23,18 @@ from narrows.protocols.planning.layout import Layout, Server
 from narrows.protocols.runtime import plans, signals
 from narrows.protocols.runtime.children import Child, Children
 from narrows.ps.command.console import doing, say
+from narrows.ps.command.serve import PLAN_DIGEST
 
 MEET_S = 600.0  # all hosts have begun within this
 TAG = 0
+OF_ROOT = ("dashboard", "metrics", "record", "replicas")  # flags of one server: the root's, which knows all below it
 
 
-def serve(plan: str, host: str, keys: str, checkpoint_dir: str, resume: bool, journal: bool, ready_file: str) -> int:
-    """Raises UsageError where the plan is none, or the stages have no checkpoint in common."""
+def serve(
+    plan: str, host: str, keys: str, checkpoint_dir: str, resume: bool, journal: bool, ready_file: str, **of_root: Any
+) -> int:
+    """`of_root`: those of OF_ROOT. Raises UsageError where the plan is none, a flag is for another host, or the stages have no
+    checkpoint in common."""
     layout = plans.read(plan)
     here = plans.this_host(layout, host)
     servers = [server for server in layout.servers(keys) if server.place.host == here]
@@ -36,12 +42,13 @@ def serve(plan: str, host: str, keys: str, checkpoint_dir: str, resume: bool, jo
         raise UsageError(
             f"--plan {plan}: no server stands on {here}; its workers are started with ps-worker --plan {plan}"
         )
+    watched = watching(layout, here, of_root)
     if resume and not checkpoint_dir:
         raise UsageError("--resume: name the folder with --checkpoint-dir")
     if resume and layout.served(here):
         go_back(layout, here, Path(checkpoint_dir), keys or layout.keys)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("NARROWS_")}
-    environment["PYTHONSAFEPATH"] = "1"
+    environment |= {"PYTHONSAFEPATH": "1", PLAN_DIGEST: str(layout.digest)}
 
     def words(server: Server) -> list[str]:
         name = server.name.replace(" ", "-")
@@ -50,9 +57,29 @@ def serve(plan: str, host: str, keys: str, checkpoint_dir: str, resume: bool, jo
             folder = checkpoint_dir if checkpoint_dir in ("", "none") else f"{checkpoint_dir}/{name}"
             more += [*(["--checkpoint-dir", folder] if folder else []), *["--resume"] * resume]
         more += ["--ready-file", f"{ready_file}.{name}"] if ready_file else []
+        more += watched.get(name, [])
         return ["-m", "narrows.ps.command.cli", *server.flags, *more]
 
     return Servers(servers, [words(server) for server in servers], environment).watch()
+
+
+def watching(layout: Layout, here: str, given: dict[str, Any]) -> dict[str, list[str]]:
+    """What the servers of this host are told beside the plan, by name: the flags of OF_ROOT. Each stage of a pipeline
+    has a record. Raises UsageError for a flag that no server here can take."""
+    given, root = {name: value for name, value in given.items() if value}, layout.stages[0]
+    names = [f"stage-{index}" for index in layout.served(here)]
+    if len(layout.stages) > 1:
+        for name in [name for name in given if name != "record"]:
+            raise UsageError(
+                f"--{name}: each of the {len(layout.stages)} stages is a run of its own, and no server knows all of them; "
+                "leave it out, --record FILE writes a record of each stage"
+            )
+        return {name: ["--record", f"{file}.{name}"] for name in names for file in given.values()}
+    if given and not names:
+        raise UsageError(
+            f"--{next(iter(given))}: the root's server takes it, which stands on {root.host}; give it there"
+        )
+    return {name: [word for flag, value in given.items() for word in (f"--{flag}", str(value))] for name in names}
 
 
 class Servers:

@@ -10,14 +10,15 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
 from narrows.protocols.errors import NarrowsError, UsageError
+from narrows.protocols.planning.probe import STEPS_S
 
 STEPS = 20  # whose median counts
-LIMIT_S = 600.0  # for what the script does before its first step, too
-ENDS_S = 30.0
+ENDS_S = 30.0  # that a script has after Ctrl-C
 TURN_S = 0.2
 LINES_MAX = 100_000  # of a record that are read
 
@@ -39,25 +40,25 @@ def of_record(path: str, flag: str = "--record") -> list[float]:
     return found
 
 
-def step_seconds(record: str, script: str) -> float:
+def step_seconds(record: str, script: str, stop: threading.Event) -> float:
     """The median; 0.0 where neither is given. Raises NarrowsError."""
-    found = of_record(record) if record else of_script(script) if script else [0.0]
+    found = of_record(record) if record else of_script(script, stop) if script else [0.0]
     if not found:
         raise UsageError(f"--record {record}: it has no step of a worker yet")
     return statistics.median(found)
 
 
-def of_script(script: str) -> list[float]:
-    """Runs SCRIPT ARGS alone, as one worker, until it has made STEPS steps. Raises NarrowsError."""
+def of_script(script: str, stop: threading.Event) -> list[float]:
+    """Runs SCRIPT ARGS alone, as one worker, until it has made STEPS steps, or `stop` says that nobody wants to know. Raises
+    NarrowsError."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("NARROWS_")}
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as said:
         record = Path(folder) / "steps.jsonl"
         command = [sys.executable, "-m", "narrows.worker.command.cli", "--record", str(record), *shlex.split(script)]
         made = subprocess.Popen(command, env=env, stdout=said, stderr=said, start_new_session=True)
-        end, found = time.monotonic() + LIMIT_S, list[float]()
+        end, found = time.monotonic() + STEPS_S, list[float]()
         try:
-            while len(found) < STEPS and made.poll() is None and time.monotonic() < end:
-                time.sleep(TURN_S)
+            while len(found) < STEPS and made.poll() is None and time.monotonic() < end and not stop.wait(TURN_S):
                 found = of_record(str(record), "--script") if record.exists() else []
         finally:
             for number in (signal.SIGINT, signal.SIGKILL):

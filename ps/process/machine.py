@@ -184,7 +184,8 @@ def machine(process: Process, port: int, lent: Callable[[], bool], own: Secret |
         if child:
             lost_ns = int(process.parent_timeout * NS)
             timing = Timing(lost_ns=lost_ns, connect_ns=lost_ns)
-            member = Member(uuid.uuid4().hex, f"{socket.gethostname()}:{port}", timing=timing, below=coordinator.tree)
+            expect = pack({"plan_digest": settings.plan_digest})
+            member = Member(uuid.uuid4().hex, f"{socket.gethostname()}:{port}", expect, timing, coordinator.tree)
     means = Means(
         optimizer=_optimizers() if settings.mode().rule is Rule.OPTIMIZER else None,
         lent=lent,

@@ -334,6 +334,22 @@ def told(output: str) -> list[list[str]]:
     return [shlex.split(line) for line in output.splitlines() if line.startswith("    ps-")]
 
 
+@pytest.mark.parametrize("form", ["short", "long"])
+def test_all_servers_of_a_plan_replan_as_it_says(tmp_path: Path, form: str) -> None:
+    """Guests have no flags: the root says what the run is."""
+    words = ("--replan", "change", "--replan-after", "60", "--insecure", "--commands", form)
+    output, plan = planned(tmp_path, cities([2, 2], 20, 60), *words)
+    servers = [*plan["stages"], *plan["clusters"]]
+    assert len(servers) == 3 and all(s["flags"]["replan"] == "change" for s in servers)
+    layout = parse(json.dumps(plan))
+    for server in layout.servers():
+        settings = Settings(**layout.settings(server.place, len(server.children))).validated()
+        assert (settings.replan, settings.replan_after) == ("change", 60.0)
+    assert output.count("--replan change --replan-after 60.0") == 3 * (form == "long")
+    _, plain = planned(tmp_path, cities([2, 2], 20, 60), "--insecure")
+    assert not {"replan", "replan_after"} & {flag for stage in plain["stages"] for flag in stage["flags"]}
+
+
 def test_one_cluster_is_not_said_to_be_several(tmp_path: Path) -> None:
     output, _ = planned(tmp_path, cities([2, 1], 20, 60), "--script", "train.py", "--insecure")
     assert " over 1 cluster with " in output and "1 clusters" not in output, output

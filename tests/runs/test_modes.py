@@ -239,7 +239,7 @@ def test_a_contradiction_names_both_sides_and_agreement_is_silent() -> None:
         "replan": "off",
         "replan_after": 9.0,
     }
-    assert set(others) == set(asdict(actual)) - {"plan_number"}, "every flag of a run"
+    assert set(others) == set(asdict(actual)) - {"plan_number", "plan_digest"}, "every flag of a run"
     for name, value in others.items():
         flag = "--" + name.replace("_", "-")
         text = contradiction({name: value}, actual) or ""
@@ -250,6 +250,22 @@ def test_a_contradiction_names_both_sides_and_agreement_is_silent() -> None:
     assert contradiction({"sync": "bsp", "staleness": 0, "compress": "dense"}, changed) is None, "it began so"
     none = contradiction({"staleness": 4}, Settings(sync="async").validated())
     assert none is not None and "has no --staleness under --sync async" in none
+
+
+def test_copies_of_a_plan_are_compared_where_both_sides_have_one() -> None:
+    planned, other = Settings(plan_digest=0xABC), Settings()
+    text = contradiction({"plan_digest": 0xDEF}, planned) or ""
+    assert "here is 00000000000def, and there 00000000000abc; give all hosts a copy" in text
+    none: dict[str, object] = {}
+    for expected, actual in (
+        (none, planned),
+        (none | {"plan_digest": 0}, planned),
+        (none | {"plan_digest": 0xDEF}, other),
+    ):
+        assert contradiction(expected, actual) is None
+    assert contradiction({"plan_digest": 0xABC}, planned) is None
+    for strange in ("x", 1.5, b"x", [1], -1):  # anybody may send a Hello
+        assert "there 00000000000abc" in (contradiction({"plan_digest": strange}, planned) or "")
 
 
 def test_elementwise_optimizers_are_classes_of_torch() -> None:

@@ -6,16 +6,20 @@ import json
 import signal
 import subprocess
 import sys
+import urllib.request
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from kit.processes import GONE_S, LIMIT_S, SCRIPT, Command, descendants, free_ports, started, until
+from kit.processes import GONE_S, LIMIT_S, SCRIPT, Command, descendants, finished, free_ports, started, until
 
-from narrows.protocols.errors import UsageError
+from narrows.protocols.errors import NarrowsError, UsageError
+from narrows.protocols.planning.layout import Layout, Process, Stage, parse
 from narrows.ps.command import cli as serve
+from narrows.ps.command.probe import command as probe
+from narrows.ps.command.stages import watching
 
 ENOUGH = "if os.path.exists('enough'): break"
 
@@ -63,6 +67,40 @@ def test_hosts_start_their_parts_in_any_order_and_all_end(tmp_path: Path, rows: 
         assert f"samples={rows.get('samples', ['{samples}'])[0]}" in worker.out, worker
 
 
+def stale(file: str) -> str:
+    """A copy of the plan, as it was before somebody changed it."""
+    old = Path(file).with_name("old.json")
+    old.write_text(json.dumps(json.loads(Path(file).read_text()) | {"lease": 77.0}))
+    return str(old)
+
+
+def both(old: str, new: str) -> str:
+    here, there = (parse(Path(file).read_text()).digest for file in (old, new))
+    return f"plan.json differs from the server's: its digest here is {here:014x}, and there {there:014x}"
+
+
+@pytest.mark.parametrize("rows", [{"clusters": [CLUSTER | {"host": "c"}]}, {"guests": [{"host": "c"}]}])
+def test_a_server_with_another_copy_of_the_plan_is_refused(tmp_path: Path, rows: dict[str, Any]) -> None:
+    file = plan(tmp_path, **rows)
+    with started("ps-serve", "--plan", file, "--host", "a", "--checkpoint-dir", "none", cwd=tmp_path) as root:
+        until(lambda: "stage 0: serves 1 shard" in root.out, str(root))
+        words = ("ps-serve", "--plan", stale(file), "--host", "c", "--checkpoint-dir", "none")
+        code, _, said = finished(*words, cwd=tmp_path)
+    assert code == 5 and both(stale(file), file) in said
+
+
+def test_a_worker_with_another_copy_of_the_plan_is_refused_and_one_without_a_plan_joins(tmp_path: Path) -> None:
+    file, script = plan(tmp_path), tmp_path / "script.py"
+    script.write_text(SCRIPT % "pass")
+    with started("ps-serve", "--plan", file, "--host", "a", "--checkpoint-dir", "none", cwd=tmp_path) as root:
+        until(lambda: "stage 0: serves 1 shard" in root.out, str(root))
+        code, _, said = finished("ps-worker", "--plan", stale(file), "--host", "b", str(script), "1", cwd=tmp_path)
+        assert code == 5 and both(stale(file), file) in said
+        there = f"tcp://127.0.0.1:{json.loads(Path(file).read_text())['stages'][0]['port']}"
+        assert finished("ps-worker", "--server", there, str(script), "1", cwd=tmp_path)[0] == 0
+        assert root.wait() == 0, root
+
+
 def test_a_signal_ends_all_servers_of_a_host(tmp_path: Path) -> None:
     file = plan(tmp_path, clusters=[CLUSTER])
     with started("ps-serve", "--plan", file, "--host", "a", "--ready-file", "ready", cwd=tmp_path) as server:
@@ -71,6 +109,62 @@ def test_a_signal_ends_all_servers_of_a_host(tmp_path: Path) -> None:
         server.process.send_signal(signal.SIGTERM)
         assert len(left) >= 4 and server.wait() == 128 + signal.SIGTERM, server
         until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in left), f"the end of {left}", GONE_S)
+
+
+def test_a_planned_run_is_watched_at_its_root_and_its_links_go_back_into_a_network(tmp_path: Path) -> None:
+    file, script, page = plan(tmp_path), tmp_path / "script.py", f"127.0.0.1:{free_ports(1)}"
+    script.write_text(SCRIPT % ENOUGH)
+    looks = (
+        "--dashboard",
+        page,
+        "--metrics",
+        page,
+        "--record",
+        "run.jsonl",
+        "--replicas",
+        "1",
+        "--checkpoint-dir",
+        "none",
+    )
+    with ExitStack() as stack:
+        root = stack.enter_context(started("ps-serve", "--plan", file, "--host", "a", *looks, cwd=tmp_path))
+        worker = stack.enter_context(started("ps-worker", "--plan", file, "--host", "b", str(script), cwd=tmp_path))
+        until(lambda: "no standby yet: start ps-serve --standby" in root.out, str(root))
+
+        def fed_back() -> bool:
+            words = ["--run", page, "--out", str(tmp_path / "network.json"), "--name", "root"]
+            try:
+                return not CliRunner().invoke(probe, words, standalone_mode=False, catch_exceptions=False).return_value
+            except NarrowsError:  # nothing is known yet
+                return False
+
+        until(fed_back, str(worker))
+        with urllib.request.urlopen(f"http://{page}/metrics", timeout=LIMIT_S) as answer:
+            assert b"narrows_" in answer.read()
+        (tmp_path / "enough").touch()
+        assert worker.wait() == root.wait() == 0, root
+    assert {link["to"] for link in json.loads((tmp_path / "network.json").read_text())["links"]} >= {"root"}
+    assert json.loads((tmp_path / "run.jsonl").read_text().splitlines()[0])["event"] == "run"
+
+
+def stages(count: int) -> Layout:
+    """Stage i is served on host a, then b; each host has both processes of one replica."""
+    hosts = {"a": "127.0.0.1", "b": "127.0.0.2"}
+    served = [Stage("ab"[i], 5555) for i in range(count)]
+    return Layout(hosts, served, [Process(i, 0, "ab"[i], 6000) for i in range(count)])
+
+
+def test_who_looks_at_a_run_is_told_where(tmp_path: Path) -> None:
+    """A data parallel run at its root's host alone, a pipeline by a record of each stage."""
+    given = {"dashboard": "5550", "metrics": "", "record": "run", "replicas": 1}
+    assert watching(stages(1), "a", given) == {"stage-0": ["--dashboard", "5550", "--record", "run", "--replicas", "1"]}
+    with pytest.raises(UsageError, match="--dashboard: the root's server takes it, which stands on a; give it there"):
+        watching(stages(1), "b", given)
+    assert watching(stages(2), "b", {"record": "run"}) == {"stage-1": ["--record", "run.stage-1"]}
+    for name in ("dashboard", "metrics", "replicas"):
+        with pytest.raises(UsageError, match=f"--{name}: each of the 2 stages is a run of its own"):
+            watching(stages(2), "a", {"record": "run", name: 1})
+    assert watching(stages(1), "b", dict.fromkeys(given, "")) == {}
 
 
 AGAIN = """

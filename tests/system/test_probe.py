@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import signal
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,7 +18,10 @@ from kit.processes import BIN, SCRIPT, finished, sentences, started, until
 from lab import pair
 from link import MTU, Way
 
+from narrows.protocols.errors import UsageError
 from narrows.protocols.planning.network import Network
+from narrows.protocols.runtime.hosts import own_host
+from narrows.ps.command.probing import by_ssh, words_there
 from narrows.ps.command.steps import STEPS, of_record
 
 MB = 10**6
@@ -53,7 +58,8 @@ def test_machines_with_keys_measure_one_another_within_their_bytes(tmp_path: Pat
         assert code == 4 and "--key" in said
         assert finished("ps-probe", "--join", there, "--name", "b", "--key", str(keys / "b.key"))[0] == 0
         assert director.wait() == 0, director
-        assert "1 pairs in 1 rounds: at most 20 s and 20 MB" in director.err
+        assert "1 pairs in 1 rounds, for round trips and first readings: at most 8 s and 2 MB" in director.err
+        assert "streams of 1 pairs in 1 rounds: at most 20 s and 20 MB in all" in director.err
         cost = re.search(r"1 of 1 pairs were measured in [\d.]+ s, with ([\d.]+) MB", director.err)
         assert cost and 1 < float(cost[1]) <= 20.5  # a buffer may be on its way when the limit is met
     document = json.loads(out.read_text())
@@ -113,12 +119,92 @@ def test_a_script_makes_some_steps_and_their_seconds_are_in_the_file(tmp_path: P
     """20 steps of a script that would never end."""
     (tmp_path / "train.py").write_text(SCRIPT % "time.sleep(0.02)")
     probe = f"""
+import threading
 from narrows.ps.command.steps import of_script
-print(of_script({str(tmp_path / "train.py")!r}))
+print(of_script({str(tmp_path / "train.py")!r}, threading.Event()))
 """
     said = launch.run([sys.executable, "-c", probe], 100)[0]
     seconds = json.loads(said)
     assert len(seconds) == STEPS and all(0.02 <= each < 5 for each in seconds[1:])
+
+
+def stand_in(folder: Path, of_host: str = "") -> dict[str, str]:
+    """Variables with which `ssh` runs what it is given on this machine, and writes it down. `of_host`: shell, run before."""
+    ssh = folder / "ssh"
+    ssh.write_text(f"""#!/bin/sh
+printf '%s\\n' "$*" >> {folder}/asked
+export PATH={BIN}:$PATH SSH_CONNECTION="127.0.0.1 40000 127.0.0.1 22"
+{of_host}
+exec sh -c "$4"
+""")
+    ssh.chmod(0o755)
+    return {"PATH": f"{folder}:{os.environ['PATH']}"}
+
+
+@pytest.mark.parametrize("access", ["", "--insecure"])
+def test_a_host_that_ssh_alone_knows_measures_its_links_and_its_steps(tmp_path: Path, access: str) -> None:
+    """The name of ssh's config leads nowhere else. Its record is another one than ours."""
+    for name, seconds in (("here", 0.5), ("there", 0.25)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.jsonl").write_text(json.dumps({"event": "step", "step_seconds": seconds}) + "\n")
+    env = stand_in(tmp_path, f"cd {tmp_path}/there")
+    flags = ["--bind", LOOPBACK, "--record", "run.jsonl", "--bytes", "1e7", "--name", "here", *access.split()]
+    code, _, said = finished("ps-probe", "u@alias.of.ssh", *flags, env=env, cwd=tmp_path / "here")
+    assert code == 0, said
+    document = json.loads((tmp_path / "here" / "network.json").read_text())
+    assert sorted(zip(document["hosts"], document["step_seconds"], document["compute"], strict=True)) == [
+        ("alias.of.ssh", 0.25, 1.0), ("here", 0.5, 0.5),
+    ]  # fmt: skip
+    asked = (tmp_path / "asked").read_text()
+    assert asked.startswith("-o BatchMode=yes u@alias.of.ssh ps-probe --join tcp://127.0.0.1:")
+    assert ("--insecure" in asked, "--key -" in asked) == ((True, False) if access else (False, True))
+
+
+def test_a_host_that_nothing_reaches_is_one_sentence(tmp_path: Path) -> None:
+    env = stand_in(tmp_path, "echo cannot resolve it >&2; exit 255")
+    code, _, said = finished("ps-probe", "no.such.host", "--bind", LOOPBACK, env=env, cwd=tmp_path)
+    assert code == 3 and "no.such.host: ps-probe did not start there, or has ended with code 255" in said
+    assert "Traceback" not in said and "cannot resolve it" in said
+
+
+def test_who_has_no_address_here_finds_the_director_by_its_connection(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    own, none = own_host("127.0.0.1", 22), "alias.of.ssh"
+    begin = ["ps-probe", "--join"]
+    assert words_there("127.0.0.1", "0.0.0.0", 7, ["-x"]) == [
+        *begin, f"tcp://{own}:7", "--name", "127.0.0.1", "--host", "127.0.0.1", "-x",
+    ]  # fmt: skip
+    assert words_there(none, "0.0.0.0", 7, []) == [*begin, "ssh:7", "--name", none]
+    assert words_there(none, "10.0.0.1", 7, []) == [*begin, "tcp://10.0.0.1:7", "--name", none]
+    monkeypatch.setenv("SSH_CONNECTION", "fe80::1%eth0 40000 10.0.0.2 22")
+    assert by_ssh("ssh:7") == "tcp://[fe80::1%eth0]:7" and by_ssh("tcp://a:1") == "tcp://a:1"
+    monkeypatch.delenv("SSH_CONNECTION")
+    with pytest.raises(UsageError, match="no SSH_CONNECTION says who has started this; give tcp://HOST:PORT"):
+        by_ssh("ssh:7")
+
+
+def test_a_director_listens_while_it_times_its_steps_and_ends_its_script_with_itself(tmp_path: Path) -> None:
+    """Its script makes no step before Ctrl-C, and the other machine has come."""
+    train, pid = tmp_path / "train.py", tmp_path / "pid"
+    train.write_text(
+        "import os, pathlib, time\npathlib.Path('pid').write_text(str(os.getpid()))\nwhile True: time.sleep(0.02)"
+    )
+    flags = ["--bind", LOOPBACK, "--machines", "2", "--name", "a", "--script", str(train)]
+    with ExitStack() as stack:
+        director = stack.enter_context(started("ps-probe", *flags, cwd=tmp_path))
+        there = until(lambda: address(director.err), "the director to listen")
+        stack.enter_context(started("ps-probe", "--join", there, "--name", "b"))
+        until(lambda: "b has come" in director.err and "a has come" in director.err, str(director))
+        until(lambda: pid.exists() and pid.read_text(), "the script to run")
+        director.process.send_signal(signal.SIGINT)
+        assert director.wait() == 130, director
+        until(lambda: not Path(f"/proc/{pid.read_text()}").exists(), "the end of the script")
+
+
+def test_a_director_ends_where_its_own_steps_cannot_be_known(tmp_path: Path) -> None:
+    code, _, said = finished("ps-probe", "--bind", LOOPBACK, "--machines", "2", "--record", "none.jsonl", cwd=tmp_path)
+    assert code == 2 and "ps-probe: --record none.jsonl: No such file" in said
 
 
 def test_a_record_has_the_seconds_of_a_step_without_waiting(tmp_path: Path) -> None:

@@ -85,9 +85,9 @@ class Options:
         return self.words if samples is None else [word.replace("{samples}", samples) for word in self.words]
 
 
-def _parts(plan: str, host: str, folder: str) -> tuple[list[dict[str, str]], str]:
-    """Variables of each process that this host has in the plan, and the file of its key. `folder`: has one for each server, as
-    that of ps-serve --plan has. Raises UsageError."""
+def _parts(plan: str, host: str, folder: str) -> tuple[list[dict[str, str]], str, dict[str, Any]]:
+    """Variables of each process that this host has in the plan, the file of its key, and what its server is told of the plan.
+    `folder`: has one for each server, as that of ps-serve --plan has. Raises UsageError."""
     from narrows.protocols.runtime import plans
 
     layout = plans.read(plan)
@@ -106,7 +106,7 @@ def _parts(plan: str, host: str, folder: str) -> tuple[list[dict[str, str]], str
     ]
     if not found:
         raise UsageError(f"--plan {plan}: {here} has no worker and no process of a stage")
-    return found, layout.key_of(here)
+    return found, layout.key_of(here), {"plan_digest": layout.digest}
 
 
 def checked(
@@ -115,8 +115,8 @@ def checked(
     """`server`: "" is an embedded one, None what the manager says. Raises UsageError, one sentence that names the flag."""
     run, here = given(flags), place(os.environ)
     flags["checkpoint_dir"] = "" if flags["checkpoint_dir"] == "none" else flags["checkpoint_dir"]
-    parts, key = _parts(plan, host, flags["checkpoint_dir"]) if plan else ([], "")
-    flags["key"] = flags["key"] or key
+    parts, key, told = _parts(plan, host, flags["checkpoint_dir"]) if plan else ([], "", {})
+    flags["key"], run = flags["key"] or key, run | told
     if parts:
         own = {
             "--server": server,
