@@ -16,6 +16,7 @@ from itertools import pairwise
 from math import ceil
 from typing import Any
 
+from narrows.protocols.errors import UsageError
 from narrows.protocols.pipeline.channels import IN_FLIGHT_MAX
 from narrows.protocols.planning.choose import Choice
 from narrows.protocols.planning.layout import Cluster, Edge, Layout, Process, Stage
@@ -124,26 +125,34 @@ def staged(
 Lines = dict[str, list[str]]  # commands of each host, servers first
 
 
+def words_of(script: str) -> list[str]:
+    """The words of `--script`, as a shell cuts them. Raises UsageError for a quote that does not end."""
+    try:
+        return shlex.split(script)
+    except ValueError as error:
+        raise UsageError(f"--script {script}: close each quote, and write \\ twice at the end ({error})") from None
+
+
 def commands(plan: Layout, file: str, script: str) -> Lines:
-    """Each host reads the plan, in `file`."""
-    found = making_keys(plan)
+    """Each host reads the plan, in `file`. Raises UsageError for a script that is no words."""
+    found, words = making_keys(plan), words_of(script)
     for name, lines in found.items():
         here = ["--plan", file, "--host", name]
         if any(server.place.host == name for server in plan.servers()):
             lines.append(shlex.join(["ps-serve", *here]))
         if plan.on(name):
-            lines.append(shlex.join(["ps-worker", *here, *shlex.split(script)]))
+            lines.append(shlex.join(["ps-worker", *here, *words]))
     return found
 
 
 def long_commands(plan: Layout, script: str) -> Lines:
-    """The same run without the plan, of one that is no pipeline."""
-    found = making_keys(plan)
+    """The same run without the plan, of one that is no pipeline. Raises UsageError as `commands` does."""
+    found, split = making_keys(plan), words_of(script)
     for server in plan.servers():
         found[server.place.host].append(shlex.join(["ps-serve", *server.flags]))
     for process in plan.processes:
         samples = str(plan.samples[process.replica]) if plan.samples else ""
-        words = [word.replace(SAMPLES, samples) for word in shlex.split(script)]
+        words = [word.replace(SAMPLES, samples) for word in split]
         key = ["--key", plan.key_of(process.host)] if plan.keys else []
         found[process.host].append(
             shlex.join(["ps-worker", "--server", plan.address(plan.server_of(process)), *key, *words])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import signal
 import statistics
 import subprocess
@@ -14,6 +13,7 @@ import time
 from pathlib import Path
 
 from narrows.protocols.errors import NarrowsError, UsageError
+from narrows.protocols.planning.written import words_of
 
 STEPS = 20  # whose median counts
 LIMIT_S = 600.0  # for what the script does before its first step, too
@@ -49,10 +49,11 @@ def step_seconds(record: str, script: str) -> float:
 
 def of_script(script: str) -> list[float]:
     """Runs SCRIPT ARGS alone, as one worker, until it has made STEPS steps. Raises NarrowsError."""
+    words = words_of(script)
     env = {name: value for name, value in os.environ.items() if not name.startswith("NARROWS_")}
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as said:
         record = Path(folder) / "steps.jsonl"
-        command = [sys.executable, "-m", "narrows.worker.command.cli", "--record", str(record), *shlex.split(script)]
+        command = [sys.executable, "-m", "narrows.worker.command.cli", "--record", str(record), *words]
         made = subprocess.Popen(command, env=env, stdout=said, stderr=said, start_new_session=True)
         end, found = time.monotonic() + LIMIT_S, list[float]()
         try:

@@ -85,9 +85,9 @@ class Options:
         return self.words if samples is None else [word.replace("{samples}", samples) for word in self.words]
 
 
-def _parts(plan: str, host: str, folder: str) -> tuple[list[dict[str, str]], str]:
-    """Variables of each process that this host has in the plan, and the file of its key. `folder`: has one for each server, as
-    that of ps-serve --plan has. Raises UsageError."""
+def _parts(plan: str, host: str, folder: str) -> tuple[list[dict[str, str]], str, bool]:
+    """Variables of each process that this host has in the plan, the file of its key, and whether the model is cut into stages.
+    `folder`: has one for each server, as that of ps-serve --plan has. Raises UsageError."""
     from narrows.protocols.runtime import plans
 
     layout = plans.read(plan)
@@ -106,7 +106,7 @@ def _parts(plan: str, host: str, folder: str) -> tuple[list[dict[str, str]], str
     ]
     if not found:
         raise UsageError(f"--plan {plan}: {here} has no worker and no process of a stage")
-    return found, layout.key_of(here)
+    return found, layout.key_of(here), len(layout.stages) > 1
 
 
 def checked(
@@ -115,19 +115,18 @@ def checked(
     """`server`: "" is an embedded one, None what the manager says. Raises UsageError, one sentence that names the flag."""
     run, here = given(flags), place(os.environ)
     flags["checkpoint_dir"] = "" if flags["checkpoint_dir"] == "none" else flags["checkpoint_dir"]
-    parts, key = _parts(plan, host, flags["checkpoint_dir"]) if plan else ([], "")
+    parts, key, staged = _parts(plan, host, flags["checkpoint_dir"]) if plan else ([], "", False)
     flags["key"] = flags["key"] or key
     if parts:
         own = {
             "--server": server,
             "--nproc": flags["nproc"] > 1,
             "--group": flags["group"],
-            "--restarts": flags["restarts"],
         }
         for name in [name for name, given_ in own.items() if given_]:
-            raise UsageError(
-                f"{name}: the plan says which processes this host has, and a stage is not started again alone"
-            )
+            raise UsageError(f"{name}: the plan says which processes this host has, and their servers; leave it out")
+        if flags["restarts"] and staged:
+            raise UsageError("--restarts: a stage is not started again alone, its pipeline ends with it; leave it out")
         server, flags["nproc"] = parts[0]["NARROWS_SERVER"], len(parts)
     options = Options(
         words=["-m", *command] if module else [*command],
