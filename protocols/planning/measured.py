@@ -2,8 +2,8 @@
 
 Rules
 - A link is directed, and has its own time. Where two know a link or a host, the newest holds.
-- Prices and speeds that were written by hand have no time, and no measurement takes them back. Of two prices the later one to be
-  added holds. A speed is one by hand where the seconds of steps in its file do not say it.
+- Prices and speeds that were written by hand have no time, and no measurement takes them back. The price that was added last
+  holds. A speed is one by hand where the seconds of steps in its file do not say it.
 - Matrices are made of links: an entry that is not known is null, and network.Network.parse asks for it.
 """
 

@@ -12,12 +12,9 @@ import shlex
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
-from math import ceil
 from typing import Any
 
 from narrows.protocols.errors import UsageError
-from narrows.protocols.pipeline.channels import IN_FLIGHT_MAX
 from narrows.protocols.planning.choose import Choice
 from narrows.protocols.planning.layout import Cluster, Edge, Layout, Process, Stage
 from narrows.protocols.planning.levels import Indices, Work
@@ -78,30 +75,19 @@ def clustered(places: Places, plan: Choice, work: Work, shards: int, insecure: b
     )
 
 
-def in_flight(network: Network, grid: Indices, activation_bytes: float, micro_s: float) -> list[int]:
-    """For each edge of `grid` (stages, replicas), the micro-batches that its slowest pair's round trip covers.
-
-    activation_bytes: of one micro-batch, one way. micro_s: seconds between two micro-batches of the slowest stage.
-    """
-    way = network.transfer_s(activation_bytes)
-    trip = [float((way[here, there] + way[there, here]).max()) for here, there in pairwise(grid)]
-    return [min(IN_FLIGHT_MAX, ceil(each / micro_s)) for each in trip]
-
-
 def staged(
     places: Places,
     grid: Indices,
     depths: Indices,
     servers: Sequence[int],
     ways: Sequence[Way],
-    coding: str,
-    flying: Sequence[int],
+    edges: Sequence[Edge],
     publics: Mapping[str, str],
     keys: str,
 ) -> Layout:
     """A pipeline. `grid` (stages, replicas) has hosts, `depths` (stages,) the layers of each stage.
 
-    servers, ways: the host and the flags of each stage's server; `coding`: of each edge, both ways; `flying`: its `in_flight`.
+    servers, ways: the host and the flags of each stage's server.
     publics: the public key of each host, of the folder `keys`; none: the plan is insecure.
     """
     ports, peers, hosts = Ports(PORT), Ports(PROCESS_PORT), places.network.hosts
@@ -116,7 +102,7 @@ def staged(
             for stage, group in enumerate(grid)
             for replica, host in enumerate(group)
         ],
-        [Edge(coding, coding, count) for count in flying],
+        [*edges],
         insecure=not publics,
         keys=keys if publics else "",
     )
