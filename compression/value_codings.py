@@ -262,3 +262,9 @@ UINT8_MINMAX = Sectioned(
 VALUE_CODINGS: dict[int, ValueCoding] = {
     coding.wire_id: coding for coding in (FP32, FP16, INT8, BF16, INT4, TWO_BIT, SIGN, UINT8_MINMAX)
 }
+# Between two stages of a pipeline: activations, and their gradients, which are rounded at random.
+EDGE_CODINGS: dict[str, tuple[ValueCoding, ValueCoding]] = {
+    "dense": (FP32, FP32),
+    "fp16": (FP16, FP16),
+    "int8": (INT8, INT8_STOCHASTIC),
+}

@@ -86,10 +86,10 @@ class Timeline:
 
 class Stream:
     """A connection whose messages have `size` bytes: one after the other, in chunks. Between these come those of others, as TCP
-    shares a link."""
+    shares a link: evenly, where all have chunks of one size."""
 
-    def __init__(self, time: Timeline, wires: Sequence[Wire], size: int) -> None:
-        self.time, self.wires, self.chunk = time, wires, size // CHUNKS
+    def __init__(self, time: Timeline, wires: Sequence[Wire], size: int, chunks: int = CHUNKS) -> None:
+        self.time, self.wires, self.chunks, self.chunk = time, wires, chunks, size // chunks
         self.delay_ns = delay_ns(wires)
         self.waiting: deque[Callable[[], None]] = (
             deque()
@@ -98,7 +98,7 @@ class Stream:
     def send(self, action: Callable[[], None]) -> None:
         self.waiting.append(action)
         if len(self.waiting) == 1:
-            self._pass(CHUNKS)
+            self._pass(self.chunks)
 
     def _pass(self, left: int) -> None:
         end_ns = passed_ns(self.wires, self.time.now_ns, self.chunk)
@@ -110,4 +110,4 @@ class Stream:
         if not left:
             self.waiting.popleft()
         if left or self.waiting:
-            self._pass(left or CHUNKS)
+            self._pass(left or self.chunks)

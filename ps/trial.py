@@ -33,7 +33,7 @@ from narrows.protocols.planning.choose import Choice
 from narrows.protocols.planning.levels import Prices
 from narrows.protocols.planning.ways import Way
 from narrows.protocols.settings import Settings
-from narrows.protocols.timeline import Stream, Timeline, Wire, delay_ns
+from narrows.protocols.timeline import CHUNKS, Stream, Timeline, Wire, delay_ns
 from narrows.protocols.timing import Timing
 from narrows.ps.changes import FloatArray
 from narrows.ps.events import Event, Kind
@@ -41,6 +41,7 @@ from narrows.ps.planned import Means
 from narrows.ps.reports import COORDINATOR
 from narrows.ps.server import Server
 from narrows.ps.shard import Shard
+from narrows.ps.wires import FAST, Ways, Wires
 
 KEYS = 16  # of the model: some for each shard of a server
 PLAN = Plan(
@@ -54,35 +55,7 @@ EVENTS_MAX = 100_000  # 1 to 3 s of a core
 SMALL = 128  # hosts of a network whose plans are compared, with all clocks
 SKIPPED = 3  # one part in so many, at the beginning: windows fill
 STEADY, ALIKE = 3, 1.005  # clocks in a row, at least, of which the longest takes so many times as long as the shortest
-FAST = 1 << 50  # bytes a second of what takes no time
 BULK = (m.Push, m.State)
-
-
-class Ways:
-    """Between hosts, for messages of one size."""
-
-    def __init__(self, prices: Prices, wires: dict[tuple[object, ...], Wire], size: float) -> None:
-        self.prices, self.wires, self.size = prices, wires, size
-        with np.errstate(divide="ignore"):
-            self.rates = size / prices.sent_s(size)
-
-    def path(self, source: int, target: int) -> list[Wire]:
-        """From host to host."""
-        if source == target:
-            return []
-        prices, here, there = self.prices, int(self.prices.place[source]), int(self.prices.place[target])
-        hops = [self._wire(("out", source), prices.port_out[source])]
-        if here != there:
-            between = self.rates[np.ix_(prices.place == here, prices.place == there)]
-            hops.append(self._wire(("places", here, there), between.max()))
-        far_ns = int(prices.network.delay_s[source, target] * NS)
-        hops.append(self._wire(("pair", self.size, source, target), self.rates[source, target], far_ns))
-        return [*hops, self._wire(("in", target), prices.port_in[target])]
-
-    def _wire(self, key: tuple[object, ...], rate: float, far_ns: int = 0) -> Wire:
-        if key not in self.wires:
-            self.wires[key] = Wire(far_ns, max(1, int(min(rate, FAST))))
-        return self.wires[key]
 
 
 class Level:
@@ -122,7 +95,7 @@ class Level:
         key = (source, target, peer, bool(more))
         if key not in self.streams:
             path = [*self.ways.path(source, target), *more]
-            self.streams[key] = Stream(self.trial.time, path, self.size)
+            self.streams[key] = Stream(self.trial.time, path, self.size, self.trial.chunks(self.size))
         return self.streams[key]
 
     def _send(self, stream: Stream, message: m.Message, late_ns: int, action: Callable[[], None]) -> None:
@@ -232,7 +205,6 @@ class Working:
         self._apply(self.member.say(shard, messages, self.level.trial.time.now_ns) if messages else [])
 
     def _go(self) -> None:
-        time = self.level.trial.time
         while self.events:
             self._event(self.events.popleft())
         if not self.exchanges or self.computing:
@@ -247,9 +219,14 @@ class Working:
             for x in self.exchanges:  # own updates that no longer stand in are forgotten
                 x.base(x.replica.begin, x.replica.end, np.empty(x.replica.end - x.replica.begin, np.float32))
             self.computing = True
-            time.at(time.now_ns + self.own_ns, self._done)
+            self.compute()
 
-    def _done(self) -> None:
+    def compute(self) -> None:
+        """All inner steps of a clock, and the encoding of its update."""
+        time = self.level.trial.time
+        time.at(time.now_ns + self.own_ns, self.done)
+
+    def done(self) -> None:
         self.computing, self.computed = False, True
         self._go()
 
@@ -281,10 +258,11 @@ class Working:
 class Trial:
     """One plan."""
 
-    def __init__(self, prices: Prices, plan: Choice) -> None:
-        self.prices, self.plan, self.time = prices, plan, Timeline()
+    def __init__(self, prices: Prices, plan: Choice, time: Timeline | None = None, wires: Wires | None = None) -> None:
+        """time, wires: those of what goes on beside."""
+        self.prices, self.plan, self.time = prices, plan, time or Timeline()
         self.tick_ns = max(TICK_NS, int(plan.step_s * plan.above.mode.local_steps * NS))
-        self.wires: dict[tuple[object, ...], Wire] = {}
+        self.wires: Wires = {} if wires is None else wires
         self.pushes_ns: list[int] = []  # updates at the root
         self.own_s: list[float] = []  # of a step, by child of the root: its slowest worker alone
         self.machines = 0
@@ -293,8 +271,15 @@ class Trial:
             level = self.root
             if len(group) > 1:
                 level = Level(self, f"c{number}", plan.below, (server,), len(group), self.root)
-            own_ns = max(Working(level, host).own_ns for host in group)
+            own_ns = max(self.worker(level, host).own_ns for host in group)
             self.own_s.append(own_ns / NS / level.settings.mode().local_steps)
+
+    def worker(self, level: Level, host: int) -> Working:
+        return Working(level, host)
+
+    def chunks(self, size: int) -> int:
+        """In which a message of this size is sent."""
+        return CHUNKS
 
     def ticks(self, action: Callable[..., None], *arguments: Any) -> None:
         """Out of step with the others."""

@@ -13,6 +13,8 @@ __all__ = [
     "DistributedOptimizer",
     "Embedding",
     "ScheduleEager1F1B",
+    "Subspace",
+    "Writer",
     "clock",
     "device",
     "local_rank",
@@ -39,12 +41,14 @@ if TYPE_CHECKING:
     from narrows.worker.optimizer import DistributedOptimizer
     from narrows.worker.pipelining import pipeline, replica, replicas, stage, stage_layers, stages
     from narrows.worker.pipelining.schedule import ScheduleEager1F1B
+    from narrows.worker.pipelining.subspace import Subspace, Writer
     from narrows.worker.resuming import resumable
     from narrows.worker.saved import saved_state
     from narrows.worker.session import clock, rank, record, step_count, world_size
 else:
     HOMES = {
         **dict.fromkeys(("device", "local_rank"), "machine"),
+        **dict.fromkeys(("Subspace", "Writer"), "pipelining.subspace"),
         **dict.fromkeys(("pipeline", "replica", "replicas", "stage", "stage_layers", "stages"), "pipelining"),
         "DistributedOptimizer": "optimizer",
         "Embedding": "embedding",

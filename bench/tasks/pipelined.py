@@ -25,6 +25,8 @@ from narrows.protocols.planning.layout import even
 from narrows.worker import (
     DistributedOptimizer,
     ScheduleEager1F1B,
+    Subspace,
+    Writer,
     pipeline,
     record,
     replica,
@@ -34,7 +36,6 @@ from narrows.worker import (
     stages,
     step_count,
 )
-from narrows.worker.pipelining.subspace import Subspace, Writer
 
 SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe, "eager": ScheduleEager1F1B}
 

@@ -57,6 +57,11 @@ class Layout:
     grid: Indices  # (stages, replicas) of hosts; a column is a pipeline
     depths: Indices  # (stages,), the layers of each
 
+    @property
+    def key(self) -> bytes:
+        """Alike where layouts are."""
+        return self.grid.tobytes() + self.depths.tobytes()
+
     def names(self, network: Network) -> list[list[str]]:
         """The host of each [stage][replica]."""
         return [[network.hosts[host] for host in group] for group in self.grid]

@@ -2,6 +2,8 @@
 
 Rules
 - A link is directed, and has its own time. Where two know a link or a host, the newest holds.
+- Prices and speeds that were written by hand have no time, and no measurement takes them back. The price that was added last
+  holds. A speed is one by hand where the seconds of steps in its file do not say it.
 - Matrices are made of links: an entry that is not known is null, and network.Network.parse asks for it.
 """
 
@@ -39,25 +41,27 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """None: not known. `step_s`: of one step of the script, without waiting."""
+    """None: not known. `step_s`: of one step of the script, without waiting. `speed`: as somebody has written it."""
 
     unix_s: float
     memory_bytes: int | None = None
     step_s: float | None = None
+    speed: float | None = None
 
 
 @dataclass(slots=True)
 class Measured:
-    """All that is known."""
+    """All that is known. prices: of a byte, as somebody has written them."""
 
     hosts: dict[str, Host] = field(default_factory=dict)
     links: dict[Way, Link] = field(default_factory=dict)
+    prices: dict[Way, float] = field(default_factory=dict)
 
     def add_host(self, name: str, host: Host) -> None:
         """Add a host. The older of two entries says what the newest does not know."""
         old, new = sorted((self.hosts.get(name, host), host), key=lambda each: each.unix_s)
         memory, step_s = new.memory_bytes or old.memory_bytes, new.step_s or old.step_s
-        self.hosts[name] = replace(new, memory_bytes=memory, step_s=step_s)
+        self.hosts[name] = replace(new, memory_bytes=memory, step_s=step_s, speed=new.speed or old.speed)
 
     def add_link(self, way: Way, link: Link) -> None:
         if (known := self.links.get(way)) is None or known.unix_s <= link.unix_s:
@@ -70,6 +74,7 @@ class Measured:
             self.add_host(name, host)
         for way, link in other.links.items():
             self.add_link(way, link)
+        self.prices |= other.prices
 
     @property
     def pairs(self) -> frozenset[frozenset[str]]:
@@ -85,7 +90,7 @@ class Measured:
         """As network.json."""
         sizes = sorted({size for link in self.links.values() for size in link.rates})
         steps = [host.step_s for host in self.hosts.values()]
-        known = [step_s for step_s in steps if step_s]
+        given = [host.speed for host in self.hosts.values()]
         made: dict[str, Any] = {
             "format": FORMAT,
             "hosts": [*self.hosts],
@@ -110,9 +115,18 @@ class Measured:
                 for way, link in sorted(self.links.items())
             ],
         }
-        if known and len(known) == len(steps):  # speeds: 1 is the fastest
-            made["compute"] = [min(known) / step_s for step_s in known]
+        speeds = [speed or found for speed, found in zip(given, _speeds(steps), strict=True)]
+        if any(speeds):
+            made["compute"] = speeds
+        if self.prices:
+            made["price_per_byte"] = [[self.prices.get((a, b)) for b in self.hosts] for a in self.hosts]
         return made
+
+
+def _speeds(steps: Sequence[float | None]) -> list[float | None]:
+    """By seconds of a step: 1 is the fastest. None for all where a step is not known."""
+    known = [step_s for step_s in steps if step_s]
+    return [min(known) / step_s for step_s in known] if len(known) == len(steps) else [None] * len(steps)
 
 
 FIELDS = ("from", "to", "measured_unix_s", "delay_s", "bits_per_second")
@@ -127,11 +141,20 @@ def parse(document: Mapping[str, Any]) -> Measured:
         names = [str(name) for name in document["hosts"]]
         unix_s = float(document.get("measured_unix_s") or 0.0)
         nothing = [None] * len(names)
-        columns = [document.get(key, nothing) for key in ("hosts_measured_unix_s", "memory_bytes", "step_seconds")]
-        for name, at, memory, step_s in zip(names, *columns, strict=True):
+        columns = [
+            document.get(key, nothing) for key in ("hosts_measured_unix_s", "memory_bytes", "step_seconds", "compute")
+        ]
+        said = _speeds(columns[2])
+        for name, at, memory, step_s, speed, found in zip(names, *columns, said, strict=True):
+            by_hand = speed is not None and not (found and math.isclose(speed, found))
+            at = unix_s if at is None else float(at)
             made.add_host(
-                name, Host(unix_s if at is None else float(at), memory and int(memory), step_s and float(step_s))
+                name, Host(at, memory and int(memory), step_s and float(step_s), float(speed) if by_hand else None)
             )
+        if "price_per_byte" in document:
+            rows = zip(names, document["price_per_byte"], strict=True)
+            priced = [(a, b, price) for a, row in rows for b, price in zip(names, row, strict=True)]
+            made.prices = {(a, b): float(price) for a, b, price in priced if a != b and price is not None}
         for row in document["links"] if "links" in document else _rows(document, names, unix_s):
             rates = {int(size): float(rate) for size, rate in row["bits_per_second"].items()}
             if not rates or not all(size > 0 and 0 < rate < math.inf for size, rate in rates.items()):

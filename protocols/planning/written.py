@@ -12,11 +12,9 @@ import shlex
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
-from math import ceil
 from typing import Any
 
-from narrows.protocols.pipeline.channels import IN_FLIGHT_MAX
+from narrows.protocols.errors import UsageError
 from narrows.protocols.planning.choose import Choice
 from narrows.protocols.planning.layout import Cluster, Edge, Layout, Process, Stage
 from narrows.protocols.planning.levels import Indices, Work
@@ -77,30 +75,19 @@ def clustered(places: Places, plan: Choice, work: Work, shards: int, insecure: b
     )
 
 
-def in_flight(network: Network, grid: Indices, activation_bytes: float, micro_s: float) -> list[int]:
-    """For each edge of `grid` (stages, replicas), the micro-batches that its slowest pair's round trip covers.
-
-    activation_bytes: of one micro-batch, one way. micro_s: seconds between two micro-batches of the slowest stage.
-    """
-    way = network.transfer_s(activation_bytes)
-    trip = [float((way[here, there] + way[there, here]).max()) for here, there in pairwise(grid)]
-    return [min(IN_FLIGHT_MAX, ceil(each / micro_s)) for each in trip]
-
-
 def staged(
     places: Places,
     grid: Indices,
     depths: Indices,
     servers: Sequence[int],
     ways: Sequence[Way],
-    coding: str,
-    flying: Sequence[int],
+    edges: Sequence[Edge],
     publics: Mapping[str, str],
     keys: str,
 ) -> Layout:
     """A pipeline. `grid` (stages, replicas) has hosts, `depths` (stages,) the layers of each stage.
 
-    servers, ways: the host and the flags of each stage's server; `coding`: of each edge, both ways; `flying`: its `in_flight`.
+    servers, ways: the host and the flags of each stage's server.
     publics: the public key of each host, of the folder `keys`; none: the plan is insecure.
     """
     ports, peers, hosts = Ports(PORT), Ports(PROCESS_PORT), places.network.hosts
@@ -115,7 +102,7 @@ def staged(
             for stage, group in enumerate(grid)
             for replica, host in enumerate(group)
         ],
-        [Edge(coding, coding, count) for count in flying],
+        [*edges],
         insecure=not publics,
         keys=keys if publics else "",
     )
@@ -124,26 +111,34 @@ def staged(
 Lines = dict[str, list[str]]  # commands of each host, servers first
 
 
+def words_of(script: str) -> list[str]:
+    """The words of `--script`, as a shell cuts them. Raises UsageError for a quote that does not end."""
+    try:
+        return shlex.split(script)
+    except ValueError as error:
+        raise UsageError(f"--script {script}: close each quote, and write \\ twice at the end ({error})") from None
+
+
 def commands(plan: Layout, file: str, script: str) -> Lines:
-    """Each host reads the plan, in `file`."""
-    found = making_keys(plan)
+    """Each host reads the plan, in `file`. Raises UsageError for a script that is no words."""
+    found, words = making_keys(plan), words_of(script)
     for name, lines in found.items():
         here = ["--plan", file, "--host", name]
         if any(server.place.host == name for server in plan.servers()):
             lines.append(shlex.join(["ps-serve", *here]))
         if plan.on(name):
-            lines.append(shlex.join(["ps-worker", *here, *shlex.split(script)]))
+            lines.append(shlex.join(["ps-worker", *here, *words]))
     return found
 
 
 def long_commands(plan: Layout, script: str) -> Lines:
-    """The same run without the plan, of one that is no pipeline."""
-    found = making_keys(plan)
+    """The same run without the plan, of one that is no pipeline. Raises UsageError as `commands` does."""
+    found, split = making_keys(plan), words_of(script)
     for server in plan.servers():
         found[server.place.host].append(shlex.join(["ps-serve", *server.flags]))
     for process in plan.processes:
         samples = str(plan.samples[process.replica]) if plan.samples else ""
-        words = [word.replace(SAMPLES, samples) for word in shlex.split(script)]
+        words = [word.replace(SAMPLES, samples) for word in split]
         key = ["--key", plan.key_of(process.host)] if plan.keys else []
         found[process.host].append(
             shlex.join(["ps-worker", "--server", plan.address(plan.server_of(process)), *key, *words])

@@ -4,19 +4,31 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from narrows.protocols.errors import UsageError
-from narrows.protocols.planning.layout import Layout
+from narrows.protocols.planning.layout import CODINGS, Layout
 from narrows.protocols.planning.network import Network
 from narrows.protocols.runtime.flags import COMMAND, run
 from narrows.protocols.settings import REPLAN, SHARDS_MAX
 
-CODINGS = ("dense", "fp16", "int8")  # of an edge between two stages
+FOR_ALL = (
+    "network",
+    "parameters",
+    "step_s",
+    "addresses",
+    "script",
+    "form",
+    "out",
+    "replan",
+    "replan_after",
+)  # flags of every plan
 
 
 @click.command(context_settings=COMMAND)
@@ -36,15 +48,20 @@ CODINGS = ("dense", "fp16", "int8")  # of an edge between two stages
 @click.option("--keys", default="KEYS", show_default=True, help="folder of each server's keys, in the commands")
 @click.option("--pipeline", "stages", type=click.IntRange(min=1), help="cut the model into so many stages")
 @click.option("--replicas", type=click.IntRange(min=1), help="of each stage [as many as there are hosts for]")
-@click.option("--layers", type=click.IntRange(min=1), help="of the model, alike [--pipeline]")
-@click.option("--activation-bytes", type=click.FloatRange(min=0), default=0.0,
-              help="what one replica sends across one boundary in a step, one way")  # fmt: skip
+@click.option("--layers", type=click.IntRange(min=1), help="of the model, alike [needed]")
+@click.option("--activation-bytes", type=click.FloatRange(min=0),
+              help="float32 values of one micro-batch at a cut, in bytes, before they are coded [needed]")  # fmt: skip
 @click.option(
     "--micro-batches", type=click.IntRange(min=1), default=8, show_default=True, help="of a step of a pipeline"
 )
-@click.option(
-    "--coding", type=click.Choice(CODINGS), default="dense", show_default=True, help="of tensors between stages"
-)
+@click.option("--coding", type=click.Choice(("auto", *CODINGS)), default="auto", show_default=True,
+              help="of tensors between stages; auto: dense each way of an edge that is fast enough, "
+              "else int8")  # fmt: skip
+@click.option("--layer-memory", type=click.FloatRange(min=0),
+              help="bytes that a layer needs where it is trained [52 a parameter]")  # fmt: skip
+@click.option("--money", type=click.FloatRange(min=0), default=0.0,
+              help="seconds of a step that a unit of money is worth, by price_per_byte in the network "
+              "[0: it is shown alone]")  # fmt: skip
 @click.option("--replan", type=click.Choice(REPLAN), help="where another mode or SPEC would gain 20 % in the running run: off, "
               "say so, or change to it [say]")  # fmt: skip
 @click.option(
@@ -57,36 +74,64 @@ CODINGS = ("dense", "fp16", "int8")  # of an edge between two stages
 @click.option("--seed", type=int, default=0, show_default=True, help="of the search for a pipeline")
 @click.option("--out", default="plan.json", show_default=True, help="where the plan is written")
 @click.version_option(package_name="narrows", allow_from_autoenv=False)
-def command(network: str, parameters: float, step_s: float | None, addresses: tuple[str, ...], out: str,
-            stages: int | None, **flags: Any) -> None:  # fmt: skip
+@click.pass_context
+def command(context: click.Context, /, network: str, parameters: float, step_s: float | None, addresses: tuple[str, ...],
+            out: str, script: str, form: str, **flags: Any) -> None:  # fmt: skip
     """Plan a run on the hosts of NETWORK.JSON, as ps-probe writes it: the plan of least predicted seconds to a loss.
 
     \b
     ps-plan network.json --parameters 1.3e6 --step 0.1 --script 'train.py --lr 0.002'
-    ps-plan network.json --parameters 1.3e9 --step 2 --pipeline 4 --layers 24 --activation-bytes 4e8
+    ps-plan network.json --parameters 1.3e9 --step 2 --pipeline 4 --layers 24 --activation-bytes 5e7
     """
     from narrows.protocols.planning import written
 
-    if stages and flags["form"] == "long":
+    planned = _planner(flags["stages"])
+    taken = _taken(context, planned, flags)
+    if flags["stages"] and form == "long":
         raise UsageError("--commands long: the stages of a pipeline find each other by the plan alone; leave it out")
     read, step = _read(network)
     step_s = step_s or step
     if step_s is None:
         raise UsageError(f"{network} has no step_seconds: give --step, the seconds of a step of one worker")
-    places = written.Places(read, _addresses(read, addresses))
-    flags |= {"out": out, "stages": stages}
-    layout, lines = (_pipeline if stages else _run)(places, parameters, step_s, **flags)
-    replans = {name: flags[name] for name in ("replan", "replan_after") if flags[name] is not None}
-    layout = layout.with_flags(replans)
+    layout, lines = planned(written.Places(read, _addresses(read, addresses)), parameters, step_s, script, **taken)
+    layout = layout.with_flags({name: flags[name] for name in ("replan", "replan_after") if flags[name] is not None})
+    long = form == "long"
+    commands = written.long_commands(layout, script) if long else written.commands(layout, out, script)
     _write(out, layout.text())
     click.echo("\n".join([*lines, ""]))
-    long = flags["form"] == "long"
-    script = flags["script"]
-    commands = written.long_commands(layout, script) if long else written.commands(layout, out, script)
     for host, words in commands.items():
         if words:
             click.echo("\n".join([f"on {host}:", *(f"    {line}" for line in words)]))
     click.echo(f"\n{out} has the plan{'' if long else '; each host needs a copy'}")
+
+
+Planner = Callable[..., tuple[Layout, list[str]]]  # the plan, and lines that explain it
+
+
+def _planner(stages: int | None) -> Planner:
+    """Raises UsageError where SciPy is missing, which only pipelines need."""
+    if not stages:
+        from narrows.ps.command import clustered
+
+        return clustered.planned
+    try:
+        from narrows.ps.command import staged
+    except ImportError:
+        raise UsageError("SciPy is missing here: pip install 'narrows[plan]'") from None
+    return staged.planned
+
+
+def _taken(context: click.Context, planned: Planner, flags: dict[str, Any]) -> dict[str, Any]:
+    """Those of `flags` that this planner takes. Raises UsageError for one of the others on the command line; a variable of the
+    environment may be meant for other commands."""
+    takes = signature(planned).parameters
+    for option in context.command.params:
+        name = option.name or ""
+        if name in takes or name in FOR_ALL or context.get_parameter_source(name) is not ParameterSource.COMMANDLINE:
+            continue
+        which = "of a pipeline" if flags["stages"] else "without --pipeline"
+        raise UsageError(f"{option.opts[0]}: a plan {which} has no use for it; leave it out")
+    return {name: value for name, value in flags.items() if name in takes}
 
 
 def _read(path: str) -> tuple[Network, float | None]:
@@ -119,123 +164,6 @@ def _write(out: str, text: str) -> None:
         os.replace(temporary, out)
     except OSError as error:
         raise UsageError(f"--out {out}: {error.strerror}") from None
-
-
-Planned = tuple[Layout, list[str]]  # and the table
-
-
-def _run(places: Any, parameters: float, step_s: float, *, batch: int, script: str, shards: int, insecure: bool, keys: str,
-         **_: Any) -> Planned:  # fmt: skip
-    from narrows.protocols.planning import written
-    from narrows.protocols.planning.choose import Chooser, choices, decides
-    from narrows.protocols.planning.levels import Work
-    from narrows.ps.coded import coded
-    from narrows.ps.trial import tried  # and the machines of a run
-
-    if ("{samples}" in script) != bool(batch):
-        raise UsageError("--batch: give it together with {samples} in --script, where a worker finds its share")
-    network, work = places.network, Work(parameters, step_s, coded(), batch, shards)
-    chooser = Chooser(network, work)
-    (plan, simulated_s), *others = tried(chooser.prices, choices(network, work))
-    layout = written.clustered(places, plan, work, shards, insecure, keys)
-    names = network.hosts
-    children = len(plan.groups)
-    rows = [("level", "server on", "children", "mode", "ms a step", "steps beside bsp")]
-    spread = f", shards on {', '.join(names[host] for host in plan.spread[1:])}" if plan.spread else ""
-    rows.append(
-        ("root", names[plan.root] + spread, str(children), str(plan.above), f"{1e3 * plan.step_s:.3g}",
-         f"{plan.above.steps(children):.2f}")
-    )  # fmt: skip
-    own = chooser.own_s(plan.below, plan.groups)
-    for server, group in plan.clusters:
-        rows.append(
-            (f"cluster of {', '.join(names[host] for host in group)}", names[server], str(len(group)), str(plan.below),
-             f"{1e3 * float(own[server]):.3g}", f"{plan.below.steps(len(group)):.2f}")
-        )  # fmt: skip
-    ring_s = chooser.prices.ring_s()
-    lines = [
-        *table(rows),
-        "",
-        f"predicted {1e3 * plan.step_s:.3g} ms a step, {_simulated(simulated_s)}, and {plan.cost / plan.step_s:.2f} times "
-        f"bsp's steps to a loss; DDP {_seconds(ring_s)} a step at least; {decides(chooser, plan)}",
-    ]
-    for other, other_s in others:
-        clusters = "1 cluster" if len(other.clusters) == 1 else f"{len(other.clusters)} clusters"
-        inside = f" over {clusters} with {other.below}" if other.clusters else ""
-        lines.append(
-            f"next: {other.above}{inside}, predicted {1e3 * other.step_s:.3g} ms a step, {_simulated(other_s)}, and "
-            f"{other.cost / other.step_s:.2f} times bsp's steps"
-        )
-    if batch:
-        shared = zip(names, work.samples(network), strict=True)
-        lines.append(f"samples of a step: {', '.join(f'{name} {count}' for name, count in shared)}")
-    return layout, lines
-
-
-def _pipeline(places: Any, parameters: float, step_s: float, *, stages: int, replicas: int | None, layers: int | None,
-              activation_bytes: float, micro_batches: int, coding: str, seed: int, insecure: bool, keys: str,
-              **_: Any) -> Planned:  # fmt: skip
-    from narrows.protocols.planning import written
-    from narrows.protocols.planning.choose import for_stage
-    from narrows.protocols.runtime.keys import public_key
-    from narrows.ps.coded import coded
-
-    try:
-        from narrows.protocols.planning.cost import Job
-        from narrows.protocols.planning.search import plan
-    except ImportError:
-        raise UsageError("SciPy is missing here: pip install 'narrows[plan]'") from None
-    network = places.network
-    if layers is None:
-        raise UsageError("--pipeline: give --layers, how many the model has")
-    replicas = replicas or max(1, len(network.hosts) // stages)
-    job = Job(stages, replicas, layers, 4 * parameters / layers, activation_bytes, step_s / layers, 0.0, micro_batches)
-    found = plan(network, job, seed)
-    predicted, grid, depths = found.prediction, found.layout.grid, found.layout.depths
-    own_s = predicted.pipeline_s + predicted.compute_s
-    chosen = [
-        for_stage(network, [int(host) for host in group], parameters * int(depth) / layers, own_s, coded())
-        for group, depth in zip(grid, depths, strict=True)
-    ]
-    servers, ways, step = [c[0] for c in chosen], [c[1] for c in chosen], max(c[2] for c in chosen)
-    slowest_s = max(
-        job.layer_s * int(depth) / float(network.compute[group].min())
-        for group, depth in zip(grid, depths, strict=True)
-    )
-    flying = written.in_flight(network, grid, activation_bytes / micro_batches, slowest_s / micro_batches)
-    publics = {} if insecure else {network.hosts[host]: public_key(keys, network.hosts[host]) for host in grid.flat}
-    layout = written.staged(places, grid, depths, servers, ways, coding, flying, publics, keys)
-    rows = [("stage", "layers", "hosts", "server on", "mode")]
-    first = 0
-    for number, (names, depth) in enumerate(zip(found.layout.names(network), depths, strict=True)):
-        last = first + int(depth) - 1
-        rows.append(
-            (str(number), f"{first} to {last}", ", ".join(names), network.hosts[servers[number]], str(ways[number]))
-        )
-        first = last + 1
-    spare = f"; without a part: {', '.join(network.hosts[host] for host in found.spare)}" if found.spare else ""
-    lines = [
-        *table(rows),
-        "",
-        f"predicted {_seconds(step)} a step: {_seconds(predicted.compute_s)} of computing, {_seconds(predicted.pipeline_s)} "
-        f"between stages; {_seconds(predicted.seconds)} with a dense exchange in every step{spare}",
-        f"micro-batches on their way between stages: {', '.join(map(str, flying)) or 'none'}",
-    ]
-    return layout, lines
-
-
-def _simulated(seconds: float | None) -> str:
-    return "not simulated" if seconds is None else f"simulated {1e3 * seconds:.3g} ms"
-
-
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns as wide as their widest cell."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
 def main() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import signal
 import statistics
 import subprocess
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from narrows.protocols.errors import NarrowsError, UsageError
 from narrows.protocols.planning.probe import STEPS_S
+from narrows.protocols.planning.written import words_of
 
 STEPS = 20  # whose median counts
 ENDS_S = 30.0  # that a script has after Ctrl-C
@@ -51,10 +51,11 @@ def step_seconds(record: str, script: str, stop: threading.Event) -> float:
 def of_script(script: str, stop: threading.Event) -> list[float]:
     """Runs SCRIPT ARGS alone, as one worker, until it has made STEPS steps, or `stop` says that nobody wants to know. Raises
     NarrowsError."""
+    words = words_of(script)
     env = {name: value for name, value in os.environ.items() if not name.startswith("NARROWS_")}
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as said:
         record = Path(folder) / "steps.jsonl"
-        command = [sys.executable, "-m", "narrows.worker.command.cli", "--record", str(record), *shlex.split(script)]
+        command = [sys.executable, "-m", "narrows.worker.command.cli", "--record", str(record), *words]
         made = subprocess.Popen(command, env=env, stdout=said, stderr=said, start_new_session=True)
         end, found = time.monotonic() + STEPS_S, list[float]()
         try:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-import shlex
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from kit.planned import cities, planned, told
 from scheduling import worldwide
 from simulation.actors import Kit
 from simulation.forms import measured_s
@@ -25,32 +23,16 @@ from narrows.protocols.errors import UsageError
 from narrows.protocols.planning.choose import Chooser, choices, choose
 from narrows.protocols.planning.layout import parse
 from narrows.protocols.planning.levels import Coded, Groups, Prices, Work, cuts, joined, merges, places
-from narrows.protocols.planning.network import Network, from_places
+from narrows.protocols.planning.network import Network
 from narrows.protocols.planning.ways import BELOW, WAYS, Way
-from narrows.protocols.planning.written import in_flight
-from narrows.protocols.runtime.keys import add, make
 from narrows.protocols.settings import Settings
 from narrows.ps.coded import coded
 from narrows.ps.command import cli as serve
-from narrows.ps.command.plan import command as ps_plan
 from narrows.ps.trial import ALIKE, Trial, tried
 from narrows.worker.command import cli as worker
 
 CODED = coded()
 NS = 1_000_000_000
-
-
-def cities(hosts: list[int], mbits: float, ms: float) -> Network:
-    """1 Gbit/s and 0.1 ms in a city, this link between all."""
-    one = np.eye(len(hosts), dtype=bool)
-    return from_places(
-        {
-            "order": [chr(97 + number) for number in range(len(hosts))],
-            "delay_ms": np.where(one, 0.1, ms),
-            "bandwidth_gbps": np.where(one, 1.0, mbits / 1000),
-        },
-        hosts,
-    )
 
 
 def drawn(seed: int, hosts: int) -> Network:
@@ -308,32 +290,6 @@ def test_single_linkage_cuts_where_rates_differ_most() -> None:
 # The command.
 
 
-def planned(folder: Path, network: Network, *words: str) -> tuple[str, dict[str, Any]]:
-    n = len(network.hosts)
-    (folder / "network.json").write_text(
-        json.dumps(
-            {
-                "format": 1,
-                "hosts": network.hosts,
-                "delay_s": network.delay_s.tolist(),
-                "rates": [{"message_bytes": 1, "bits_per_second": (8 * network.rates[0]).tolist()}],
-                "compute": network.compute.tolist(),
-                "step_seconds": [0.1] * n,
-            }
-        )
-    )
-    out = folder / "plan.json"
-    said = CliRunner().invoke(
-        ps_plan, [str(folder / "network.json"), "--parameters", "2e6", "--out", str(out), *words], catch_exceptions=False,
-        standalone_mode=False,
-    )  # fmt: skip
-    return said.output, json.loads(out.read_text())
-
-
-def told(output: str) -> list[list[str]]:
-    return [shlex.split(line) for line in output.splitlines() if line.startswith("    ps-")]
-
-
 @pytest.mark.parametrize("form", ["short", "long"])
 def test_all_servers_of_a_plan_replan_as_it_says(tmp_path: Path, form: str) -> None:
     """Guests have no flags: the root says what the run is."""
@@ -410,45 +366,16 @@ def test_short_commands_are_two_for_each_host_and_make_the_keys_of_the_long_ones
     assert all(line[5:] == ["train.py", "--rows", "{samples}"] for line in rest if line[0] == "ps-worker")
 
 
-@pytest.mark.parametrize("keyed", [False, True])
-def test_a_pipeline_is_laid_out_with_a_server_for_each_stage(tmp_path: Path, keyed: bool) -> None:
-    network, keys = cities([2, 2], 20, 60), str(tmp_path / "KEYS")
-    words = ["--pipeline", "2", "--layers", "6", "--coding", "int8", "--activation-bytes", "1e6"]
-    if keyed:
-        with pytest.raises(UsageError, match=r"--keys .*: it has no key of a.*or go without keys by --insecure"):
-            planned(tmp_path, network, *words, "--keys", keys)
-        make(keys)
-        for name in network.hosts:
-            add(keys, name, "worker")
-    output, plan = planned(tmp_path, network, *words, *(["--keys", keys] if keyed else ["--insecure"]))
-    layout = parse(json.dumps(plan))
-    assert len({process.key for process in layout.processes}) == (4 if keyed else 1)
-    assert layout.keys == (keys if keyed else "")
-    assert [(row["stage"], row["replica"]) for row in plan["processes"]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    (edge,) = plan["edges"]
-    assert (edge["forward"], edge["backward"]) == ("int8", "int8")
-    assert [stage["layers"] for stage in plan["stages"]] == [3, 3]
-    assert f"micro-batches on their way between stages: {edge['in_flight']}" in output
-    for stage in plan["stages"]:
-        Settings(**stage["flags"]).validated()
-    assert output.count("ps-worker --plan") == 4 and output.count("ps-serve --plan") == 2
-
-
-def test_micro_batches_in_flight_cover_the_round_trip_of_the_slowest_pair() -> None:
-    """20 ms each way and 1e5 bytes at 20 Mbit/s each way are 120 ms: 3 micro-batches of 50 ms."""
-    network = cities([2, 2], 20, 20)
-    across, inside = np.array([[0, 1], [2, 3]]), np.array([[0, 2], [1, 3]])
-    assert in_flight(network, across, 1e5, 0.05) == [3] and in_flight(network, inside, 1e5, 0.05) == [1]
-    assert in_flight(network, across, 1e5, 1e-9) == [256]
-
-
 @pytest.mark.parametrize(("words", "why"), [
-    (["--pipeline", "2"], "--pipeline: give --layers"),
     (["--batch", "8"], "--batch: give it together with {samples}"),
     (["--address", "x=1"], "--address x=1: give HOST=ADDR"),
-    (["--commands", "long", "--pipeline", "2", "--layers", "4"], "--commands long: the stages"),
+    (["--micro-batches", "4"], "--micro-batches: a plan without --pipeline has no use for it"),
+    (["--seed", "1"], "--seed: a plan without --pipeline has no use for it"),
+    (["--script", "a 'b"], "--script a 'b: close each quote"),
+    (["--script", "a 'b", "--commands", "long"], "--script a 'b: close each quote"),
     (["--out", "/nowhere/plan.json"], "--out /nowhere/plan.json: No such file"),
 ])  # fmt: skip
 def test_a_plan_that_cannot_be_made_is_refused_in_a_sentence(tmp_path: Path, words: list[str], why: str) -> None:
     with pytest.raises(UsageError, match=why.replace("{", r"\{")):
         planned(tmp_path, cities([2], 20, 60), *words)
+    assert not (tmp_path / "plan.json").exists()

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kit.planned import drawn
 from scheduling import GPT3_XL, NETWORKS, TARGETS, half_slow
 from scipy.optimize import Bounds, LinearConstraint, milp
 
@@ -19,24 +20,6 @@ from narrows.protocols.planning.network import HOSTS_MAX, Array, Network, from_p
 from narrows.protocols.planning.search import EVERY_MAX, partitions, partitions_count, plan
 
 CUTS = [(1, 4, 4), (2, 3, 6), (3, 2, 6), (4, 2, 8), (2, 4, 8), (8, 1, 8), (3, 2, 7)]  # stages, replicas, hosts
-
-
-def drawn(seed: int, hosts: int, /, **given: Any) -> Network:
-    """A network of hosts that differ in everything; rates are of two sizes, links of two directions."""
-    random = np.random.default_rng(seed)
-    document = {
-        "format": 1,
-        "hosts": [f"h{number}" for number in range(hosts)],
-        "delay_s": random.uniform(0.001, 0.2, (hosts, hosts)).tolist(),
-        "rates": [
-            {"message_bytes": size, "bits_per_second": (8e6 * random.uniform(1, 30, (hosts, hosts))).tolist()}
-            for size in (10_000, 10_000_000)
-        ],
-        "compute": random.choice([0.5, 1.0, 2.0], hosts).tolist(),
-        "memory_bytes": random.choice([4e9, 8e9], hosts).tolist(),
-        "price_per_byte": random.uniform(0, 1e-8, (hosts, hosts)).tolist(),
-    }
-    return Network.parse(document | given)
 
 
 def job(stages: int, replicas: int, **given: Any) -> Job:

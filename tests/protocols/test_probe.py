@@ -447,8 +447,26 @@ def test_a_file_of_matrices_alone_can_be_merged() -> None:
     assert len(found.links) == 4
 
 
+def test_prices_and_speeds_by_hand_are_kept_and_those_of_steps_made_anew() -> None:
+    first = of_two(("a", "b"), 100.0).document()
+    assert first["compute"] == [1.0, 0.5]
+    by_hand = {"compute": [1.0, 0.25], "price_per_byte": [[None, 1e-9], [2e-9, None]]}
+    for order in (1, -1):
+        merged = Measured()
+        for each in [first | by_hand, of_two(("a", "b"), 300.0).document()][::order]:
+            merged.add(measured.parse(each))
+        document = merged.document()
+        assert document["compute"] == by_hand["compute"] and document["price_per_byte"] == by_hand["price_per_byte"]
+        assert Network.parse(document).price.tolist() == [[0, 1e-9], [2e-9, 0]]
+    merged.add(of_two(("b", "c"), 100.0))
+    assert merged.document()["price_per_byte"] == [[None, 1e-9, None], [2e-9, None, None], [None] * 3]
+    without = measured.parse(first | {"compute": [3.0, 1.0], "step_seconds": [None, 0.1]}).document()
+    assert without["compute"] == [3.0, 1.0]
+
+
 @pytest.mark.parametrize(
-    "broken", [{"format": 2}, {"hosts": None}, {"links": [{}]}, {"memory_bytes": [1]}, {"links": 3}]
+    "broken",
+    [{"format": 2}, {"hosts": None}, {"links": [{}]}, {"memory_bytes": [1]}, {"links": 3}, {"price_per_byte": [[1]]}],
 )
 def test_a_file_that_is_none_is_refused(broken: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=r"network\.json"):

@@ -22,14 +22,15 @@ from torch.distributed import distributed_c10d
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
 
-from narrows.compression.value_codings import Key
+from narrows.compression.value_codings import EDGE_CODINGS, Key
 from narrows.protocols.errors import AuthenticationError, IncompatibleError, NarrowsError, StageLostError, UsageError
 from narrows.protocols.planning.layout import Edge, Layout, Process, Stage
+from narrows.protocols.planning.stages import order
 from narrows.protocols.runtime.curve import new_pair
 from narrows.protocols.runtime.peers import Peers
 from narrows.ps.command import stages as stages_of_hosts
 from narrows.ps.process import checkpoints
-from narrows.worker.pipelining.coding import BACKWARD, CODINGS, FORWARD, decode, encode
+from narrows.worker.pipelining.coding import BACKWARD, FORWARD, decode, encode
 from narrows.worker.pipelining.group import PipelineGroup, register
 from narrows.worker.pipelining.schedule import ScheduleEager1F1B
 from narrows.worker.pipelining.subspace import Subspace, Writer
@@ -145,14 +146,17 @@ def test_dense_gradients_are_those_of_the_model_in_one_piece(stages: int, schedu
 @pytest.mark.parametrize("in_flight", [(0, 0, 0), (0, 2, 0), (1, 0, 2), (9, 9, 9)])
 def test_eager_1f1b_has_the_same_gradients_and_as_many_micro_batches_as_it_says(in_flight: tuple[int, ...]) -> None:
     most, now = [0] * 4, [0] * 4
+    passes: list[list[int]] = [[] for _ in range(4)]
 
     def told_of(rank: int, module: nn.Module) -> None:
         def back(gradient: torch.Tensor) -> None:
             now[rank] -= 1
+            passes[rank].append(BACKWARD)
 
         def forth(module: nn.Module, taken: object, given: torch.Tensor) -> None:
             now[rank] += 1
             most[rank] = max(most[rank], now[rank])
+            passes[rank].append(FORWARD)
             given.register_hook(back)
 
         module.register_forward_hook(forth)
@@ -165,6 +169,7 @@ def test_eager_1f1b_has_the_same_gradients_and_as_many_micro_batches_as_it_says(
     assert abs(loss - whole) < 1e-6
     assert max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)) < 1e-6
     assert most == [min(MICRO, 4 - stage + sum(in_flight[stage:])) for stage in range(4)] and now == [0] * 4
+    assert passes == [order(stage, MICRO, in_flight) for stage in range(4)]  # as ps-plan simulates it
 
 
 def test_each_edge_has_a_number_of_micro_batches_in_flight() -> None:
@@ -183,7 +188,7 @@ def test_int8_gradients_are_near_and_not_the_same() -> None:
     assert 1e-5 < float((a - b).norm() / b.norm()) < 0.05
 
 
-@pytest.mark.parametrize("name", [*CODINGS])
+@pytest.mark.parametrize("name", [*EDGE_CODINGS])
 @pytest.mark.parametrize("shape", [(0,), (1,), (3, 85), (2, 128), (3, 257)])
 def test_a_coding_is_its_reference_in_both_directions(name: str, shape: tuple[int, ...]) -> None:
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(1))
@@ -192,10 +197,10 @@ def test_a_coding_is_its_reference_in_both_directions(name: str, shape: tuple[in
         stochastic = name == "int8" and direction == BACKWARD
         coding = "fp32" if name == "dense" else name
         expected = reference_payload.value_part(coding, values, stochastic, key)
-        payload = encode(tensor, CODINGS[name][direction], key)
+        payload = encode(tensor, EDGE_CODINGS[name][direction], key)
         assert bytes(payload) == expected
         into = torch.full(shape, 9.0)
-        decode(payload, CODINGS[name][direction], into)
+        decode(payload, EDGE_CODINGS[name][direction], into)
         told, _ = reference_payload.values_in(coding, expected, values.size)
         assert np.array_equal(into.numpy().reshape(-1), told)
 
@@ -206,33 +211,33 @@ def test_gradients_are_rounded_without_bias() -> None:
     mean, nearest = torch.zeros(60), torch.zeros(60)
     into = torch.zeros(60)
     for step in range(400):
-        decode(encode(tensor, CODINGS["int8"][BACKWARD], Key(1, step)), CODINGS["int8"][BACKWARD], into)
+        decode(encode(tensor, EDGE_CODINGS["int8"][BACKWARD], Key(1, step)), EDGE_CODINGS["int8"][BACKWARD], into)
         mean += into / 400
-    decode(encode(tensor, CODINGS["int8"][FORWARD], Key(1, 0)), CODINGS["int8"][FORWARD], nearest)
+    decode(encode(tensor, EDGE_CODINGS["int8"][FORWARD], Key(1, 0)), EDGE_CODINGS["int8"][FORWARD], nearest)
     assert float((mean - tensor).abs().mean()) < 0.25 * float((nearest - tensor).abs().mean())
 
 
 def test_other_dtypes_travel_as_they_are_or_rounded() -> None:
     ids = torch.arange(6).reshape(2, 3)
     into = torch.zeros(2, 3, dtype=torch.int64)
-    decode(encode(ids, CODINGS["int8"][FORWARD], Key(0, 0)), CODINGS["int8"][FORWARD], into)
+    decode(encode(ids, EDGE_CODINGS["int8"][FORWARD], Key(0, 0)), EDGE_CODINGS["int8"][FORWARD], into)
     assert torch.equal(into, ids)
     half = torch.tensor([1.0, -0.5], dtype=torch.bfloat16)
     back = torch.zeros(2, dtype=torch.bfloat16)
-    decode(encode(half, CODINGS["dense"][FORWARD], Key(0, 0)), CODINGS["dense"][FORWARD], back)
+    decode(encode(half, EDGE_CODINGS["dense"][FORWARD], Key(0, 0)), EDGE_CODINGS["dense"][FORWARD], back)
     assert torch.equal(back, half)
-    for name in CODINGS:  # where values cannot be decoded in place
+    for name in EDGE_CODINGS:  # where values cannot be decoded in place
         turned, double = torch.full((3, 2), 9.0).T, torch.full((2, 3), 9.0, dtype=torch.float64)
-        payload = encode(torch.arange(6.0).reshape(2, 3), CODINGS[name][FORWARD], Key(0, 0))
-        decode(payload, CODINGS[name][FORWARD], turned)
+        payload = encode(torch.arange(6.0).reshape(2, 3), EDGE_CODINGS[name][FORWARD], Key(0, 0))
+        decode(payload, EDGE_CODINGS[name][FORWARD], turned)
         assert torch.allclose(turned, torch.arange(6.0).reshape(2, 3), atol=0.05)
         if name != "dense":
-            decode(payload, CODINGS[name][FORWARD], double)
+            decode(payload, EDGE_CODINGS[name][FORWARD], double)
             assert torch.equal(double, turned.double())
     with pytest.raises(NarrowsError, match="dense sends it as it is"):
-        encode(torch.tensor([float("nan")]), CODINGS["int8"][FORWARD], Key(0, 0))
+        encode(torch.tensor([float("nan")]), EDGE_CODINGS["int8"][FORWARD], Key(0, 0))
     with pytest.raises(IncompatibleError, match="8 bytes is expected"):
-        decode(b"123", CODINGS["dense"][FORWARD], torch.zeros(2))
+        decode(b"123", EDGE_CODINGS["dense"][FORWARD], torch.zeros(2))
 
 
 def test_tensors_of_a_tag_come_in_order_and_a_wait_ends() -> None:

@@ -20,7 +20,14 @@ from narrows.protocols.planning.layout import Layout, Process, Stage, parse
 from narrows.ps.command import cli as serve
 from narrows.ps.command.probe import command as probe
 from narrows.ps.command.stages import watching
+from narrows.worker.command import cli as work
 
+FAILS_ONCE = """
+import pathlib
+if not pathlib.Path("failed").exists():
+    pathlib.Path("failed").touch()
+    sys.exit(1)
+"""
 ENOUGH = "if os.path.exists('enough'): break"
 
 
@@ -47,16 +54,16 @@ CLUSTER: dict[str, Any] = {"host": "a", "flags": {"sync": "ssp"}, "replicas": [0
     ({"guests": [{"host": "c"}]}, "guest 0: has shard 1 of the server"),
 ])  # fmt: skip
 def test_hosts_start_their_parts_in_any_order_and_all_end(tmp_path: Path, rows: dict[str, Any], said: str) -> None:
-    """Workers first, then who has the server below, then who has it above."""
+    """Workers first, then who has the server below, then who has it above. A worker that fails is started again."""
     file, script = plan(tmp_path, **rows), tmp_path / "script.py"
-    script.write_text(f"import sys\nprint(sys.argv.pop())\n{SCRIPT % ENOUGH}")
+    script.write_text(f"import sys\nprint(sys.argv.pop())\n{FAILS_ONCE}\n{SCRIPT % ENOUGH}")
     with ExitStack() as stack:
 
         def start(command: str, host: str, *more: str) -> Command:
             words = (command, "--plan", file, "--host", host, *more)
             return stack.enter_context(started(*words, cwd=tmp_path))
 
-        worker = start("ps-worker", "b", str(script), "samples={samples}")
+        worker = start("ps-worker", "b", "--restarts", "1", str(script), "samples={samples}")
         hosts = [row["host"] for row in rows.get("guests", [])] + ["a"]
         servers = [start("ps-serve", host, "--checkpoint-dir", "none") for host in hosts]
         until(lambda: said in servers[0].out or any(s.process.poll() for s in servers), str(servers[0]))
@@ -64,6 +71,7 @@ def test_hosts_start_their_parts_in_any_order_and_all_end(tmp_path: Path, rows: 
         for command in (worker, *servers):
             assert command.wait() == 0, command
         assert said in servers[0].out, servers[0]
+        assert "started again (1 of 1)" in worker.out + worker.err, worker
         assert f"samples={rows.get('samples', ['{samples}'])[0]}" in worker.out, worker
 
 
@@ -184,6 +192,22 @@ def test_one_that_does_not_find_the_server_above_is_started_again(tmp_path: Path
     done = subprocess.run([sys.executable, "-c", AGAIN, above, child], capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == code, done
     assert ("is started again, and waits for the server at tcp://127.0.0.1:1" in done.stdout) == (not code)
+
+
+@pytest.mark.parametrize(("words", "why"), [
+    (["--restarts", "1"], "--restarts: a stage is not started again alone"),
+    (["--server", "tcp://127.0.0.1:1"], "--server: the plan says which processes this host has"),
+])  # fmt: skip
+def test_flags_that_a_plan_has_no_use_for_are_refused(tmp_path: Path, words: list[str], why: str) -> None:
+    first, flags = free_ports(4), {"sync": "ssp"}
+    rows = {
+        "stages": [{"host": "a", "port": first + i, "flags": flags} for i in range(2)],
+        "processes": [{"stage": i, "replica": 0, "host": "b", "port": first + 2 + i} for i in range(2)],
+    }
+    (script := tmp_path / "script.py").touch()
+    words = ["--plan", plan(tmp_path, **rows), "--host", "b", *words, str(script)]
+    with pytest.raises(UsageError, match=why):
+        CliRunner().invoke(work.command, words, catch_exceptions=False, standalone_mode=False)
 
 
 def test_a_host_without_a_server_is_told_what_it_has_instead(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from narrows.protocols.addresses import parse_addresses
 from narrows.protocols.errors import UsageError
@@ -15,6 +15,9 @@ from narrows.protocols.runtime.flags import given
 from narrows.protocols.saved import FOLDER
 from narrows.protocols.settings import Settings
 from narrows.worker.command.managers import Place, place
+
+if TYPE_CHECKING:
+    from narrows.protocols.planning.layout import Layout
 
 SAMPLES = "NARROWS_SAMPLES"  # of a step, of a process of a plan
 
@@ -85,8 +88,8 @@ class Options:
         return self.words if samples is None else [word.replace("{samples}", samples) for word in self.words]
 
 
-def _parts(plan: str, host: str, folder: str) -> tuple[list[dict[str, str]], str, dict[str, Any]]:
-    """Variables of each process that this host has in the plan, the file of its key, and what its server is told of the plan.
+def _parts(plan: str, host: str, folder: str) -> tuple[list[dict[str, str]], str, Layout]:
+    """Variables of each process that this host has in the plan, the file of its key, and the plan.
     `folder`: has one for each server, as that of ps-serve --plan has. Raises UsageError."""
     from narrows.protocols.runtime import plans
 
@@ -106,7 +109,7 @@ def _parts(plan: str, host: str, folder: str) -> tuple[list[dict[str, str]], str
     ]
     if not found:
         raise UsageError(f"--plan {plan}: {here} has no worker and no process of a stage")
-    return found, layout.key_of(here), {"plan_digest": layout.digest}
+    return found, layout.key_of(here), layout
 
 
 def checked(
@@ -115,19 +118,18 @@ def checked(
     """`server`: "" is an embedded one, None what the manager says. Raises UsageError, one sentence that names the flag."""
     run, here = given(flags), place(os.environ)
     flags["checkpoint_dir"] = "" if flags["checkpoint_dir"] == "none" else flags["checkpoint_dir"]
-    parts, key, told = _parts(plan, host, flags["checkpoint_dir"]) if plan else ([], "", {})
-    flags["key"], run = flags["key"] or key, run | told
+    parts, key, layout = _parts(plan, host, flags["checkpoint_dir"]) if plan else ([], "", None)
+    flags["key"], run = flags["key"] or key, run | ({"plan_digest": layout.digest} if layout else {})
     if parts:
         own = {
             "--server": server,
             "--nproc": flags["nproc"] > 1,
             "--group": flags["group"],
-            "--restarts": flags["restarts"],
         }
         for name in [name for name, given_ in own.items() if given_]:
-            raise UsageError(
-                f"{name}: the plan says which processes this host has, and a stage is not started again alone"
-            )
+            raise UsageError(f"{name}: the plan says which processes this host has, and their servers; leave it out")
+        if flags["restarts"] and layout and len(layout.stages) > 1:
+            raise UsageError("--restarts: a stage is not started again alone, its pipeline ends with it; leave it out")
         server, flags["nproc"] = parts[0]["NARROWS_SERVER"], len(parts)
     options = Options(
         words=["-m", *command] if module else [*command],

@@ -1,31 +1,23 @@
 """Tensors to the bytes between two stages and back. The shape is known at both ends, so the bytes are values alone.
 
 Rules
-- A row of CODINGS has how activations are coded, and how their gradients are. int8 rounds activations to the nearest value. It
-  rounds gradients at random, so that what is lost of them has a mean of zero.
+- A row of EDGE_CODINGS has how activations are coded, and how their gradients are. int8 rounds activations to the nearest
+  value. It rounds gradients at random, so that what is lost of them has a mean of zero.
 - A tensor of another type than floating point travels as it is.
 """
 
 from __future__ import annotations
-
-from collections.abc import Mapping
 
 import numpy as np
 import torch
 
 from narrows.compression import NonFiniteError, PayloadError
 from narrows.compression.buffers import bytes_view
-from narrows.compression.value_codings import FP16, FP32, INT8, INT8_STOCHASTIC, Key, ValueCoding
+from narrows.compression.value_codings import Key, ValueCoding
 from narrows.protocols.errors import IncompatibleError, NarrowsError
 from narrows.protocols.messages import Buffer
 
 FORWARD, BACKWARD = 0, 1
-# Block-wise int8 with a scale of bf16 for 256 values: the value coding of --compress int8.
-CODINGS: Mapping[str, tuple[ValueCoding, ValueCoding]] = {
-    "dense": (FP32, FP32),
-    "fp16": (FP16, FP16),
-    "int8": (INT8, INT8_STOCHASTIC),
-}
 
 
 def encode(tensor: torch.Tensor, coding: ValueCoding, key: Key) -> Buffer:

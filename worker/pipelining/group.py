@@ -18,11 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from narrows.compression.value_codings import FP32, Key, ValueCoding
+from narrows.compression.value_codings import EDGE_CODINGS, FP32, Key, ValueCoding
 from narrows.protocols.errors import IncompatibleError, UsageError
 from narrows.protocols.planning.layout import Edge
 from narrows.protocols.runtime.peers import Peers
-from narrows.worker.pipelining.coding import BACKWARD, CODINGS, FORWARD, decode, encode
+from narrows.worker.pipelining.coding import BACKWARD, FORWARD, decode, encode
 
 NAME = "narrows"  # of the backend
 BARRIER_TAG = 1 << 40  # no script has it
@@ -84,7 +84,7 @@ class PipelineGroup(dist.ProcessGroup):
         if abs(of - to) != 1 or not self.edges:
             return FP32
         edge = self.edges[min(of, to)]
-        return CODINGS[edge.forward][FORWARD] if to > of else CODINGS[edge.backward][BACKWARD]
+        return EDGE_CODINGS[edge.forward][FORWARD] if to > of else EDGE_CODINGS[edge.backward][BACKWARD]
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> dist.Work:
         """The tensor is copied: it may change as soon as this returns."""

@@ -1,0 +1,68 @@
+"""ps-plan of a data parallel run: its plan, and the table that explains it."""
+
+from __future__ import annotations
+
+from narrows.protocols.errors import UsageError
+from narrows.protocols.planning import written
+from narrows.protocols.planning.choose import Chooser, choices, decides
+from narrows.protocols.planning.layout import Layout
+from narrows.protocols.planning.levels import Work
+from narrows.ps.coded import coded
+from narrows.ps.command.figures import seconds, table
+from narrows.ps.trial import tried
+
+
+def planned(
+    places: written.Places,
+    parameters: float,
+    step_s: float,
+    script: str,
+    *,
+    batch: int,
+    shards: int,
+    insecure: bool,
+    keys: str,
+) -> tuple[Layout, list[str]]:
+    """The plan, and lines. Raises UsageError."""
+    if (written.SAMPLES in script) != bool(batch):
+        raise UsageError("--batch: give it together with {samples} in --script, where a worker finds its share")
+    network, work = places.network, Work(parameters, step_s, coded(), batch, shards)
+    chooser = Chooser(network, work)
+    (plan, simulated_s), *others = tried(chooser.prices, choices(network, work))
+    layout = written.clustered(places, plan, work, shards, insecure, keys)
+    names = network.hosts
+    children = len(plan.groups)
+    rows = [("level", "server on", "children", "mode", "ms a step", "steps beside bsp")]
+    spread = f", shards on {', '.join(names[host] for host in plan.spread[1:])}" if plan.spread else ""
+    rows.append(
+        ("root", names[plan.root] + spread, str(children), str(plan.above), f"{1e3 * plan.step_s:.3g}",
+         f"{plan.above.steps(children):.2f}")
+    )  # fmt: skip
+    own = chooser.own_s(plan.below, plan.groups)
+    for server, group in plan.clusters:
+        rows.append(
+            (f"cluster of {', '.join(names[host] for host in group)}", names[server], str(len(group)), str(plan.below),
+             f"{1e3 * float(own[server]):.3g}", f"{plan.below.steps(len(group)):.2f}")
+        )  # fmt: skip
+    ring_s = chooser.prices.ring_s()
+    lines = [
+        *table(rows),
+        "",
+        f"predicted {1e3 * plan.step_s:.3g} ms a step, {simulated(simulated_s)}, and {plan.cost / plan.step_s:.2f} times "
+        f"bsp's steps to a loss; DDP {seconds(ring_s)} a step at least; {decides(chooser, plan)}",
+    ]
+    for other, other_s in others:
+        clusters = "1 cluster" if len(other.clusters) == 1 else f"{len(other.clusters)} clusters"
+        inside = f" over {clusters} with {other.below}" if other.clusters else ""
+        lines.append(
+            f"next: {other.above}{inside}, predicted {1e3 * other.step_s:.3g} ms a step, {simulated(other_s)}, and "
+            f"{other.cost / other.step_s:.2f} times bsp's steps"
+        )
+    if batch:
+        shared = zip(names, work.samples(network), strict=True)
+        lines.append(f"samples of a step: {', '.join(f'{name} {count}' for name, count in shared)}")
+    return layout, lines
+
+
+def simulated(step_s: float | None) -> str:
+    return "not simulated" if step_s is None else f"simulated {1e3 * step_s:.3g} ms"

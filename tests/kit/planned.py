@@ -1,0 +1,73 @@
+"""Networks of cities, and what ps-plan says of them."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from click.testing import CliRunner
+
+from narrows.protocols.planning.network import Network, from_places
+from narrows.ps.command.plan import command as ps_plan
+
+
+def cities(hosts: list[int], mbits: float, ms: float) -> Network:
+    """1 Gbit/s and 0.1 ms in a city, this link between all."""
+    one = np.eye(len(hosts), dtype=bool)
+    return from_places(
+        {
+            "order": [chr(97 + number) for number in range(len(hosts))],
+            "delay_ms": np.where(one, 0.1, ms),
+            "bandwidth_gbps": np.where(one, 1.0, mbits / 1000),
+        },
+        hosts,
+    )
+
+
+def drawn(seed: int, hosts: int, /, **given: Any) -> Network:
+    """A network of hosts that differ in everything; rates are of two sizes, links of two directions."""
+    random = np.random.default_rng(seed)
+    document = {
+        "format": 1,
+        "hosts": [f"h{number}" for number in range(hosts)],
+        "delay_s": random.uniform(0.001, 0.2, (hosts, hosts)).tolist(),
+        "rates": [
+            {"message_bytes": size, "bits_per_second": (8e6 * random.uniform(1, 30, (hosts, hosts))).tolist()}
+            for size in (10_000, 10_000_000)
+        ],
+        "compute": random.choice([0.5, 1.0, 2.0], hosts).tolist(),
+        "memory_bytes": random.choice([4e9, 8e9], hosts).tolist(),
+        "price_per_byte": random.uniform(0, 1e-8, (hosts, hosts)).tolist(),
+    }
+    return Network.parse(document | given)
+
+
+def planned(folder: Path, network: Network, *words: str, **given: Any) -> tuple[str, dict[str, Any]]:
+    """Return the output and the plan. `given`: further fields of network.json."""
+    n = len(network.hosts)
+    (folder / "network.json").write_text(
+        json.dumps(
+            {
+                "format": 1,
+                "hosts": network.hosts,
+                "delay_s": network.delay_s.tolist(),
+                "rates": [{"message_bytes": 1, "bits_per_second": (8 * network.rates[0]).tolist()}],
+                "compute": network.compute.tolist(),
+                "step_seconds": [0.1] * n,
+            }
+            | given
+        )
+    )
+    out = folder / "plan.json"
+    said = CliRunner().invoke(
+        ps_plan, [str(folder / "network.json"), "--parameters", "2e6", "--out", str(out), *words], catch_exceptions=False,
+        standalone_mode=False,
+    )  # fmt: skip
+    return said.output, json.loads(out.read_text())
+
+
+def told(output: str) -> list[list[str]]:
+    return [shlex.split(line) for line in output.splitlines() if line.startswith("    ps-")]
