@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
 from narrows.protocols import messages as m
-from narrows.protocols.effects import MemberEffect, Send, Tell, Turned
+from narrows.protocols.effects import NS, MemberEffect, Send, Tell, Turned
 from narrows.protocols.keys import split
 from narrows.protocols.member.member import Member
 from narrows.protocols.member.views import CUT_NS, LOST_NS, SAY_NS, STAY_NS, Views
 from narrows.protocols.plan import Plan, TensorSpec
 from narrows.protocols.settings import Settings
+from narrows.protocols.summary import Row, Summary
+from narrows.protocols.timing import SUMMARY_BYTES_PER_SECOND
 
 THERE = "tcp://there:1"
 WORKER, EPOCH = 3, 9
@@ -103,12 +109,34 @@ def test_a_word_of_a_shard_says_that_it_is_connected() -> None:
 def test_it_beats_at_once_where_the_server_is_heard_after_a_silence() -> None:
     """Its heartbeats may have been lost, too: most of its lease may be over."""
     member = a_member(1)
-    silent = 2 * member.timing.beat_ns(member.settings.lease)
+    silent = member.timing.silent_ns(member.settings.lease)
     for heard_ns, beats in ((silent, 0), (2 * silent + 1, 1)):
         member.beat_ns = heard_ns - 1
         member.receive(0, m.HeartbeatAck(WORKER, EPOCH, 0, heard_ns, heard_ns), heard_ns)
         said = [effect.message for effect in member.tick(heard_ns) if isinstance(effect, Send)]
         assert sum(isinstance(message, m.Heartbeat) for message in said) == beats
+
+
+@pytest.mark.parametrize(
+    ("lease", "rows", "beat_s"), [(10, 0, 1.0), (2, 0, 0.5), (10, 150, 1.6), (10, 2000, 2.5), (2, 150, 0.5)]
+)
+def test_a_summary_goes_once_a_second_and_those_of_many_below_take_no_more_of_the_link(
+    lease: float, rows: int, beat_s: float
+) -> None:
+    """Who looks at a run sees figures within two seconds (ps/glance/web.py)."""
+    member = a_member(1)
+    member.settings = replace(member.settings, lease=lease)
+    below = [Row((rank,), "x" * 20, "", Summary()) for rank in range(rows)]
+    member.figures.rows = lambda: (Row((), "", "", Summary()), *below)
+    said = list[int]()
+    for tick in range(150):
+        member.heard_ns = now_ns = tick * NS // 20
+        beats = [
+            each for each in member.tick(now_ns) if isinstance(each, Send) and isinstance(each.message, m.Heartbeat)
+        ]
+        said += [now_ns] * len(beats)
+    assert said[-1] - said[-2] == beat_s * NS
+    assert lease < 10 or member.figures.size <= 1.02 * SUMMARY_BYTES_PER_SECOND * beat_s
 
 
 def test_who_has_turned_takes_nothing_of_the_server_but_that_it_goes_on_without_a_standby() -> None:
