@@ -10,12 +10,18 @@ from typing import Any
 Values = Mapping[str, float]
 
 
+STEP = "step_count"  # the name of the run's step at W&B
+
+
 class Forwarding:
-    """`writer`: the SummaryWriter that was found last."""
+    """writer: the SummaryWriter that was found last. run: of W&B, which has got values in row `row`, under the names `defined`."""
 
     def __init__(self) -> None:
         self.calls = 0
         self.writer: Any = None
+        self.run: Any = None
+        self.row = -1
+        self.defined: set[str] = set()
 
     def forward(self, values: Values, step: int) -> None:
         self.calls += 1
@@ -35,8 +41,20 @@ class Forwarding:
                 self.writer.add_scalar(name, value, step)
 
     def _wandb(self, module: Any, values: Values, step: int) -> None:
-        if module.run is not None:
-            module.run.log(dict(values), step=step)
+        """W&B has one counter of rows, and drops what comes for an earlier one. Scripts move it as they log, so our values join
+        the row that is open, beside the run's step. Nobody has closed it since our last ones: then we do."""
+        run = module.run
+        if run is None:
+            return
+        if run is not self.run:
+            self.run, self.row, self.defined = run, -1, set()
+        for name in values.keys() - self.defined:
+            run.define_metric(name, step_metric=STEP)
+            self.defined.add(name)
+        if run.step == self.row:
+            run.log({}, commit=True)
+        run.log({**values, STEP: step}, commit=False)
+        self.row = run.step
 
     def _mlflow(self, module: Any, values: Values, step: int) -> None:
         if module.active_run() is not None:

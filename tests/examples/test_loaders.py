@@ -3,6 +3,7 @@ sample. `make examples` installs their imports."""
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import signal
@@ -103,3 +104,57 @@ def test_a_run_that_resumes_goes_on_with_the_next_sample(name: str, tmp_path: Pa
         assert all(again[key] == begun[key] for key in again.keys() & begun.keys())
     used = [sample for batches in whole.values() for batch in batches for sample in batch]
     assert len(used) == len({*used}) == 2 * STEPS * BATCH, "shares have nothing in common"
+
+
+LIMIT, CHUNK = 200_000, 40_000  # bytes: of the cache of a worker, and of a chunk
+LEVELS = f"""
+import json, litdata, pathlib, torch
+from narrows.worker import DistributedOptimizer, local_rank, rank
+model = torch.nn.Linear(1, 1)
+optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model)
+cache = pathlib.Path(f"cache-{{local_rank()}}")
+data = litdata.StreamingDataset("local:remote", cache_dir=str(cache), max_cache_size="{LIMIT // 1000}KB", shuffle=True)
+seen, chunks, most = [], set(), 0
+for rows in litdata.StreamingDataLoader(data, batch_size={BATCH}):
+    seen += rows[:, 0].tolist()
+    sizes = {{}}
+    for path in cache.rglob("*.bin"):
+        try:
+            sizes[path.name] = path.stat().st_size
+        except FileNotFoundError:  # it was evicted meanwhile
+            pass
+    chunks, most = chunks | sizes.keys(), max(most, sum(sizes.values()))
+print("read", json.dumps([rank(), seen, sorted(chunks), most]), flush=True)
+"""
+
+
+def test_litdata_reads_through_a_cache_that_stays_below_its_limit(tmp_path: Path) -> None:
+    """A folder stands for the cloud. Each worker has a cache of its own, and fetches the chunks of its own part."""
+    import litdata
+    import torch
+
+    row = functools.partial(torch.full, (1024,), dtype=torch.int32)
+    litdata.optimize(
+        row, list(range(SAMPLES)), str(tmp_path / "remote"), num_workers=1, chunk_bytes=f"{CHUNK // 1000}KB"
+    )
+    (tmp_path / "script.py").write_text(LEVELS)
+    command = [
+        sys.executable,
+        "-m",
+        "narrows.worker.command.cli",
+        "-n",
+        "2",
+        "--rank-variables",
+        "--sync",
+        "bsp",
+        "script.py",
+    ]
+    done = subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, timeout=LIMIT_S, check=True)
+    read = lines("read", done.stdout)
+    assert sorted(sample for _, seen, _, _ in read for sample in seen) == list(range(SAMPLES)), "each sample once"
+    (_, _, first, _), (_, _, second, _) = read
+    remote = [path.name for path in (tmp_path / "remote").glob("*.bin")]
+    assert {*first, *second} == {*remote} and len({*first} & {*second}) <= 1, "who shares a chunk shares the border"
+    for _, _, chunks, most in read:
+        print("chunks", len(chunks), "most bytes", most)  # with pytest -s
+        assert 0 < most <= LIMIT + CHUNK < len(chunks) * CHUNK / 2  # one chunk may come while another one is evicted
