@@ -2,6 +2,7 @@
 
     python bench/pipeline.py                       # step times: 4 stages, two in each of two cities, 100 Mbit/s and 20 ms
     python bench/pipeline.py -- --rest 10          # the same, where each stage sleeps 30 ms a micro-batch beside
+    python bench/pipeline.py --rows planned        # the step that ps-plan --pipeline predicts, beside the one measured
     python bench/pipeline.py --losses              # 400 steps: the unsplit model, int8, a subspace, its unsplit model
     python bench/pipeline.py --grid --kill         # 2 stages x 2 replicas, a city each: a stage is killed; --resume
     python bench/pipeline.py --rows int8/gpipe,whole:18 --steps 100 -- --lr 0.004         # what follows -- is the task's
@@ -11,6 +12,9 @@ Rows
 - gloo: the same stages on loopback over torch's gloo and its 1F1B, without Narrows.
 - dense, fp16, int8: across the link, with all edges coded so. subspace:D: docs/design/pipelines.md, its coefficients in int8.
   int8@loopback: without the link, as gloo is.
+- planned: ps-plan lays out the stages over so many machines, half of them in each city, and says how long a step will take. Its
+  network has the link as the lab was set to, and LOOPBACK inside a city. STEP is that of the unsplit model, over the part of a
+  core that a stage has here, and what stages sleep.
 - A schedule of the task follows a slash. Else a run of Narrows has ScheduleEager1F1B, with --in-flight across the link.
 
 Rules
@@ -50,13 +54,14 @@ import bytelm
 import pipelined
 from kit.processes import descendants
 
-from narrows.protocols.planning.layout import even
+from narrows.protocols.planning.layout import even, parse
 
 TASK = Path(__file__).parent / "tasks" / "pipelined.py"
 PORT = 25_000  # of the servers, on hosts that nobody else is on; stages listen a hundred above
 GRID = {"sync": "ssp", "compress": "topk:0.05+int8"}
 OUT = launch.OUT / "pipeline.json"
 LIMIT_S = 3600.0  # of one run
+LOOPBACK = Way(10e9, 20e-6)  # between the machines of a city, for ps-plan
 ROWS = ("gloo", "dense@loopback", "int8@loopback", "dense", "int8", "int8/1f1b", "int8/gpipe", "subspace:18")
 LOSSES = ("whole", "int8", "whole:18", "subspace:18")
 Result = dict[str, Any]
@@ -170,10 +175,15 @@ def figures(said: str) -> Result:
     }
 
 
-def trained(folder: Path, stages: int, args: Sequence[str]) -> float:
+def depths_of(layout: Result, total: int) -> list[range]:
+    """The layers of each stage of a plan."""
+    return parse(json.dumps(layout)).layers(total)
+
+
+def trained(folder: Path, layout: Result, args: Sequence[str]) -> float:
     """The validation loss of the model that the stages' servers have written."""
     told = pipelined.arguments(args)
-    pieces = pipelined.parts(told, even(told.layers, stages))
+    pieces = pipelined.parts(told, depths_of(layout, told.layers))
     for stage, piece in enumerate(pieces):
         piece.load_state_dict(load_file(folder / "checkpoints" / f"stage-{stage}" / "model.safetensors"))
     return pipelined.validation(pieces, bytelm.library()[1], told.context)
@@ -210,19 +220,73 @@ def measure(
             raise CommandFailed(f"{name}: exit codes {codes}: {run.said('ps-worker')[-1500:]}")
         result = figures(run.said("ps-worker")) | {"seconds": time.monotonic() - began}
         result["bytes"] = sum(hosts[-1].bytes()) - before
-        return result | {"loss": trained(folder, stages, args)}
+        return result | {"loss": trained(folder, layout, args)}
+
+
+def network_of(way: Way, machines: int) -> Result:
+    """Half of the machines in each city, as network.json."""
+    city = [machine * 2 // machines for machine in range(machines)]
+    links = [[way if a != b else LOOPBACK for b in city] for a in city]
+    return {
+        "format": 1,
+        "hosts": [f"{('here', 'there')[at]}-{machine}" for machine, at in enumerate(city)],
+        "delay_s": [[link.delay_s for link in row] for row in links],
+        "rates": [{"message_bytes": 1, "bits_per_second": [[link.rate for link in row] for row in links]}],
+    }
+
+
+def step_s(stages: int, args: Sequence[str]) -> float:
+    """Seconds of a step of the unsplit model as stages here have them: with a part of a core each, and their sleep."""
+    told = pipelined.arguments(args)
+    said, _ = launch.run([sys.executable, str(TASK), *args, "--steps", "5"], LIMIT_S)
+    cores = len(os.sched_getaffinity(0))
+    return figures(said)["step_ms"] / 1e3 * max(1.0, stages / cores) + 3 * told.rest / 1e3 * told.micro * stages  # type: ignore[no-any-return]
+
+
+def planned(way: Way, stages: int, args: Sequence[str]) -> Result:
+    """A run as ps-plan has planned it. Raises CommandFailed."""
+    told = pipelined.arguments(args)
+    size = sum(value.numel() for piece in pipelined.parts(told, even(told.layers, 1)) for value in piece.parameters())
+    cut = 4 * (told.batch // told.micro) * told.context * told.width
+    with tempfile.TemporaryDirectory() as temporary, cities(way) as hosts:
+        folder, network = Path(temporary), network_of(way, stages)
+        (folder / "network.json").write_text(json.dumps(network))
+        homes = [hosts[machine * 2 // stages] for machine in range(stages)]
+        addresses = zip(network["hosts"], homes, strict=True)
+        flags = {"parameters": size, "step": step_s(stages, args), "pipeline": stages, "layers": told.layers}
+        flags |= {"activation-bytes": cut, "micro-batches": told.micro, "out": folder / "plan.json"}
+        words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+        words += ["--insecure", *(word for name, home in addresses for word in ("--address", f"{name}={home.address}"))]
+        said, _ = launch.run(
+            [sys.executable, "-m", "narrows.ps.command.plan", str(folder / "network.json"), *words], LIMIT_S
+        )
+        click.echo(said.partition("\non ")[0])
+        layout = json.loads((folder / "plan.json").read_text())
+        before, run = sum(hosts[-1].bytes()), Run(homes, layout, folder, [*args, "--check"])
+        if any(codes := run.go(LIMIT_S)):
+            raise CommandFailed(f"planned: exit codes {codes}: {run.said('ps-worker')[-1500:]}")
+        value, unit = re.findall(r"simulated ([\d.]+) (m?s)", said)[0]
+        found = figures(run.said("ps-worker")) | {"predicted_ms": float(value) * (1 if unit == "ms" else 1e3)}
+        return found | {"bytes": sum(hosts[-1].bytes()) - before, "loss": trained(folder, layout, args)}
 
 
 def killed(way: Way, args: Sequence[str]) -> Result:
     """The grid, in which a stage of the first city is killed; then the same again with --resume. Raises CommandFailed."""
     with tempfile.TemporaryDirectory() as told, cities(way) as hosts:
         folder = Path(told)
-        run = Run(hosts, plan(hosts, 2, 2, GRID, "int8", 0), folder, args)
+        layout = plan(hosts, 2, 2, GRID, "int8", 0)
+        run = Run(hosts, layout, folder, args)
         codes = run.go(LIMIT_S, kill=True)
         lost = re.findall(r"ps-worker: (stage 1 of replica 0 .*?),", run.said("ps-worker"))
         again = run.go(LIMIT_S, "--resume")
         clock = re.findall(r"all stages go on from clock (\d+)", run.said("ps-serve"))
-        return {"codes": codes, "again": again, "lost": lost[:1], "from": clock[:1], "loss": trained(folder, 2, args)}
+        return {
+            "codes": codes,
+            "again": again,
+            "lost": lost[:1],
+            "from": clock[:1],
+            "loss": trained(folder, layout, args),
+        }
 
 
 def shown(value: Any) -> str:
@@ -264,6 +328,8 @@ def main(
             words += ["--schedule", schedule or ("1f1b" if name == "gloo" else "eager")]
             if name in ONE_MACHINE:
                 found = ONE_MACHINE[name](stages, words)
+            elif name == "planned":
+                found = planned(way, stages, words)
             else:
                 flags = GRID if grid else {"sync": "bsp"}
                 link = None if where == "loopback" else way
@@ -274,12 +340,23 @@ def main(
     except CommandFailed as error:
         raise click.ClickException(str(error)) from None
     beside = results.get("gloo", {}).get("step_ms")
-    click.echo("| run | ms a step | over gloo | gradients differ by | kB a step | training loss | validation loss |")
-    click.echo("|---|---|---|---|---|---|---|")
+    click.echo(
+        "| run | ms a step | over gloo | over predicted | gradients differ by | kB a step | training loss | validation loss |"
+    )
+    click.echo("|---|---|---|---|---|---|---|---|")
     for row, found in results.items():
         over = found["step_ms"] / beside if beside and found.get("step_ms") else None
         kilobytes = found["bytes"] / steps / 1e3 if found.get("bytes") else None
-        cells = [found.get("step_ms"), over, found.get("differ"), kilobytes, found.get("training"), found.get("loss")]
+        told_of = found["step_ms"] / found["predicted_ms"] if found.get("predicted_ms") else None
+        cells = [
+            found.get("step_ms"),
+            over,
+            told_of,
+            found.get("differ"),
+            kilobytes,
+            found.get("training"),
+            found.get("loss"),
+        ]
         click.echo(f"| {row} | {' | '.join(map(shown, cells))} |")
     facts, told = launch.facts(), pipelined.arguments(args)
     click.echo(

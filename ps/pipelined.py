@@ -24,10 +24,11 @@ from narrows.protocols.planning.levels import Prices, Work
 from narrows.protocols.planning.stages import BACKWARD, FORWARD, SHARES, Model, order
 from narrows.protocols.planning.ways import BELOW, Way
 from narrows.protocols.timeline import CHUNKS, Stream, Timeline
-from narrows.ps.trial import Level, Trial, Working
+from narrows.ps.trial import EVENTS_MAX, Level, Trial, Working
 from narrows.ps.wires import Ways, Wires
 
 CHUNKS_MAX = 64  # of an update
+EVENTS, LEAST_CLOCKS = 3, 5  # of a pass, with its tensor; of a trial
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +219,9 @@ def step_s(
 
     servers, ways, steps_s: of each stage, its server's host, its mode, and the step as predicted. alone_s: as `alone` says.
     """
+    passes = 2 * run.layout.grid.size * run.model.micro_batches
+    if LEAST_CLOCKS * EVENTS * passes > EVENTS_MAX:
+        return None
     told = zip(servers, ways, steps_s, strict=True)
     first, *_ = [Exchange(run, stage, *each, alone_s) for stage, each in enumerate(told)]
     return first.step_s()

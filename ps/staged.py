@@ -35,7 +35,7 @@ from narrows.ps.pipelined import Part, Pipeline, step_s
 
 # Across a link int8 lost up to 0.4 % over the unsplit model (docs/results.md, bench/pipeline.py), which is so many more steps.
 LOSS_COST = 1.004**STEPS_POWER
-TRIED = 2000  # hosts of the layouts that moves may try: 31 layouts of 64 hosts
+TRIED = 1 << 14  # micro-batches x hosts of the layouts that moves may try: 32 layouts of 64 hosts with 8
 GAIN = 0.999  # a plan is left only for one that costs less than this of it
 
 
@@ -143,8 +143,8 @@ class Stager:
 
     def descended(self, plan: Staged) -> Staged:
         """The plan after swaps of two hosts, each of which makes it cheaper; those that do not shorten a step without exchanges
-        are not tried with them. Layouts of at most TRIED hosts in all are looked at."""
-        left = TRIED // plan.layout.grid.size
+        are not tried with them. Layouts with TRIED micro-batches in all are looked at."""
+        left = TRIED // (plan.layout.grid.size * self.model.micro_batches)
         found = True
         while found and left > 0:
             found, cost = False, self.cost(plan.layout, plan.edges)

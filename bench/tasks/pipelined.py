@@ -163,6 +163,7 @@ def alone(args: argparse.Namespace) -> None:
     text, held_out, _ = library()
     pieces = parts(args, even(args.layers, args.of))
     optimizers = [torch.optim.AdamW(p.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1) for p in pieces]
+    seconds, before = [], time.perf_counter()
     for step in range(args.steps):
         rows = batch_rows(text, args.seed, step, args.batch, args.context)
         for piece, optimizer in zip(pieces, optimizers, strict=True):
@@ -174,6 +175,9 @@ def alone(args: argparse.Namespace) -> None:
         for piece, optimizer in zip(pieces, optimizers, strict=True):
             nn.utils.clip_grad_norm_(piece.parameters(), args.clip)
             optimizer.step()
+        seconds.append(time.perf_counter() - before)
+        before = time.perf_counter()
+    print(f"median step {1e3 * statistics.median(seconds):.1f} ms over {len(seconds)} steps")
     print(f"training loss {loss.item():.6f}")
     print(f"validation loss {validation(pieces, held_out, args.context):.6f}", flush=True)
 

@@ -135,7 +135,7 @@ def rows(network: Network, plan: Staged) -> list[list[str]]:
 
 def steps(plan: Staged) -> str:
     """Seconds of a step, and what the modes of stages cost."""
-    shown = "not simulated" if plan.simulated_s is None else f"simulated {seconds(plan.simulated_s)}"
+    shown = "not simulated with exchanges" if plan.simulated_s is None else f"simulated {seconds(plan.simulated_s)}"
     spent = f", {sum(plan.money):.3g} of money" if any(plan.money) else ""
     return f"predicted {seconds(plan.predicted_s)} a step, {shown}{spent}, and {plan.steps:.2f} times bsp's steps to a loss"
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import signal
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from kit.planned import cities, planned, told
 from kit.processes import Command, descendants, free_ports, started, until
 
 from narrows.protocols.planning.layout import parse
@@ -28,7 +31,7 @@ torch.manual_seed(stage())
 group = pipeline()
 module = nn.Sequential(*(nn.Linear(4, 4) for _ in stage_layers(3)))
 optimizer = DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9), module)
-example = torch.zeros(2, 4, requires_grad=True)
+example = torch.zeros(8 // replicas() // 2, 4, requires_grad=True)
 here = {"input_args": example, "output_args": example, "group": group}
 piece = PipelineStage(module, stage(), stages(), torch.device("cpu"), **here)
 schedule = ScheduleEager1F1B(piece, 2, loss_fn=lambda out, target: (out - target).square().mean())
@@ -101,3 +104,29 @@ def test_a_killed_stage_ends_its_pipeline_and_stages_go_back_to_a_clock_that_all
         assert len(servers) >= 2 * STAGES
         os.kill(server.pid, signal.SIGKILL)  # nobody is left to end them
         until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in servers), f"{servers} {server}")
+
+
+def test_the_commands_that_ps_plan_prints_run_its_pipeline(tmp_path: Path) -> None:
+    """Two hosts that are addresses of this machine, which nobody else has: ports are ps-plan's own. Keys are those of hosts."""
+    place, network, keys = random.SystemRandom().randrange(1 << 14), cities([1, 1], 20, 20), str(tmp_path / "KEYS")
+    address = {name: f"127.{64 + place // 256}.{place % 256}.{i + 1}" for i, name in enumerate(network.hosts)}
+    (tmp_path / "script.py").write_text(SCRIPT % 6)
+    make(keys)
+    for name in network.hosts:
+        add(keys, name, "worker").rename(tmp_path / f"{name}.key")
+    output, plan = planned(
+        tmp_path, network, "--pipeline", "2", "--layers", "3", "--micro-batches", "2", "--activation-bytes", "64",
+        "--keys", keys, "--script", "script.py", *(word for each in address.items() for word in ("--address", "=".join(each))),
+        compute=[1.0, 2.0],
+    )  # fmt: skip
+    assert [stage["layers"] for stage in plan["stages"]] == [1, 2]
+    commands = [words for words in told(output) if words[0] in ("ps-serve", "ps-worker")]
+    assert len(commands) == 4
+    with ExitStack() as stack:
+        running = [stack.enter_context(started(*words, cwd=tmp_path)) for words in commands]
+        for command in sorted(running, key=lambda command: command.words[0], reverse=True):  # workers first
+            assert command.wait() == 0, "\n".join(map(str, running))
+        said = "".join(command.out for command in running)
+    warm_up = min(2, 2 + plan["edges"][0]["in_flight"])
+    assert f"stage 0 has layers range(0, 1) and {warm_up} micro-batches" in said, said
+    assert "stage 1 has layers range(1, 3) and 1 micro-batches" in said, said
