@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ import click
 
 from narrows.protocols.errors import UsageError
 from narrows.protocols.planning.layout import Layout
-from narrows.protocols.planning.network import Network
+from narrows.protocols.planning.network import Network, named, speeds
 from narrows.protocols.runtime.flags import COMMAND, run
 from narrows.protocols.settings import SHARDS_MAX
 
@@ -62,7 +63,7 @@ def command(network: str, parameters: float, step_s: float | None, addresses: tu
 
     if stages and flags["form"] == "long":
         raise UsageError("--commands long: the stages of a pipeline find each other by the plan alone; leave it out")
-    read, step = _read(network)
+    read, step, unknown = _read(network)
     step_s = step_s or step
     if step_s is None:
         raise UsageError(f"{network} has no step_seconds: give --step, the seconds of a step of one worker")
@@ -70,7 +71,7 @@ def command(network: str, parameters: float, step_s: float | None, addresses: tu
     flags |= {"out": out, "stages": stages}
     layout, lines = (_pipeline if stages else _run)(places, parameters, step_s, **flags)
     _write(out, layout.text())
-    click.echo("\n".join([*lines, ""]))
+    click.echo("\n".join([*lines, *([unknown] if unknown else []), ""]))
     long = flags["form"] == "long"
     script = flags["script"]
     commands = written.long_commands(layout, script) if long else written.commands(layout, out, script)
@@ -80,18 +81,29 @@ def command(network: str, parameters: float, step_s: float | None, addresses: tu
     click.echo(f"\n{out} has the plan{'' if long else '; each host needs a copy'}")
 
 
-def _read(path: str) -> tuple[Network, float | None]:
-    """The network, and the step of its fastest host."""
+def _read(path: str) -> tuple[Network, float | None, str]:
+    """The network, the step of its fastest host, and a sentence about hosts whose speed nobody knows."""
     try:
         document = json.loads(Path(path).read_text("utf-8"))
-        steps = [float(seconds) for seconds in document.get("step_seconds", []) if seconds]
-        return Network.parse(document), min(steps, default=None)
+        steps = [float(seconds) for seconds in document.get("step_seconds") or [] if seconds]
+        network = Network.parse(document)
+        known = speeds(document, len(network.hosts))
+        unknown = [name for name, speed in zip(network.hosts, known, strict=True) if speed is None]
+        return network, min(steps, default=None), _taken_for(unknown, len(network.hosts))
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from None
     except (ValueError, AttributeError, TypeError) as error:
         raise UsageError(f"{path}: it is no network ({error})") from None
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from None
+
+
+def _taken_for(unknown: Sequence[str], hosts: int) -> str:
+    if not unknown:
+        return ""
+    if len(unknown) == hosts:
+        return "nobody measured how fast the hosts are: all are taken for equally fast; ps-probe --script measures it"
+    return f"taken for as fast as the fastest host, for nobody measured it: {named(unknown)}; ps-probe --script measures it"
 
 
 def _addresses(network: Network, given: Sequence[str]) -> dict[str, str]:
@@ -144,11 +156,12 @@ def _run(places: Any, parameters: float, step_s: float, *, batch: int, script: s
              f"{1e3 * float(own[server]):.3g}", f"{plan.below.steps(len(group)):.2f}")
         )  # fmt: skip
     ring_s = chooser.prices.ring_s()
+    ddp = f"DDP {_seconds(ring_s)} a step at least" if math.isfinite(ring_s) else "DDP finds no ring of links"
     lines = [
         *table(rows),
         "",
         f"predicted {1e3 * plan.step_s:.3g} ms a step, {_simulated(simulated_s)}, and {plan.cost / plan.step_s:.2f} times "
-        f"bsp's steps to a loss; DDP {_seconds(ring_s)} a step at least; {decides(chooser, plan)}",
+        f"bsp's steps to a loss; {ddp}; {decides(chooser, plan)}",
     ]
     for other, other_s in others:
         clusters = "1 cluster" if len(other.clusters) == 1 else f"{len(other.clusters)} clusters"
