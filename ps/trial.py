@@ -59,17 +59,24 @@ BULK = (m.Push, m.State)
 
 
 class Level:
-    """One server and its children. `hosts`: of its shards."""
+    """One server and its children. `hosts`: of its shards; `children`: those below each of these."""
 
     def __init__(
-        self, trial: Trial, name: str, way: Way, hosts: Sequence[int], children: int, above: Level | None
+        self,
+        trial: Trial,
+        name: str,
+        way: Way,
+        hosts: Sequence[int],
+        children: Sequence[Sequence[int]],
+        above: Level | None,
     ) -> None:
         self.trial, self.name, self.hosts, self.above = trial, name, hosts, above
         work, coded = trial.prices.work, trial.prices.work.coded[way.compress]
         self.whole, count = way.compress == "dense", len(hosts)
         codes = {} if self.whole else {"compress": "fp16", "compress_down": "fp16"}  # any that makes differences
         flags = way.flags(updates=True) | codes
-        self.settings = Settings(**flags, workers=children, shards=count, lease=AGES_S).validated()
+        self.settings = Settings(**flags, workers=len(children), shards=count, lease=AGES_S).validated()
+        self.samples = sum(float(trial.prices.samples[[*hosts]].sum()) for hosts in children)
         self.size = int(coded.bytes * work.parameters / count)
         self.encode_ns = int(coded.encode_s * work.parameters * NS)
         serve_s = coded.serve_s * work.parameters / (count * work.shards)
@@ -113,6 +120,7 @@ class Serving:
     def __init__(self, level: Level, index: int) -> None:
         self.level, self.index, self.host = level, index, level.hosts[index]
         self.peer = level.name.encode().ljust(m.NAME_BYTES) + b"/%d" % index  # above
+        self.samples, self.pushed_ns = level.samples, 0
         self.own = b"shard".ljust(m.NAME_BYTES) + b"/%d" % index  # for shard 0
         above, first = level.above, index == 0
         coordinator = Coordinator(level.settings, 1 << 20, -1, child=above is not None) if first else None
@@ -127,7 +135,7 @@ class Serving:
     def below(self, peer: bytes, message: m.Message) -> None:
         trial = self.level.trial
         if isinstance(message, m.Push) and self.level is trial.root and not self.index:
-            trial.pushes_ns.append(trial.time.now_ns)
+            trial.pushed(self.level.peers[peer])
         self.happen(Kind.BELOW, peer, message)
 
     def told(self, shard: int, message: m.Message) -> None:
@@ -171,6 +179,7 @@ class Working:
 
     def __init__(self, level: Level, host: int) -> None:
         self.level, self.host = level, host
+        self.samples, self.pushed_ns = float(level.trial.prices.samples[host]), 0
         name = f"worker-{host}"
         self.peer = name.encode().ljust(m.NAME_BYTES) + b"/"
         self.mode = level.settings.mode()
@@ -263,14 +272,15 @@ class Trial:
         self.prices, self.plan, self.time = prices, plan, time or Timeline()
         self.tick_ns = max(TICK_NS, int(plan.step_s * plan.above.mode.local_steps * NS))
         self.wires: Wires = {} if wires is None else wires
-        self.pushes_ns: list[int] = []  # updates at the root
+        self.samples = 0.0  # that the root has updates of
+        self.ends_ns: list[float] = []  # of each clock
         self.own_s: list[float] = []  # of a step, by child of the root: its slowest worker alone
         self.machines = 0
-        self.root = Level(self, "root", plan.above, plan.spread or (plan.root,), len(plan.groups), None)
+        self.root = Level(self, "root", plan.above, plan.spread or (plan.root,), plan.groups, None)
         for number, (server, group) in enumerate(zip(plan.servers, plan.groups, strict=True)):
             level = self.root
             if len(group) > 1:
-                level = Level(self, f"c{number}", plan.below, (server,), len(group), self.root)
+                level = Level(self, f"c{number}", plan.below, (server,), [(host,) for host in group], self.root)
             own_ns = max(self.worker(level, host).own_ns for host in group)
             self.own_s.append(own_ns / NS / level.settings.mode().local_steps)
 
@@ -291,25 +301,36 @@ class Trial:
         action(*arguments)
         self.time.at(self.time.now_ns + self.tick_ns, self._ticked, action, arguments)
 
+    def pushed(self, child: Serving | Working) -> None:
+        """The root has an update of this child. A clock is over when it has as many samples as all have in one. Where that
+        was in the middle of an update, it was as long ago as a part of that child's clock."""
+        now_ns, more = self.time.now_ns, self.samples + child.samples - self.root.samples * (len(self.ends_ns) + 1)
+        self.samples += child.samples
+        if more > -1e-9 * self.samples:
+            self.ends_ns.append(now_ns - max(more, 0.0) / child.samples * (now_ns - child.pushed_ns))
+        child.pushed_ns = now_ns
+
     @property
     def least_s(self) -> float:
         """Seconds of a step, where nothing but computing takes time."""
-        slowest = self.plan.above.mode.bound is not None
-        return max(self.own_s) if slowest else len(self.own_s) / sum(1 / own_s for own_s in self.own_s)
+        if self.plan.above.mode.bound is not None:
+            return max(self.own_s)
+        samples = [float(self.prices.samples[[*group]].sum()) for group in self.plan.groups]
+        return self.root.samples / sum(each / own_s for each, own_s in zip(samples, self.own_s, strict=True))
 
     def step_s(self) -> float | None:
         """Seconds of a step, or None where EVENTS_MAX events are too few."""
-        plan, children = self.plan, len(self.plan.groups)
+        plan, ends_ns = self.plan, self.ends_ns
         clocks = CLOCKS if len(self.prices.hosts) <= SMALL else CLOCKS // 2
         skipped, enough = clocks // SKIPPED, max(STEADY, 1 + max(way.mode.window for way in (plan.above, plan.below)))
-        ends_ns: list[int] = []  # of each clock
+        known = 0
         for _ in range(EVENTS_MAX):
-            if len(self.pushes_ns) == children * (len(ends_ns) + 1):
-                ends_ns.append(self.pushes_ns[-1])
+            if len(ends_ns) > known:
+                known = len(ends_ns)
                 took_ns = np.diff(ends_ns)[-enough:]
-                if len(ends_ns) == clocks or (len(took_ns) == enough and took_ns.max() <= ALIKE * took_ns.min()):
-                    ends_ns[-1] += round((clocks - len(ends_ns)) * took_ns.mean())
-                    counted_s = (ends_ns[-1] - ends_ns[skipped - 1]) / NS
+                if known == clocks or (len(took_ns) == enough and took_ns.max() <= ALIKE * took_ns.min()):
+                    end_ns = ends_ns[-1] + (clocks - known) * took_ns.mean()
+                    counted_s = float(end_ns - ends_ns[skipped - 1]) / NS
                     return counted_s / (clocks - skipped) / plan.above.mode.local_steps
             if not self.time.step():
                 break

@@ -1,27 +1,38 @@
 """Chooses how a data parallel run stands on a network: clusters, servers, the mode and SPEC of each level. `choose` is pure.
 
-It tries every cut of single linkage (levels.cuts), each way inside clusters with each above them, and every root; servers of
-clusters follow exactly. Without clusters it also tries a server on several hosts. Then it moves single hosts between clusters.
-The least of seconds a step x steps to a loss is the plan. The same arguments give the same plan.
+Up to EXACT_MAX hosts it prices every partition with every two ways and every root. Above it begins with every cut of single
+linkage, and moves hosts and whole groups from the best of those: ways are chosen anew after each move. Servers of clusters
+follow exactly. Without clusters it also tries a server on several hosts. The least of seconds a step x steps to a loss is the
+plan. The same arguments give the same plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
+import numpy.typing as npt
 
-from narrows.protocols.planning.levels import Coded, Groups, Indices, Prices, Work, cuts
-from narrows.protocols.planning.network import Array, Network
+from narrows.protocols.errors import UsageError
+from narrows.protocols.planning.levels import Coded, Groupings, Groups, Indices, Prices, Work, cuts, joined, merges
+from narrows.protocols.planning.network import Array, Network, named
 from narrows.protocols.planning.ways import BELOW, WAYS, Way
 
+EXACT_MAX = 8  # hosts: they have 4,140 partitions
 CUTS_MAX = 24
 ROOTS_MAX = 24  # hosts that are tried as the root with every cut; the best plan tries all
+ROOTS_NEAR = 8  # and with every move
 SPREADS = (2, 4, 8)  # hosts that a server's shards are spread over
-MOVES_MAX = 400  # plans that local moves may price
+ROUNDS_MIN, ROUNDS_MAX, HOSTS_MOVED = 4, 48, 512  # rounds of moves: so many hosts in all, within these bounds
+MOVES_MIN, MOVES_MAX, HOSTS_PRICED = 48, 400, 8192  # moves of a round: likewise
+MOVED_MAX = 8  # hosts of one group that are tried in another: those with the fastest links to it
+WIDE_MAX = 16  # hosts of a network on which each move is priced with all ways, and not only the best few of them
+BEST, KEPT = 4, 10  # plans of a round of moves that are moved from later
+PRICED_MAX = 1 << 17  # figures at a time: they fit in a cache
 NEAR, NEAR_MAX = 1.1, 2  # which others are worth a trial, and how many
-PATIENT = 0.999  # a plan is left only for one that costs less than this of it: equals differ by rounding
+PATIENT = 0.999  # a simpler plan may cost so much more: equals differ by rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,21 +61,86 @@ class Choice:
         return [(s, group) for s, group in zip(self.servers, self.groups, strict=True) if len(group) > 1]
 
 
+class Clusters:
+    """Seconds of a step of groups, by the host of the server. Each group is priced once with each way."""
+
+    def __init__(self, prices: Prices) -> None:
+        self.prices = prices
+        self.number: dict[tuple[int, ...], int] = {}
+        self.groups: list[tuple[int, ...]] = []
+        self.ends = np.zeros(1, np.intp)
+        self.own_s: dict[Way, Array] = {}
+
+    def numbers(self, groups: Sequence[tuple[int, ...]]) -> Indices:
+        known = len(self.groups)
+        for group in groups:
+            if group not in self.number:
+                self.number[group] = len(self.groups)
+                self.groups.append(group)
+        sizes = [len(group) for group in self.groups[known:]]
+        self.ends = np.concatenate([self.ends, self.ends[-1] + np.cumsum(sizes, dtype=np.intp)])
+        return np.fromiter((self.number[group] for group in groups), np.intp, len(groups))
+
+    def of(self, below: Way, numbers: Indices) -> Array:
+        """(hosts,) of these groups, one after the other."""
+        own_s = self.own_s.get(below, np.zeros(0))
+        own_s = self.own_s[below] = np.concatenate([own_s, np.full(self.ends[-1] - len(own_s), np.nan)])
+        sizes, begins = np.diff(self.ends), self.ends[:-1]
+        new = np.unique(numbers[np.isnan(own_s[begins[numbers]])])
+        for size in np.unique(sizes[new]):
+            alike = new[sizes[new] == size]
+            for some in np.array_split(alike, min(len(alike), -(-len(alike) * int(size) ** 2 // PRICED_MAX))):
+                hosts = np.array([self.groups[number] for number in some])
+                took_s = self.prices.inside_s(below, hosts) if size > 1 else self.prices.compute_s[hosts]
+                own_s[begins[some][:, None] + np.arange(size)] = took_s
+        ends = np.cumsum(sizes[numbers])
+        found: Array = own_s[np.arange(ends[-1]) + np.repeat(begins[numbers] - ends + sizes[numbers], sizes[numbers])]
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Plans that were priced together: costs[a, i] is that of aboves[a] over groupings[at[i]] with belows[below[i]] inside."""
+
+    groupings: Sequence[Groups]
+    aboves: Sequence[Way]
+    belows: Sequence[Way]
+    at: Indices
+    below: Indices
+    costs: Array
+
+    def plan(self, above: int, item: int) -> Plan:
+        groups = self.groupings[self.at[item]]
+        return float(self.costs[above, item]), groups, self.aboves[above], self.belows[self.below[item]]
+
+    def plans(self) -> list[Plan]:
+        """The cheapest plan of each grouping, the cheapest first, but for those that nobody may have."""
+        found: dict[Groups, Plan] = {}
+        costs = self.costs.min(0)
+        for item in costs.argsort(kind="stable")[: np.isfinite(costs).sum()]:
+            plan = self.plan(int(self.costs[:, item].argmin()), item)
+            found.setdefault(plan[1], plan)
+        return [*found.values()]
+
+
+Plan = tuple[float, Groups, Way, Way]  # cost
+
+
 class Chooser:
     def __init__(self, network: Network, work: Work) -> None:
         self.prices = Prices(network, work)
         self.hosts = range(len(network.hosts))
         self.alone: Groups = tuple((host,) for host in self.hosts)
-        self._below_s: dict[tuple[Way, tuple[int, ...]], Array] = {}
+        self.clusters = Clusters(self.prices)
+        self.looks: list[Look] = []
+        self.least = np.inf  # cost of a plan
+        sizes = range(len(self.hosts) + 1)
+        self.steps = {way: np.array([way.steps(size) for size in sizes]) for way in WAYS}
 
     def own_s(self, below: Way, groups: Groups) -> Array:
         """(n,) seconds of a step of the group of each host, if it had the group's server."""
-        found = self.prices.compute_s.copy()
-        for group in groups:
-            if len(group) > 1:
-                if (below, group) not in self._below_s:
-                    self._below_s[below, group] = self.prices.below_s(below, group)
-                found[[*group]] = self._below_s[below, group]
+        found = np.empty(len(self.hosts))
+        found[[host for group in groups for host in group]] = self.clusters.of(below, self.clusters.numbers(groups))
         return found
 
     def priced(self, groups: Groups, above: Way, below: Way, roots: Indices) -> Choice:
@@ -73,22 +149,162 @@ class Chooser:
         steps = above.steps(len(groups)) * max(below.steps(len(group)) for group in groups)
         return Choice(groups, servers, root, above, below, step_s, step_s * steps)
 
-    def candidates(self, roots: Indices) -> Iterator[Choice]:
-        """Simple ones first: among equals the first is taken."""
-        for above in WAYS:
-            yield self.priced(self.alone, above, BELOW[0], roots)
-        for groups in cuts(self.prices.network, CUTS_MAX):
-            for below in BELOW:
-                for above in WAYS:
-                    yield self.priced(groups, above, below, roots)
+    def look(self, groupings: Sequence[Groups], aboves: Sequence[Way], belows: Sequence[Way], roots: Indices) -> Look:
+        """Prices each of these groupings with each two of these ways and the best of these roots. Ways inside are left out
+        that are slower than others in each group and take no fewer steps. Those cost inf that would be dearer than NEAR
+        times the best if nothing took time above."""
+        table = Groupings.of(groupings, self.prices.place)
+        numbers = self.clusters.numbers([group for groups in groupings for group in groups])
+        begins = np.cumsum(table.children) - table.children
+        sizes = np.diff(self.clusters.ends)[numbers]
+        own_s = np.stack([self.clusters.of(below, numbers) for below in belows]).reshape(
+            len(belows), *table.order.shape
+        )
+        steps = np.stack([np.maximum.reduceat(self.steps[below][sizes], begins) for below in belows])
+        below, at = np.nonzero(_kept(own_s, steps))
+        own_s, steps, rows = own_s[below, at], steps[below, at], table.rows(at)
+        children = rows.children
+        steps = steps * np.stack([self.steps[above][children] for above in aboves])
+        least = steps * np.stack([self.prices.least_s(above, own_s, rows) for above in aboves])
+        costs = np.full(steps.shape, np.inf)
+        order = least.min(0).argsort(kind="stable")
+        many = max(1, PRICED_MAX // (len(self.hosts) * len(roots)))
+        for begin in range(0, len(at), many):
+            for each, above in enumerate(aboves):
+                some = order[begin : begin + many]
+                some = some[least[each, some] <= NEAR * self.least]
+                if len(some):
+                    step_s = self.prices.steps_s(above, own_s[some], rows.rows(some), roots).min(1)
+                    costs[each, some] = step_s * steps[each, some]
+                    self.least = min(self.least, float(costs[each, some].min()))
+        self.looks.append(Look(groupings, aboves, belows, at, below, costs))
+        return self.looks[-1]
+
+    def best(self) -> list[Plan]:
+        """The cheapest plan of each two ways of those that were priced, the cheapest first. Among equals the first is taken
+        that has fewer clusters."""
+        least = self.least
+        found: dict[tuple[Way, Way], tuple[tuple[float, int], Plan]] = {}
+        for look in self.looks:
+            clusters = np.array([sum(len(group) > 1 for group in groups) for groups in look.groupings])
+            for each, above in enumerate(look.aboves):
+                for number, below in enumerate(look.belows):
+                    items = np.flatnonzero(look.below == number)
+                    if len(items):
+                        costs = look.costs[each, items]
+                        near = items[costs <= max(costs.min(), least / PATIENT)]
+                        item = int(near[np.lexsort((look.costs[each, near], clusters[look.at[near]]))[0]])
+                        plan, key = (
+                            look.plan(each, item),
+                            (max(costs.min(), least / PATIENT), int(clusters[look.at[item]])),
+                        )
+                        if (above, below) not in found or key < found[above, below][0]:
+                            found[above, below] = key, plan
+        return [plan for _, plan in sorted(found.values(), key=lambda each: each[0])]
+
+    def search(self) -> None:
+        if len(self.hosts) <= EXACT_MAX:
+            self.every()
+        else:
+            network, work = self.prices.network, self.prices.work
+            far_s = network.delay_s + self.prices.sent_s(work.parameters)
+            near = np.isfinite(far_s)
+            mean_s = np.where(near, far_s, 0.0).sum(0) / near.sum(0)
+            central = np.lexsort((mean_s, -near.sum(0)))  # who reaches most first
+            self.nearby(np.sort(central[:ROOTS_MAX]))
+
+    def every(self) -> None:
+        """Prices every partition."""
+        groupings = [groups for groups in partitions([*self.hosts]) if len(groups) > 1]
+        self.look(groupings, WAYS, BELOW, self.prices.hosts)
+
+    def nearby(self, roots: Indices) -> None:
+        """Prices the cuts, and then moves from the cheapest groups that were not moved from yet, again and again."""
+        groupings = [self.alone, *cuts(self.prices.network, CUTS_MAX), *self.reaching()]
+        seen, plans = {*groupings}, self.look(groupings, WAYS, BELOW, roots).plans()
+        for _ in range(int(np.clip(HOSTS_MOVED // len(self.hosts), ROUNDS_MIN, ROUNDS_MAX))):
+            if plans:
+                plans = sorted([*self.moved(plans[0], seen), *plans[1:]], key=lambda plan: plan[:2])
+
+    def reaching(self) -> list[Groups]:
+        """Where links are missing: for each root that reaches all others by two links at most, those of one link alone, and
+        each other host in the cluster of one of them. No other root has a plan."""
+        if not self.prices.network.missing:
+            return []
+        n, sent_s = len(self.hosts), self.prices.sent_s(self.prices.work.parameters)
+        far_s = np.where(np.isinf(self.prices.round_trip_s), np.inf, sent_s + sent_s.T)
+        np.fill_diagonal(far_s, 0.0)
+        found = []
+        for root in self.hosts:
+            near = np.isfinite(far_s[root])
+            over = np.where(near, far_s, np.inf)  # to a host next to the root
+            if np.isfinite(over.min(1)).all():
+                home = np.where(near, self.hosts, over.argmin(1))
+                found.append(joined(n, [(0.0, int(home[host]), host) for host in self.hosts if home[host] != host]))
+        return [groups for groups in dict.fromkeys(found) if len(groups) > 1]
+
+    def moved(self, plan: Plan, seen: set[Groups]) -> list[Plan]:
+        """The best of the moves from this plan to groups that are not in `seen`, ways chosen anew."""
+        _, groups, above, below = plan
+        table, own = Groupings.of([groups], self.prices.place), self.own_s(below, groups)
+        step_s = self.prices.steps_s(above, own[table.order], table, self.prices.hosts)[0]
+        roots = np.sort(step_s.argsort(kind="stable")[:ROOTS_NEAR])
+        root = np.array([step_s.argmin()])
+        clocks = self.prices.children_s(above, own[table.order], table, root).ravel()
+        slowest = np.minimum.reduceat(clocks, np.flatnonzero(table.first)).argsort(kind="stable")[::-1]
+        new = (to for to in self.moves([groups[group] for group in slowest]) if to not in seen)
+        most = int(np.clip(HOSTS_PRICED // len(self.hosts), MOVES_MIN, MOVES_MAX))
+        if not (tried := [*dict.fromkeys(islice(new, most))]):
+            return []
+        seen.update(tried)
+        if len(self.hosts) > WIDE_MAX:
+            tried = [groups for _, groups, *_ in self.look(tried, [above], [below], roots).plans()[:BEST]]
+        return self.look(tried, WAYS, BELOW, roots).plans()[:KEPT] if tried else []
+
+    def lacking(self) -> str:
+        """Which links keep every plan away, in a sentence."""
+        network = self.prices.network
+        near = np.isfinite(self.prices.round_trip_s)
+        np.fill_diagonal(near, True)
+        two = near.astype(int) @ near > 0  # by another host
+        root = int(two.sum(1).argmax())
+        pairs = named([f"{network.hosts[root]} to {network.hosts[host]}" for host in np.flatnonzero(~two[root])])
+        return (
+            f"no host reaches all others, itself or over one host between; {network.hosts[root]} reaches most: "
+            f"measure both ways of {pairs}, or leave these hosts out"
+        )
+
+    def moves(self, groups: Sequence[tuple[int, ...]]) -> Iterator[Groups]:
+        """Other groups: two as one, one as two, one host elsewhere or alone; those of the first groups first."""
+        rate = np.minimum(self.prices.network.rates[-1], self.prices.network.rates[-1].T)
+        for number, group in enumerate(groups):
+            for cut in self.halves(group):
+                yield _changed(groups, [group], cut)
+            for other in groups[number + 1 :]:
+                if len(groups) > 2:
+                    yield _changed(groups, [group, other], [group + other])
+                for one, to in ((group, other), (other, group)):
+                    if len(one) > 1:
+                        near = rate[np.ix_(one, to)].mean(1).argsort(kind="stable")[::-1][:MOVED_MAX]
+                        for host in (one[at] for at in near):
+                            rest = tuple(h for h in one if h != host)
+                            yield _changed(groups, [group, other], [rest, (*to, host)])
+
+    def halves(self, group: tuple[int, ...]) -> Iterator[list[tuple[int, ...]]]:
+        """The group without one of its hosts, and in two where its slowest link is."""
+        if len(group) > 2:
+            found = merges(self.prices.network.of(group))[:-1]
+            yield [tuple(group[at] for at in part) for part in joined(len(group), found)]
+        if len(group) > 1:
+            for host in group:
+                yield [(host,), tuple(h for h in group if h != host)]
 
     def spreads(self, way: Way) -> Iterator[Choice]:
         """One server for all workers, on the hosts that would be the best root each."""
         if way.mode.bound is None:  # keys of such a run do not move to other hosts
             return
-        prices, everybody = self.prices, self.prices.hosts
-        roads = prices.roads(way, self.alone, everybody, everybody)
-        best = prices.step_s(way, prices.clocks(way, prices.compute_s, *roads)).argsort(kind="stable")
+        prices, table = self.prices, Groupings.of([self.alone], self.prices.place)
+        best = prices.steps_s(way, prices.compute_s[None], table, prices.hosts)[0].argsort(kind="stable")
         for count in SPREADS:
             if count < len(best):
                 servers = tuple(int(host) for host in best[:count])
@@ -96,38 +312,38 @@ class Chooser:
                 cost = step_s * way.steps(len(best))
                 yield Choice(self.alone, tuple(self.hosts), servers[0], way, BELOW[0], step_s, cost, servers)
 
-    def moves(self, groups: Groups) -> Iterator[Groups]:
-        """Each host in each other group, or alone."""
-        for host in self.hosts:
-            home = next(group for group in groups if host in group)
-            rest = [tuple(h for h in group if h != host) for group in groups]
-            for to in [*groups, ()] if len(home) > 1 else groups:
-                if to != home:
-                    at = groups.index(to) if to else None
-                    changed = [
-                        (*sorted((*group, host)),) if k == at else group
-                        for k, group in enumerate(rest)
-                        if group or k == at
-                    ]
-                    yield tuple(sorted([*changed, *([(host,)] if at is None else [])]))
 
-    def descended(self, plan: Choice, roots: Indices) -> Choice:
-        """The plan after the best of the moves, again and again, until none gains or MOVES_MAX are priced."""
-        left = MOVES_MAX
-        while left > 0:
-            tried = []
-            for groups in self.moves(plan.groups):
-                if left > 0 and len(groups) > 1:
-                    left -= 1
-                    tried.append(self.priced(groups, plan.above, plan.below, roots))
-            best = cheapest(plan, tried)
-            if best is plan:
-                break
-            plan = best
-        return plan
+def partitions(hosts: list[int]) -> Iterator[Groups]:
+    """Every one, the first host's group first."""
+    if not hosts:
+        yield ()
+        return
+    for rest in partitions(hosts[1:]):
+        yield ((hosts[0],), *rest)
+        for at, group in enumerate(rest):
+            yield ((hosts[0], *group), *rest[:at], *rest[at + 1 :])
 
 
-def cheapest(plan: Choice, others: list[Choice]) -> Choice:
+def _changed(
+    groups: Sequence[tuple[int, ...]], old: Sequence[tuple[int, ...]], new: Sequence[tuple[int, ...]]
+) -> Groups:
+    """These groups with new ones in the place of some."""
+    kept = [group for group in groups if all(group is not each for each in old)]
+    return tuple(sorted([*kept, *(tuple(sorted(group)) for group in new)]))
+
+
+def _kept(own_s: Array, steps: Array) -> npt.NDArray[np.bool_]:
+    """(ways, b) those that no other is as good as, of the seconds (ways, b, n) and steps (ways, b)."""
+    kept = np.ones(steps.shape, bool)
+    for one in range(len(steps)):
+        for other in range(len(steps)):
+            if one != other:
+                worse = kept[other] & (own_s[other] <= own_s[one]).all(1) & (steps[other] <= steps[one])
+                kept[one] &= ~worse
+    return kept
+
+
+def cheapest(plan: Choice, others: Sequence[Choice]) -> Choice:
     for other in others:
         if other.cost < PATIENT * plan.cost:
             plan = other
@@ -135,25 +351,24 @@ def cheapest(plan: Choice, others: list[Choice]) -> Choice:
 
 
 def choose(network: Network, work: Work) -> Choice:
-    """The plan that comes to a loss soonest. UsageError where samples are fewer than hosts."""
+    """The plan that comes to a loss soonest. UsageError where samples are fewer than hosts, or links are missing that every
+    plan needs."""
     return choices(network, work)[0]
 
 
 def choices(network: Network, work: Work) -> list[Choice]:
-    """That plan, and the next ones that cost NEAR times as much at most."""
+    """That plan, and the next ones of other ways that cost NEAR times as much at most."""
     chooser = Chooser(network, work)
+    chooser.search()
     everybody = chooser.prices.hosts
-    central = np.argsort((network.delay_s + chooser.prices.sent_s(work.parameters)).mean(0), kind="stable")
-    roots = np.sort(central[:ROOTS_MAX])
-    candidates = [*chooser.candidates(roots)]
-    plan = cheapest(candidates[0], candidates)
-    plan = cheapest(plan, [chooser.priced(plan.groups, plan.above, plan.below, everybody)])
-    plan = chooser.descended(plan, roots)
+    if not np.isfinite(chooser.least):
+        raise UsageError(f"no plan: {chooser.lacking()}")
+    plans = [chooser.priced(*plan[1:], everybody) for plan in chooser.best()[: 1 + NEAR_MAX]]
+    plan = cheapest(plans[0], plans)
     spreads = [spread for way in WAYS for spread in chooser.spreads(way)]
     plan = cheapest(plan, spreads)
-    others = (c for c in [*candidates, *spreads] if c.kind != plan.kind and c.cost <= NEAR * plan.cost)
-    near = {choice.kind: choice for choice in sorted(others, key=lambda choice: -choice.cost)}
-    return [plan, *[*near.values()][::-1][:NEAR_MAX]]
+    others = (c for c in [*plans, *spreads] if c.kind != plan.kind and c.cost <= NEAR * plan.cost)
+    return [plan, *sorted(others, key=lambda choice: choice.cost)[:NEAR_MAX]]
 
 
 def decides(chooser: Chooser, plan: Choice) -> str:
@@ -181,8 +396,10 @@ def _slowest(
     prices: Prices, way: Way, own_s: Array, rows: Indices, children: Groups, servers: Indices
 ) -> tuple[int, int, str]:
     """(row of the slowest child, column of the host that it waits for, or -1 for its own computing, why)."""
-    up, down, round_trip = prices.roads(way, children, rows, servers, len(servers))
-    clocks = prices.clocks(way, own_s, up, down, round_trip)
+    table = Groupings.of([children], prices.place)
+    share, count = table.share[table.first][:, None], len(servers)
+    up, down, round_trip = prices.roads(way, rows[:, None], servers, len(children), share, count)
+    clocks = prices.clocks(way, own_s[:, None], up, down, round_trip)
     row, column = (int(at) for at in np.unravel_index(clocks.argmax(), clocks.shape))
     road_s = float(up[row, column] + down[row, column])
     computing_s = float(own_s[row]) * way.mode.local_steps

@@ -2,8 +2,9 @@
 
 A child of a server is a worker, or a cluster. `own` are its seconds of computing and encoding, `up` and `down` those of its
 bytes. How long its clock takes of them says `Coded.clock_s`: a closed form of compression/predict.py. A run with a bound waits
-for the slowest child. Without one n children make n / sum(1 / clock) updates a second. A cluster computes H clocks of its own,
-H the local steps above. tests/protocols/test_choosing.py holds these forms to simulated runs.
+for the slowest child. Without one children make sum(samples / clock) samples a second, and a step has the samples of all. A
+cluster computes H clocks of its own, H the local steps above. tests/protocols/test_choosing.py holds these forms to simulated
+runs.
 
 Rules of links
 - A port carries what all children of its host's server send: it is as fast as the host's fastest link.
@@ -15,6 +16,7 @@ Rules of links
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -30,6 +32,7 @@ Indices = npt.NDArray[np.intp]
 Groups = tuple[tuple[int, ...], ...]  # hosts
 
 PLACES = 2.0  # rates that differ less are those of one kind of link
+SLOWEST = 1e-9  # bytes a second, of the port of a host that has no link
 SAME = 1.05  # and such a gap is noise of a measurement
 
 
@@ -75,9 +78,12 @@ class Work:
         return found
 
 
-def merges(network: Network) -> list[tuple[float, int, int]]:
+Merge = tuple[float, int, int]
+
+
+def merges(network: Network) -> list[Merge]:
     """Single linkage: (rate, host, host) of the fastest links that join all hosts, fastest first. A link is as fast as its
-    slower way."""
+    slower way; a missing one has the rate 0."""
     rate = np.minimum(network.rates[-1], network.rates[-1].T)
     n = len(rate)
     near, nearest, left = rate[0].copy(), np.zeros(n, np.intp), np.ones(n, bool)
@@ -91,7 +97,7 @@ def merges(network: Network) -> list[tuple[float, int, int]]:
     return sorted(found, key=lambda merge: -merge[0])
 
 
-def joined(n: int, found: Sequence[tuple[float, int, int]]) -> Groups:
+def joined(n: int, found: Sequence[Merge]) -> Groups:
     """Groups of hosts that these links join."""
     label = np.arange(n)
     for _, one, other in found:
@@ -102,10 +108,14 @@ def joined(n: int, found: Sequence[tuple[float, int, int]]) -> Groups:
     return tuple(tuple(group) for group in groups.values())
 
 
+def ratio(fast: Merge, slow: Merge) -> float:
+    return fast[0] / slow[0] if slow[0] else math.inf
+
+
 def cuts(network: Network, most: int) -> list[Groups]:
     """Groups at the widest gaps of the rates, at most so many, the widest first; none has all hosts in one, or each alone."""
     found = merges(network)
-    gaps = [(fast[0] / slow[0], at) for at, (fast, slow) in enumerate(pairwise(found), 1)]
+    gaps = [(ratio(fast, slow), at) for at, (fast, slow) in enumerate(pairwise(found), 1)]
     widest = sorted((gap for gap in gaps if gap[0] > SAME), key=lambda gap: (-gap[0], gap[1]))[:most]
     return [joined(len(network.hosts), found[:at]) for _, at in widest]
 
@@ -113,7 +123,7 @@ def cuts(network: Network, most: int) -> list[Groups]:
 def places(network: Network) -> Indices:
     """(n,) the place of each host."""
     found = merges(network)
-    ratios = [fast[0] / slow[0] for fast, slow in pairwise(found)]
+    ratios = [ratio(fast, slow) for fast, slow in pairwise(found)]
     widest = int(np.argmax(ratios)) if ratios else -1
     groups = joined(len(network.hosts), found[: widest + 1] if ratios and ratios[widest] >= PLACES else [])
     place = np.zeros(len(network.hosts), np.intp)
@@ -122,90 +132,152 @@ def places(network: Network) -> Indices:
     return place
 
 
+@dataclass(frozen=True, slots=True)
+class Groupings:
+    """b groupings of the same hosts, as arrays: in each row of `order`, (b, n), the hosts stand group after group."""
+
+    order: Indices
+    first: npt.NDArray[np.bool_]  # (b, n) here begins a group
+    share: Indices  # (b, n) children that share the wire of a host to another place; 1: none
+
+    @classmethod
+    def of(cls, groupings: Sequence[Groups], place: Indices) -> Groupings:
+        """`place`: of each host. Those children share a wire that are wholly of one place."""
+        sizes = np.array([len(group) for groups in groupings for group in groups])
+        hosts = (host for groups in groupings for group in groups for host in group)
+        order, begins = np.fromiter(hosts, np.intp, sizes.sum()), np.cumsum(sizes) - sizes
+        at = np.repeat(np.arange(len(groupings)), [len(groups) for groups in groupings])  # of each group
+        low, high = (of.reduceat(place[order], begins) for of in (np.minimum, np.maximum))
+        home = at * (place.max() + 1) + low
+        crossing = np.bincount(home[low == high], minlength=home.max() + 1)
+        share = np.repeat(np.where(low == high, crossing[home], 1), sizes)
+        first = np.zeros(len(order), bool)
+        first[begins] = True
+        rows = len(groupings), -1
+        return cls(order.reshape(rows), first.reshape(rows), share.reshape(rows))
+
+    @property
+    def children(self) -> Indices:
+        """(b,) groups of each."""
+        found: Indices = self.first.sum(1)
+        return found
+
+    def rows(self, at: Indices) -> Groupings:
+        return Groupings(self.order[at], self.first[at], self.share[at])
+
+
 class Prices:
-    """Prices plans of `work` on `network`. Matrices have the child's row and the server's column."""
+    """Prices plans of `work` on `network`. Matrices have the child's row and the server's column. What takes a link that is
+    missing costs inf."""
 
     def __init__(self, network: Network, work: Work) -> None:
         self.network, self.work = network, work
         self.hosts = np.arange(len(network.hosts))
         self.compute_s = work.compute_s(network)
+        # Updates are weighted by the samples that they are of.
+        self.samples = np.array(work.samples(network) if work.batch else np.ones(len(self.hosts)), np.float64)
         self.round_trip_s: Array = network.delay_s + network.delay_s.T
         fastest = network.rates.max(0)
         np.fill_diagonal(fastest, 0.0)
-        self.port_out, self.port_in = fastest.max(1), fastest.max(0)
+        self.port_out, self.port_in = (np.maximum(fastest.max(axis), SLOWEST) for axis in (1, 0))
         self.place = places(network)
         self._sent_s: dict[float, Array] = {}
-        self._sharing: dict[Groups, Array] = {}
 
     def sent_s(self, message_bytes: float) -> Array:
         """(n, n) seconds of the bytes alone, the sender's row."""
         if message_bytes not in self._sent_s:
-            self._sent_s[message_bytes] = self.network.transfer_s(message_bytes) - self.network.delay_s
+            self._sent_s[message_bytes] = self.network.sent_s(message_bytes)
         return self._sent_s[message_bytes]
 
-    def sharing(self, children: Groups) -> Array:
-        """(n,) children that share the wire of a host that crosses to another place: those which are wholly of its own place.
-        0: the host is of no such child."""
-        if children not in self._sharing:
-            homes = {group: int(self.place[group[0]]) for group in children if len({*self.place[[*group]]}) == 1}
-            crossing = np.bincount(np.array([*homes.values()], np.intp), minlength=len(self.hosts))
-            found = self._sharing[children] = np.zeros(len(self.hosts))
-            for group, home in homes.items():
-                found[[*group]] = crossing[home]
-        return self._sharing[children]
+    def roads(
+        self, way: Way, rows: Indices, servers: Indices, children: Indices | int, share: Indices, count: int = 1
+    ) -> list[Array]:
+        """Seconds up, down, and of a round trip, from the hosts `rows` to the hosts `servers`, which are broadcast.
 
-    def roads(self, way: Way, children: Groups, rows: Indices, servers: Indices, count: int = 1) -> list[Array]:
-        """Seconds up, down, and of a round trip, from the hosts `rows` to the hosts `servers`.
-
-        `children`: the hosts that each child may speak from. `count`: hosts that the server is cut over."""
-        at, back, coded = np.ix_(rows, servers), np.ix_(servers, rows), self.work.coded[way.compress]
+        `children`: of the server. `share`: as Groupings has it, of each row. `count`: hosts that the server is cut over."""
+        coded = self.work.coded[way.compress]
         message = coded.bytes * self.work.parameters / count
-        serve_s = len(children) * coded.serve_s * self.work.parameters / (count * self.work.shards)
-        sent, others = self.sent_s(message), len(children) - 1
-        share = np.maximum(self.sharing(children) * count, 1.0)
-        wire = np.where(self.place[rows][:, None] == self.place[servers], 1.0, share[rows][:, None])
-        up = np.maximum(sent[at] * wire, others * message / self.port_in[servers])
-        down = np.maximum(sent[back].T * wire, others * message / self.port_out[servers])
-        up = np.maximum(up, count * message / self.port_out[rows][:, None])
-        down = np.maximum(down, count * message / self.port_in[rows][:, None])
-        away = rows[:, None] != servers
-        return [np.maximum(up * away, serve_s), down * away, self.round_trip_s[at] * away]
+        serve_s = children * coded.serve_s * self.work.parameters / (count * self.work.shards)
+        sent, busy = self.sent_s(message), (children - 1) * message
+        wire = np.where(self.place[rows] == self.place[servers], 1.0, share * count)
+        up = np.maximum(sent[rows, servers] * wire, busy / self.port_in[servers])
+        down = np.maximum(sent[servers, rows] * wire, busy / self.port_out[servers])
+        up = np.maximum(up, count * message / self.port_out[rows])
+        down = np.maximum(down, count * message / self.port_in[rows])
+        away = rows != servers
+        trip_s = self.round_trip_s[rows, servers]
+        return [np.maximum(np.where(away, up, 0.0), serve_s), np.where(away, down, 0.0), np.where(away, trip_s, 0.0)]
 
     def clocks(self, way: Way, own_s: Array, up: Array, down: Array, round_trip_s: Array) -> Array:
-        """Clocks of children whose step takes `own_s`, a row for each."""
+        """Clocks of children whose step takes `own_s`, which is broadcast."""
         mode, coded = way.mode, self.work.coded[way.compress]
-        own = (mode.local_steps * own_s + coded.encode_s * self.work.parameters)[:, None]
+        own = mode.local_steps * own_s + coded.encode_s * self.work.parameters
         return coded.clock_s(own, up, down, round_trip_s, mode.window)
 
-    def step_s(self, way: Way, clocks: Array) -> Array:
-        """(servers,) seconds of a step, of the clocks (children, servers)."""
-        mode = way.mode
-        together: Array = clocks.max(0) if mode.bound is not None else len(clocks) / (1 / clocks).sum(0)
-        return together / mode.local_steps
+    def inside_s(self, way: Way, clusters: Indices) -> Array:
+        """(g, m) seconds of a step inside g clusters of m hosts, by the host of the server. `way` has a bound."""
+        rows, servers = clusters[:, :, None], clusters[:, None, :]
+        share = (self.place[rows] == self.place[servers]).sum(2)[:, :, None]
+        roads = self.roads(way, rows, servers, clusters.shape[1], share)
+        found: Array = self.clocks(way, self.compute_s[rows], *roads).max(1) / way.mode.local_steps
+        return found
 
-    def below_s(self, way: Way, cluster: Sequence[int]) -> Array:
-        """(m,) seconds of a step inside a cluster, by the host of its server."""
-        members = np.array(cluster)
-        roads = self.roads(way, tuple((host,) for host in cluster), members, members)
-        return self.step_s(way, self.clocks(way, self.compute_s[members], *roads))
+    def children_s(self, way: Way, own_s: Array, groupings: Groupings, roots: Indices) -> Array:
+        """(b n, r) clocks of each group, if it had its server at the host of the row. A group whose server is on a host takes
+        own_s, (b, n), for a step."""
+        n, order = len(self.hosts), groupings.order.ravel()
+        # Few pairs of children and share occur: their roads are looked up.
+        kinds, at = np.unique(groupings.children[:, None] * (n + 1) + groupings.share, return_inverse=True)
+        children, share = (part[:, None, None] for part in divmod(kinds, n + 1))
+        up, down, trip = self.roads(way, self.hosts[:, None], roots, children, share)
+        row = at.ravel() * n + order
+        up, down = (part.reshape(-1, len(roots)).take(row, 0) for part in (up, down))
+        return self.clocks(way, own_s.reshape(-1, 1), up, down, trip.take(order, 0))
+
+    def steps_s(self, way: Way, own_s: Array, groupings: Groupings, roots: Indices) -> Array:
+        """(b, r) seconds of a step with each of `roots`. Servers are chosen exactly: each alone, for its root."""
+        begins = np.flatnonzero(groupings.first)
+        clocks = np.minimum.reduceat(self.children_s(way, own_s, groupings, roots), begins)
+        samples = np.add.reduceat(self.samples[groupings.order.ravel()], begins)
+        return self.together_s(way, clocks, samples, groupings.children)
+
+    def least_s(self, way: Way, own_s: Array, groupings: Groupings) -> Array:
+        """(b,) seconds of a step, if nothing but the groups' own steps and encoding took time."""
+        begins, nothing = np.flatnonzero(groupings.first), np.zeros(1)
+        clocks = self.clocks(way, np.minimum.reduceat(own_s.ravel(), begins)[:, None], nothing, nothing, nothing)
+        samples = np.add.reduceat(self.samples[groupings.order.ravel()], begins)
+        return self.together_s(way, clocks, samples, groupings.children)[:, 0]
+
+    def together_s(self, way: Way, clocks: Array, samples: Array, children: Indices) -> Array:
+        """(b, r) seconds of a step, of the clocks (children, r), where so many of them are each one's. Without a bound a step
+        is over when as many samples are folded as all have in a clock."""
+        begins = np.cumsum(children) - children
+        found: Array = np.maximum.reduceat(clocks, begins)
+        if way.mode.bound is None:
+            folded = np.add.reduceat(samples[:, None] / clocks, begins) / np.add.reduceat(samples, begins)[:, None]
+            never = np.isinf(found)  # somebody's updates do not come
+            found = np.where(never, np.inf, 1 / np.where(never, 1.0, folded))
+        return found / way.mode.local_steps
 
     def above_s(self, way: Way, own_s: Array, groups: Groups, roots: Indices) -> tuple[float, int, tuple[int, ...]]:
         """(seconds of a step, the root, each group's server) of the cheapest of `roots`. A group whose server is on a host
-        takes own_s[host] for a step. Servers are chosen exactly: each alone, for its root."""
-        order = np.concatenate([np.array(group) for group in groups])
-        begins = np.cumsum([0, *(len(group) for group in groups[:-1])])
-        clocks = self.clocks(way, own_s[order], *self.roads(way, groups, order, roots))
-        step_s = self.step_s(way, np.minimum.reduceat(clocks, begins))
+        takes own_s[host] for a step."""
+        groupings = Groupings.of([groups], self.place)
+        own_s = own_s[groupings.order]
+        step_s = self.steps_s(way, own_s, groupings, roots)[0]
         best = int(step_s.argmin())
-        ends = [*begins[1:], len(order)]
-        servers = [int(order[b + clocks[b:e, best].argmin()]) for b, e in zip(begins, ends, strict=True)]
+        clocks = self.children_s(way, own_s, groupings, roots[[best]]).ravel()
+        sizes = np.cumsum([0, *map(len, groups)])
+        servers = [group[int(clocks[b:e].argmin())] for group, b, e in zip(groups, sizes, sizes[1:], strict=False)]
         return float(step_s[best]), int(roots[best]), tuple(servers)
 
     def spread_s(self, way: Way, servers: Sequence[int]) -> float:
         """Seconds of a step of one server with a shard on each of these hosts."""
-        roads = self.roads(way, tuple((int(host),) for host in self.hosts), self.hosts, np.array(servers), len(servers))
-        slowest = [part.max(1)[:, None] for part in roads]
-        return float(self.step_s(way, self.clocks(way, self.compute_s, *slowest))[0])
+        n, at = len(self.hosts), np.array(servers)
+        share = np.bincount(self.place)[self.place][:, None]
+        slowest = [part.max(1)[:, None] for part in self.roads(way, self.hosts[:, None], at, n, share, len(at))]
+        clocks = self.clocks(way, self.compute_s[:, None], *slowest)
+        return float(self.together_s(way, clocks, self.samples, np.array([n]))[0, 0])
 
     def ring_s(self) -> float:
         """Seconds of a step of DDP, at least: the slowest host's even share, and a ring all-reduce in the order of `merges`."""

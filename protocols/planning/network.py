@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -20,12 +20,14 @@ Array = npt.NDArray[np.float64]
 FORMAT = 1
 HOSTS_MAX = 4096  # a matrix of all pairs has 128 MiB then
 SIZES_MAX = 16  # message sizes that a rate is given for
+NAMED_MAX = 8  # names in a sentence
 POSITIVE = float(np.finfo(np.float64).tiny)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Network:
-    """n hosts. Matrices have the sender's row and the receiver's column; what a host has to itself never counts."""
+    """n hosts. Matrices have the sender's row and the receiver's column; what a host has to itself never counts. A way that was
+    not measured has the delay inf and the rate 0."""
 
     hosts: tuple[str, ...]
     delay_s: Array  # (n, n), one way
@@ -36,8 +38,8 @@ class Network:
     price: Array  # (n, n), money a byte
     measured_unix_s: float | None = None
 
-    def transfer_s(self, message_bytes: float) -> Array:
-        """(n, n) seconds of one message: delay + bytes / rate (2206.01288, eq. 3), the rate that of its size.
+    def sent_s(self, message_bytes: float) -> Array:
+        """(n, n) seconds of the bytes of one message, at the rate of its size; inf where the link is missing.
 
         Between two measured sizes the rate is linear in the logarithm of the size, outside them it is the nearest one's.
         """
@@ -46,7 +48,22 @@ class Network:
         rate = self.rates[low]
         if at > low:
             rate = rate + (at - low) * (self.rates[low + 1] - rate)
-        return _off_diagonal(self.delay_s + message_bytes / rate)
+        with np.errstate(divide="ignore"):
+            return _off_diagonal(message_bytes / rate)
+
+    def transfer_s(self, message_bytes: float) -> Array:
+        """(n, n) seconds of one message: delay + bytes / rate (2206.01288, eq. 3). UsageError where a link is missing."""
+        if pairs := self.missing:
+            raise UsageError(
+                f"network.json lacks the links {named(pairs)}: a pipeline needs all of them; measure these"
+            )
+        return _off_diagonal(self.delay_s + self.sent_s(message_bytes))
+
+    @property
+    def missing(self) -> list[str]:
+        """The pairs of which a way was not measured, each as "a to b"."""
+        absent = np.isinf(self.delay_s) | np.isinf(self.delay_s.T)
+        return [f"{self.hosts[a]} to {self.hosts[b]}" for a, b in zip(*np.nonzero(np.triu(absent, 1)), strict=True)]
 
     def of(self, hosts: Sequence[int]) -> Network:
         """The network of these hosts alone, in this order."""
@@ -84,12 +101,15 @@ class Network:
         if not 1 <= len(sizes) <= SIZES_MAX or len(set(sizes)) < len(sizes) or sizes[0] < 1:
             raise UsageError(f"network.json has rates of sizes {sizes}; 1 to {SIZES_MAX} different ones are needed")
         measured = document.get("measured_unix_s")
+        delay_s = _pairs(delay, "delay_s", n, 0.0, unknown=np.nan)
+        each = np.stack([_pairs(table, "bits_per_second", n, POSITIVE, unknown=np.nan) for table in tables])
+        absent = np.isnan(delay_s) | np.isnan(each).any(0)
         return cls(
             hosts,
-            _pairs(delay, "delay_s", n, 0.0),
-            np.stack([_pairs(table, "bits_per_second", n, POSITIVE) for table in tables]) / 8,
+            np.where(absent, np.inf, delay_s),
+            np.where(absent, 0.0, each / 8),
             sizes,
-            _array(document.get("compute", [1.0] * n), "compute", (n,), POSITIVE),
+            _array(speeds(document, n), "compute", (n,), POSITIVE, unknown=1.0),
             _array(document.get("memory_bytes", [None] * n), "memory_bytes", (n,), 0.0, unknown=np.inf),
             _off_diagonal(_pairs(document.get("price_per_byte", [[0.0] * n] * n), "price_per_byte", n, 0.0)),
             None if measured is None else float(measured),
@@ -117,26 +137,41 @@ def from_places(places: Mapping[str, Any], hosts_each: Sequence[int]) -> Network
     )
 
 
-def _array(value: Any, name: str, shape: tuple[int, ...], least: float, unknown: float = math.nan) -> Array:
-    """`value` as float64 of `shape`; null is `unknown`. UsageError where a value is below `least`, or NaN."""
+def speeds(document: Mapping[str, Any], n: int) -> Sequence[float | None]:
+    """The speed of each of n hosts, beside the fastest one's: its `compute`, or by `step_seconds`. None: nobody knows."""
+    if (given := document.get("compute")) is not None:
+        return cast(Sequence[float | None], given)
+    steps = document.get("step_seconds") or [None] * n
+    least = min((float(seconds) for seconds in steps if seconds), default=None)
+    return [least / float(seconds) if least and seconds else None for seconds in steps]
+
+
+def named(names: Sequence[str]) -> str:
+    """Some of them, for people."""
+    more = f" and {len(names) - NAMED_MAX} more" if len(names) > NAMED_MAX else ""
+    return ", ".join(names[:NAMED_MAX]) + more
+
+
+def _array(value: Any, name: str, shape: tuple[int, ...], least: float, unknown: float | None = None) -> Array:
+    """`value` as float64 of `shape`; null is `unknown`. UsageError where a value is below `least`, or null and none may be."""
     try:
         found = np.array(value, np.float64)
     except (TypeError, ValueError):
         raise UsageError(f"{name} of the network holds something that is no number") from None
     if found.shape != shape:
         raise UsageError(f"{name} of the network has shape {found.shape}; {shape} is needed")
-    found = np.where(np.isnan(found), unknown, found)
-    if not (found >= least).all():
+    absent = np.isnan(found)
+    if (found[~absent] < least).any() or (unknown is None and absent.any()):
         raise UsageError(f"{name} of the network has a value below {least:g}, or none where one is needed")
-    return found
+    return found if unknown is None else np.where(absent, unknown, found)
 
 
-def _pairs(value: Any, name: str, n: int, least: float) -> Array:
+def _pairs(value: Any, name: str, n: int, least: float, unknown: float | None = None) -> Array:
     """`value` as (n, n); what it has on the diagonal does not matter, and becomes 1."""
     found = np.array(value, object)
     if found.shape == (n, n):
         np.fill_diagonal(found, 1.0)
-    return _array(found.tolist(), name, (n, n), least)
+    return _array(found.tolist(), name, (n, n), least, unknown)
 
 
 def _off_diagonal(matrix: Array) -> Array:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from narrows.protocols.errors import UsageError
 from narrows.protocols.planning import written
 from narrows.protocols.planning.choose import Chooser, choices, decides
@@ -45,11 +47,12 @@ def planned(
              f"{1e3 * float(own[server]):.3g}", f"{plan.below.steps(len(group)):.2f}")
         )  # fmt: skip
     ring_s = chooser.prices.ring_s()
+    ddp = f"DDP {seconds(ring_s)} a step at least" if math.isfinite(ring_s) else "DDP finds no ring of links"
     lines = [
         *table(rows),
         "",
         f"predicted {1e3 * plan.step_s:.3g} ms a step, {simulated(simulated_s)}, and {plan.cost / plan.step_s:.2f} times "
-        f"bsp's steps to a loss; DDP {seconds(ring_s)} a step at least; {decides(chooser, plan)}",
+        f"bsp's steps to a loss; {ddp}; {decides(chooser, plan)}",
     ]
     for other, other_s in others:
         clusters = "1 cluster" if len(other.clusters) == 1 else f"{len(other.clusters)} clusters"

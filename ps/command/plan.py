@@ -14,21 +14,11 @@ from click.core import ParameterSource
 
 from narrows.protocols.errors import UsageError
 from narrows.protocols.planning.layout import CODINGS, Layout
-from narrows.protocols.planning.network import Network
+from narrows.protocols.planning.network import Network, named, speeds
 from narrows.protocols.runtime.flags import COMMAND, run
 from narrows.protocols.settings import REPLAN, SHARDS_MAX
 
-FOR_ALL = (
-    "network",
-    "parameters",
-    "step_s",
-    "addresses",
-    "script",
-    "form",
-    "out",
-    "replan",
-    "replan_after",
-)  # flags of every plan
+FOR_ALL = "network parameters step_s addresses script form out replan replan_after".split()  # flags of every plan
 
 
 @click.command(context_settings=COMMAND)
@@ -89,7 +79,7 @@ def command(context: click.Context, /, network: str, parameters: float, step_s: 
     taken = _taken(context, planned, flags)
     if flags["stages"] and form == "long":
         raise UsageError("--commands long: the stages of a pipeline find each other by the plan alone; leave it out")
-    read, step = _read(network)
+    read, step, unknown = _read(network)
     step_s = step_s or step
     if step_s is None:
         raise UsageError(f"{network} has no step_seconds: give --step, the seconds of a step of one worker")
@@ -98,7 +88,7 @@ def command(context: click.Context, /, network: str, parameters: float, step_s: 
     long = form == "long"
     commands = written.long_commands(layout, script) if long else written.commands(layout, out, script)
     _write(out, layout.text())
-    click.echo("\n".join([*lines, ""]))
+    click.echo("\n".join([*lines, *([unknown] if unknown else []), ""]))
     for host, words in commands.items():
         if words:
             click.echo("\n".join([f"on {host}:", *(f"    {line}" for line in words)]))
@@ -134,18 +124,29 @@ def _taken(context: click.Context, planned: Planner, flags: dict[str, Any]) -> d
     return {name: value for name, value in flags.items() if name in takes}
 
 
-def _read(path: str) -> tuple[Network, float | None]:
-    """The network, and the step of its fastest host."""
+def _read(path: str) -> tuple[Network, float | None, str]:
+    """The network, the step of its fastest host, and a sentence about hosts whose speed nobody knows."""
     try:
         document = json.loads(Path(path).read_text("utf-8"))
-        steps = [float(seconds) for seconds in document.get("step_seconds", []) if seconds]
-        return Network.parse(document), min(steps, default=None)
+        steps = [float(seconds) for seconds in document.get("step_seconds") or [] if seconds]
+        network = Network.parse(document)
+        known = speeds(document, len(network.hosts))
+        unknown = [name for name, speed in zip(network.hosts, known, strict=True) if speed is None]
+        return network, min(steps, default=None), _taken_for(unknown, len(network.hosts))
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from None
     except (ValueError, AttributeError, TypeError) as error:
         raise UsageError(f"{path}: it is no network ({error})") from None
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from None
+
+
+def _taken_for(unknown: Sequence[str], hosts: int) -> str:
+    if not unknown:
+        return ""
+    if len(unknown) == hosts:
+        return "nobody measured how fast the hosts are: all are taken for equally fast; ps-probe --script measures it"
+    return f"taken for as fast as the fastest host, for nobody measured it: {named(unknown)}; ps-probe --script measures it"
 
 
 def _addresses(network: Network, given: Sequence[str]) -> dict[str, str]:

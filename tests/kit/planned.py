@@ -45,12 +45,15 @@ def drawn(seed: int, hosts: int, /, **given: Any) -> Network:
     return Network.parse(document | given)
 
 
-def planned(folder: Path, network: Network, *words: str, **given: Any) -> tuple[str, dict[str, Any]]:
-    """Return the output and the plan. `given`: further fields of network.json."""
+def planned(
+    folder: Path, network: Network, *words: str, document: dict[str, Any] | None = None, **given: Any
+) -> tuple[str, dict[str, Any]]:
+    """Return the output and the plan. `given`: further fields of network.json; `document`: another one in its place."""
     n = len(network.hosts)
     (folder / "network.json").write_text(
         json.dumps(
-            {
+            document
+            or {
                 "format": 1,
                 "hosts": network.hosts,
                 "delay_s": network.delay_s.tolist(),

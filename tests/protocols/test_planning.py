@@ -322,7 +322,6 @@ def test_a_rate_depends_on_the_size_of_a_message() -> None:
         ({"hosts": [str(number) for number in range(HOSTS_MAX + 1)]}, "4097 hosts"),
         ({"delay_s": [[0, 1], [1, 0]]}, "delay_s of the network has shape"),
         ({"delay_s": [[0, 1, -1]] * 3}, "delay_s of the network has a value below 0"),
-        ({"delay_s": [[0, 1, None]] * 3}, "or none where one is needed"),
         ({"delay_s": "far"}, "delay_s of the network"),
         ({"rates": []}, "1 to 16 different ones"),
         ({"rates": [{"message_bytes": 1}]}, "lacks a field"),
@@ -331,6 +330,7 @@ def test_a_rate_depends_on_the_size_of_a_message() -> None:
             "bits_per_second of the network has a value",
         ),
         ({"compute": [1, 2, 0]}, "compute of the network has a value below"),
+        ({"price_per_byte": [[0, 1, None]] * 3}, "or none where one is needed"),
         ({"compute": [1, 2, "fast"]}, "compute of the network holds something that is no number"),
     ],
 )
@@ -344,6 +344,26 @@ def test_a_network_needs_no_more_than_hosts_delays_and_rates() -> None:
     network = Network.parse(bare | {"rates": [{"message_bytes": 1, "bits_per_second": [[None, 8], [16, None]]}]})
     assert network.transfer_s(4).tolist() == [[0, 5], [4, 0]]
     assert network.compute.tolist() == [1, 1] and np.isinf(network.memory_bytes).all() and not network.price.any()
+
+
+def test_a_link_without_a_rate_is_missing_and_a_pipeline_says_which_it_needs() -> None:
+    delay, rate = [[0.1] * 3 for _ in range(3)], [[8e6] * 3 for _ in range(3)]
+    rate[2][0], delay[1][2] = None, None  # type: ignore[call-overload]
+    network = drawn(0, 3, delay_s=delay, rates=[{"message_bytes": size, "bits_per_second": rate} for size in (1, 1000)])
+    assert network.missing == ["h0 to h2", "h1 to h2"]
+    assert np.isinf(network.delay_s[[2, 1], [0, 2]]).all() and np.isinf(network.sent_s(8e6)[[2, 1], [0, 2]]).all()
+    assert np.isfinite(network.sent_s(8e6)).sum() == 7
+    with pytest.raises(UsageError, match="lacks the links h0 to h2, h1 to h2: a pipeline needs all of them"):
+        plan(network, job(3, 1))
+
+
+def test_a_speed_that_nobody_knows_is_the_fastest_hosts() -> None:
+    for given, compute in (
+        ({"compute": [0.5, None, 1.0]}, [0.5, 1.0, 1.0]),
+        ({"compute": None, "step_seconds": [0.2, None, 0.1]}, [0.5, 1.0, 1.0]),
+        ({"compute": None}, [1.0] * 3),
+    ):
+        assert drawn(0, 3, **given).compute.tolist() == compute
 
 
 @pytest.mark.parametrize(
