@@ -18,7 +18,8 @@ from narrows.protocols.planning.network import Network, named, speeds
 from narrows.protocols.runtime.flags import COMMAND, run
 from narrows.protocols.settings import REPLAN, SHARDS_MAX
 
-FOR_ALL = "network parameters step_s addresses script form out replan replan_after".split()  # flags of every plan
+# Flags of every plan.
+FOR_ALL = ("network", "parameters", "step_s", "addresses", "script", "form", "out", "replan", "replan_after")
 
 
 @click.command(context_settings=COMMAND)

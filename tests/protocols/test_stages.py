@@ -282,7 +282,7 @@ def test_the_cheapest_in_virtual_time_is_the_plan() -> None:
 
 def test_memory_limits_the_layers_of_a_host(tmp_path: Path) -> None:
     """52 bytes for each of 2e6 parameters in 6 layers are 17.3 MB a layer."""
-    small = {"memory_bytes": [20e6, 90e6]}
+    small: dict[str, Any] = {"memory_bytes": [20e6, 90e6]}
     output, plan = planned(tmp_path, cities([1, 1], 20, 60), *PIPELINE, **small)
     assert {stage["layers"] for stage in plan["stages"]} == {1, 5}
     assert "one machine alone: none has the 0.104 GB that all layers need" in output
