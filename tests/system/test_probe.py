@@ -16,8 +16,9 @@ from kit.processes import BIN, SCRIPT, finished, sentences, started, until
 from lab import pair
 from link import MTU, Way
 
+from narrows.protocols.errors import UsageError
 from narrows.protocols.planning.network import Network
-from narrows.ps.command.steps import STEPS, of_record
+from narrows.ps.command.steps import STEPS, of_record, step_seconds
 
 MB = 10**6
 LOOPBACK = "tcp://127.0.0.1:0"
@@ -154,3 +155,8 @@ def test_a_wrong_flag_is_one_sentence(flags: str, why: str) -> None:
 
     result = CliRunner().invoke(command, shlex.split(flags), standalone_mode=False)
     assert why in str(result.exception)
+
+
+def test_a_script_with_an_open_quote_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"--script train\.py 'x: close each quote"):
+        step_seconds("", "train.py 'x")
