@@ -92,13 +92,15 @@ def order(stage: int, micro_batches: int, in_flight: Sequence[int]) -> list[int]
 
 
 def covered(network: Network, layout: Layout, model: Model, edges: Sequence[Edge]) -> list[Edge]:
-    """The edges with as many micro-batches in flight as their slowest pair's round trip covers, coded as they are."""
+    """The edges, coded as they are, with as many micro-batches in flight as their slowest pair's round trip covers, and no more
+    than there are."""
+    most = min(IN_FLIGHT_MAX, model.micro_batches)
     micro_s = float(model.micro_s(network, layout).max())
     found = []
     for edge, (here, there) in zip(edges, pairwise(layout.grid), strict=True):
         forth, back = (network.transfer_s(model.sent_bytes(edge, direction)) for direction in (FORWARD, BACKWARD))
         trip_s = float((forth[here, there] + back[there, here]).max())
-        found.append(replace(edge, in_flight=min(IN_FLIGHT_MAX, math.ceil(trip_s / micro_s))))
+        found.append(replace(edge, in_flight=min(most, math.ceil(trip_s / micro_s))))
     return found
 
 

@@ -39,9 +39,10 @@ FOR_ALL = ("network", "parameters", "step_s", "addresses", "script", "form", "ou
 @click.option("--keys", default="KEYS", show_default=True, help="folder of each server's keys, in the commands")
 @click.option("--pipeline", "stages", type=click.IntRange(min=1), help="cut the model into so many stages")
 @click.option("--replicas", type=click.IntRange(min=1), help="of each stage [as many as there are hosts for]")
-@click.option("--layers", type=click.IntRange(min=1), help="of the model, alike [needed]")
+@click.option("--layers", type=click.IntRange(min=1), help="of the model, alike [--pipeline needs it]")
 @click.option("--activation-bytes", type=click.FloatRange(min=0),
-              help="float32 values of one micro-batch at a cut, in bytes, before they are coded [needed]")  # fmt: skip
+              help="float32 values of one micro-batch at a cut, in bytes, before they are coded "
+              "[--pipeline needs it]")  # fmt: skip
 @click.option(
     "--micro-batches", type=click.IntRange(min=1), default=8, show_default=True, help="of a step of a pipeline"
 )

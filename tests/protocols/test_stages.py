@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from kit.planned import cities, drawn, planned
 
 from narrows.compression.value_codings import EDGE_CODINGS
@@ -23,6 +23,7 @@ from narrows.protocols.planning.network import Network
 from narrows.protocols.planning.stages import (
     BACKWARD,
     FORWARD,
+    PARAMETER_MEMORY_BYTES,
     Model,
     contiguous,
     covered,
@@ -36,6 +37,7 @@ from narrows.protocols.runtime.keys import add, make
 from narrows.protocols.settings import Settings
 from narrows.ps.carried import carried
 from narrows.ps.coded import coded
+from narrows.ps.command.plan import command as ps_plan
 from narrows.ps.command.staged import candidates
 from narrows.ps.pipelined import Part, Pipeline, step_s
 from narrows.ps.staged import LOSS_COST, Stager
@@ -149,10 +151,10 @@ def test_codings_are_those_that_a_plan_may_name() -> None:
 
 
 def test_a_coding_enters_the_price_and_what_is_in_flight() -> None:
-    network, what = cities([1, 1], 20, 1), model(cut_bytes=1e6)
+    network, what = cities([1, 1], 20, 1), model(cut_bytes=1e6, micro_batches=32, step_s=3.2)
     layout = even(network, 2, 1, what)
     dense, int8 = (what.job(2, 1, coding).activation_bytes for coding in ("dense", "int8"))
-    assert (dense, int8) == (16e6, 16e6 * 258 / 1024) and what.job(2, 1, "auto").activation_bytes == int8
+    assert (dense, int8) == (32e6, 32e6 * 258 / 1024) and what.job(2, 1, "auto").activation_bytes == int8
     flying = [
         covered(network, layout, what, [Edge(*pair)])[0].in_flight for pair in (("dense",) * 2, ("int8", "dense"))
     ]
@@ -280,6 +282,10 @@ def test_the_cheapest_in_virtual_time_is_the_plan() -> None:
     assert len(set(best)) > 1, best
 
 
+def test_help_says_the_memory_of_a_parameter() -> None:
+    assert f"[{PARAMETER_MEMORY_BYTES:g} a parameter]" in CliRunner().invoke(ps_plan, ["--help"]).output
+
+
 def test_memory_limits_the_layers_of_a_host(tmp_path: Path) -> None:
     """52 bytes for each of 2e6 parameters in 6 layers are 17.3 MB a layer."""
     small: dict[str, Any] = {"memory_bytes": [20e6, 90e6]}
@@ -350,6 +356,6 @@ def test_in_flight_covers_the_round_trip_of_the_slowest_pair() -> None:
         covered(network, Layout(grid, np.array([4, 4])), what, [Edge()])[0].in_flight for grid in (across, inside)
     ]
     assert flying == [3, 1]
-    quick = replace(what, step_s=1e-9)
-    assert covered(network, Layout(across, np.array([4, 4])), quick, [Edge()])[0].in_flight == 256
-    assert all(a.size == b.size for a, b in pairwise(across))
+    for micro_batches, most in ((16, 16), (1000, 256)):
+        quick = replace(what, step_s=1e-9, micro_batches=micro_batches)
+        assert covered(network, Layout(across, np.array([4, 4])), quick, [Edge()])[0].in_flight == most

@@ -22,7 +22,7 @@ from narrows.protocols.errors import UsageError
 from narrows.protocols.planning.network import Network
 from narrows.protocols.runtime.hosts import own_host
 from narrows.ps.command.probing import by_ssh, words_there
-from narrows.ps.command.steps import STEPS, of_record
+from narrows.ps.command.steps import STEPS, of_record, step_seconds
 
 MB = 10**6
 LOOPBACK = "tcp://127.0.0.1:0"
@@ -240,3 +240,8 @@ def test_a_wrong_flag_is_one_sentence(flags: str, why: str) -> None:
 
     result = CliRunner().invoke(command, shlex.split(flags), standalone_mode=False)
     assert why in str(result.exception)
+
+
+def test_a_script_with_an_open_quote_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"--script train\.py 'x: close each quote"):
+        step_seconds("", "train.py 'x", threading.Event())
