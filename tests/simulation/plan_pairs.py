@@ -34,13 +34,15 @@ from simulation.replans import NARROW, OWN_S, Pricing
 from simulation.trees import BELOW, Node, Road, Trace, Tree, tree_of
 
 CLOCKS = 70  # of each worker
+AFTER_S = 3.0  # until the plan changes: somebody stands by then
 ENDED_NS = 45 * NS  # 30 s of silence until a server is lost, a lease, and what all say to each other then
 AIMS = (MovePhase.TOLD, MovePhase.HELD, MovePhase.WRITING, MovePhase.PASSED, MovePhase.STILL)  # the last: in force
 
 
 def losing_case(seed: int) -> PairCase:
     changes, below = [*BEGINS.values()][seed % 2], [*BELOW.values()][seed // 2 % len(BELOW)]
-    tree = tree_of(seed, {**changes, **PLAN}, {**below, "replan": "off"}, 2, 1, CLOCKS, shards=2)
+    plan = {**PLAN, "replan_after": AFTER_S}
+    tree = tree_of(seed, {**changes, **plan}, {**below, "replan": "off"}, 2, 1, CLOCKS, shards=2)
     above_s, below_s = replace(tree.above, lease=LEASE_S), replace(tree.below, lease=LEASE_S)
     return PairCase(replace(tree, above=above_s, below=below_s), ("root",), ())
 
