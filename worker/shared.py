@@ -33,6 +33,7 @@ class Shared:
         if engine.finished or self.kept is not None:
             return
         engine.waiting.calls("eval() or shared()")
+        engine.changes.look()
         kept = engine.flat.kept(), engine.buffers.kept()
         self._set(engine.sync.shared(), own=engine.mode.rule is Rule.MIX)
         self.kept = kept
@@ -44,9 +45,9 @@ class Shared:
         (parameters, buffers), self.kept = self.kept, None
         self.engine.flat.put_back(parameters)
         self.engine.buffers.put_back(buffers)
-        self.engine.flat.written()
         if self.engine.slice is not None:
             self.engine.slice.refresh()
+        self.engine.changes.ours()
 
     def end(self, model: Array) -> None:
         """The model that all workers end with."""
