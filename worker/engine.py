@@ -21,7 +21,6 @@ from narrows.protocols.modes import Rule
 from narrows.protocols.settings import Settings
 from narrows.worker.arrays import SPARE, Arrays
 from narrows.worker.buffers import Buffers
-from narrows.worker.changes import Changes
 from narrows.worker.degree import degree_of
 from narrows.worker.flat import Array, FlatModel, FloatArray
 from narrows.worker.gossip import Gossiping
@@ -132,7 +131,7 @@ class Engine:
         self.slice = self._slice(inner, overlap)
         self.tuning = Tuning(settings, -(-self.flat.size // self.mode.fragments))
         self.finished = self.left = self._started = False
-        self.shared, self.changes = Shared(self), Changes(self.flat, settings)
+        self.shared = Shared(self)
         gradients = self.mode.rule is Rule.OPTIMIZER
         declared = (rebuilt_by(self.dense), max_grad_norm) if gradients else ("", 0.0)
         # The degree is of a cluster's steps too, which are updates to a server above.
@@ -251,7 +250,7 @@ class Engine:
             raise UsageError("step() while the shared model is shown: call optimizer.train() first, or leave shared()")
         self.waiting.calls("step()")
         self.waiting.poll()
-        self.changes.look()
+        self.shared.changes.look()
         loss = self.sync.step(closure)
         self.sync.steps += 1
         self._spread()
@@ -313,7 +312,7 @@ class Engine:
     def _spread(self) -> None:
         if self.slice is not None:
             self.slice.spread()
-        self.changes.ours()
+        self.shared.changes.ours()
 
     # The shared model and the end.
 

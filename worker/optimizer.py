@@ -244,7 +244,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for each in each_of(self.inner):
             getattr(each, "train" if trains else "eval", lambda: None)()
         if self._engine is not None:
-            self._engine.changes.ours()
+            self._engine.shared.changes.ours()
 
     @contextmanager
     def shared(self) -> Iterator[None]:
