@@ -250,6 +250,7 @@ class Engine:
             raise UsageError("step() while the shared model is shown: call optimizer.train() first, or leave shared()")
         self.waiting.calls("step()")
         self.waiting.poll()
+        self.shared.changes.look()
         loss = self.sync.step(closure)
         self.sync.steps += 1
         self._spread()
@@ -311,6 +312,7 @@ class Engine:
     def _spread(self) -> None:
         if self.slice is not None:
             self.slice.spread()
+        self.shared.changes.ours()
 
     # The shared model and the end.
 

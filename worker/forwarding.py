@@ -14,7 +14,8 @@ STEP = "step_count"  # the name of the run's step at W&B
 
 
 class Forwarding:
-    """writer: the SummaryWriter that was found last. run: of W&B; it has got values in row `row`, under the names `defined`."""
+    """writer: the SummaryWriter that was found last. run: of W&B, which has got values in row `row`,
+    under the names `defined`."""
 
     def __init__(self) -> None:
         self.calls = 0

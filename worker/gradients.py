@@ -24,7 +24,6 @@ from narrows.worker.arrays import Arrays
 from narrows.worker.flat import Array, FloatArray
 from narrows.worker.optimizers import each_of, why_whole
 from narrows.worker.overlap import Overlap
-from narrows.worker.runner import say
 from narrows.worker.server_state import ServerState
 from narrows.worker.shards import WAIT_LIMIT_S
 from narrows.worker.updates import Updates
@@ -33,10 +32,6 @@ if TYPE_CHECKING:
     from narrows.worker.engine import Engine
 
 PLAIN = (bool, int, float, str, type(None))
-OVERWRITTEN = (
-    "{!r} was changed between two steps: where gradients are pushed the server's model holds, and that change is lost; load "
-    "weights before DistributedOptimizer is made, or use --push update"
-)
 ONCE = "initial_accumulator_value"  # Adagrad has it once, for all of its groups
 
 
@@ -82,7 +77,7 @@ class Gradients(Updates):
 
     def __init__(self, engine: Engine, arrays: Arrays, overlap: int) -> None:
         super().__init__(engine, arrays)
-        self.passes, self.told_overwritten = overlap, False
+        self.passes = overlap
         if overlap and engine.privacy is not None:
             raise UsageError(
                 "overlap=True sends gradients part by part, and --dp-clip needs the length of all before the first leaves: "
@@ -112,7 +107,6 @@ class Gradients(Updates):
 
     def ready(self, limit_s: float = WAIT_LIMIT_S) -> None:
         super().ready(limit_s)
-        self.engine.flat.written()
         if self.overlap is not None:  # backward may begin: its parts need a free place in the window
             self.shards.wait_window()
             self.overlap.open(self.arrays.landing(self.shards.clock))
@@ -130,9 +124,6 @@ class Gradients(Updates):
             self.overlap.open(self.arrays.landing(self.shards.clock))
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
-        if not self.told_overwritten and (tensor := self.engine.flat.overwritten()):
-            self.told_overwritten = True
-            say(OVERWRITTEN.format(tensor))
         if self.overlap is None:
             self.shards.wait_window()
         if self.resume() and self.drops(closure):

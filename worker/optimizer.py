@@ -243,6 +243,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._trains = trains
         for each in each_of(self.inner):
             getattr(each, "train" if trains else "eval", lambda: None)()
+        if self._engine is not None:
+            self._engine.shared.changes.ours()
 
     @contextmanager
     def shared(self) -> Iterator[None]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from narrows.protocols.modes import Rule
+from narrows.worker.changes import Changes
 from narrows.worker.flat import Array
 from narrows.worker.runner import say
 
@@ -24,6 +25,7 @@ class Shared:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self.changes = Changes(engine.flat, engine.settings)  # that the script makes
         self.kept: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
         self.told = False  # the run's module buffers are here
 
@@ -33,6 +35,7 @@ class Shared:
         if engine.finished or self.kept is not None:
             return
         engine.waiting.calls("eval() or shared()")
+        self.changes.look()
         kept = engine.flat.kept(), engine.buffers.kept()
         self._set(engine.sync.shared(), own=engine.mode.rule is Rule.MIX)
         self.kept = kept
@@ -44,9 +47,9 @@ class Shared:
         (parameters, buffers), self.kept = self.kept, None
         self.engine.flat.put_back(parameters)
         self.engine.buffers.put_back(buffers)
-        self.engine.flat.written()
         if self.engine.slice is not None:
             self.engine.slice.refresh()
+        self.changes.ours()
 
     def end(self, model: Array) -> None:
         """The model that all workers end with."""

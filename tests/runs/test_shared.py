@@ -203,6 +203,55 @@ def test_weights_that_a_script_changes_where_gradients_are_pushed_are_told_of(
         assert capsys.readouterr().err.count("'0.weight' was changed between two steps") == 1
 
 
+MOMENTUM = {"sync": "local", "local_steps": 2, "outer_momentum": 0.9}
+CHANGED: dict[
+    str, tuple[dict[str, Any], float, str]
+] = {  # by how much the model ends off, where each of two workers adds 1
+    "bsp": ({"sync": "bsp"}, 0.0, "that change is lost"),
+    "bsp, updates": ({"sync": "bsp", "push": "update"}, 1.0, ""),
+    "ssp": ({"sync": "ssp"}, 1.0, ""),
+    "async": ({"sync": "async"}, 1.0, ""),
+    "gossip": ({"sync": "gossip"}, 1.0, ""),
+    "local": ({"sync": "local", "local_steps": 2}, 1.0, ""),
+    "local, merged later": (
+        {"sync": "local", "local_steps": 2, "merge_delay": 1},
+        0.5,
+        "with --merge-delay it keeps a part",
+    ),
+    "local, with momentum": (MOMENTUM, 1.897, "with --outer-momentum the model goes on"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_weights_that_all_workers_change_are_changed_or_it_is_told(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """docs/reference.md has the same table."""
+    settings, off, told = CHANGED[name]
+
+    def work(worker: int) -> float:
+        model = build()
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model)
+        begun = flat(model).copy()
+        for step in range(6):
+            if step == 2:
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.add_(1.0)
+            optimizer.zero_grad()
+            loss_of(model, step, rank(), world_size()).backward()
+            with optimizer.shared():
+                pass
+            optimizer.step()
+        optimizer.finish()
+        return float((flat(model) - begun).mean())
+
+    with run(Settings(**settings, workers=2)) as started:
+        assert started.together(work) == pytest.approx([off] * 2, abs=2e-3)
+    err = capsys.readouterr().err
+    assert err.count("was changed between two steps") == (2 if told else 0) and told in err
+
+
 def test_weights_that_a_script_changes_are_part_of_its_update() -> None:
     with run(Settings(sync="ssp")) as started:
         model, optimizer = script(started)
