@@ -200,7 +200,7 @@ def optimum(seeds: int) -> None:
         "| hosts | networks | within 0.1 % | within 1 % | mean | worst | all plans, CPU s | moves, CPU s |\n|"
         + "---|" * 8
     )
-    for hosts in (3, 4, 5, 6, 7, 8):
+    for hosts in range(3, 10):
         over, spent = [], np.zeros(2)
         for seed in range(seeds):
             network, work = drawn(seed, hosts), Work((2e5, 2e6, 2e7, 1e8)[seed // 2 % 4], 0.1, coded())
