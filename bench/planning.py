@@ -3,6 +3,8 @@
     python bench/planning.py                                    # three networks, all plans; about 20 minutes of an idle machine
     python bench/planning.py --networks cities --plans plan,1 --steps 20
     python bench/planning.py --scale                            # seconds of planning for 64 and 512 machines
+    python bench/planning.py --scale --file cities.json --places cities_10
+    python bench/planning.py --optimum 50                       # moves beside the cheapest of all plans
 
 Rules
 - Each city is a host of the lab. Its machines are processes there, and a switch joins the cities. A link is alike both ways.
@@ -32,6 +34,7 @@ from typing import Any
 import click
 import lab
 import launch
+import numpy as np
 import probing
 import wan
 from launch import CommandFailed
@@ -42,6 +45,7 @@ from narrows.protocols.planning.choose import Choice, Chooser, choices, choose
 from narrows.protocols.planning.layout import Layout
 from narrows.protocols.planning.levels import Groups, Prices, Work
 from narrows.protocols.planning.network import Network
+from narrows.protocols.planning.places import placed
 from narrows.protocols.planning.ways import BELOW, WAYS, Way
 from narrows.protocols.planning.written import Places, clustered, long_commands
 from narrows.ps.coded import coded
@@ -174,10 +178,13 @@ def alone_s(args: str) -> float:
         return step_of(record)
 
 
-def scale() -> None:
-    for each in (8, 64):
-        network, began = worldwide(each), time.process_time()
-        work = Work(1e8, 1.0, coded())
+def scale(file: str, places: str) -> None:
+    """CPU seconds of this process: of choosing a plan, and of its trial."""
+    for count in (64, 512):
+        network = worldwide(count // 8)
+        if file:
+            network = placed(json.loads(Path(file).read_text()), places, str(count))
+        began, work = time.process_time(), Work(1e8, 1.0, coded())
         plans = choices(network, work)
         chosen_s = time.process_time() - began
         (plan, _), *_ = tried(Prices(network, work), plans)
@@ -185,6 +192,49 @@ def scale() -> None:
             f"{len(network.hosts)} machines: {chosen_s:.2f} s of CPU to choose, {time.process_time() - began - chosen_s:.2f} "
             f"to try; {len(plan.clusters)} clusters"
         )
+
+
+def optimum(seeds: int) -> None:
+    """The plans of moves alone beside the cheapest of all, on networks drawn as tests/protocols/test_choosing.py draws them."""
+    print(
+        "| hosts | networks | within 0.1 % | within 1 % | mean | worst | all plans, CPU s | moves, CPU s |\n|"
+        + "---|" * 8
+    )
+    for hosts in range(3, 10):
+        over, spent = [], np.zeros(2)
+        for seed in range(seeds):
+            network, work = drawn(seed, hosts), Work((2e5, 2e6, 2e7, 1e8)[seed // 2 % 4], 0.1, coded())
+            found = []
+            for turn, search in enumerate((Chooser.every, Chooser.nearby)):
+                began, chooser = time.process_time(), Chooser(network, work)
+                search(chooser)
+                spent[turn] += time.process_time() - began
+                found.append(chooser.least)
+            over.append(found[1] / found[0] - 1)
+        within = [sum(each <= most for each in over) / seeds for most in (0.001, 0.01)]
+        print(
+            f"| {hosts} | {seeds} | {within[0]:.0%} | {within[1]:.0%} | {statistics.mean(over):.2%} | {max(over):.1%} "
+            f"| {spent[0] / seeds:.2f} | {spent[1] / seeds:.2f} |",
+            flush=True,
+        )
+
+
+def drawn(seed: int, hosts: int) -> Network:
+    """Hosts of other speeds in up to three cities, whose links differ a little."""
+    random = np.random.default_rng(seed)
+    city = random.integers(0, 3, hosts)
+    far = city[:, None] != city
+    rate = np.where(far, 3e7, 1e9) * random.uniform(0.5, 2, (hosts, hosts))
+    delay_s = np.where(far, 0.03, 0.0002) * random.uniform(0.5, 2, (hosts, hosts))
+    return Network.parse(
+        {
+            "format": 1,
+            "hosts": [f"h{number}" for number in range(hosts)],
+            "delay_s": delay_s.tolist(),
+            "rates": [{"message_bytes": 1e6, "bits_per_second": rate.tolist()}],
+            "compute": random.choice([0.5, 1.0, 1.5], hosts).tolist(),
+        }
+    )
 
 
 @click.command(context_settings={"show_default": True})
@@ -197,11 +247,18 @@ def scale() -> None:
 @click.option("--step", "step_s", type=float, help="seconds of a step alone [measured]")
 @click.option("--limit", default=300.0, help="seconds of a run")
 @click.option("--scale", "sized", is_flag=True, help="how long planning takes")
+@click.option("--file", default="", help="that describes places, for --scale [eight cities]")
+@click.option("--places", default="", help="which network of that file")
+@click.option(
+    "--optimum", "seeds", type=int, help="how near moves come to the optimum, on so many networks of each size"
+)
 def main(networks: str, plans: str, steps: int | None, pause: float, args: str, parameters: float, step_s: float | None,
-         limit: float, sized: bool) -> None:  # fmt: skip
+         limit: float, sized: bool, file: str, places: str, seeds: int | None) -> None:  # fmt: skip
     """Predicted and measured steps of plans in the lab."""
     if sized:
-        return scale()
+        return scale(file, places)
+    if seeds:
+        return optimum(seeds)
     if missing := lab.available():
         raise click.ClickException(missing)
     print(f"{json.dumps(launch.facts())}\n")

@@ -52,7 +52,7 @@ TIMING = Timing(join_retry_ns=NS // 4, request_retry_ns=int(AGES_S * NS), lost_n
 TICK_NS = NS // 5
 CLOCKS = 10
 EVENTS_MAX = 100_000  # 1 to 3 s of a core
-SMALL = 128  # hosts of a network whose plans are compared, with all clocks
+SMALL = 32  # hosts of a network whose plans are compared, with all clocks
 SKIPPED = 3  # one part in so many, at the beginning: windows fill
 STEADY, ALIKE = 3, 1.005  # clocks in a row, at least, of which the longest takes so many times as long as the shortest
 BULK = (m.Push, m.State)

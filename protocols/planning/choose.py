@@ -25,7 +25,7 @@ CUTS_MAX = 24
 ROOTS_MAX = 24  # hosts that are tried as the root with every cut; the best plan tries all
 ROOTS_NEAR = 8  # and with every move
 SPREADS = (2, 4, 8)  # hosts that a server's shards are spread over
-ROUNDS_MIN, ROUNDS_MAX, HOSTS_MOVED = 4, 48, 512  # rounds of moves: so many hosts in all, within these bounds
+ROUNDS_MIN, ROUNDS_MAX, HOSTS_MOVED = 4, 32, 512  # rounds of moves: so many hosts in all, within these bounds
 MOVES_MIN, MOVES_MAX, HOSTS_PRICED = 48, 400, 8192  # moves of a round: likewise
 MOVED_MAX = 8  # hosts of one group that are tried in another: those with the fastest links to it
 WIDE_MAX = 16  # hosts of a network on which each move is priced with all ways, and not only the best few of them
@@ -203,28 +203,28 @@ class Chooser:
         return [plan for _, plan in sorted(found.values(), key=lambda each: each[0])]
 
     def search(self) -> None:
-        if len(self.hosts) <= EXACT_MAX:
-            self.every()
-        else:
-            network, work = self.prices.network, self.prices.work
-            far_s = network.delay_s + self.prices.sent_s(work.parameters)
-            near = np.isfinite(far_s)
-            mean_s = np.where(near, far_s, 0.0).sum(0) / near.sum(0)
-            central = np.lexsort((mean_s, -near.sum(0)))  # who reaches most first
-            self.nearby(np.sort(central[:ROOTS_MAX]))
+        (self.every if len(self.hosts) <= EXACT_MAX else self.nearby)()
 
     def every(self) -> None:
         """Prices every partition."""
         groupings = [groups for groups in partitions([*self.hosts]) if len(groups) > 1]
         self.look(groupings, WAYS, BELOW, self.prices.hosts)
 
-    def nearby(self, roots: Indices) -> None:
+    def nearby(self) -> None:
         """Prices the cuts, and then moves from the cheapest groups that were not moved from yet, again and again."""
+        roots = self.central()[:ROOTS_MAX]
         groupings = [self.alone, *cuts(self.prices.network, CUTS_MAX), *self.reaching()]
         seen, plans = {*groupings}, self.look(groupings, WAYS, BELOW, roots).plans()
         for _ in range(int(np.clip(HOSTS_MOVED // len(self.hosts), ROUNDS_MIN, ROUNDS_MAX))):
             if plans:
                 plans = sorted([*self.moved(plans[0], seen), *plans[1:]], key=lambda plan: plan[:2])
+
+    def central(self) -> Indices:
+        """All hosts: who reaches most first, and of those who is nearest to all."""
+        far_s = self.prices.network.delay_s + self.prices.sent_s(self.prices.work.parameters)
+        near = np.isfinite(far_s).sum(0)
+        mean_s = np.where(np.isfinite(far_s), far_s, 0.0).sum(0) / near
+        return np.lexsort((mean_s, -near))
 
     def reaching(self) -> list[Groups]:
         """Where links are missing: for each root that reaches all others by two links at most, those of one link alone, and
@@ -389,20 +389,24 @@ def decides(chooser: Chooser, plan: Choice) -> str:
     host = network.hosts[int(child[found[0]])]
     if found[1] < 0:
         return f"computing on {host}{inside} decides"
-    return f"the link {host}-{network.hosts[to[found[1]]]}{inside} decides: {found[2]}"
+    server_host = network.hosts[to[found[1]]]
+    if host == server_host:
+        return f"what the server on {host}{inside} handles decides: {found[2]}"
+    return f"the link {host}-{server_host}{inside} decides: {found[2]}"
 
 
 def _slowest(
     prices: Prices, way: Way, own_s: Array, rows: Indices, children: Groups, servers: Indices
 ) -> tuple[int, int, str]:
-    """(row of the slowest child, column of the host that it waits for, or -1 for its own computing, why)."""
+    """(row of the slowest child, column of the host that it waits for, or -1 for its own computing and coding, why)."""
     table = Groupings.of([children], prices.place)
     share, count = table.share[table.first][:, None], len(servers)
     up, down, round_trip = prices.roads(way, rows[:, None], servers, len(children), share, count)
     clocks = prices.clocks(way, own_s[:, None], up, down, round_trip)
     row, column = (int(at) for at in np.unravel_index(clocks.argmax(), clocks.shape))
     road_s = float(up[row, column] + down[row, column])
-    computing_s = float(own_s[row]) * way.mode.local_steps
+    coding_s = prices.work.coded[way.compress].encode_s * prices.work.parameters
+    computing_s = float(own_s[row]) * way.mode.local_steps + coding_s
     if computing_s >= max(float(clocks[row, column]) / 1.05, road_s + float(round_trip[row, column])):
         return row, -1, ""
     return row, column, f"{1e3 * float(round_trip[row, column]):.3g} ms of round trip, {1e3 * road_s:.3g} ms of bytes"

@@ -15,15 +15,31 @@ from click.core import ParameterSource
 from narrows.protocols.errors import UsageError
 from narrows.protocols.planning.layout import CODINGS, Layout
 from narrows.protocols.planning.network import Network, named, speeds
+from narrows.protocols.planning.places import placed
 from narrows.protocols.runtime.flags import COMMAND, run
 from narrows.protocols.settings import REPLAN, SHARDS_MAX
 
 # Flags of every plan.
-FOR_ALL = ("network", "parameters", "step_s", "addresses", "script", "form", "out", "replan", "replan_after")
+FOR_ALL = (
+    "network",
+    "places",
+    "machines",
+    "parameters",
+    "step_s",
+    "addresses",
+    "script",
+    "form",
+    "out",
+    "replan",
+    "replan_after",
+)
 
 
 @click.command(context_settings=COMMAND)
 @click.argument("network", metavar="NETWORK.JSON")
+@click.option("--places", metavar="NAME", default="", help="NETWORK.JSON describes places: which of its networks")
+@click.option("--machines", metavar="COUNTS", default="",
+              help="in these places: in all, shared evenly, or of each, as in 8x4,32x1 [as many as it says]")  # fmt: skip
 @click.option("--parameters", type=click.FloatRange(min=1), required=True, help="of the model: a number such as 1.3e6")
 @click.option("--step", "step_s", type=click.FloatRange(min=0, min_open=True),
               help="seconds of a step of one worker, its even share, on a host of speed 1 "
@@ -67,13 +83,14 @@ FOR_ALL = ("network", "parameters", "step_s", "addresses", "script", "form", "ou
 @click.option("--out", default="plan.json", show_default=True, help="where the plan is written")
 @click.version_option(package_name="narrows", allow_from_autoenv=False)
 @click.pass_context
-def command(context: click.Context, /, network: str, parameters: float, step_s: float | None, addresses: tuple[str, ...],
-            out: str, script: str, form: str, **flags: Any) -> None:  # fmt: skip
+def command(context: click.Context, /, network: str, places: str, machines: str, parameters: float, step_s: float | None,
+            addresses: tuple[str, ...], out: str, script: str, form: str, **flags: Any) -> None:  # fmt: skip
     """Plan a run on the hosts of NETWORK.JSON, as ps-probe writes it: the plan of least predicted seconds to a loss.
 
     \b
     ps-plan network.json --parameters 1.3e6 --step 0.1 --script 'train.py --lr 0.002'
     ps-plan network.json --parameters 1.3e9 --step 2 --pipeline 4 --layers 24 --activation-bytes 5e7
+    ps-plan cities.json --places europe --machines 64 --parameters 1e8 --step 1
     """
     from narrows.protocols.planning import written
 
@@ -81,7 +98,7 @@ def command(context: click.Context, /, network: str, parameters: float, step_s: 
     taken = _taken(context, planned, flags)
     if flags["stages"] and form == "long":
         raise UsageError("--commands long: the stages of a pipeline find each other by the plan alone; leave it out")
-    read, step, unknown = _read(network)
+    read, step, unknown = _read(network, places, machines)
     step_s = step_s or step
     if step_s is None:
         raise UsageError(f"{network} has no step_seconds: give --step, the seconds of a step of one worker")
@@ -126,12 +143,14 @@ def _taken(context: click.Context, planned: Planner, flags: dict[str, Any]) -> d
     return {name: value for name, value in flags.items() if name in takes}
 
 
-def _read(path: str) -> tuple[Network, float | None, str]:
+def _read(path: str, places: str = "", machines: str = "") -> tuple[Network, float | None, str]:
     """The network, the step of its fastest host, and a sentence about hosts whose speed nobody knows."""
     try:
-        document = json.loads(Path(path).read_text("utf-8"))
+        document = dict(json.loads(Path(path).read_text("utf-8")))
         steps = [float(seconds) for seconds in document.get("step_seconds") or [] if seconds]
-        network = Network.parse(document)
+        if "hosts" in document and (places or machines):
+            raise UsageError("--places and --machines are for a file that describes places; this one has hosts")
+        network = Network.parse(document) if "hosts" in document else placed(document, places, machines)
         known = speeds(document, len(network.hosts))
         unknown = [name for name, speed in zip(network.hosts, known, strict=True) if speed is None]
         return network, min(steps, default=None), _taken_for(unknown, len(network.hosts))

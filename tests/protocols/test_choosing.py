@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from kit.planned import cities, planned, told
+from planning import drawn
 from scheduling import worldwide
 from simulation.actors import Kit
 from simulation.forms import measured_s
@@ -24,6 +25,7 @@ from narrows.protocols.planning.choose import EXACT_MAX, PATIENT, Chooser, choic
 from narrows.protocols.planning.layout import parse
 from narrows.protocols.planning.levels import Coded, Groups, Prices, Work, cuts, joined, merges, places
 from narrows.protocols.planning.network import Network
+from narrows.protocols.planning.places import placed
 from narrows.protocols.planning.ways import BELOW, WAYS, Way
 from narrows.protocols.settings import Settings
 from narrows.ps.coded import coded
@@ -33,28 +35,6 @@ from narrows.worker.command import cli as worker
 
 CODED = coded()
 NS = 1_000_000_000
-
-
-def drawn(seed: int, hosts: int) -> Network:
-    """Hosts of other speeds in up to three cities, whose links differ a little."""
-    random = np.random.default_rng(seed)
-    city = random.integers(0, 3, hosts)
-    far = city[:, None] != city
-    rate = np.where(far, 3e7, 1e9) * random.uniform(0.5, 2, (hosts, hosts))
-    return Network.parse(
-        {
-            "format": 1,
-            "hosts": [f"h{number}" for number in range(hosts)],
-            "delay_s": (np.where(far, 0.03, 0.0002) * random.uniform(0.5, 2, (hosts, hosts))).tolist(),
-            "rates": [
-                {
-                    "message_bytes": 1e6,
-                    "bits_per_second": rate.tolist(),
-                }
-            ],
-            "compute": random.choice([0.5, 1.0, 1.5], hosts).tolist(),
-        }
-    )
 
 
 WORK = Work(2e6, 0.1, CODED)
@@ -154,7 +134,7 @@ def test_moves_come_near_to_the_cheapest_of_all_plans(seed: int) -> None:
     network = drawn(seed, 6 + seed % 2)
     work = replace(WORK, parameters=(2e5, 2e6, 2e7, 1e8)[seed // 2 % 4])
     moved, every = Chooser(network, work), Chooser(network, work)
-    moved.nearby(moved.prices.hosts)
+    moved.nearby()
     every.every()
     assert every.least <= moved.least <= every.least * 1.04
 
@@ -371,6 +351,60 @@ def test_hosts_whose_speed_nobody_knows_are_named(tmp_path: Path) -> None:
     ):
         output, _ = planned(tmp_path, network, "--insecure", "--step", "0.1", document=document | given)
         assert said in output
+
+
+def test_a_network_of_places_is_planned(tmp_path: Path) -> None:
+    """A file of several, in the shape of the data of 2206.01288."""
+    link, wide = {"delay_ms": 11, "bandwidth_gbps": 1.12}, {"delay_ms": 1, "bandwidth_gbps": 5.0}
+    table = {"delay_ms": [[5, 67], [67, 5]], "bandwidth_gbps": [[2, 0.79], [0.79, 2]]}
+    document: dict[str, Any] = {
+        "source": "made up",
+        "pairwise_wan_table": {"Ohio-Oslo": link},
+        "cities_2": {"order": ["Ohio", "Oslo"], **table},
+        "model_defaults": {"layers": 24},
+        "scenarios": {
+            "ranges": {"nodes": 5, "groups": {"Ohio": "0-1", "Oslo": "2-4"}, "intra_group": wide, "inter_group": link},
+            "even": {"nodes": 5, "groups": "as even as can be", "order": ["Ohio", "Oslo"], **table},
+            "alike": {"groups": "2 x 2 and 1", "intra_group": wide, "inter_group": link},
+            "plain": link,
+        },
+    }
+    for words, hosts in (
+        (("--places", "cities_2", "--machines", "3"), "Ohio-0 Ohio-1 Oslo-0"),
+        (("--places", "cities_2", "--machines", "1,2"), "Ohio-0 Oslo-0 Oslo-1"),
+        (("--places", "ranges"), "Ohio-0 Ohio-1 Oslo-0 Oslo-1 Oslo-2"),
+        (("--places", "even"), "Ohio-0 Ohio-1 Ohio-2 Oslo-0 Oslo-1"),
+        (("--places", "alike", "--machines", "2x2,1"), "place0-0 place0-1 place1-0 place1-1 place2-0"),
+        (("--places", "plain", "--machines", "3x1"), "place0-0 place1-0 place2-0"),
+    ):
+        output, plan = planned(tmp_path, cities([2], 20, 60), "--step", "1", "--insecure", *words, document=document)
+        assert " ".join(plan["hosts"]) == hosts and "all are taken for equally fast" in output
+    network = placed(document, "ranges")
+    assert network.delay_s[0].tolist()[1:] == [0.001, 0.011, 0.011, 0.011]
+    assert (8e-9 * network.rates[0, 2, 0], 8e-9 * network.rates[0, 2, 3]) == (1.12, 5.0)
+    assert placed(document["cities_2"], "", "2").hosts == ("Ohio-0", "Oslo-0")
+    for given, why in (
+        (
+            ("",),
+            "it has several networks: name one by --places; there are cities_2, ranges, even, alike, Ohio-Oslo, plain",
+        ),
+        (("x",), "--places x: it has no such network; there are cities_2"),
+        (("cities_2",), "--machines is missing: give how many in all, or in each place, as in 8x4,32x1"),
+        (("cities_2", "3x"), "--machines 3x: give how many"),
+        (("cities_2", "1,1,1"), "2 places and 3 counts"),
+        (("cities_2", "5000"), "--machines 5000: at most 4096"),
+        (("alike", "5"), "it does not say how many places there are"),
+    ):
+        with pytest.raises(UsageError, match=why):
+            placed(document, *given)
+    with pytest.raises(UsageError, match="it describes no network"):
+        placed({"format": 1})
+    with pytest.raises(UsageError, match="its network lacks a field or has a wrong one: 'bandwidth_gbps'"):
+        placed({"order": ["a"], "machines": 2, "inter_group": {}, "delay_ms": [[1]]})
+    with pytest.raises(
+        UsageError, match="--places and --machines are for a file that describes places; this one has hosts"
+    ):
+        planned(tmp_path, cities([2], 20, 60), "--insecure", "--machines", "2")
 
 
 def test_one_cluster_is_not_said_to_be_several(tmp_path: Path) -> None:
