@@ -120,6 +120,7 @@ def test_a_script_makes_some_steps_and_their_seconds_are_in_the_file(tmp_path: P
     """20 steps of a script that would never end."""
     (tmp_path / "train.py").write_text(SCRIPT % "time.sleep(0.02)")
     probe = f"""
+import threading
 from narrows.ps.command.steps import of_script
 print(of_script({str(tmp_path / "train.py")!r}, threading.Event()))
 """
