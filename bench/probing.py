@@ -122,7 +122,7 @@ def rows(network: tuple[Access, ...], document: dict[str, Any]) -> Iterator[Row]
     for link in document["links"]:
         i, j = (int(re.sub(r"\D", "", link[end])) for end in ("from", "to"))
         a, b = network[i], network[j]
-        (alone,) = (each for each in link["flows"] if each["streams"] == 1 and not each["both_ways"])
+        alone = max((each for each in link["flows"] if each["streams"] == 1 and not each["both_ways"]), key=stream_rate)
         (four,) = (each for each in link["flows"] if each["streams"] == 4)
         rate = min(a.up, b.down) * PAYLOAD
         loss = 1 - (1 - a.loss) * (1 - b.loss)

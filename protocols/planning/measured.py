@@ -16,7 +16,7 @@ import numpy as np
 
 from narrows.protocols.addresses import parted
 from narrows.protocols.errors import UsageError
-from narrows.protocols.planning.flows import PHASES, PINGED, SIZES, STREAM_BYTES, Flow, rates
+from narrows.protocols.planning.flows import FIRST, PHASES, PINGED, SIZES, STREAM_BYTES, Flow, rates, stream_rate
 from narrows.protocols.planning.network import FORMAT
 
 Way = tuple[str, str]  # sender, receiver
@@ -154,12 +154,14 @@ def _rows(document: Mapping[str, Any], names: Sequence[str], unix_s: float) -> I
 
 
 def of_pair(names: Way, flows: Sequence[Flow], unix_s: float) -> dict[Way, Link]:
-    """Both ways of a pair that was measured: way 0 is from the first of `names` to the second."""
+    """Both ways of a pair that was measured: way 0 is from the first of `names` to the second. Where one stream was read twice,
+    the faster one counts: nothing makes a stream faster than its link."""
     trip = next(flow.figures for flow in flows if flow.phase == PINGED)
     found = {}
     for way in (0, 1):
-        here = [flow for flow in flows if flow.way == way and flow.phase != PINGED]
-        alone = next(flow.figures for flow in here if PHASES[flow.phase].streams == 1)
+        here = [flow for flow in flows if flow.way == way and flow.phase not in (PINGED, *FIRST)]
+        single = [flow.figures for flow in here if PHASES[flow.phase].streams == len(PHASES[flow.phase].ways) == 1]
+        alone = max(single, key=stream_rate)
         rows = [_raw(flow) for flow in here]
         raw = {
             "round_trip": trip,

@@ -3,6 +3,7 @@
 Rules
 - A machine joins first and times its steps then. The first round begins once all that are awaited have done both.
 - A round is a set of disjoint pairs. Halves of the machines pass each other (shift-one), then each half does so within itself.
+- Each pair is visited twice, first for its round trip and what it roughly has: that bounds the bytes of the second (`bounds`).
 - A pair is one try: the listener opens a port, the dialler dials it with a token that no other pair has. A port that cannot be
   dialled is tried once more the other way.
 - Pairs of one round may share a way out of a place: then some are measured once more, alone (`sharing`).
@@ -12,16 +13,15 @@ Rules
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import chain, zip_longest
+from itertools import chain
 
 from narrows.protocols.effects import NS
 from narrows.protocols.errors import RemoteProtocolError
-from narrows.protocols.gossip.topology import edges
 from narrows.protocols.messages import Message
-from narrows.protocols.planning.flows import Flow, checked
+from narrows.protocols.planning.bounds import Bounds
+from narrows.protocols.planning.flows import FIRST_ROUND_S, Flow, begun, checked, whole
 from narrows.protocols.planning.measured import Link, of_pair
 from narrows.protocols.planning.probe_messages import (
     MESSAGE_BYTES_MAX,
@@ -34,7 +34,8 @@ from narrows.protocols.planning.probe_messages import (
     Report,
     Steps,
 )
-from narrows.protocols.planning.sharing import Shared, rounds_alone, shared, shares
+from narrows.protocols.planning.sharing import Pair, Shared, rounds_alone, shared, shares
+from narrows.protocols.planning.visits import Found, Machine, Try, Visit, again, rounds
 from narrows.protocols.wire import unpack
 
 MACHINES_MAX = 256
@@ -43,7 +44,6 @@ SILENT_NS = 15 * NS  # a link that is measured delays a sign of life by its queu
 LATE_NS = 6 * NS  # that the reports of a pair may take beyond its round
 STEPS_S = 600.0  # in which a machine has timed its steps, with all that a script does before the first
 STEPS_NS = int(STEPS_S * NS) + 120 * NS  # and in which it has said so: a script that does not end is killed first
-Pair = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,52 +64,6 @@ class Say:
 Effects = list[Tell | Say]
 
 
-@dataclass(slots=True)
-class Machine:
-    """One that has joined."""
-
-    peer: bytes
-    join: Join
-    came_ns: int
-    heard_ns: int
-    step_s: float | None = None  # None: it times its steps
-
-
-@dataclass(slots=True)
-class Try:
-    """A pair that is being measured. Flows have the ways as the listener sees them: 0 is towards the dialler."""
-
-    token: str
-    listener: int
-    dialler: int
-    ends_ns: int
-    again: bool  # it is the second one
-    reports: dict[int, list[Flow]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A pair that was measured: flows of `names`, way 0 is from the first to the second."""
-
-    names: tuple[str, str]
-    flows: tuple[Flow, ...]
-
-
-def rounds(members: Sequence[int]) -> list[list[Pair]]:
-    """Rounds of disjoint pairs in which every pair of `members` is once."""
-    if len(members) < 2:
-        return []
-    half = (len(members) + 1) // 2
-    across = [[(a, b) for a, b, _ in edges("shift-one", number, tuple(members))] for number in range(half)]
-    within = zip_longest(rounds(members[:half]), rounds(members[half:]), fillvalue=list[Pair]())
-    return [*across, *([*left, *right] for left, right in within)]
-
-
-def again(count: int) -> int:
-    """Pairs of so many machines that may be measured once more. Two pairs of a round are four machines."""
-    return count if count > 3 else 0
-
-
 class Probe:
     """`secret`: nobody else knows it; tokens are made of it. `bytes_max`: of payload, of all pairs. `known`: pairs of names
     that need not be measured. `found` and `failed` are what came of it, `over` is True once all is done."""
@@ -117,22 +71,21 @@ class Probe:
     def __init__(
         self, count: int, seconds: float, bytes_max: int, secret: str, known: frozenset[frozenset[str]]
     ) -> None:
-        self.count, self.seconds, self.bytes_max, self.secret, self.known = count, seconds, bytes_max, secret, known
+        self.count, self.seconds, self.secret, self.known = count, seconds, secret, known
+        self.bounds = Bounds(seconds, bytes_max)
+        self.visits: dict[frozenset[int], Visit] = {}  # the first ones that are over
+        self.first = True  # all visits are first ones
         self.machines: list[Machine] = []
         self.rounds: list[list[Pair]] = []
+        self.pairs = 0  # that are measured, those that are so once more included
         self.number = 0  # of the rounds that have begun
         self.tries: dict[str, Try] = {}  # under way, by token
         self.gone: set[int] = set()
         self.found: list[Found] = []
         self.failed: list[str] = []
-        self.share = 0  # bytes that one pair may send
         self.began_ns: int | None = None  # the first round
         self.shared: list[Shared] | None = None  # None: not all rounds are over
         self.over = False
-
-    @property
-    def pairs(self) -> int:
-        return sum(map(len, self.rounds))
 
     def name(self, machine: int) -> str:
         return self.machines[machine].join.name
@@ -157,7 +110,7 @@ class Probe:
                 if not 0 < port < 65536:
                     raise RemoteProtocolError(f"{self.name(number)} names port {port}")
                 host = self.machines[number].join.host
-                return [self._tell(trial.dialler, Dial(token, host, port, self.seconds, self.share))]
+                return [self._tell(trial.dialler, self._dial(trial, host, port))]
             case Report(token, why, flows) if (trial := self.tries.get(token)) and number in (
                 trial.listener,
                 trial.dialler,
@@ -202,11 +155,37 @@ class Probe:
             for row in rounds(range(self.count))
         ]
         self.rounds = [row for row in named if row]
-        limit_s = (len(self.rounds) + again(self.count)) * self.seconds
-        self.share = self.bytes_max // max(1, self.pairs + again(self.count))
-        more = f", and up to {again(self.count)} pairs once more" if again(self.count) else ""
-        text = f"{self.pairs} pairs in {len(self.rounds)} rounds{more}: at most {limit_s:,.0f} s"
-        return [Say(f"{text} and {self.bytes_max / 1e6:,.0f} MB"), *self._next(now_ns)]
+        self.pairs = sum(map(len, self.rounds))
+        self.bounds.begin(self.pairs, again(self.count))
+        limit = f"at most {len(self.rounds) * self._round_s:,.0f} s and {self.bounds.first_bytes / 1e6:,.0f} MB"
+        text = f"{self.pairs} pairs in {len(self.rounds)} rounds, for round trips and first readings: {limit}"
+        return [Say(text), *self._next(now_ns)]
+
+    @property
+    def _round_s(self) -> float:
+        return min(self.seconds, FIRST_ROUND_S) if self.first else self.seconds
+
+    def _second(self) -> Effects:
+        """The rounds of the second visits, of those that were visited once."""
+        rows = [[self.visits[both].pair for both in map(frozenset, row) if both in self.visits] for row in self.rounds]
+        for a, b in chain.from_iterable(rows):
+            if gone := sorted(self.gone & {a, b}):
+                self.failed.append(f"{self.name(a)} - {self.name(b)}: {self.name(gone[0])} is gone")
+        rows = [[pair for pair in row if not self.gone.intersection(pair)] for row in rows]
+        self.first, self.number, self.rounds = False, 0, [row for row in rows if row]
+        if not self.rounds:
+            return []
+        most = again(self.count)
+        more = f", and up to {most} pairs once more" if most else ""
+        limit = (
+            f"at most {(len(self.rounds) + most) * self.seconds:,.0f} s and {self.bounds.bytes / 1e6:,.0f} MB in all"
+        )
+        return [Say(f"streams of {sum(map(len, self.rounds))} pairs in {len(self.rounds)} rounds{more}: {limit}")]
+
+    @property
+    def sent(self) -> float:
+        """Bytes, by all pairs that were measured."""
+        return sum(flow.figures.get("sent_bytes", 0.0) for each in self.found for flow in each.flows)
 
     def links(self) -> dict[tuple[str, str], Link]:
         """Return the links that were found, by names; of those that shared a way, what each has without the others."""
@@ -230,34 +209,46 @@ class Probe:
         names = {(a, b): (self.name(a), self.name(b)) for a in machines for b in machines}
         rates = {pair: max(links[way].rates.values()) for pair, way in names.items() if way in links}
         self.shared = shared(self.count, self.rounds, rates)
+        self.bounds.alone(self.shared, self.sent)
         return rounds_alone(self.shared, again(self.count))
 
     def _next(self, now_ns: int) -> Effects:
         """The next round, where this one is over."""
         said: Effects = []
         while not self.tries and not self.over:
+            if self.first and self.number == len(self.rounds):
+                said += self._second()
             if self.number == len(self.rounds) and (more := self._alone()):
                 self.rounds += more
-                said.append(
-                    Say(f"{sum(map(len, more))} pairs shared a way with others: they are measured once more, alone")
-                )
+                count = sum(map(len, more))
+                self.pairs += count
+                said.append(Say(f"{count} pairs shared a way with others: they are measured once more, alone"))
             if self.number == len(self.rounds):
                 self.over = True
                 return [*said, *(Tell(machine.peer, End("")) for machine in self.machines)]
             pairs = self.rounds[self.number]
             self.number += 1
             live = [pair for pair in pairs if not self.gone.intersection(pair)]
+            live = live if self.first else [self.visits[frozenset(pair)].pair for pair in live]
             names = ", ".join(f"{self.name(a)} - {self.name(b)}" for a, b in live)
-            said += [Say(f"round {self.number} of {len(self.rounds)}: {names}")] if live else []
+            kind = "first round" if self.first else "round"
+            said += [Say(f"{kind} {self.number} of {len(self.rounds)}: {names}")] if live else []
             said += chain.from_iterable(self._try(a, b, now_ns, again=False) for a, b in live)
         return said
 
     def _try(self, listener: int, dialler: int, now_ns: int, again: bool) -> Effects:
-        text = f"{self.secret} {self.number} {listener} {dialler} {again}".encode()
+        text = f"{self.secret} {self.first} {self.number} {listener} {dialler} {again}".encode()
         token = blake2b(text, digest_size=16).hexdigest()
-        ends_ns = now_ns + int(self.seconds * NS) + LATE_NS
+        ends_ns = now_ns + int(self._round_s * NS) + LATE_NS
         self.tries[token] = Try(token, listener, dialler, ends_ns, again)
-        return [self._tell(listener, Listen(token, self.seconds, self.share))]
+        return [self._tell(listener, Listen(token, self._round_s, self.first))]
+
+    def _dial(self, trial: Try, host: str, port: int) -> Dial:
+        pair, most = (trial.listener, trial.dialler), (self.bounds.first, self.bounds.first)
+        if not self.first:
+            most = int(self.bounds.allowed[pair]), int(self.bounds.allowed[pair[::-1]])
+        trip_s = 0.0 if self.first else self.visits[frozenset(pair)].trip_s
+        return Dial(trial.token, host, port, self._round_s, self.first, *most, trip_s)
 
     def _tell(self, machine: int, message: Message) -> Tell:
         return Tell(self.machines[machine].peer, message)
@@ -280,7 +271,15 @@ class Probe:
         for each in chain.from_iterable(trial.reports.values()):
             merged.setdefault((each.phase, each.way), {}).update(each.figures)
         rows = tuple(Flow(phase, way, figures) for (phase, way), figures in sorted(merged.items()))
-        self.found.append(Found((self.name(trial.listener), self.name(trial.dialler)), rows))
+        pair = trial.listener, trial.dialler
+        if self.first and (seen := begun(rows)):
+            self.visits[frozenset(pair)] = Visit(pair, seen[0], rows)
+            self.bounds.saw(pair, seen[1])
+        elif not self.first and whole(rows):
+            names = self.name(trial.listener), self.name(trial.dialler)
+            self.found.append(Found(names, (*rows, *self.visits[frozenset(pair)].flows)))
+        else:
+            self.failed.append(f"{self.name(pair[0])} - {self.name(pair[1])}: their reports do not say all")
         return self._next(now_ns)
 
     def _fail(self, trial: Try, why: str, now_ns: int) -> Effects:
@@ -299,7 +298,7 @@ class Probe:
             said += [Tell(machine.peer, End(why)), *self.without(why, now_ns, machine.join.name)]
         for trial in [trial for trial in self.tries.values() if now_ns >= trial.ends_ns]:
             silent = [self.name(each) for each in (trial.listener, trial.dialler) if each not in trial.reports]
-            said += self._fail(trial, f"no report of {' and '.join(silent)} within {self.seconds:g} s", now_ns)
+            said += self._fail(trial, f"no report of {' and '.join(silent)} within {self._round_s:g} s", now_ns)
         return said
 
     def _lost(self, number: int, now_ns: int) -> Effects:

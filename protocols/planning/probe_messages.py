@@ -38,11 +38,11 @@ class Beat(Message):
 
 @dataclass(frozen=True, slots=True)
 class Listen(Message):
-    """Director to machine: open a port for whoever shows the token."""
+    """Director to machine: open a port for whoever shows the token. `first`: for the first visit of this pair."""
 
     token: Name
     seconds: float
-    bytes: int
+    first: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +55,19 @@ class Opened(Message):
 
 @dataclass(frozen=True, slots=True)
 class Dial(Message):
-    """Director to machine: dial that port, and measure for so long and so much. `host` "": where you dial the director."""
+    """Director to machine: dial that port, and measure for so long and so much. `host` "": where you dial the director.
+
+    most_0, most_1: bytes a second that may go from listener to dialler, and back; of a first visit, bytes in all.
+    """
 
     token: Name
     host: Name
     port: int
     seconds: float
-    bytes: int
+    first: bool
+    most_0: int
+    most_1: int
+    round_trip_s: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,13 @@
-"""A measurement of two machines: a listener and a dialler go through flows.PHASES together, over plain TCP.
+"""A visit of two machines: a listener and a dialler go through its phases (flows.VISITS) together, over plain TCP.
 
 The dialler opens all connections at once, and each shows the token. The first is the line: on it go round trips, then a row for
-each phase, with its seconds and the bytes of a stream. With that row both begin. Every wait ends with the measurement.
+each phase, with its seconds and the bytes of a stream each way. With that row both begin. Every wait ends with the visit.
 """
 
 from __future__ import annotations
 
 import hmac
+import math
 import socket
 import struct
 import threading
@@ -16,17 +17,33 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 
 from narrows.protocols.planning import flows
-from narrows.protocols.planning.flows import PHASES, PINGED, PINGS, PINGS_S, Flow
+from narrows.protocols.planning.flows import (
+    BOTH,
+    FIRST,
+    FOUR,
+    MARGIN_S,
+    ONE,
+    PHASES,
+    PINGED,
+    PINGS,
+    PINGS_S,
+    VISITS,
+    Flow,
+)
+from narrows.protocols.planning.probe_messages import Dial
 from narrows.protocols.runtime.streams import Clock, MeasureError, Received, Sent, received_figures
 
-MARGIN_S = 1.5  # of a round: for what is said before and after it, and for a lost packet or two
 CONNECT_S = 5.0
 HELLO = struct.Struct("!4s32sbb")  # magic, token, phase (-1: the line), stream
-ROW = struct.Struct("!bdQ")  # a phase, its seconds, and bytes of each stream; or PING with a number; or OVER
+ROW = struct.Struct(
+    "!bdQQ"
+)  # a phase, its seconds, and bytes of each stream by its way; or PING with a number; or OVER
 MAGIC = b"NRWP"
 LINE, PING, OVER = -1, -2, -3
-# Phase and number of each connection, the line first. The streams of a phase are in the order of its ways.
-STREAMS = ((LINE, 0), *((i, n) for i, phase in enumerate(PHASES) for n in range(phase.streams * len(phase.ways))))
+# Phase and number of each connection of a visit, the line first. The streams of a phase are in the order of its ways.
+STREAMS = [
+    [(LINE, 0), *((i, n) for i in visit for n in range(PHASES[i].streams * len(PHASES[i].ways)))] for visit in VISITS
+]
 Streams = dict[tuple[int, int], socket.socket]
 STRANGERS_MAX = 64  # connections that show another token
 
@@ -39,15 +56,15 @@ class Pair:
         self.flows: list[Flow] = []
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def say(self, kind: int, value: float = 0.0, size: int = 0) -> None:
+    def say(self, kind: int, value: float = 0.0, *sizes: int) -> None:
         self.line.settimeout(self.clock.turn(CONNECT_S))
-        self.line.sendall(ROW.pack(kind, value, size))
+        self.line.sendall(ROW.pack(kind, value, *(sizes or (0, 0))))
 
-    def hear(self) -> tuple[int, float, int]:
+    def hear(self) -> tuple[int, float, int, int]:
         return ROW.unpack(_exactly(self.line, ROW.size, self.clock))
 
-    def streams(self, phase: int, opened: Sequence[socket.socket], seconds: float, size: int) -> None:
-        """All streams of a phase, from now on. The i-th of `opened` goes the i-th of its ways."""
+    def streams(self, phase: int, opened: Sequence[socket.socket], seconds: float, sizes: Sequence[int]) -> None:
+        """All streams of a phase, from now on. The i-th of `opened` goes the i-th of its ways. `sizes`: bytes by way."""
         ways = [way for way in PHASES[phase].ways for _ in range(PHASES[phase].streams)]
         clock = Clock(min(self.clock.end_s, time.monotonic() + seconds + CONNECT_S), self.clock.stop)
         over: list[float] = []
@@ -55,7 +72,9 @@ class Pair:
             (way, Sent(each) if way == self.way else Received(each, over))
             for way, each in zip(ways, opened, strict=True)
         ]
-        threads = [threading.Thread(target=end.run, args=(clock, seconds, size), daemon=True) for _, end in ends]
+        threads = [
+            threading.Thread(target=end.run, args=(clock, seconds, sizes[way]), daemon=True) for way, end in ends
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -64,7 +83,7 @@ class Pair:
             here = [end for each, end in ends if each == way]
             sent = [end for end in here if isinstance(end, Sent)]
             received = [end for end in here if isinstance(end, Received)]
-            self._add(phase, way, [end.figures() for end in sent] or [received_figures(received)])
+            self._add(phase, way, [end.figures() for end in sent] or [received_figures(received, phase in FIRST)])
 
     def _add(self, phase: int, way: int, rows: Sequence[dict[str, float]]) -> None:
         names = dict.fromkeys(name for row in rows for name in row)
@@ -91,11 +110,11 @@ def open_port(host: str, port: int) -> socket.socket:
         raise MeasureError(f"cannot open port {port} on {host or 'this machine'}: {error.strerror}") from None
 
 
-def _accepted(listener: socket.socket, token: str, clock: Clock, stack: ExitStack) -> Streams:
+def _accepted(listener: socket.socket, token: str, first: bool, clock: Clock, stack: ExitStack) -> Streams:
     """All connections that show the token, and the line, by phase and number. All others are closed."""
     found: Streams = {}
     strangers = 0
-    while len(found) < len(STREAMS):
+    while len(found) < len(STREAMS[first]):
         listener.settimeout(clock.turn())
         try:
             made = stack.enter_context(listener.accept()[0])
@@ -104,7 +123,7 @@ def _accepted(listener: socket.socket, token: str, clock: Clock, stack: ExitStac
         with suppress(OSError, struct.error):
             limit = Clock(min(clock.end_s, time.monotonic() + CONNECT_S), clock.stop)
             magic, shown, *place = HELLO.unpack(_exactly(made, HELLO.size, limit))
-            if magic == MAGIC and hmac.compare_digest(shown, token.encode()) and tuple(place) in STREAMS:
+            if magic == MAGIC and hmac.compare_digest(shown, token.encode()) and tuple(place) in STREAMS[first]:
                 found[place[0], place[1]] = made
                 continue
         made.close()
@@ -114,23 +133,23 @@ def _accepted(listener: socket.socket, token: str, clock: Clock, stack: ExitStac
 
 
 def _of_phase(found: Streams, phase: int) -> list[socket.socket]:
-    return [found[place] for place in STREAMS if place[0] == phase]
+    return [made for place, made in sorted(found.items()) if place[0] == phase]
 
 
-def listen(listener: socket.socket, token: str, seconds: float, stop: threading.Event) -> list[Flow]:
+def listen(listener: socket.socket, token: str, seconds: float, first: bool, stop: threading.Event) -> list[Flow]:
     """The side of the listener. Raises MeasureError."""
     clock = Clock(time.monotonic() + seconds + CONNECT_S, stop)
     with ExitStack() as stack, listener:
         try:
-            found = _accepted(listener, token, clock, stack)
-            pair = Pair(found[STREAMS[0]], 0, clock)
+            found = _accepted(listener, token, first, clock, stack)
+            pair = Pair(found[LINE, 0], 0, clock)
             pair.line.sendall(b"k")
             while (row := pair.hear())[0] != OVER:
-                kind, phase_s, size = row
+                kind, phase_s, *sizes = row
                 if kind == PING:
                     pair.say(*row)
-                elif 0 <= kind < len(PHASES) and 0 <= phase_s <= seconds:
-                    pair.streams(kind, _of_phase(found, kind), phase_s, size)
+                elif kind in VISITS[first] and 0 <= phase_s <= seconds:
+                    pair.streams(kind, _of_phase(found, kind), phase_s, sizes)
                 else:
                     raise ConnectionError("the other end is out of step")
         except OSError as error:
@@ -138,41 +157,63 @@ def listen(listener: socket.socket, token: str, seconds: float, stop: threading.
     return pair.flows
 
 
-def dial(host: str, port: int, token: str, seconds: float, size: int, stop: threading.Event) -> list[Flow]:
-    """The side of the dialler. Raises MeasureError."""
-    clock = Clock(time.monotonic() + seconds, stop)
+def dial(host: str, asked: Dial, stop: threading.Event) -> list[Flow]:
+    """The side of the dialler, which reaches the other at `host`. Raises MeasureError."""
+    clock = Clock(time.monotonic() + asked.seconds, stop)
 
     def connect(place: tuple[int, int]) -> socket.socket:
-        made = socket.create_connection((host, port), timeout=clock.turn(CONNECT_S))
-        made.sendall(HELLO.pack(MAGIC, token.encode(), *place))
+        made = socket.create_connection((host, asked.port), timeout=clock.turn(CONNECT_S))
+        made.sendall(HELLO.pack(MAGIC, asked.token.encode(), *place))
         return made
 
     with ExitStack() as stack:
         try:
-            found = {STREAMS[0]: stack.enter_context(connect(STREAMS[0]))}
-            with ThreadPoolExecutor(len(STREAMS)) as pool:  # so that it is one round trip
-                for place, made in zip(STREAMS[1:], pool.map(connect, STREAMS[1:]), strict=True):
+            line, *places = STREAMS[asked.first]
+            found = {line: stack.enter_context(connect(line))}
+            with ThreadPoolExecutor(len(places)) as pool:  # so that it is one round trip
+                for place, made in zip(places, pool.map(connect, places), strict=True):
                     found[place] = stack.enter_context(made)
-            pair = Pair(found[STREAMS[0]], 1, clock)
+            pair = Pair(found[line], 1, clock)
             if _exactly(pair.line, 1, Clock(min(clock.end_s, time.monotonic() + CONNECT_S), stop)) != b"k":
                 raise ConnectionError("no ps-probe is there")
         except OSError as error:
             why = "nothing answers" if isinstance(error, TimeoutError) else error.strerror or str(error)
-            raise MeasureError(f"port {port} of {host} cannot be dialled: {why}") from None
+            raise MeasureError(f"port {asked.port} of {host} cannot be dialled: {why}") from None
         try:
-            times = _round_trips(pair)
-            low, half, high = min(times), flows.quantile(times, 0.5), flows.quantile(times, 0.95)
-            figures = {"min_rtt": low, "p50_rtt": half, "p95_rtt": high, "pings": float(len(times))}
-            pair.flows.append(Flow(PINGED, 0, figures))
-            for number in range(len(PHASES)):
-                phase_s = flows.phase_seconds(clock.left() - MARGIN_S, number, low)
-                each = flows.phase_bytes(size, number)
-                pair.say(number, phase_s, each)
-                pair.streams(number, _of_phase(found, number), phase_s, each)
+            (_first if asked.first else _streams)(pair, found, asked)
             pair.say(OVER)
         except OSError as error:
             raise MeasureError(f"the measurement with {host} broke off: {error}") from None
     return pair.flows
+
+
+def _first(pair: Pair, found: Streams, asked: Dial) -> None:
+    """Round trips, and what the link roughly has."""
+    times = _round_trips(pair)
+    low, half, high = min(times), flows.quantile(times, 0.5), flows.quantile(times, 0.95)
+    pair.flows.append(Flow(PINGED, 0, {"min_rtt": low, "p50_rtt": half, "p95_rtt": high, "pings": float(len(times))}))
+    seconds = min(flows.FIRST_S + flows.FIRST_TRIPS * low, asked.seconds)
+    sizes = (asked.most_0, asked.most_1)
+    for number in FIRST:
+        pair.say(number, seconds, *sizes)
+        pair.streams(number, _of_phase(found, number), seconds, sizes)
+
+
+def _streams(pair: Pair, found: Streams, asked: Dial) -> None:
+    """What the link has, in as many seconds as there are."""
+    todo, spare, unit_s = [*ONE, *FOUR, BOTH], flows.SPARE, math.inf
+    while todo:
+        # A phase that was over early leaves no time to the next: bytes were promised by these seconds.
+        left_s = pair.clock.left() - MARGIN_S
+        unit_s = min(unit_s, flows.unit_seconds(left_s, todo, spare, asked.round_trip_s))
+        number = todo.pop(0)
+        phase = PHASES[number]
+        seconds = max(0.1, unit_s * phase.weight)
+        sizes = [phase.share(each * seconds) for each in (asked.most_0, asked.most_1)]
+        pair.say(number, seconds, *sizes)
+        pair.streams(number, _of_phase(found, number), seconds, sizes)
+        if number == FOUR[-1] and (more := flows.doubtful(pair.flows)):
+            todo, spare, unit_s = [*more, *todo], 0.0, unit_s * flows.spared(more)
 
 
 def _round_trips(pair: Pair, now: Callable[[], float] = time.perf_counter) -> list[float]:

@@ -142,7 +142,7 @@ class Received:
             while clock.left() and (not end_s or now_s < end_s):
                 receiver.settimeout(min(clock.turn(), max(1e-3, end_s - now_s) if end_s else TURN_S))
                 try:
-                    count = receiver.recv_into(buffer)
+                    count = receiver.recv_into(buffer, 0 if end_s else 1)  # a short stream may have come whole by then
                 except TimeoutError:
                     count = -1
                 now_s = time.monotonic()
@@ -171,9 +171,9 @@ def _crosses(before: int, now: int) -> bool:
     return any(before < size <= now for size in flows.SIZES)
 
 
-def received_figures(streams: Sequence[Received]) -> dict[str, float]:
-    """Return the figures of all streams of one way of a phase, those by size of a stream that is alone. Raises
-    MeasureError where nothing came."""
+def received_figures(streams: Sequence[Received], first: bool = False) -> dict[str, float]:
+    """Return the figures of all streams of one way of a phase, those by size of a stream that is alone. `first`: it is the
+    first reading. Raises MeasureError where nothing came."""
     marks = [stream.marks.rows for stream in streams]
     if not all(len(rows) > 1 for rows in marks):
         raise MeasureError("a stream was opened and nothing came through it")
@@ -184,6 +184,8 @@ def received_figures(streams: Sequence[Received]) -> dict[str, float]:
         "bytes": float(sum(rows[-1][1] for rows in marks)),
         "receiver_cores": sum(stream.cores for stream in streams),
     }
-    if len(streams) == 1:
+    if first:
+        found["peak_bits_per_second"] = flows.peak(marks[0])
+    elif len(streams) == 1:
         found |= {f"bits_per_second_{size}": value for size, value in flows.by_size(marks[0]).items()}
     return found

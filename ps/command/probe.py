@@ -17,17 +17,16 @@ from typing import Any
 import click
 
 from narrows.protocols.errors import UsageError
-from narrows.protocols.planning import flows, measured
+from narrows.protocols.planning import measured
+from narrows.protocols.planning.bounds import LEAST_PAIR_BYTES
 from narrows.protocols.planning.measured import Host, Measured
-from narrows.protocols.planning.probe import MACHINES_MAX, Probe, again
+from narrows.protocols.planning.probe import MACHINES_MAX, Probe
 from narrows.protocols.planning.probe_messages import Join
+from narrows.protocols.planning.visits import again
 from narrows.protocols.runtime.flags import COMMAND, run
 
 BIND = "tcp://0.0.0.0:5600"
-PAIR_BYTES = 1 << 30  # of payload, by default
-LEAST_BYTES = sum(
-    flows.phase_bytes(0, number) * phase.streams * len(phase.ways) for number, phase in enumerate(flows.PHASES)
-)
+PAIR_BYTES = 1 << 30  # of payload, by default at most
 
 
 @click.command(context_settings=COMMAND)
@@ -186,8 +185,7 @@ def _direct(hosts: tuple[str, ...], bind: str, out: str, found: Measured, flags:
         raise UsageError(f"--machines {count}: two or more are needed, this one and each HOST included")
     pairs = count * (count - 1) // 2 + again(count)
     bytes_max = int(flags["bytes_max"] or pairs * PAIR_BYTES)
-    if bytes_max < pairs * LEAST_BYTES:
-        least = pairs * LEAST_BYTES
+    if bytes_max < (least := pairs * LEAST_PAIR_BYTES):
         raise UsageError(f"--bytes {bytes_max}: {pairs} pairs need {least} or more, as each stream has 64 KiB at least")
     with ExitStack() as stack:
         folder = flags["keys"]
@@ -223,9 +221,8 @@ def _direct(hosts: tuple[str, ...], bind: str, out: str, found: Measured, flags:
             found.add_host(join.name, Host(now, join.memory_bytes or None, machine.step_s or None))
         for way, link in probe.links().items():
             found.add_link(way, replace(link, unix_s=now))
-    sent = sum(flow.figures.get("sent_bytes", 0.0) for each in probe.found for flow in each.flows)
     seconds = (time.monotonic_ns() - (probe.began_ns or 0)) / 1e9
-    _say(f"{len(probe.found)} of {probe.pairs} pairs were measured in {seconds:.1f} s, with {sent / 1e6:,.1f} MB")
+    _say(f"{len(probe.found)} of {probe.pairs} pairs were measured in {seconds:.1f} s, with {probe.sent / 1e6:,.1f} MB")
     for why in probe.failed:
         _say(f"not measured: {why}")
     return _write(out, found, 1 if probe.failed else 0)

@@ -146,10 +146,10 @@ class Measurer:
                 with pairs.open_port("", self.port) as listener:
                     self.answers.put(Opened(asked.token, listener.getsockname()[1]))
                     wake()
-                    found = pairs.listen(listener, asked.token, asked.seconds, stop)
+                    found = pairs.listen(listener, asked.token, asked.seconds, asked.first, stop)
             else:
                 host = asked.host or parse_address("--join", self.address)[0]
-                found = pairs.dial(host, asked.port, asked.token, asked.seconds, asked.bytes, stop)
+                found = pairs.dial(host, asked, stop)
             report = Report(asked.token, "", pack([flow.plain() for flow in found]))
         except NarrowsError as error:
             report = Report(asked.token, str(error), pack([]))
