@@ -3,8 +3,8 @@
 Rules
 - A first visit has a bound of its own. What it sees bounds the second one: a rate x seconds, with a margin.
 - Each pair has an equal share of what all may send, and gets no more.
-- A pair that is measured once more, alone, had a part of a way, and has all of it now. It has at most the share of one of the
-  dearest pairs.
+- A pair that is measured once more, alone, had a part of a way, and has all of it now. Those pairs have an equal share of what
+  the others were allowed and have not sent.
 """
 
 from __future__ import annotations
@@ -35,25 +35,22 @@ class Bounds:
 
     def saw(self, pair: Pair, rates: Sequence[float]) -> None:
         """The first visit of a pair has found these bit/s, one way and back."""
-        self._allow(pair, [flows.allowed(rate) for rate in rates], self.share - 2 * self.first)
+        bytes_s = [flows.allowed(rate) for rate in rates]
+        self.costs[frozenset(pair)] = self._allow(pair, bytes_s, self.share - 2 * self.first)
 
-    def _allow(self, pair: Pair, bytes_s: Sequence[float], most: float) -> None:
+    def _allow(self, pair: Pair, bytes_s: Sequence[float], most: float) -> float:
         there, back = flows.cut(bytes_s, self.seconds, most)
         self.allowed |= {pair: there, pair[::-1]: back}
-        self.costs[frozenset(pair)] = flows.pair_bytes((there, back), self.seconds)
+        return flows.pair_bytes((there, back), self.seconds)
 
-    def alone(self, all_shared: Sequence[Shared]) -> None:
-        """The first pair of each has as much as all of them together had."""
-        summed = {
-            each.pairs[0]: (
-                sum(self.allowed[a, b] for a, b in each.pairs),
-                sum(self.allowed[b, a] for a, b in each.pairs),
+    def alone(self, all_shared: Sequence[Shared], sent: float) -> None:
+        """The first pair of each has as much as all of them together had. `sent`: bytes, by all that was measured."""
+        chosen = all_shared[: self.more]
+        for each in chosen:
+            there, back = (
+                sum(self.allowed[pair] for pair in way) for way in (each.pairs, [p[::-1] for p in each.pairs])
             )
-            for each in all_shared[: self.more]
-        }
-        costs = sorted(self.costs.values(), reverse=True)
-        for pair, most in zip(sorted(summed, key=lambda pair: -sum(summed[pair])), costs, strict=False):
-            self._allow(pair, summed[pair], most)
+            self._allow(each.pairs[0], (there, back), (self.bytes - sent) / len(chosen))
 
     @property
     def first_bytes(self) -> int:
@@ -63,5 +60,4 @@ class Bounds:
     @property
     def bytes(self) -> float:
         """Of all visits, once all first ones are over."""
-        costs = sorted(self.costs.values(), reverse=True)
-        return self.first_bytes + sum(costs) + sum(costs[: self.more])
+        return self.first_bytes + sum(self.costs.values()) + LEAST_PAIR_BYTES * self.more

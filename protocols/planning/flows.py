@@ -24,9 +24,9 @@ MARGIN_S = 1.5  # of a round: for what is said before and after it, and for a lo
 FIRST_ROUND_S = 8.0  # at most, of a first visit: connections, round trips, and a first reading
 FIRST_S, FIRST_TRIPS, FIRST_BYTES = 0.5, 3, MIB  # of a first reading: seconds and round trips, and bytes each way
 DOUBT = 1.15  # four streams that have more than so many times the rate of one: the one is read once more
-EXTRA = 1.5  # a stream may send so many times what the first reading lets expect,
+EXTRA = 1.25  # a stream may send so many times what the first reading lets expect,
 BUFFERED = 1 << 17  # and so many bytes a second more, which kernels take and do not deliver;
-UNEVEN = 2.0  # and each of four twice its part of that
+UNEVEN = 1.5  # and each of four half as much again as its part of that
 LEAST_BYTES = 1 << 16  # that each stream may send
 Marks = Sequence[tuple[float, int]]  # ascending: time, and bytes that had passed by then
 
@@ -44,17 +44,17 @@ class Phase:
         return max(LEAST_BYTES, int(phase_bytes * (UNEVEN if self.streams > 1 else 1.0) / self.streams))
 
 
-ONE, FOUR, AGAIN, BOTH, FIRST = (0, 1), (2, 3), (4, 5), 6, 7  # numbers of phases, by way where there are two
+ONE, FOUR, AGAIN, BOTH, FIRST = (0, 1), (2, 3), (4, 5), 6, (7, 8)  # numbers of phases, by way where there are two
 PHASES = (
     *(Phase(1, (way,), 4.0) for way in (0, 1)),
     *(Phase(4, (way,), 2.0) for way in (0, 1)),
     *(Phase(1, (way,), 3.0) for way in (0, 1)),  # where the one stream is in doubt
-    Phase(1, (0, 1), 2.0),
-    Phase(1, (0, 1), 1.0),  # a visit of its own, before all others
+    Phase(1, (0, 1), 1.0),
+    *(Phase(1, (way,), 1.0) for way in (0, 1)),  # a visit of its own, before all others
 )
 SPARE = 2.0  # weight that is kept for AGAIN, until it is known whether that is needed
 PINGED = len(PHASES)  # in place of a phase: the round trips
-VISITS = ((*ONE, *FOUR, *AGAIN, BOTH), (FIRST,))  # phases of a visit, by whether it is the first
+VISITS = ((*ONE, *FOUR, *AGAIN, BOTH), FIRST)  # phases of a visit, by whether it is the first
 STREAMS = sum(PHASES[number].streams * len(PHASES[number].ways) for number in VISITS[False])
 # Of the seconds of a round, those in which one way may be full, as `Phase.share` counts them.
 WAY = (PHASES[ONE[0]].weight + UNEVEN * PHASES[FOUR[0]].weight + PHASES[BOTH].weight + SPARE) / (
@@ -158,7 +158,7 @@ def peak(marks: Marks) -> float:
 def begun(rows: Sequence[Flow]) -> tuple[float, list[float]] | None:
     """The shortest round trip, and bit/s of each way, of both ends' rows of a first visit; None where one is not there."""
     trip = next((row.figures.get("min_rtt") for row in rows if row.phase == PINGED), None)
-    rates = {row.way: row.figures.get("peak_bits_per_second") for row in rows if row.phase == FIRST}
+    rates = {row.way: row.figures.get("peak_bits_per_second") for row in rows if row.phase in FIRST}
     found = [rate for way in (0, 1) if (rate := rates.get(way)) is not None]
     return None if trip is None or len(found) < 2 else (trip, found)
 
@@ -181,6 +181,12 @@ def doubtful(rows: Sequence[Flow]) -> list[int]:
         if row.phase in (*ONE, *FOUR)
     }
     return [AGAIN[way] for way in (0, 1) if rate[FOUR[way]] > DOUBT * rate[ONE[way]] > 0]
+
+
+def spared(more: Sequence[int]) -> float:
+    """By how much a phase of weight 1 gets shorter, where these take what was kept for them and BOTH its part of it."""
+    weight = PHASES[BOTH].weight
+    return (weight + SPARE) / (weight + sum(PHASES[number].weight for number in more))
 
 
 def unit_seconds(left_s: float, numbers: Sequence[int], spare: float, round_trip_s: float) -> float:

@@ -182,7 +182,7 @@ def of_pair(names: Way, flows: Sequence[Flow], unix_s: float) -> dict[Way, Link]
     trip = next(flow.figures for flow in flows if flow.phase == PINGED)
     found = {}
     for way in (0, 1):
-        here = [flow for flow in flows if flow.way == way and flow.phase not in (PINGED, FIRST)]
+        here = [flow for flow in flows if flow.way == way and flow.phase not in (PINGED, *FIRST)]
         single = [flow.figures for flow in here if PHASES[flow.phase].streams == len(PHASES[flow.phase].ways) == 1]
         alone = max(single, key=stream_rate)
         rows = [_raw(flow) for flow in here]

@@ -182,6 +182,11 @@ class Probe:
         )
         return [Say(f"streams of {sum(map(len, self.rounds))} pairs in {len(self.rounds)} rounds{more}: {limit}")]
 
+    @property
+    def sent(self) -> float:
+        """Bytes, by all pairs that were measured."""
+        return sum(flow.figures.get("sent_bytes", 0.0) for each in self.found for flow in each.flows)
+
     def links(self) -> dict[tuple[str, str], Link]:
         """Return the links that were found, by names; of those that shared a way, what each has without the others."""
         number = {machine.join.name: at for at, machine in enumerate(self.machines)}
@@ -204,7 +209,7 @@ class Probe:
         names = {(a, b): (self.name(a), self.name(b)) for a in machines for b in machines}
         rates = {pair: max(links[way].rates.values()) for pair, way in names.items() if way in links}
         self.shared = shared(self.count, self.rounds, rates)
-        self.bounds.alone(self.shared)
+        self.bounds.alone(self.shared, self.sent)
         return rounds_alone(self.shared, again(self.count))
 
     def _next(self, now_ns: int) -> Effects:

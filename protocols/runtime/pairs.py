@@ -83,7 +83,7 @@ class Pair:
             here = [end for each, end in ends if each == way]
             sent = [end for end in here if isinstance(end, Sent)]
             received = [end for end in here if isinstance(end, Received)]
-            self._add(phase, way, [end.figures() for end in sent] or [received_figures(received, phase == FIRST)])
+            self._add(phase, way, [end.figures() for end in sent] or [received_figures(received, phase in FIRST)])
 
     def _add(self, phase: int, way: int, rows: Sequence[dict[str, float]]) -> None:
         names = dict.fromkeys(name for row in rows for name in row)
@@ -194,8 +194,9 @@ def _first(pair: Pair, found: Streams, asked: Dial) -> None:
     pair.flows.append(Flow(PINGED, 0, {"min_rtt": low, "p50_rtt": half, "p95_rtt": high, "pings": float(len(times))}))
     seconds = min(flows.FIRST_S + flows.FIRST_TRIPS * low, asked.seconds)
     sizes = (asked.most_0, asked.most_1)
-    pair.say(FIRST, seconds, *sizes)
-    pair.streams(FIRST, _of_phase(found, FIRST), seconds, sizes)
+    for number in FIRST:
+        pair.say(number, seconds, *sizes)
+        pair.streams(number, _of_phase(found, number), seconds, sizes)
 
 
 def _streams(pair: Pair, found: Streams, asked: Dial) -> None:
@@ -212,7 +213,7 @@ def _streams(pair: Pair, found: Streams, asked: Dial) -> None:
         pair.say(number, seconds, *sizes)
         pair.streams(number, _of_phase(found, number), seconds, sizes)
         if number == FOUR[-1] and (more := flows.doubtful(pair.flows)):
-            todo, spare = [*more, *todo], 0.0
+            todo, spare, unit_s = [*more, *todo], 0.0, unit_s * flows.spared(more)
 
 
 def _round_trips(pair: Pair, now: Callable[[], float] = time.perf_counter) -> list[float]:

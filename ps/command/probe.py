@@ -221,9 +221,8 @@ def _direct(hosts: tuple[str, ...], bind: str, out: str, found: Measured, flags:
             found.add_host(join.name, Host(now, join.memory_bytes or None, machine.step_s or None))
         for way, link in probe.links().items():
             found.add_link(way, replace(link, unix_s=now))
-    sent = sum(flow.figures.get("sent_bytes", 0.0) for each in probe.found for flow in each.flows)
     seconds = (time.monotonic_ns() - (probe.began_ns or 0)) / 1e9
-    _say(f"{len(probe.found)} of {probe.pairs} pairs were measured in {seconds:.1f} s, with {sent / 1e6:,.1f} MB")
+    _say(f"{len(probe.found)} of {probe.pairs} pairs were measured in {seconds:.1f} s, with {probe.sent / 1e6:,.1f} MB")
     for why in probe.failed:
         _say(f"not measured: {why}")
     return _write(out, found, 1 if probe.failed else 0)

@@ -9,6 +9,7 @@ import shlex
 import signal
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -20,7 +21,10 @@ from lab import pair
 from link import MTU, Way
 
 from narrows.protocols.errors import UsageError
+from narrows.protocols.planning import flows
 from narrows.protocols.planning.network import Network
+from narrows.protocols.planning.probe_messages import Dial
+from narrows.protocols.runtime import pairs
 from narrows.protocols.runtime.hosts import own_host
 from narrows.ps.command.probing import by_ssh, words_there
 from narrows.ps.command.steps import STEPS, of_record, step_seconds
@@ -91,6 +95,28 @@ def test_a_port_that_nobody_reaches_is_named_and_the_other_pairs_are_measured(tm
     assert re.search(r"(a - b|b - a): port \d+ of ::1 cannot be dialled", failed)
     links = {(link["from"], link["to"]) for link in json.loads(out.read_text())["links"]}
     assert links == {("a", "c"), ("c", "a"), ("b", "c"), ("c", "b")}
+
+
+def test_a_pair_is_visited_twice_and_streams_in_doubt_are_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every stream is in doubt here."""
+    monkeypatch.setattr(flows, "DOUBT", 1e-9)
+    token, most, stop = "ab" * 16, 1 << 18, threading.Event()
+    for first, phases in ((True, {flows.PINGED, *flows.FIRST}), (False, set(flows.VISITS[False]))):
+        listener = pairs.open_port("127.0.0.1", 0)
+        asked = Dial(token, "", listener.getsockname()[1], 8.0, first, most, most, 1e-4)
+        with ThreadPoolExecutor(1) as pool:
+            listens = pool.submit(pairs.listen, listener, token, 8.0, first, stop)
+            found = [*pairs.dial("127.0.0.1", asked, stop), *listens.result()]
+        assert {flow.phase for flow in found} == phases
+        assert flows.begun(merged(found)) if first else flows.whole(merged(found))
+
+
+def merged(found: list[flows.Flow]) -> list[flows.Flow]:
+    """Both ends' rows as one."""
+    rows: dict[tuple[int, int], dict[str, float]] = {}
+    for flow in found:
+        rows.setdefault((flow.phase, flow.way), {}).update(flow.figures)
+    return [flows.Flow(*key, figures) for key, figures in rows.items()]
 
 
 @pytest.mark.skipif(bool(lab.available()), reason=lab.available() or "available")
