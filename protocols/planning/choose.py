@@ -23,9 +23,9 @@ from narrows.protocols.planning.ways import BELOW, WAYS, Way
 EXACT_MAX = 8  # hosts: they have 4,140 partitions
 CUTS_MAX = 24
 ROOTS_MAX = 24  # hosts that are tried as the root with every cut; the best plan tries all
-ROOTS_NEAR = 8  # and with every move
+ROOTS_NEAR = 4  # and with every move
 SPREADS = (2, 4, 8)  # hosts that a server's shards are spread over
-ROUNDS_MIN, ROUNDS_MAX, HOSTS_MOVED = 4, 32, 512  # rounds of moves: so many hosts in all, within these bounds
+ROUNDS_MIN, ROUNDS_MAX, PAIRS_MOVED = 8, 128, 8192  # rounds of moves: so many pairs of hosts, within these bounds
 MOVES_MIN, MOVES_MAX, HOSTS_PRICED = 48, 400, 8192  # moves of a round: likewise
 MOVED_MAX = 8  # hosts of one group that are tried in another: those with the fastest links to it
 WIDE_MAX = 16  # hosts of a network on which each move is priced with all ways, and not only the best few of them
@@ -149,7 +149,7 @@ class Chooser:
         roots = self.central()[:ROOTS_MAX]
         groupings = [self.alone, *cuts(self.prices.network, CUTS_MAX), *self.reaching()]
         seen, plans = {*groupings}, self.look(groupings, WAYS, BELOW, roots).plans()
-        for _ in range(int(np.clip(HOSTS_MOVED // len(self.hosts), ROUNDS_MIN, ROUNDS_MAX))):
+        for _ in range(int(np.clip(PAIRS_MOVED // len(self.hosts) ** 2, ROUNDS_MIN, ROUNDS_MAX))):
             if plans:
                 plans = sorted([*self.moved(plans[0], seen), *plans[1:]], key=lambda plan: plan[:2])
 
