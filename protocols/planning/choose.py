@@ -13,24 +13,23 @@ from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
-import numpy.typing as npt
 
 from narrows.protocols.errors import UsageError
 from narrows.protocols.planning.levels import Coded, Groupings, Groups, Indices, Prices, Work, cuts, joined, merges
+from narrows.protocols.planning.looks import PRICED_MAX, Clusters, Look, Plan, changed, partitions, undominated
 from narrows.protocols.planning.network import Array, Network, named
 from narrows.protocols.planning.ways import BELOW, WAYS, Way
 
 EXACT_MAX = 8  # hosts: they have 4,140 partitions
 CUTS_MAX = 24
 ROOTS_MAX = 24  # hosts that are tried as the root with every cut; the best plan tries all
-ROOTS_NEAR = 8  # and with every move
+ROOTS_NEAR = 4  # and with every move
 SPREADS = (2, 4, 8)  # hosts that a server's shards are spread over
-ROUNDS_MIN, ROUNDS_MAX, HOSTS_MOVED = 4, 32, 512  # rounds of moves: so many hosts in all, within these bounds
+ROUNDS_MIN, ROUNDS_MAX, PAIRS_MOVED = 8, 128, 8192  # rounds of moves: so many pairs of hosts, within these bounds
 MOVES_MIN, MOVES_MAX, HOSTS_PRICED = 48, 400, 8192  # moves of a round: likewise
 MOVED_MAX = 8  # hosts of one group that are tried in another: those with the fastest links to it
 WIDE_MAX = 16  # hosts of a network on which each move is priced with all ways, and not only the best few of them
 BEST, KEPT = 4, 10  # plans of a round of moves that are moved from later
-PRICED_MAX = 1 << 17  # figures at a time: they fit in a cache
 NEAR, NEAR_MAX = 1.1, 2  # which others are worth a trial, and how many
 PATIENT = 0.999  # a simpler plan may cost so much more: equals differ by rounding
 
@@ -59,71 +58,6 @@ class Choice:
     def clusters(self) -> list[tuple[int, tuple[int, ...]]]:
         """(host of the server, hosts) of each."""
         return [(s, group) for s, group in zip(self.servers, self.groups, strict=True) if len(group) > 1]
-
-
-class Clusters:
-    """Seconds of a step of groups, by the host of the server. Each group is priced once with each way."""
-
-    def __init__(self, prices: Prices) -> None:
-        self.prices = prices
-        self.number: dict[tuple[int, ...], int] = {}
-        self.groups: list[tuple[int, ...]] = []
-        self.ends = np.zeros(1, np.intp)
-        self.own_s: dict[Way, Array] = {}
-
-    def numbers(self, groups: Sequence[tuple[int, ...]]) -> Indices:
-        known = len(self.groups)
-        for group in groups:
-            if group not in self.number:
-                self.number[group] = len(self.groups)
-                self.groups.append(group)
-        sizes = [len(group) for group in self.groups[known:]]
-        self.ends = np.concatenate([self.ends, self.ends[-1] + np.cumsum(sizes, dtype=np.intp)])
-        return np.fromiter((self.number[group] for group in groups), np.intp, len(groups))
-
-    def of(self, below: Way, numbers: Indices) -> Array:
-        """(hosts,) of these groups, one after the other."""
-        own_s = self.own_s.get(below, np.zeros(0))
-        own_s = self.own_s[below] = np.concatenate([own_s, np.full(self.ends[-1] - len(own_s), np.nan)])
-        sizes, begins = np.diff(self.ends), self.ends[:-1]
-        new = np.unique(numbers[np.isnan(own_s[begins[numbers]])])
-        for size in np.unique(sizes[new]):
-            alike = new[sizes[new] == size]
-            for some in np.array_split(alike, min(len(alike), -(-len(alike) * int(size) ** 2 // PRICED_MAX))):
-                hosts = np.array([self.groups[number] for number in some])
-                took_s = self.prices.inside_s(below, hosts) if size > 1 else self.prices.compute_s[hosts]
-                own_s[begins[some][:, None] + np.arange(size)] = took_s
-        ends = np.cumsum(sizes[numbers])
-        found: Array = own_s[np.arange(ends[-1]) + np.repeat(begins[numbers] - ends + sizes[numbers], sizes[numbers])]
-        return found
-
-
-@dataclass(frozen=True, slots=True)
-class Look:
-    """Plans that were priced together: costs[a, i] is that of aboves[a] over groupings[at[i]] with belows[below[i]] inside."""
-
-    groupings: Sequence[Groups]
-    aboves: Sequence[Way]
-    belows: Sequence[Way]
-    at: Indices
-    below: Indices
-    costs: Array
-
-    def plan(self, above: int, item: int) -> Plan:
-        groups = self.groupings[self.at[item]]
-        return float(self.costs[above, item]), groups, self.aboves[above], self.belows[self.below[item]]
-
-    def plans(self) -> list[Plan]:
-        """The cheapest plan of each grouping, the cheapest first, but for those that nobody may have."""
-        found: dict[Groups, Plan] = {}
-        costs = self.costs.min(0)
-        for item in costs.argsort(kind="stable")[: np.isfinite(costs).sum()]:
-            plan = self.plan(int(self.costs[:, item].argmin()), item)
-            found.setdefault(plan[1], plan)
-        return [*found.values()]
-
-
-Plan = tuple[float, Groups, Way, Way]  # cost
 
 
 class Chooser:
@@ -161,7 +95,7 @@ class Chooser:
             len(belows), *table.order.shape
         )
         steps = np.stack([np.maximum.reduceat(self.steps[below][sizes], begins) for below in belows])
-        below, at = np.nonzero(_kept(own_s, steps))
+        below, at = np.nonzero(undominated(own_s, steps))
         own_s, steps, rows = own_s[below, at], steps[below, at], table.rows(at)
         children = rows.children
         steps = steps * np.stack([self.steps[above][children] for above in aboves])
@@ -215,7 +149,7 @@ class Chooser:
         roots = self.central()[:ROOTS_MAX]
         groupings = [self.alone, *cuts(self.prices.network, CUTS_MAX), *self.reaching()]
         seen, plans = {*groupings}, self.look(groupings, WAYS, BELOW, roots).plans()
-        for _ in range(int(np.clip(HOSTS_MOVED // len(self.hosts), ROUNDS_MIN, ROUNDS_MAX))):
+        for _ in range(int(np.clip(PAIRS_MOVED // len(self.hosts) ** 2, ROUNDS_MIN, ROUNDS_MAX))):
             if plans:
                 plans = sorted([*self.moved(plans[0], seen), *plans[1:]], key=lambda plan: plan[:2])
 
@@ -279,16 +213,16 @@ class Chooser:
         rate = np.minimum(self.prices.network.rates[-1], self.prices.network.rates[-1].T)
         for number, group in enumerate(groups):
             for cut in self.halves(group):
-                yield _changed(groups, [group], cut)
+                yield changed(groups, [group], cut)
             for other in groups[number + 1 :]:
                 if len(groups) > 2:
-                    yield _changed(groups, [group, other], [group + other])
+                    yield changed(groups, [group, other], [group + other])
                 for one, to in ((group, other), (other, group)):
                     if len(one) > 1:
                         near = rate[np.ix_(one, to)].mean(1).argsort(kind="stable")[::-1][:MOVED_MAX]
                         for host in (one[at] for at in near):
                             rest = tuple(h for h in one if h != host)
-                            yield _changed(groups, [group, other], [rest, (*to, host)])
+                            yield changed(groups, [group, other], [rest, (*to, host)])
 
     def halves(self, group: tuple[int, ...]) -> Iterator[list[tuple[int, ...]]]:
         """The group without one of its hosts, and in two where its slowest link is."""
@@ -311,36 +245,6 @@ class Chooser:
                 step_s = prices.spread_s(way, servers)
                 cost = step_s * way.steps(len(best))
                 yield Choice(self.alone, tuple(self.hosts), servers[0], way, BELOW[0], step_s, cost, servers)
-
-
-def partitions(hosts: list[int]) -> Iterator[Groups]:
-    """Every one, the first host's group first."""
-    if not hosts:
-        yield ()
-        return
-    for rest in partitions(hosts[1:]):
-        yield ((hosts[0],), *rest)
-        for at, group in enumerate(rest):
-            yield ((hosts[0], *group), *rest[:at], *rest[at + 1 :])
-
-
-def _changed(
-    groups: Sequence[tuple[int, ...]], old: Sequence[tuple[int, ...]], new: Sequence[tuple[int, ...]]
-) -> Groups:
-    """These groups with new ones in the place of some."""
-    kept = [group for group in groups if all(group is not each for each in old)]
-    return tuple(sorted([*kept, *(tuple(sorted(group)) for group in new)]))
-
-
-def _kept(own_s: Array, steps: Array) -> npt.NDArray[np.bool_]:
-    """(ways, b) those that no other is as good as, of the seconds (ways, b, n) and steps (ways, b)."""
-    kept = np.ones(steps.shape, bool)
-    for one in range(len(steps)):
-        for other in range(len(steps)):
-            if one != other:
-                worse = kept[other] & (own_s[other] <= own_s[one]).all(1) & (steps[other] <= steps[one])
-                kept[one] &= ~worse
-    return kept
 
 
 def cheapest(plan: Choice, others: Sequence[Choice]) -> Choice:

@@ -21,9 +21,10 @@ from simulation.trees import Road, Tree, tree_of
 
 from narrows.compression.predict import Cost, Link, clock_s, step_s, whole_clock_s
 from narrows.protocols.errors import UsageError
-from narrows.protocols.planning.choose import EXACT_MAX, PATIENT, Chooser, choices, choose, partitions
+from narrows.protocols.planning.choose import EXACT_MAX, PATIENT, Chooser, choices, choose
 from narrows.protocols.planning.layout import parse
 from narrows.protocols.planning.levels import Coded, Groups, Prices, Work, cuts, joined, merges, places
+from narrows.protocols.planning.looks import partitions
 from narrows.protocols.planning.network import Network
 from narrows.protocols.planning.places import placed
 from narrows.protocols.planning.ways import BELOW, WAYS, Way
