@@ -30,7 +30,7 @@ from narrows.protocols.member.exchange import Exchange
 from narrows.protocols.member.member import Member
 from narrows.protocols.plan import Plan, TensorSpec
 from narrows.protocols.planning.choose import Choice
-from narrows.protocols.planning.levels import Prices
+from narrows.protocols.planning.levels import Groups, Prices
 from narrows.protocols.planning.ways import Way
 from narrows.protocols.settings import Settings
 from narrows.protocols.timeline import CHUNKS, Stream, Timeline, Wire, delay_ns
@@ -44,9 +44,7 @@ from narrows.ps.shard import Shard
 from narrows.ps.wires import FAST, Ways, Wires
 
 KEYS = 16  # of the model: some for each shard of a server
-PLAN = Plan(
-    (TensorSpec("w", (KEYS,), "float32"),), "", ((0,),)
-).packed()  # updates are pushed, so servers have no optimizer
+PLAN = Plan((TensorSpec("w", (KEYS,), "float32"),), "", ((0,),)).packed()  # updates are pushed: no optimizer
 AGES_S = 80_000.0  # nobody is lost
 TIMING = Timing(join_retry_ns=NS // 4, request_retry_ns=int(AGES_S * NS), lost_ns=int(AGES_S * NS))
 TICK_NS = NS // 5
@@ -62,13 +60,7 @@ class Level:
     """One server and its children. `hosts`: of its shards; `children`: those below each of these."""
 
     def __init__(
-        self,
-        trial: Trial,
-        name: str,
-        way: Way,
-        hosts: Sequence[int],
-        children: Sequence[Sequence[int]],
-        above: Level | None,
+        self, trial: Trial, name: str, way: Way, hosts: Sequence[int], children: Groups, above: Level | None
     ) -> None:
         self.trial, self.name, self.hosts, self.above = trial, name, hosts, above
         work, coded = trial.prices.work, trial.prices.work.coded[way.compress]
@@ -280,7 +272,7 @@ class Trial:
         for number, (server, group) in enumerate(zip(plan.servers, plan.groups, strict=True)):
             level = self.root
             if len(group) > 1:
-                level = Level(self, f"c{number}", plan.below, (server,), [(host,) for host in group], self.root)
+                level = Level(self, f"c{number}", plan.below, (server,), tuple((host,) for host in group), self.root)
             own_ns = max(self.worker(level, host).own_ns for host in group)
             self.own_s.append(own_ns / NS / level.settings.mode().local_steps)
 
