@@ -261,17 +261,16 @@ def without(network: Network, *pairs: tuple[int, int]) -> Network:
     return replace(network, delay_s=delay_s, rates=rates)
 
 
-@pytest.mark.parametrize("hosts", [[2, 2, 1], [2, 2, 6]])
+@pytest.mark.parametrize("hosts", [[2, 2, 1], [2, 2, 14]])
 def test_links_that_no_plan_needs_may_be_missing(hosts: list[int]) -> None:
     """Host 2 has links to all, and no other two have one."""
     whole, others = cities(hosts, 20, 60), [host for host in range(sum(hosts)) if host != 2]
     network = without(whole, *permutations(others, 2))
-    plan, chooser = choose(network, WORK), Chooser(network, WORK)
-    assert np.isfinite(plan.cost) and plan.cost >= choose(whole, WORK).cost * PATIENT
+    plan, chooser, least = choose(network, WORK), Chooser(network, WORK), choose(whole, WORK).cost
+    assert np.isfinite(plan.cost) and plan.cost >= least * PATIENT
     assert all(len(group) == 1 or 2 in group for group in plan.groups)
     assert Trial(chooser.prices, plan).step_s() == pytest.approx(plan.step_s, rel=0.4)
-    one = without(whole, (0, 1))
-    assert choose(one, WORK).cost >= choose(whole, WORK).cost * PATIENT
+    assert choose(without(whole, (0, 1)), WORK).cost >= least * PATIENT
 
 
 @pytest.mark.parametrize("hosts", [6, 10])
