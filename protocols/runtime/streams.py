@@ -27,7 +27,7 @@ MARKS_MAX = 1 << 14
 GIVEN_UP_S = 1.0  # after its time a sender waits so long for the receiver to end a stream: its reset may be lost
 TURN_S = 0.5  # a blocked call looks at the clock so often
 LOOK_S = 0.05  # and a sender at what has been delivered
-INFO = struct.Struct("=16xI80xI52xI32xI4xQ")  # of struct tcp_info: its fields of Info
+INFO = struct.Struct("=16xI80xI52xI32xI4xQ8xI")  # of struct tcp_info: its fields of Info
 
 
 class MeasureError(NarrowsError):
@@ -57,8 +57,9 @@ class Info(NamedTuple):
     mss: int = 0  # bytes
     retransmits: int = 0
     segments: int = 0  # with data, retransmitted ones included
-    delivered: int = 0  # acknowledged, also those behind a hole
+    delivered: int = 0  # acknowledged, also those behind a hole, and those that were there already
     bytes: int = 0  # sent, with retransmitted ones
+    repeated: int = 0  # acknowledged though they were there already: a full queue lets a sender repeat what is not lost
 
 
 class Marks:
@@ -95,7 +96,7 @@ class Sent:
                 with suppress(TimeoutError):
                     left -= sender.send(memoryview(CHUNK)[:left])
                 now_s, info = time.monotonic(), _info(sender)
-                self.marks.add(now_s, info.delivered * info.mss)
+                self.marks.add(now_s, (info.delivered - info.repeated) * info.mss)
                 if now_s - begin < flows.SKIPPED * seconds:
                     self.early = info
             self.cores = (time.thread_time() - spent) / max(1e-9, time.monotonic() - begin)

@@ -16,7 +16,7 @@ from simulation.mirrors import Violation
 FIRST: dict[str, int] = {
     "a checkpoint altered and not noticed": 2,
     "a cluster that says it holds before all shards do": 22,
-    "a cluster with a standby is taken for dead": 68,
+    "a cluster with a standby is taken for dead": 123,
     "a dead worker's range kept": 4,
     "a dedupe entry dropped": 6,
     "a difference taken out of turn": 2,
