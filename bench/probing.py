@@ -6,7 +6,8 @@
 Rules
 - A path leads over two links: its delay is the sum of both, its rate that of the narrower one, less the headers of TCP.
 - A host runs ps-probe as a user would: the first directs, the others join, all without keys.
-- One stream may not fill a path that loses packets, the less the longer its round trip. There the faster of one stream and four is compared.
+- One stream may not fill a path that loses packets, the less the longer its round trip.
+  There the faster of one stream and four is compared.
 """
 
 from __future__ import annotations

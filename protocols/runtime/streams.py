@@ -59,7 +59,7 @@ class Info(NamedTuple):
     segments: int = 0  # with data, retransmitted ones included
     delivered: int = 0  # acknowledged, also those behind a hole, and those that were there already
     bytes: int = 0  # sent, with retransmitted ones
-    repeated: int = 0  # acknowledged though they were there already: a full queue lets a sender repeat what is not lost
+    repeated: int = 0  # of those delivered, there already: a full queue lets a sender repeat what is not lost
 
 
 class Marks:
