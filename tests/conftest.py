@@ -5,11 +5,18 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import signal
 from collections.abc import Generator, Iterator
 
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: threads of pytest's workers would spin
+
+# Started by nohup or in the background of a script, pytest ignores these signals. Commands would inherit that; of a handler,
+# they inherit nothing.
+for number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, lambda *_: None)
 
 with contextlib.suppress(ImportError):  # the environment of examples has no hypothesis
     from hypothesis import settings

@@ -6,6 +6,7 @@ All that is started here is ended here, by its pid. Every wait has a limit; noth
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -57,13 +58,16 @@ def environment(extra: dict[str, str] | None = None) -> dict[str, str]:
     return env | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | (extra or {})
 
 
-def until(done: Callable[[], Any], what: str, limit_s: float = LIMIT_S) -> Any:
-    """Wait until `done` returns something true, and return it. Fails with `what` after `limit_s`."""
+def until(done: Callable[[], Any], what: str | Command, limit_s: float = LIMIT_S) -> Any:
+    """Wait until `done` returns something true, and return it. Fails with `what` after `limit_s`, or as a command has ended."""
     deadline = time.monotonic() + limit_s
-    while not (result := done()):
+    while True:
+        ended = isinstance(what, Command) and what.process.poll() is not None  # before it is asked: the last word counts
+        if result := done():
+            return result
+        assert not ended, f"ended while waited for: {what}"
         assert time.monotonic() < deadline, f"waited {limit_s:.0f} s for {what}"
         time.sleep(0.02)
-    return result
 
 
 class Command:
@@ -170,14 +174,21 @@ def alive(pid: int) -> bool:
         return False
 
 
+# Tests that run at the same time look in other places. What was given out is not given again before all others were: nobody
+# listens on it yet.
+PLACE, PLACE_SIZE = 21_000 + 2_700 * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 4), 2_700
+_looked_at = itertools.count(os.getpid())
+
+
 def free_ports(count: int) -> int:
-    """The first of `count` ports in a row that nobody listens on. Tests that run at the same time look in other places."""
-    place = 21_000 + 2_700 * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 4)
-    for first in range(place + os.getpid() % 2_000, place + 2_700 - count, count):
+    """The first of `count` ports in a row that nobody listens on."""
+    for _ in range(PLACE_SIZE):
+        ports = [PLACE + next(_looked_at) % PLACE_SIZE for _ in range(count)]
         with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
-            for port in range(first, first + count):
+            for port in ports:
                 stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
-            return first
+            if ports[-1] - ports[0] == count - 1:  # else they go over the end of the place
+                return ports[0]
     raise AssertionError("no free ports")
 
 
@@ -224,7 +235,7 @@ def serving(
         where = () if "--checkpoint-dir" in flags or cwd else ("--checkpoint-dir", "none")
         words = (*serve, "--bind", bind, "--ready-file", str(ready), *where, *flags)
         with started(*words, env=env, cwd=cwd) as command:
-            until(lambda: ready.exists() or command.process.poll() is not None, str(command))
+            until(lambda: ready.exists() or command.process.poll() is not None, command)
             assert ready.exists(), command
             server = Server(command, ready)
             try:

@@ -758,7 +758,7 @@ def test_workers_go_on_when_their_server_is_killed(tmp_path: Path) -> None:
     with serving("--sync", "gossip", "--workers", "2", cwd=tmp_path) as server:
         words = ("--server", server.address, "--server-timeout", "3", "-n", "2", str(script))
         with started("ps-worker", *words) as both_of_them:
-            until(lambda: both_of_them.out.count("trains") == 2, str(both_of_them))
+            until(lambda: both_of_them.out.count("trains") == 2, both_of_them)
             server.kill()
             assert both_of_them.wait() == 0, str(both_of_them)
             assert len(ends(both_of_them.out)) == 1

@@ -71,7 +71,7 @@ def test_everything_may_be_suspended_for_longer_than_any_limit(flags: str, tmp_p
             "ps-worker", "--server", server.address, "-n", "2", "--server-timeout", "2", str(path), "150"
         ) as command,
     ):
-        until(lambda: re.search(r"clock [1-9]", command.err) or command.process.poll() is not None, str(command))
+        until(lambda: re.search(r"clock [1-9]", command.err) or command.process.poll() is not None, command)
         pids = [*descendants(command.pid), command.pid, *descendants(server.command.pid), server.command.pid]
         try:
             for pid in pids:
@@ -102,7 +102,7 @@ def test_nothing_is_left_of_a_ps_worker_that_is_ended(
     whom: object, number: int, code: int, said: str, script: Path
 ) -> None:
     with started("ps-worker", str(script)) as command:
-        until(lambda: command.out == "trains\n" or command.process.poll() is not None, str(command))
+        until(lambda: command.out == "trains\n" or command.process.poll() is not None, command)
         pids = descendants(command.pid)
         assert len(pids) >= 6, "a server, its shard, a worker, what that started, and who forked them"
         assert callable(whom)
@@ -120,7 +120,7 @@ def test_nothing_is_left_of_a_command_that_is_ended_while_it_starts(
     words = [str(script)] if name == "ps-worker" else ["--checkpoint-dir", "none", "--bind", "tcp://127.0.0.1:0"]
     # In an interpreter of its own: one that is forked has its kernels, and may serve before this looks.
     with started(name, *words, env={"PYTHONNOUSERSITE": "1"}) as command:
-        until(lambda: "loading kernels ..." in command.err + command.out, str(command))
+        until(lambda: "loading kernels ..." in command.err + command.out, command)
         pids = descendants(command.pid)
         assert pids and not command.out.count("\n") > 1
         os.kill(command.pid, number)
@@ -136,7 +136,7 @@ def test_a_worker_in_its_imports_ends_without_a_traceback(tmp_path: Path) -> Non
     )
     (tmp_path / "script.py").write_text("import slow\n")
     with started("ps-worker", "-n", "2", str(tmp_path / "script.py")) as command:
-        until(lambda: command.out == "imports\nimports\n" or command.process.poll() is not None, str(command))
+        until(lambda: command.out == "imports\nimports\n" or command.process.poll() is not None, command)
         os.kill(command.pid, signal.SIGINT)
         assert command.wait(GONE_S) == 130, command
         assert "0 of 2 workers done" in command.err
@@ -151,19 +151,19 @@ def test_a_server_that_is_silent_is_named_and_so_is_its_return(script: Path) -> 
         serving() as server,
         started("ps-worker", "--server", server.address, str(script)) as own,
     ):
-        until(lambda: own.out == "trains\n" or own.process.poll() is not None, str(own))
+        until(lambda: own.out == "trains\n" or own.process.poll() is not None, own)
         pids = [server.command.pid, *descendants(server.command.pid)]
         silent = f"ps-worker: the server at {server.address} has not answered for 3 s; waiting up to 30 s\n"
         back = f"ps-worker: the server at {server.address} answers again\n"
         try:
             for pid in pids:
                 os.kill(pid, signal.SIGSTOP)
-            until(lambda: silent in own.err, str(own))
+            until(lambda: silent in own.err, own)
             assert back not in own.err
         finally:
             for pid in pids:
                 os.kill(pid, signal.SIGCONT)
-        until(lambda: back in own.err, str(own))
+        until(lambda: back in own.err, own)
         assert (own.err.count(silent), own.err.count(back)) == (1, 1), own
 
 
@@ -172,7 +172,7 @@ def test_a_server_that_is_killed_is_lost(script: Path) -> None:
         serving() as server,
         started("ps-worker", "--server", server.address, "--server-timeout", "2", str(script)) as own,
     ):
-        until(lambda: own.out == "trains\n" or own.process.poll() is not None, str(own))
+        until(lambda: own.out == "trains\n" or own.process.poll() is not None, own)
         server.kill()
         assert own.wait() == 6, own
         assert f"ps-worker: {server.address}: the server has not answered for 2 s\n" in own.err
@@ -215,7 +215,7 @@ def test_a_server_that_was_killed_goes_on_from_its_checkpoint(tmp_path: Path) ->
         server.kill()
         reached = worker.clock
     with serving(*flags, port=port) as server:
-        joined = until(lambda: re.search(r"joined at clock (\d+)", server.command.out), str(server.command))
+        joined = until(lambda: re.search(r"joined at clock (\d+)", server.command.out), server.command)
         assert anew not in server.command.out
         again = int(joined[1])
         assert 0 < again <= reached
@@ -297,12 +297,12 @@ def test_one_of_four_dies_and_another_joins(digits: Path, tmp_path: Path) -> Non
         serving(*flags.split(), "--workers", "4", "--lease", "30") as server,
         started("ps-worker", "--server", server.address, "-n", "4", "--record", str(record), *rest) as four,
     ):
-        until(lambda: all(len(steps(worker)) >= 100 for worker in range(4)) or four.process.poll(), str(four))
+        until(lambda: all(len(steps(worker)) >= 100 for worker in range(4)) or four.process.poll(), four)
         os.kill(int(steps(2)[-1]["pid"]), signal.SIGKILL)
         until(lambda: "local rank 2 was ended" in four.err, "ps-worker to name the worker", GONE_S)
         before = min(steps(worker)[-1]["clock"] for worker in (0, 1, 3))
         with started("ps-worker", "--server", server.address, "--record", str(tmp_path / "own.jsonl"), *rest) as joiner:
-            until(lambda: clocks_and_accuracies(joiner, "begins") or joiner.process.poll(), str(joiner))
+            until(lambda: clocks_and_accuracies(joiner, "begins") or joiner.process.poll(), joiner)
             now = [steps(worker)[-1]["clock"] for worker in (0, 1, 3)]
             ((clock, first),) = clocks_and_accuracies(joiner, "begins")
             stop.touch()
@@ -458,7 +458,7 @@ def test_a_second_interrupt_does_not_wait(tmp_path: Path) -> None:
         "threading.Event().wait()\n"
     )
     with started("ps-worker", "--server", "tcp://127.0.0.1:1", str(path)) as command:
-        until(lambda: command.out, str(command))
+        until(lambda: command.out, command)
         os.kill(command.pid, signal.SIGINT)
         os.kill(command.pid, signal.SIGTERM)
         assert command.wait(GONE_S) in (130, 143)
@@ -499,7 +499,7 @@ def test_a_cluster_that_dies_is_left_out_and_a_server_above_that_dies_ends_its_c
                 list(pool.map(lambda worker: worker.train(5), (first, second)))
             for shows in (root, two):  # the whole tree, at the start and on request
                 for times in (1, 2):
-                    until(partial(says, shows, times), str(shows.command))
+                    until(partial(says, shows, times), shows.command)
                     os.kill(shows.command.pid, signal.SIGUSR1)
             two.kill()
             first.train(20)  # the next barrier above waits for a lease, and no longer

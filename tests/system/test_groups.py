@@ -68,15 +68,15 @@ def test_a_group_of_which_one_dies_leaves_and_comes_back_and_the_other_worker_go
             *("--record", str(record), str(path), str(stop)),
         ) as group,
     ):
-        until(lambda: len(lines(group, "begins")) == 2 or group.process.poll(), str(group))
+        until(lambda: len(lines(group, "begins")) == 2 or group.process.poll(), group)
         ranks = {int(own): (int(rank), int(world)) for rank, world, own, *_ in lines(group, "begins")}
-        ((single, world, _, _, _),) = until(lambda: lines(other, "begins") or other.process.poll(), str(other))
+        ((single, world, _, _, _),) = until(lambda: lines(other, "begins") or other.process.poll(), other)
         # Each worker has every second row, and each process of the group half of those.
         assert int(world) == 2 and ranks == {own: (1 - int(single) + 2 * own, 4) for own in (0, 1)}
         until(lambda: "clock 2" in group.err or group.process.poll(), "it to train")
         victim = next(int(pid) for _, _, own, pid, _ in lines(group, "begins") if own == "1")
         os.kill(victim, signal.SIGKILL)
-        until(lambda: len(lines(group, "begins")) == 4 or group.process.poll(), str(group), GONE_S)
+        until(lambda: len(lines(group, "begins")) == 4 or group.process.poll(), group, GONE_S)
         stop.touch()
         assert group.wait() == 0 and other.wait() == 0, f"{group}\n{other}\n{server.command}"
         assert server.command.wait() == 0, server.command

@@ -144,10 +144,10 @@ def test_a_key_takes_away_no_place_of_another_key(folder: Path) -> None:
     with serving("--workers", "3", "--keys", str(folder)) as server, ThreadPoolExecutor(1) as pool:
         for number in range(3):
             tell_left(server.address, f"of a worker that never came {number}", city)
-        until(lambda: server.command.out.count(said) == 2, str(server.command))
+        until(lambda: server.command.out.count(said) == 2, server.command)
         server.kill_shard(0)
         first = pool.submit(Worker, server.address, key_of(folder, "village"))
-        until(lambda: server.command.out.count(" joined at clock ") == 1, str(server.command))
+        until(lambda: server.command.out.count(" joined at clock ") == 1, server.command)
         assert not first.done()
         second = Worker(server.address, key_of(folder, "town"))
         together = first.result(LIMIT_S)

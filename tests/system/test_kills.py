@@ -193,7 +193,7 @@ def test_the_server_of_gossip_too(tmp_path: Path) -> None:
         serving("--sync", "gossip", "--shards", "2", "--workers", "3") as server,
         started("ps-worker", "-n", "3", "--server", server.address, str(path), "200") as workers,
     ):
-        until(lambda: "clock " in workers.err or workers.process.poll() is not None, str(workers))
+        until(lambda: "clock " in workers.err or workers.process.poll() is not None, workers)
         Killer(server, (0, 1), 1).end()
         assert workers.wait() == 0, f"{workers}\n{server.command}"
         assert "3 of 3 workers done" in workers.err and "without" not in workers.err
@@ -246,7 +246,7 @@ def test_the_process_that_forks_them_too() -> None:
         before = server.pids
         (nursery,) = {parent(pid) for pid in before[1:]} - {before[0]}
         os.kill(nursery, signal.SIGKILL)
-        until(lambda: not set(server.pids[1:]) & set(before[1:]), str(server.command))
+        until(lambda: not set(server.pids[1:]) & set(before[1:]), server.command)
         worker.train(20)
         worker.close()
         undisturbed(server, 2)
@@ -262,7 +262,7 @@ def test_a_machine_whose_processes_are_gone_is_waited_for_a_quarter_of_a_lease(t
         started("ps-worker", "--server", server.address, str(path), "200") as one,
         started("ps-worker", "--server", server.address, str(path)) as two,
     ):
-        until(lambda: "clock " in one.err, str(one))
+        until(lambda: "clock " in one.err, one)
         began = time.monotonic()
         pids = (two.pid, *descendants(two.pid))
         for number in (signal.SIGSTOP, signal.SIGKILL):  # none says a last word of the others

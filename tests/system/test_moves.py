@@ -95,7 +95,7 @@ def trains(worker: Worker, done: Callable[[], Any], what: object) -> None:
         worker.step()
         return done()
 
-    until(stepped, str(what))
+    until(stepped, what)
 
 
 def test_a_machine_that_joins_has_keys_until_it_goes(tmp_path: Path) -> None:

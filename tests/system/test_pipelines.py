@@ -86,7 +86,7 @@ def test_a_killed_stage_ends_its_pipeline_and_stages_go_back_to_a_clock_that_all
     serve = ("ps-serve", *here, "--keys", str(keys), "--checkpoint-dir", str(tmp_path / "checkpoints"))
     work = ("ps-worker", *here, "--key", str(key), "--checkpoint-dir", str(tmp_path / "checkpoints"), str(script))
     with started(*serve, cwd=tmp_path) as server, started(*work, cwd=tmp_path) as worker:
-        until(lambda: all(max(clocks(server, stage), default=0) > 2 * EVERY for stage in range(STAGES)), str(worker))
+        until(lambda: all(max(clocks(server, stage), default=0) > 2 * EVERY for stage in range(STAGES)), worker)
         assert re.search(r"stage 0 has layers range\(0, 1\) and 2 micro", worker.out), worker
         assert re.search(r"stage 1 has layers range\(1, 3\) and 1 micro", worker.out), worker
         os.kill(of_stage(worker, 1, 0), signal.SIGKILL)
@@ -99,7 +99,7 @@ def test_a_killed_stage_ends_its_pipeline_and_stages_go_back_to_a_clock_that_all
     (folder / "stage-1" / f"shard-0.clock-{newest}.safetensors").unlink()  # as if this stage had been slower
     assert go_back(layout, "here", folder, "") == max(set(found) - {newest}) == max(whole(folder / "stage-0"))
     with started(*serve, "--resume", cwd=tmp_path) as server:
-        until(lambda: server.out.count("serves 1 shard") == STAGES, str(server))
+        until(lambda: server.out.count("serves 1 shard") == STAGES, server)
         servers = descendants(server.pid)
         assert len(servers) >= 2 * STAGES
         os.kill(server.pid, signal.SIGKILL)  # nobody is left to end them

@@ -66,7 +66,7 @@ def test_hosts_start_their_parts_in_any_order_and_all_end(tmp_path: Path, rows: 
         worker = start("ps-worker", "b", "--restarts", "1", str(script), "samples={samples}")
         hosts = [row["host"] for row in rows.get("guests", [])] + ["a"]
         servers = [start("ps-serve", host, "--checkpoint-dir", "none") for host in hosts]
-        until(lambda: said in servers[0].out or any(s.process.poll() for s in servers), str(servers[0]))
+        until(lambda: said in servers[0].out or any(s.process.poll() for s in servers), servers[0])
         (tmp_path / "enough").touch()
         for command in (worker, *servers):
             assert command.wait() == 0, command
@@ -91,7 +91,7 @@ def both(old: str, new: str) -> str:
 def test_a_server_with_another_copy_of_the_plan_is_refused(tmp_path: Path, rows: dict[str, Any]) -> None:
     file = plan(tmp_path, **rows)
     with started("ps-serve", "--plan", file, "--host", "a", "--checkpoint-dir", "none", cwd=tmp_path) as root:
-        until(lambda: "stage 0: serves 1 shard" in root.out, str(root))
+        until(lambda: "stage 0: serves 1 shard" in root.out, root)
         words = ("ps-serve", "--plan", stale(file), "--host", "c", "--checkpoint-dir", "none")
         code, _, said = finished(*words, cwd=tmp_path)
     assert code == 5 and both(stale(file), file) in said
@@ -101,7 +101,7 @@ def test_a_worker_with_another_copy_of_the_plan_is_refused_and_one_without_a_pla
     file, script = plan(tmp_path), tmp_path / "script.py"
     script.write_text(SCRIPT % "pass")
     with started("ps-serve", "--plan", file, "--host", "a", "--checkpoint-dir", "none", cwd=tmp_path) as root:
-        until(lambda: "stage 0: serves 1 shard" in root.out, str(root))
+        until(lambda: "stage 0: serves 1 shard" in root.out, root)
         code, _, said = finished("ps-worker", "--plan", stale(file), "--host", "b", str(script), "1", cwd=tmp_path)
         assert code == 5 and both(stale(file), file) in said
         there = f"tcp://127.0.0.1:{json.loads(Path(file).read_text())['stages'][0]['port']}"
@@ -112,7 +112,7 @@ def test_a_worker_with_another_copy_of_the_plan_is_refused_and_one_without_a_pla
 def test_a_signal_ends_all_servers_of_a_host(tmp_path: Path) -> None:
     file = plan(tmp_path, clusters=[CLUSTER])
     with started("ps-serve", "--plan", file, "--host", "a", "--ready-file", "ready", cwd=tmp_path) as server:
-        until(lambda: all((tmp_path / f"ready.{name}-0").exists() for name in ("stage", "cluster")), str(server))
+        until(lambda: all((tmp_path / f"ready.{name}-0").exists() for name in ("stage", "cluster")), server)
         left = descendants(server.pid)
         server.process.send_signal(signal.SIGTERM)
         assert len(left) >= 4 and server.wait() == 128 + signal.SIGTERM, server
@@ -137,7 +137,7 @@ def test_a_planned_run_is_watched_at_its_root_and_its_links_go_back_into_a_netwo
     with ExitStack() as stack:
         root = stack.enter_context(started("ps-serve", "--plan", file, "--host", "a", *looks, cwd=tmp_path))
         worker = stack.enter_context(started("ps-worker", "--plan", file, "--host", "b", str(script), cwd=tmp_path))
-        until(lambda: "no standby yet: start ps-serve --standby" in root.out, str(root))
+        until(lambda: "no standby yet: start ps-serve --standby" in root.out, root)
 
         def fed_back() -> bool:
             words = ["--run", page, "--out", str(tmp_path / "network.json"), "--name", "root"]
@@ -146,7 +146,7 @@ def test_a_planned_run_is_watched_at_its_root_and_its_links_go_back_into_a_netwo
             except NarrowsError:  # nothing is known yet
                 return False
 
-        until(fed_back, str(worker))
+        until(fed_back, worker)
         with urllib.request.urlopen(f"http://{page}/metrics", timeout=LIMIT_S) as answer:
             assert b"narrows_" in answer.read()
         (tmp_path / "enough").touch()

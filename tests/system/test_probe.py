@@ -222,7 +222,7 @@ def test_a_director_listens_while_it_times_its_steps_and_ends_its_script_with_it
         director = stack.enter_context(started("ps-probe", *flags, cwd=tmp_path))
         there = until(lambda: address(director.err), "the director to listen")
         stack.enter_context(started("ps-probe", "--join", there, "--name", "b"))
-        until(lambda: "b has come" in director.err and "a has come" in director.err, str(director))
+        until(lambda: "b has come" in director.err and "a has come" in director.err, director)
         until(lambda: pid.exists() and pid.read_text(), "the script to run")
         director.process.send_signal(signal.SIGINT)
         assert director.wait() == 130, director

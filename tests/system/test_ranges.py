@@ -63,11 +63,11 @@ def test_no_sample_is_left_out_where_two_of_four_workers_are_killed_and_one_come
             started(*join, "-n", "4", str(script), str(taken)) as four,
             started(*join, str(script), str(taken), str(go)) as late,
         ):
-            until(lambda: len(trained(taken)) > 60, str(four))
+            until(lambda: len(trained(taken)) > 60, four)
             first, second = sorted(int(path.name) for path in taken.iterdir())[:2]
             killed(first)
             go.touch()
-            until(lambda: len([*taken.iterdir()]) == 5, str(late))
+            until(lambda: len([*taken.iterdir()]) == 5, late)
             killed(second)
             assert (four.wait(), late.wait(), server.command.wait()) == (1, 0, 0), f"{four}\n{late}\n{server.command}"
             said = server.command.out

@@ -147,7 +147,7 @@ def test_a_shard_that_is_killed_while_it_starts_is_started_again() -> None:
         (pid,) = until(shard, "shard 0")
         os.kill(pid, signal.SIGKILL)
         died = "shard 0 died (signal 9 (SIGKILL)) and is started again"  # it may have been ready
-        until(lambda: died in command.err and "ps-worker --server" in command.out, str(command))
+        until(lambda: died in command.err and "ps-worker --server" in command.out, command)
         command.process.send_signal(signal.SIGINT)
         assert command.wait(GONE_S) == 130
 

@@ -29,7 +29,7 @@ def test_ps_serve_decides_alone_what_a_signal_to_all_its_processes_means(tmp_pat
         worker = Worker(server.address)
         worker.train(5)
         to_all(server.command.pid, signal.SIGUSR1)  # which shows the run, and ends nothing
-        until(lambda: "the run:" in server.command.out, str(server.command))
+        until(lambda: "the run:" in server.command.out, server.command)
         worker.train(2)
         pids = to_all(server.command.pid, signal.SIGTERM)
         os.kill(server.command.pid, signal.SIGTERM)  # again, from the shell of a batch script: it is the same one
@@ -120,7 +120,7 @@ def test_a_worker_that_is_told_to_end_with_all_others_leaves_the_run(tmp_path: P
     script, folder = tmp_path / "script.py", tmp_path / "checkpoints"
     script.write_text(LEAVES)
     with started("ps-worker", "--checkpoint-dir", str(folder), str(script)) as command:
-        until(lambda: command.out == "trains\n" or command.process.poll() is not None, str(command))
+        until(lambda: command.out == "trains\n" or command.process.poll() is not None, command)
         to_all(command.pid, signal.SIGUSR1)  # a warning of Slurm, that the script does not handle
         pids = to_all(command.pid, signal.SIGTERM)
         assert command.wait(GONE_S) == 128 + signal.SIGTERM, command

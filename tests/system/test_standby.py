@@ -40,7 +40,7 @@ optimizer.finish()
 
 
 def stands_by(standby: Server, server: Server) -> None:
-    until(lambda: f"{standby.address} stands by: it has all" in server.command.out, str(server.command))
+    until(lambda: f"{standby.address} stands by: it has all" in server.command.out, server.command)
     time.sleep(0.2)  # a worker that joined after that is told within a tick
 
 
@@ -138,7 +138,7 @@ def test_a_standby_that_is_lost_is_done_without_and_another_takes_its_place() ->
         goes_on(worker, 5)
         standby.kill()
         goes_on(worker, 5)
-        until(lambda: "goes on without one" in server.command.out, str(server.command))
+        until(lambda: "goes on without one" in server.command.out, server.command)
         with serving("--standby", server.address) as second:
             stands_by(second, server)
             goes_on(worker)

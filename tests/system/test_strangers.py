@@ -92,7 +92,7 @@ def test_silent_connections_and_random_frames_take_nothing_from_the_others(tmp_p
             made = stack.enter_context(shaken(server.port))
             made.sendall(b"".join(noise(rng, kind) for kind in ("noise", "ours") for _ in range(50)))
         # The oldest connections are ended first: these must have been read.
-        until(lambda: "too many messages that were refused" in server.command.out, str(server.command))
+        until(lambda: "too many messages that were refused" in server.command.out, server.command)
         for _ in range(600):
             stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
         worker = Worker(server.address, rate=0.001)
