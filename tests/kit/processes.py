@@ -62,7 +62,9 @@ def until(done: Callable[[], Any], what: str | Command, limit_s: float = LIMIT_S
     """Wait until `done` returns something true, and return it. Fails with `what` after `limit_s`, or as a command has ended."""
     deadline = time.monotonic() + limit_s
     while True:
-        ended = isinstance(what, Command) and what.process.poll() is not None  # before it is asked: the last word counts
+        ended = (
+            isinstance(what, Command) and what.process.poll() is not None
+        )  # before it is asked: the last word counts
         if result := done():
             return result
         assert not ended, f"ended while waited for: {what}"
