@@ -58,13 +58,12 @@ def environment(extra: dict[str, str] | None = None) -> dict[str, str]:
     return env | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | (extra or {})
 
 
-def until(done: Callable[[], Any], what: str | Command, limit_s: float = LIMIT_S) -> Any:
+def until(done: Callable[[], Any], what: object, limit_s: float = LIMIT_S) -> Any:
     """Wait until `done` returns something true, and return it. Fails with `what` after `limit_s`, or as a command has ended."""
     deadline = time.monotonic() + limit_s
     while True:
-        ended = (
-            isinstance(what, Command) and what.process.poll() is not None
-        )  # before it is asked: the last word counts
+        # Asked first: what it said last counts.
+        ended = isinstance(what, Command) and what.process.poll() is not None
         if result := done():
             return result
         assert not ended, f"ended while waited for: {what}"
