@@ -31,7 +31,6 @@ def main(steps: int, batch: int, lr: float) -> None:
             optimizer.step()
             optimizer.zero_grad()
     model.eval()
-    optimizer.eval()  # 4: of AcceleratedOptimizer, which hands it on: the shared model
     with torch.no_grad():
         losses = [model(**rows).loss.item() for rows in DataLoader(Windows(held_out=True), 50)]
     print(f"loss {sum(losses) / len(losses):.4f}", flush=True)

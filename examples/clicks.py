@@ -2,7 +2,7 @@
 
     ps-worker -n 2 --sync ssp --compress topk:0.05+int8 examples/clicks.py --steps 300
 
-With torch.nn.Embedding and without the numbered lines it is plain torch. The clicks are drawn from a planted model; popular
+With Embedding of torch.nn and without the numbered lines it is plain torch. The clicks are drawn from a planted model; popular
 keys come up often, as in a Zipf law.
 """
 
@@ -10,10 +10,11 @@ import argparse
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from narrows.worker import DistributedOptimizer, Embedding, rank, step_count, world_size  # 1
+from narrows.worker import DistributedOptimizer, Embedding, sampler  # 1: Embedding in place of torch.nn's
 
-DIM = 8
+DIM, SAMPLES = 8, 1 << 18
 
 
 class Clicks(nn.Module):
@@ -21,8 +22,8 @@ class Clicks(nn.Module):
 
     def __init__(self, rows: int) -> None:
         super().__init__()
-        self.users = Embedding(rows, DIM, sparse=True)  # 2
-        self.items = Embedding(rows, DIM, sparse=True)  # 3
+        self.users = Embedding(rows, DIM, sparse=True)
+        self.items = Embedding(rows, DIM, sparse=True)
         self.net = nn.Sequential(nn.Linear(2 * DIM + 1, 32), nn.ReLU(), nn.Linear(32, 1))
 
     def forward(self, keys: torch.Tensor) -> torch.Tensor:
@@ -45,13 +46,13 @@ def main(steps: int, batch: int, rows: int, lr: float) -> None:
     torch.manual_seed(0)
     model = Clicks(rows)
     optimizer = torch.optim.Adagrad(model.parameters(), lr=lr)
-    optimizer = DistributedOptimizer(optimizer, model)  # 4
-    for step in range(step_count(), steps):  # 5
-        keys, clicked = (part[rank() :: world_size()] for part in drawn(rows, batch * world_size(), 1 + step))  # 6
+    optimizer = DistributedOptimizer(optimizer, model)  # 2
+    data = TensorDataset(*drawn(rows, SAMPLES, 1))
+    loader = DataLoader(data, batch, sampler=sampler(data, batch, steps=steps))  # 3: until the run has made them
+    for keys, clicked in loader:
         optimizer.zero_grad()
         nn.functional.binary_cross_entropy_with_logits(model(keys), clicked).backward()
         optimizer.step()
-    optimizer.eval()  # 7
     with torch.no_grad():
         keys, clicked = drawn(rows, 1 << 14, 0)
         print(f"loss {nn.functional.binary_cross_entropy_with_logits(model(keys), clicked):.4f}", flush=True)

@@ -35,7 +35,6 @@ def main(steps: int, batch: int, lr: float) -> None:
         nn.functional.cross_entropy(model(x), y, label_smoothing=0.1).backward()
         optimizer.step()
         schedule.step()
-    optimizer.eval()  # 4: the shared model, and the running means of the run
     model.eval()
     with torch.no_grad():
         accuracy = (model(held_out[0]).argmax(1) == held_out[1]).float().mean().item()

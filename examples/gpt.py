@@ -89,7 +89,6 @@ def main(steps: int, batch: int, accumulate: int, lr: float, dtype: str, compile
         scaler.update()
         schedule.step()
         optimizer.zero_grad()
-    optimizer.eval()  # 4: the shared model
     model.eval()
     with torch.no_grad():
         losses = [model(each["input_ids"]).item() for each in DataLoader(Windows(held_out=True), 50)]

@@ -14,7 +14,7 @@ from gpt import GPT
 from text import Windows
 from torch.utils.data import DataLoader
 
-from narrows.worker import DistributedOptimizer, resumable, step_count  # 1
+from narrows.worker import DistributedOptimizer, resumable  # 1
 
 SAMPLES = 5000
 
@@ -45,12 +45,11 @@ def main(steps: int, batch: int, lr: float, folder: str) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     optimizer = DistributedOptimizer(optimizer, model)  # 2: from now on the variables say the rank
     loader = litdata.StreamingDataLoader(litdata.StreamingDataset(data, shuffle=True), batch_size=batch)
-    batches = resumable(loader, f"{data}-states")  # 3: epoch after epoch, from the run's step on
-    while step_count() < steps:  # 4
+    batches = resumable(loader, f"{data}-states", steps=steps)  # 3: epoch after epoch, from the run's step on
+    for rows in batches:
         optimizer.zero_grad()
-        model(next(batches).long()).backward()
+        model(rows.long()).backward()
         optimizer.step()
-    optimizer.eval()  # 5: the shared model
     with torch.no_grad():
         losses = [model(each["input_ids"]).item() for each in DataLoader(Windows(held_out=True), 50)]
     print(f"loss {sum(losses) / len(losses):.4f}", flush=True)

@@ -29,7 +29,6 @@ def main(steps: int, batch: int, lr: float) -> None:
         optimizer.zero_grad()
         model(**rows).loss.backward()
         optimizer.step()
-    optimizer.eval()  # 4: the shared model
     model.eval()
     with torch.no_grad():
         losses = [model(**rows).loss.item() for rows in DataLoader(Windows(held_out=True), 50)]

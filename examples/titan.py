@@ -61,7 +61,6 @@ class Trainer:
             self.train_step(batches)
 
     def validate(self) -> float:
-        self.optimizers.eval()  # 4: the shared model
         with torch.no_grad():
             losses = [self.model_parts[0](each["input_ids"]).item() for each in DataLoader(Windows(held_out=True), 50)]
         return sum(losses) / len(losses)

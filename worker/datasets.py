@@ -23,6 +23,7 @@ class RunSampler(Sampler[int]):
     batch: samples of this worker in an optimizer step. A worker that begins in the middle, or again, leaves out what its share
     of the run's steps has used already. One that comes on top of those that the run was started for has a share with another.
     steps: of the run. One pass then goes on from epoch to epoch until the run has made them; without, it ends with the epoch.
+    After the last of them the module shows the shared model: the optimizer calls its eval().
     drop_last: leave out the last samples of a share where they make no whole step, as `steps` does.
 
     A pass begins where the run is. After one that was read to its end it begins with the next epoch at least, also where the
@@ -47,8 +48,8 @@ class RunSampler(Sampler[int]):
         self.told = False
         if batch < 1:
             raise UsageError(f"batch={batch}: give the samples of this worker in a step")
-        if steps is not None and steps < 0:
-            raise UsageError(f"steps={steps}: give the steps of the whole run")
+        if steps is not None:
+            session.makes(steps)
         if not self.share:
             raise UsageError(f"a dataset of {len(dataset)} samples has none for each of {world_size()} workers")
         if not self.epoch_steps:

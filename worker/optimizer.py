@@ -63,6 +63,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         super().__init__(self.inner.param_groups, self.inner.defaults)
         self._building = False
         self._trains: bool | None = None  # of train() and eval(), what the inner optimizer was told last
+        self._ended = False  # the newest step was the last that a loader counts, so the shared model is shown
+        self._scales, self._skipped = False, 0  # a GradScaler is about to step; steps that it has left out
         self.state = self.inner.state
         self.max_grad_norm = max_grad_norm
         if session.watch is not None:
@@ -103,7 +105,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return self._session.link.bytes_down if self._session.link is not None else 0
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of the run: returns the closure's loss, if one is given."""
+        """One step of the run: returns the closure's loss, if one is given. After the last of the `steps=` that `sampler` or
+        `resumable` was given, the module shows the shared model, as after eval()."""
+        if self._ended:  # this loop goes on
+            self.train()
+        loss = self._step(closure)
+        self._scales = False
+        self._ended = 0 < self._session.steps <= self._session.step_count + self._skipped
+        if self._ended:
+            self.eval()
+        return loss
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
         parameters = [p for group in self.param_groups for p in group["params"]]
         if self._engine is None:
             loss = clipped_step(self.inner, parameters, self.max_grad_norm or 0.0, closure)
@@ -125,7 +138,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """GradScaler.step asks for it, and unscales p.grad without a trace in its version counter."""
+        """GradScaler.step asks for it, and unscales p.grad without a trace in its version counter. Where gradients are not
+        finite it does not call step()."""
+        self._skipped += self._scales
+        self._scales = True
         if self._engine is not None and self._engine.overlaps:
             raise UsageError(
                 "a GradScaler changes gradients between backward() and step(), but with overlap=True they have left "

@@ -9,6 +9,7 @@ Rules
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -23,13 +24,17 @@ from narrows.worker.moments import write_whole
 from narrows.worker.session import rank, step_count, world_size
 
 
-def resumable(loader: Any, folder: str | os.PathLike[str], *, batches: int = 1, every: int = 50) -> Iterator[Any]:
-    """Batches of `loader`, epoch after epoch without end, from the step on that the run is at.
+def resumable(
+    loader: Any, folder: str | os.PathLike[str], *, steps: int | None = None, batches: int = 1, every: int = 50
+) -> Iterator[Any]:
+    """Batches of `loader`, epoch after epoch, from the step on that the run is at.
 
     loader: has state_dict() and load_state_dict(), as StatefulDataLoader of torchdata and StreamingDataLoader of litdata have.
     Its dataset is this worker's share already. A DataLoader with `sampler(dataset, batch)` goes on by itself.
     folder: for the states of this worker's loader; one for all workers will do. batches: of a step. every: steps from one state
     to the next.
+    steps: of the run. The batches end once it has made them, and after the last of them the module shows the shared model: the
+    optimizer calls its eval(). Without, they have no end.
 
     Iterate it after DistributedOptimizer was made. A worker of another rank, or of a run of another size, finds no state of its
     share, and reads past all that the run has used. Raises UsageError.
@@ -41,10 +46,12 @@ def resumable(loader: Any, folder: str | os.PathLike[str], *, batches: int = 1, 
         )
     if batches < 1 or every < 1:
         raise UsageError(f"resumable(batches={batches}, every={every}): give positive numbers")
-    return _read(loader, Path(folder), batches, every)
+    if steps is not None:
+        session.makes(steps)
+    return _read(loader, Path(folder), math.inf if steps is None else steps, batches, every)
 
 
-def _read(loader: Any, folder: Path, batches: int, every: int) -> Iterator[Any]:
+def _read(loader: Any, folder: Path, steps: float, batches: int, every: int) -> Iterator[Any]:
     ours = session.current()
     if ours.link is not None and ours.engine is None:
         raise UsageError(
@@ -53,7 +60,7 @@ def _read(loader: Any, folder: Path, batches: int, every: int) -> Iterator[Any]:
     step, states = step_count(), States(folder)
     at = states.load(step, loader)
     passing = (step - at) * batches
-    while True:
+    while step < steps:
         empty = True
         for batch in loader:
             empty = False
@@ -64,6 +71,8 @@ def _read(loader: Any, folder: Path, batches: int, every: int) -> Iterator[Any]:
             before, step = step, step_count()
             if step // every > before // every:
                 states.save(step, loader.state_dict())
+            if step >= steps:
+                return
         if empty:
             raise UsageError(f"the loader of rank {rank()} has no batch: give each of {world_size()} workers a share")
 

@@ -24,7 +24,7 @@ import torch
 from narrows import compression
 from narrows.protocols.addresses import parse_addresses
 from narrows.protocols.effects import NS
-from narrows.protocols.errors import NarrowsError
+from narrows.protocols.errors import NarrowsError, UsageError
 from narrows.protocols.modes import Rule
 from narrows.protocols.runtime.keys import Secret, member_key
 from narrows.protocols.settings import Settings
@@ -66,6 +66,7 @@ class Alone:
     engine: Engine | None = None
 
     clock = 0
+    steps = 0  # of the run, where a loader was told
     taken = 0  # ranges of samples
 
     @property
@@ -109,6 +110,7 @@ class Connected:
         for name in os.environ.get("NARROWS_SETS", "").split():
             os.environ[name] = str(self.world_size if name == "WORLD_SIZE" else self.rank)
         self.settings = Settings.unpacked(joined.settings)
+        self.steps = 0  # of the run, where a loader was told
         self.engine: Engine | None = None
         self.moments: Moments | None = None  # that are kept in a folder
         self._pending: dict[str, Any] = {}
@@ -165,6 +167,8 @@ class Connected:
             **took,
             **self.figures.merging,
         }
+        if self.steps:
+            self.record({"total_steps": self.steps})
         self._bytes = (up, down)
         if warning := self.figures.warning():
             _say(warning)
@@ -323,6 +327,13 @@ def clock() -> int:
     """The run's clock: updates that this worker has completed, and with a quorum the rounds that closed without it. A script
     sets epoch and schedule from it."""
     return current().clock
+
+
+def makes(steps: int) -> None:
+    """A loader ends once the run has made so many steps. The one that goes furthest counts. Raises UsageError."""
+    if steps < 0:
+        raise UsageError(f"steps={steps}: give the steps of the whole run")
+    current().steps = max(current().steps, steps)
 
 
 def step_count() -> int:

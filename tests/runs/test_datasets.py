@@ -211,6 +211,22 @@ def test_a_loader_goes_on_where_the_run_does(batches: int, tmp_path: Path) -> No
         )
 
 
+def test_a_loader_ends_with_the_steps_of_the_run(tmp_path: Path) -> None:
+    with run(Settings(sync="async", workers=1)) as started:
+        streamed(17, 1, tmp_path)
+        started.expire(0)
+        started.join()
+        model = build()
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model)
+        seen = []
+        for rows in resumable(Stream(), tmp_path, steps=30):
+            seen.append(rows)
+            loss_of(model, 0).backward()
+            optimizer.step()
+        assert seen == WHOLE[17:30] and optimizer._ended
+        assert list(resumable(Stream(), tmp_path, steps=30)) == []
+
+
 def test_a_run_that_goes_back_deletes_what_is_ahead_of_it(tmp_path: Path) -> None:
     """As after a checkpoint of clock 12: the states of steps 15 and 20 are of another future."""
     with run(Settings(sync="async", workers=1)):

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import threading
+from itertools import chain
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from kit.in_process import Cluster
+from kit.in_process import Cluster, store_of
 from kit.scripts import Run, alone, batch, flat, loss_of, run, seeded, tree
 from torch import nn
+from torch.utils.data import DataLoader
 
 from narrows.protocols.errors import UsageError
 from narrows.protocols.settings import Settings
-from narrows.worker import DistributedOptimizer, rank, world_size
+from narrows.worker import DistributedOptimizer, rank, sampler, world_size
 from narrows.worker.gossip import Gossiping
 
 MODES: dict[str, dict[str, Any]] = {
@@ -82,6 +86,42 @@ def test_all_end_with_one_model_and_its_buffers(mode: str) -> None:
 
         first, *others = started.together(work)
         assert all(other == first for other in others)
+
+
+def ends(started: Run, steps: int, scaler: torch.amp.GradScaler | None = None, more: int = 0) -> list[bool]:
+    """Train on what a sampler gives; say after each step whether the module shows the shared model."""
+    model = build()
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), model)
+    data: Any = list(range(40))
+    loader: Any = DataLoader(data, 4, sampler=sampler(data, 4, steps=steps))
+    shown: list[bool] = []
+    for step, _ in enumerate(chain(loader, range(more))):
+        optimizer.zero_grad()
+        loss = loss_of(model, step)
+        if scaler is None:
+            loss.backward()
+            optimizer.step()
+        else:
+            scaler.scale(loss * (math.inf if step in (2, 3) else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        x = np.concatenate([store_of(server).x for server in started.cluster.servers])
+        shown.append(np.array_equal(flat(model), x))
+    optimizer.train()
+    assert not np.array_equal(flat(model), x), "this worker's own is back"
+    return shown
+
+
+SPARSE = Settings(**MODES["ssp"], workers=1)
+
+
+def test_after_the_last_step_of_a_loader_the_module_shows_the_shared_model() -> None:
+    with run(SPARSE) as started:
+        assert ends(started, 7) == [False] * 6 + [True]
+    with run(SPARSE) as started:  # a loop that goes on trains, and each further step may be its last
+        assert ends(started, 5, more=2) == [False] * 4 + [True] * 3
+    with run(SPARSE) as started:  # the scaler leaves out two steps, and the loader ends two before its steps
+        assert ends(started, 8, torch.amp.GradScaler("cpu")) == [False] * 7 + [True]
 
 
 def test_in_mid_run_who_gossips_shows_its_own_buffers_and_waits_for_none(capsys: pytest.CaptureFixture[str]) -> None:
