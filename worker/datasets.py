@@ -120,17 +120,7 @@ class RunSampler(Sampler[int]):
         )
 
 
-def sampler(
-    dataset: Sized,
-    batch: int,
-    *,
-    steps: int | None = None,
-    drop_last: bool = False,
-    shuffle: bool = True,
-    seed: int = 0,
-) -> RunSampler:
-    """See RunSampler: DataLoader(dataset, batch, sampler=sampler(dataset, batch))."""
-    return RunSampler(dataset, batch, steps=steps, drop_last=drop_last, shuffle=shuffle, seed=seed)
+sampler = RunSampler  # DataLoader(dataset, batch, sampler=sampler(dataset, batch))
 
 
 class Ranges(Iterator[torch.Tensor]):
