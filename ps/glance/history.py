@@ -28,6 +28,11 @@ GONE_S = (
     5.0  # a member below a cluster is not named for so long: it is gone. One that was started again names few at first
 )
 NAMED = 8  # that are gone, in one event
+PARTED = {  # how members below a cluster went, said of one and of several
+    "left": ("left", "left"),
+    "expired": ("expired", "expired"),
+    "gone": ("is gone", "are gone"),
+}
 SILENT = ("summary", "step", "server", "counted", "tree")  # events that are figures, and no news
 DIED = ("died", "restart")  # a shard was started again, or the run went back to a checkpoint
 
@@ -111,13 +116,13 @@ class History:
                 lane.hear(row, self.seconds, self.width)
                 if lane.lost_loss:
                     self._not_finite(lane)
-        first, *below = told
+        first = next(iter(told))
         if first in self.lanes:
             slowest = clock or min(each.newest["clock"] for each in self.near if each.live)
             self.lanes[first].ahead = max(0, told[first]["clock"] - slowest)
             self.clock, before = max(self.clock, slowest), self.clock
             self.moved = self.seconds if self.clock > before else self.moved
-        if below:
+        if told[first]["runs"]:
             self._below(first, told)
         self.hidden[first] = len(told.keys() - self.lanes.keys())
         self._point()
@@ -127,21 +132,26 @@ class History:
         slowest = dict[tuple[int, ...], int]()
         for path, row in told.items():
             slowest[path[:-1]] = min(row["clock"], slowest.get(path[:-1], row["clock"]))
-        whole, gone = not any(row["hidden"] for row in told.values()), list[Lane]()
-        for path, lane in self.lanes.items():
-            if path == first or path[: len(first)] != first:
-                continue
-            if path in told:
-                lane.ahead = told[path]["clock"] - slowest[path[:-1]]
-                continue
-            lane.live = False
-            if whole and not lane.how and self.seconds - lane.heard >= GONE_S:
-                lane.how = "gone"
-                gone.append(lane)
-        if gone:
-            more = f" and {len(gone) - NAMED} more" if len(gone) > NAMED else ""
-            verb = "are" if len(gone) > 1 else "is"
-            self._say("gone", f"{', '.join(map(str, gone[:NAMED]))}{more} {verb} gone")
+        below = [lane for path, lane in self.lanes.items() if path != first and path[: len(first)] == first]
+        missed, gone = dict[tuple[int, ...], list[Lane]](), dict[str, list[Lane]]()
+        for lane in below:
+            if lane.path in told:
+                lane.ahead = told[lane.path]["clock"] - slowest[lane.path[:-1]]
+            elif lane.live:
+                lane.live = False
+                missed.setdefault(lane.path[:-1], []).append(lane)
+        for above, lanes in missed.items():  # as many as that cluster has lost, or some of them
+            expired = self.lanes[above].expired if above in told and above in self.lanes else -1
+            for lane in lanes:
+                lane.parting = {0: "left", len(lanes): "expired"}.get(expired, "gone")
+        whole = not any(row["hidden"] for row in told.values())
+        for lane in below:
+            if whole and not lane.live and not lane.how and self.seconds - lane.heard >= GONE_S:
+                lane.how = lane.parting
+                gone.setdefault(lane.how, []).append(lane)
+        for how, lanes in gone.items():
+            more = f" and {len(lanes) - NAMED} more" if len(lanes) > NAMED else ""
+            self._say("gone", f"{', '.join(map(str, lanes[:NAMED]))}{more} {PARTED[how][len(lanes) > 1]}")
 
     def _not_finite(self, lane: Lane) -> None:
         """Once, until it is finite again."""

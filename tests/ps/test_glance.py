@@ -107,16 +107,19 @@ def test_members_that_are_gone_are_known() -> None:
 
 def test_below_a_cluster_who_is_not_named_any_more_is_gone() -> None:
     whole = summary(5.0, 0, 1)
+    whole["rows"][0]["runs"] = "--sync bsp"
     whole["rows"] += [summary(5.0, 0, 1, path=(rank,))["rows"][0] for rank in range(3)]
     fewer = summary(7.5, 0, 2)
+    fewer["rows"][0]["runs"] = "--sync bsp"
     fewer["rows"] += [summary(7.5, 0, 2, path=(1,))["rows"][0]]
     found = {tuple(each["path"]): each["live"] for each in history_of(whole, fewer).frame()["members"]}
     assert found == {(0,): True, (0, 0): False, (0, 1): True, (0, 2): False}
 
 
 def test_the_death_of_a_worker_below_a_cluster_is_an_event_once() -> None:
-    def beat(seconds: float, *ranks: int, hidden: int = 0) -> dict[str, Any]:
-        told = summary(seconds, 3, 1, hidden=hidden)
+    def beat(seconds: float, *ranks: int, **more: Any) -> dict[str, Any]:
+        told = summary(seconds, 3, 1, **more)
+        told["rows"][0]["runs"] = "--sync bsp"
         told["rows"] += [summary(seconds, 3, 1, path=(rank,))["rows"][0] for rank in ranks]
         return told
 
@@ -124,17 +127,37 @@ def test_the_death_of_a_worker_below_a_cluster_is_an_event_once() -> None:
     assert not history.events  # a server that was started again does not know all at once
     for seconds in (3.0 + bounds.GONE_S, 4.0 + bounds.GONE_S):
         history.take(beat(seconds, 0))
-    assert [event[1:] for event in history.events] == [["gone", "rank 3.1 (host), rank 3.2 (host) are gone"]]
+    assert [event[1:] for event in history.events] == [["gone", "rank 3.1 (host), rank 3.2 (host) left"]]
     history.take(beat(20.0, 0, 1))
     history.take(beat(30.0, 0, hidden=1))  # it may only have found no room
     history.take(beat(31.0, 0))
-    assert history.events[-1][2] == "rank 3.1 (host) is gone" and len(history.events) == 2
-    many = history_of(beat(1.0, *range(1000)), beat(2.0 + bounds.GONE_S, 0))
-    assert len(many.events) == 1 and many.events[0][2].endswith("and 991 more are gone")
+    assert history.events[-1][2] == "rank 3.1 (host) left" and len(history.events) == 2
+    many = history_of(beat(1.0, *range(1000)), beat(2.0 + bounds.GONE_S, 0, expired=999))
+    assert len(many.events) == 1 and many.events[0][2].endswith("and 991 more expired")
+
+
+def test_who_left_a_cluster_and_who_was_lost_are_told_apart() -> None:
+    def beat(seconds: float, expired: int, *ranks: int) -> dict[str, Any]:
+        told = summary(seconds, 3, 1, expired=expired)
+        told["rows"][0]["runs"] = "--sync bsp"
+        told["rows"] += [summary(seconds, 3, 1, path=(rank,))["rows"][0] for rank in ranks]
+        return told
+
+    history = history_of(beat(1.0, 7, 0, 1, 2, 3, 4), beat(2.0, 8, 0, 1, 2, 3), beat(3.0, 8, 0, 1, 2))
+    for seconds, expired, *ranks in ((4.0, 8, 0, 1, 2), (9.0, 9, 0), (10.0, 9, 0), (15.0, 10), (20.0, 10)):
+        history.take(beat(seconds, int(expired), *map(int, ranks)))
+    found = {tuple(each["path"]): each["how"] for each in history.frame()["members"]}
+    # Of ranks 1 and 2, which went at once, one was lost. After rank 0 no worker is left there.
+    assert found == {(3,): "", (3, 0): "expired", (3, 1): "gone", (3, 2): "gone", (3, 3): "left", (3, 4): "expired"}
+    assert {event[2] for event in history.events} == {
+        "rank 3.4 (host) expired", "rank 3.3 (host) left", "rank 3.1 (host), rank 3.2 (host) are gone",
+        "rank 3.0 (host) expired",
+    }  # fmt: skip
 
 
 def test_a_lag_below_a_cluster_is_that_behind_the_fastest_of_it() -> None:
     told = summary(5.0, 0, 3)
+    told["rows"][0]["runs"] = "--sync bsp"
     told["rows"] += [summary(5.0, 0, clock, path=path)["rows"][0] for path, clock in
                      {(0,): 90, (1,): 97, (2,): 40, (2, 0): 7, (2, 1): 9}.items()]  # fmt: skip
     found = {tuple(each["path"]): each["lag"] for each in history_of(told).frame()["members"]}
