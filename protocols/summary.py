@@ -31,7 +31,7 @@ class Summary:
     clock: int = 0
     steps: int = 0  # counter: of its optimizer; of a cluster: updates pushed
     updates: int = 0  # counter: pushed
-    samples: int = 0  # counter: the weights of what it pushed
+    samples: int = 0  # counter: of its steps, where the script or its loader has said how many
     compute_seconds: float = 0.0  # counter, as the next two: the time of all steps is their sum
     encode_seconds: float = 0.0
     wait_seconds: float = 0.0

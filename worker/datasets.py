@@ -73,7 +73,7 @@ class RunSampler(Sampler[int]):
         return self.epoch_steps * self.batch if self.drop_last else self.share
 
     def __iter__(self) -> Iterator[int]:
-        now, each = step_count(), self.epoch_steps
+        now, each, session.current().batch = step_count(), self.epoch_steps, self.batch
         first = self._first(now)
         end = (first // each + 1) * each if self.steps is None else self.steps
         own: list[int] = []
@@ -164,7 +164,9 @@ class Ranges(Iterator[torch.Tensor]):
     def _of_run(self, ours: session.Connected) -> int:
         if ours.engine is None:
             raise UsageError("ranges() before DistributedOptimizer was made: the run hands out samples for its updates")
-        return ours.engine.take(self.samples, self.size, self.limit)
+        index, fresh = ours.engine.take(self.samples, self.size, self.limit)
+        ours.batch = fresh * self.size // (1 if ours.group is None else ours.group.size)
+        return index
 
 
 def ranges(samples: int, size: int, *, epochs: int = 1, shuffle: bool = True, seed: int = 0) -> Ranges:

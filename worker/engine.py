@@ -278,8 +278,9 @@ class Engine:
         if self.slice is not None and self.slice.counted:
             self.sync.weigh(self.slice.counted)
 
-    def take(self, samples: int, size: int, limit: int) -> int:
-        """See Taking.take. Raises UsageError for a mode whose updates do not say which samples are in them."""
+    def take(self, samples: int, size: int, limit: int) -> tuple[int, int]:
+        """See Taking.take; and how many the next step has now. Raises UsageError for a mode whose updates do not say which
+        samples are in them."""
         if not isinstance(self.sync, Updates):
             raise UsageError(
                 "ranges(): under --sync gossip no server knows which updates are in the model: use sampler()"
@@ -291,7 +292,7 @@ class Engine:
             )
         index = self.sync.taking.take(samples, size, limit)
         self._spread()
-        return index
+        return index, self.sync.taking.fresh
 
     def weigh(self, samples: int) -> None:
         """The gradient of this step was computed on so many samples."""

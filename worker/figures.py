@@ -27,6 +27,7 @@ class Figures:
     def __init__(self, engine: Engine, link: Link) -> None:
         self.engine, self.link = engine, link
         self.steps = self.updates = 0
+        self.samples = 0  # that loaders have given for these steps
         self.clock = engine.sync.clock
         self.staleness = 0
         self.stale = [0] * (len(STALE) + 1)
@@ -38,11 +39,12 @@ class Figures:
         self.began_s = self.stepped_s = time.monotonic()
         self.before = engine.tuning.spent_s
 
-    def stepped(self) -> dict[str, float]:
-        """One more step; its seconds, for the record."""
+    def stepped(self, batch: int) -> dict[str, float]:
+        """One more step, of so many samples in each process of a group, 0: nobody has said; its seconds, for the record."""
         now_s, before_s, before = time.monotonic(), self.stepped_s, self.spent
         sync = self.engine.sync
         self.steps += 1
+        self.samples += batch * (1 if self.engine.group is None else self.engine.group.size)
         self.updates += sync.clock > self.clock  # one, also where rounds went by without it
         self.clock, self.merging = sync.clock, sync.merging
         self.staleness = max(0, sync.staleness)
@@ -80,7 +82,7 @@ class Figures:
             clock=self.clock,
             steps=self.steps,
             updates=self.updates,
-            samples=self.engine.tuning.sampled,
+            samples=self.engine.tuning.sampled or self.samples,
             compute_seconds=max(0.0, self.stepped_s - self.began_s - waited - encoded),
             encode_seconds=encoded,
             wait_seconds=waited,

@@ -66,7 +66,7 @@ class Alone:
     engine: Engine | None = None
 
     clock = 0
-    steps = 0  # of the run, where a loader was told
+    steps = batch = 0  # of the run, and samples of a step here: where a loader was told
     taken = 0  # ranges of samples
 
     @property
@@ -110,7 +110,7 @@ class Connected:
         for name in os.environ.get("NARROWS_SETS", "").split():
             os.environ[name] = str(self.world_size if name == "WORLD_SIZE" else self.rank)
         self.settings = Settings.unpacked(joined.settings)
-        self.steps = 0  # of the run, where a loader was told
+        self.steps = self.batch = 0  # of the run, and samples of a step here: where a loader was told
         self.engine: Engine | None = None
         self.moments: Moments | None = None  # that are kept in a folder
         self._pending: dict[str, Any] = {}
@@ -156,7 +156,7 @@ class Connected:
             self.moments.stepped()
         if not self.tells:
             return
-        sync, took = engine.sync, self.figures.stepped()
+        sync, took = engine.sync, self.figures.stepped(self.batch)
         up, down = self.link.bytes_up, self.link.bytes_down
         self._pending = {
             "clock": sync.clock,

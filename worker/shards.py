@@ -253,7 +253,7 @@ class Shards:
         return self.tuning.coding
 
     def _said(self) -> None:
-        self.tuning.sampled += self.samples_pending or self.samples
+        self.tuning.sampled += self.samples_pending
         self.samples_pending = 0
         self.clock += 1
         if self.tuning.chooses:

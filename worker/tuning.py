@@ -25,7 +25,7 @@ class Tuning:
         self.count, self.now_s = count, now_s
         self.waited_s = self.encode_s = 0.0  # of this clock
         self.spent_s = (0.0, 0.0)  # on waiting and on encoding, since this worker began
-        self.sampled = 0  # weights of all that it pushed
+        self.sampled = 0  # samples of all that it pushed, as step_samples() was told
         self.ended_s: float | None = None  # when the last clock ended
         self.seen: list[LinkSeen] = []  # of this clock
         self.switches: list[tuple[int, Switch]] = []  # the first clock of each; whoever reports them takes them out

@@ -237,6 +237,12 @@ class History:
         return raw / up if up else 0.0
 
     @property
+    def samples_rate(self) -> float | None:
+        """Samples a second, of all workers; None: no script has said how many a step has."""
+        told = [lane.rate("samples", self.seconds) for lane in self.workers if lane.total["samples"]]
+        return sum(told) if told else None
+
+    @property
     def left_seconds(self) -> float | None:
         """Until the script has taken the steps that it told record() of; None: it has not said, or they are over."""
         left = [lane.newest["left_steps"] / rate for lane in self.workers if (rate := lane.rate("steps", self.seconds))]
@@ -262,7 +268,7 @@ class History:
             "over": self.over,
             "clock": self.clock,
             "loss": self.loss,
-            "samples_rate": sum(lane.rate("samples", self.seconds) for lane in self.workers),
+            "samples_rate": self.samples_rate,
             "steps_rate": max((lane.rate("steps", self.seconds) for lane in self.workers), default=0.0),
             "left_seconds": self.left_seconds,
             "bytes_up": self.total("bytes_up"),

@@ -56,7 +56,9 @@ class _Collector:
             "narrows_step_seconds", "Time of steps, by what it went to", labels=[*PEER, "phase"]
         )
         stale = HistogramMetricFamily("narrows_staleness", "Steps by their staleness in clocks", labels=PEER)
-        samples = CounterMetricFamily("narrows_samples", "Weights of what was pushed", labels=PEER)
+        samples = CounterMetricFamily(
+            "narrows_samples", "Samples of the steps, where a script says how many", labels=PEER
+        )
         for lane in workers:
             for phase, name in PHASES.items():
                 steps.add_metric([*_peer(lane), phase], int(lane.total["steps"]), lane.total[name])

@@ -24,7 +24,9 @@ def screen(frame: dict[str, Any]) -> Group:
     figures = [
         f"clock {frame['clock']}",
         *([f"loss {frame['loss']:.4g}"] if frame["loss"] is not None else []),
-        f"{frame['samples_rate']:.3g} samples/s" if frame["samples_rate"] else f"{frame['steps_rate']:.3g} steps/s",
+        f"{frame['steps_rate']:.3g} steps/s"
+        if frame["samples_rate"] is None
+        else f"{frame['samples_rate']:.3g} samples/s",
         f"up {size(frame['bytes_up'])}" + (f" ({frame['ratio']:.0f}x less than fp32)" if frame["ratio"] > 1.5 else ""),
         f"down {size(frame['bytes_down'])}",
         f"{frame['seconds']:.0f} s",

@@ -51,6 +51,12 @@ def test_figures_are_those_of_the_summaries() -> None:
     assert worker["step_bytes"] == [100, 200] and worker["round_trip_seconds"] == 0.04
 
 
+def test_steps_are_shown_where_no_script_says_how_many_samples_they_have() -> None:
+    for samples, rate, told in ((200, 40.0, "40 samples/s"), (0, None, "10 steps/s")):
+        frame = history_of(*(summary(5 * at, 0, 50 * at, samples=samples * at) for at in (1, 2))).frame()
+        assert frame["samples_rate"] == rate and told in shown(frame)
+
+
 def test_a_run_that_has_not_begun_has_a_frame() -> None:
     for history in (History(), history_of()):
         frame = history.frame(3.0)
@@ -462,13 +468,17 @@ def test_each_command_has_a_version() -> None:
         assert CliRunner().invoke(command, ["--version"], prog_name=name).output.startswith(f"{name}, version ")
 
 
-def test_a_terminal_shows_what_the_page_does() -> None:
+def shown(frame: dict[str, Any]) -> str:
+    """The text of this frame in a terminal."""
     from rich.console import Console
 
-    odd = summary(20.0, 2, 5)
-    odd["rows"][0]["host"] = "\x1b[2Jgone"  # no coordinator lets that in; a record may have been written by anybody
-    frame = history_of(*beats(20, 0, 10), *beats(20, 1, 10), odd).frame()
     console = Console(width=180, record=True, file=io.StringIO())
     console.print(screen(frame))
-    text = console.export_text()
+    return console.export_text()
+
+
+def test_a_terminal_shows_what_the_page_does() -> None:
+    odd = summary(20.0, 2, 5)
+    odd["rows"][0]["host"] = "\x1b[2Jgone"  # no coordinator lets that in; a record may have been written by anybody
+    text = shown(history_of(*beats(20, 0, 10), *beats(20, 1, 10), odd).frame())
     assert "clock 200" in text and "rank 1 host" in text and "100 ms" in text and "\x1b" not in text

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from narrows.protocols.errors import UsageError
 from narrows.protocols.settings import Settings
-from narrows.worker import DistributedOptimizer, resumable, sampler, step_count
+from narrows.worker import DistributedOptimizer, ranges, resumable, sampler, step_count
 from narrows.worker.resuming import superfluous
 
 SAMPLES, BATCH = 103, 8
@@ -61,6 +61,35 @@ def test_who_joins_in_the_middle_goes_on_there() -> None:
         again = epochs(started, 1, 1)
     assert begun[0] + begun[1] + again[0] == whole[0] + whole[1]
     assert len(again[0]) == len(whole[1]) - 4 * BATCH
+
+
+def passes(count: int, data: Iterable[Any]) -> Iterator[None]:
+    """Steps, each of so many items of the data."""
+    for place, _ in enumerate(data, 1):
+        if place % count == 0:
+            yield
+
+
+SAMPLED: dict[str, tuple[int, Callable[[Any], Iterator[None]]]] = {
+    "nobody says": (0, lambda optimizer: passes(1, range(3))),
+    "step_samples": (5, lambda optimizer: (optimizer.step_samples(5) for _ in range(3))),
+    "sampler": (BATCH, lambda optimizer: passes(BATCH, sampler(range(3 * BATCH), BATCH))),
+    "ranges": (2 * BATCH, lambda optimizer: passes(2, ranges(6 * BATCH, BATCH))),
+}
+
+
+@pytest.mark.parametrize("how", SAMPLED)
+def test_a_worker_tells_the_samples_of_its_steps_where_somebody_has_said_how_many(how: str) -> None:
+    each, steps = SAMPLED[how]
+    with run(Settings(sync="ssp", workers=1)) as started:
+        model = build()
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model)
+        for step, _ in enumerate(steps(optimizer)):
+            loss_of(model, step).backward()
+            optimizer.step()
+        (row,) = started.sessions[0].figures.rows()
+        assert (row.summary.steps, row.summary.samples) == (3, 3 * each)
+        optimizer.finish()
 
 
 def test_alone_it_has_all() -> None:

@@ -35,6 +35,7 @@ def test_the_page_in_chromium() -> None:
             page.until("return document.body.dataset.frameMs")
             tiles = page.run("return [...document.querySelectorAll('#tiles div')].map((each) => each.textContent)")
             assert f"clock{watch.history.clock:,}" in tiles and "workers1000" in tiles
+            assert any(tile.startswith("samples/s") for tile in tiles)
             assert page.run("return document.querySelectorAll('#members tr').length") == 1000
             assert page.run("return document.querySelectorAll('.uplot canvas').length") == 3
             assert page.run("return document.querySelector('#events').textContent").find(EVIL) >= 0

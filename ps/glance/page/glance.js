@@ -40,12 +40,12 @@ function element(name, parent, className = "") {
 // The run.
 
 function showRun(frame) {
-  const { run } = frame;
+  const { run } = frame, each = frame.samples_rate ?? frame.steps_rate;
   put($("mode"), run.summary || [run.mode, run.compress].filter(Boolean).join(", "));
   const tiles = [
     ["clock", whole(frame.clock)],
     ["loss", frame.loss === null ? "–" : frame.loss.toPrecision(4)],
-    ["samples/s", frame.samples_rate ? whole(frame.samples_rate) : "–"],
+    [frame.samples_rate === null ? "steps/s" : "samples/s", each ? whole(each) : "–"],
     ["workers", run.workers > frame.live ? `${frame.live} of ${run.workers}` : String(frame.live)],
     frame.left_seconds === null ? ["running for", long(frame.seconds)] : ["time left", long(frame.left_seconds)],
     ["pushed", bytes(frame.bytes_up)],
