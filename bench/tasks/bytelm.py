@@ -172,7 +172,7 @@ def main(args: argparse.Namespace) -> None:
         if not args.overlap:
             nn.utils.clip_grad_norm_(model.parameters(), args.clip)
         optimizer.step()
-        record(loss=loss.item())
+        record(loss=loss.item(), total_steps=args.steps)
         seconds.append(time.perf_counter() - before)
         before = time.perf_counter()
 

@@ -83,7 +83,7 @@ def main(args: argparse.Namespace) -> None:
         loss = F.cross_entropy(model(train_x[rows]), train_y[rows], reduction="sum") * world_size() / args.batch
         loss.backward()
         optimizer.step()
-        record(loss=loss.item())
+        record(loss=loss.item(), total_steps=args.steps)
 
     optimizer.finish()  # Narrows
     with optimizer.shared(), torch.no_grad():  # Narrows

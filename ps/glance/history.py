@@ -293,7 +293,7 @@ class History:
             "host": newest["host"],
             "runs": newest["runs"],
             "live": lane.live,
-            "how": "" if lane.live else lane.how or "gone",
+            "how": "" if lane.live else lane.how or lane.parting,
             "quiet_seconds": round(self.seconds - lane.moved, 1),
             "clock": newest["clock"],
             "lag": max(0, fastest - lane.ahead),
