@@ -51,7 +51,7 @@ class Summary:
         0  # until the script has taken as many as record() was told of; 0: it has not said, or they are over
     )
     hidden: int = 0  # members below that found no room in the heartbeat
-    expired: int = 0  # counter: of a cluster, members of its own that it has lost
+    lost: int = 0  # counter: of a cluster, members of its own that went before they were done
 
     def counted(self, staleness: int) -> tuple[int, ...]:
         """`stale`, with one more step of this staleness."""

@@ -67,7 +67,7 @@ class Membership:
             samples=sum(summary.samples for summary in ours),
             loss=sum(losses) / len(losses) if losses else None,
             left_steps=max((summary.left_steps for summary in ours), default=0),
-            expired=coordinator.roster.lost,
+            lost=coordinator.roster.lost,
         )
         return Row((), "", coordinator.run.settings.summary()[:NAME_MAX], own), *below
 

@@ -184,7 +184,7 @@ class Coordinator:
         if leave.clock >= 0 and seat.epoch:
             seat.finish(leave.clock, now_ns)
             return self._settle(now_ns)
-        return self._remove(seat, "left", now_ns)
+        return self._remove(seat, "stopped" if seat.epoch else "left", now_ns)
 
     def _remove(self, seat: Seat, how: str, now_ns: int) -> list[ServerEffect]:
         for decision in self.decisions:

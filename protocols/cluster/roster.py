@@ -47,7 +47,7 @@ class Roster(Decision):
         self.waiting: dict[str, tuple[bytes, m.Hello, Key]] = {}
         self.dialled_ns = 0  # from then on who is connected has dialled
         self.gone: dict[str, None] = {}  # tokens that left; bounded by WAITING_MAX
-        self.lost = 0  # workers whose leases expired
+        self.lost = 0  # workers that went before they were done
 
     # Hello.
 
@@ -238,9 +238,8 @@ class Roster(Decision):
         del self.run.seats[seat.worker]
         if seat.epoch:
             self.run.changed()
-        if how == "expired":
-            self.lost += 1
-        else:
+        self.lost += how in ("stopped", "expired")
+        if how != "expired":
             self.forget(seat.token)
 
     def forget(self, token: str) -> bool:

@@ -196,7 +196,7 @@ class Decision:
         return False
 
     def left(self, seat: Seat, how: str) -> None:
-        """A worker is gone: "left", "expired" or "refused"."""
+        """A worker is gone: "left", "stopped" before it was done, "expired" or "refused"."""
 
     def anew(self) -> None:
         """A generation has begun: forget what counted in the one before."""

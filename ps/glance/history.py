@@ -30,7 +30,7 @@ GONE_S = (
 NAMED = 8  # that are gone, in one event
 PARTED = {  # how members below a cluster went, said of one and of several
     "left": ("left", "left"),
-    "expired": ("expired", "expired"),
+    "lost": ("is lost", "are lost"),
     "gone": ("is gone", "are gone"),
 }
 SILENT = ("summary", "step", "server", "counted", "tree")  # events that are figures, and no news
@@ -141,9 +141,9 @@ class History:
                 lane.live = False
                 missed.setdefault(lane.path[:-1], []).append(lane)
         for above, lanes in missed.items():  # as many as that cluster has lost, or some of them
-            expired = self.lanes[above].expired if above in told and above in self.lanes else -1
+            lost = self.lanes[above].lost if above in told and above in self.lanes else -1
             for lane in lanes:
-                lane.parting = {0: "left", len(lanes): "expired"}.get(expired, "gone")
+                lane.parting = {0: "left", len(lanes): "lost"}.get(lost, "gone")
         whole = not any(row["hidden"] for row in told.values())
         for lane in below:
             if whole and not lane.live and not lane.how and self.seconds - lane.heard >= GONE_S:

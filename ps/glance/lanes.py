@@ -32,12 +32,9 @@ class Lane:
         self.newest: dict[str, Any] = {}
         self.total = dict.fromkeys(COUNTERS, 0.0)
         self.stale: list[int] = []
-        self.live, self.how = (
-            True,
-            "",
-        )  # and how it went, once that was said: "left", "expired", or "gone": one of the two
-        self.parting = "gone"  # how one below a cluster went, that is not named any more
-        self.expired = 0  # members of this cluster that it has lost since the summary before
+        self.live, self.how = True, ""  # and how it went, once that was said
+        self.parting = "gone"  # how one below a cluster went: "left", "lost", or "gone": one of the two
+        self.lost = 0  # members of this cluster that it has lost since the summary before
         self.began = self.heard = self.moved = 0.0  # seconds of the run: first, and newest, summary; newest step
         self.recent = dict.fromkeys(COUNTERS, 0.0)  # between the two newest summaries with steps between
         self.due = dict.fromkeys(COUNTERS, 0.0)  # since then
@@ -64,7 +61,7 @@ class Lane:
         self.stale = [
             total + max(0, now - then) for total, now, then in zip(self.stale, summary["stale"], counts, strict=True)
         ]
-        self.expired = summary["expired"] - (summary["expired"] if not before else 0 if anew else before["expired"])
+        self.lost = summary["lost"] - (summary["lost"] if not before else 0 if anew else before["lost"])
         if not before:
             self.began = now_s
         for name, value in grown.items():

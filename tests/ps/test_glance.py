@@ -138,26 +138,26 @@ def test_the_death_of_a_worker_below_a_cluster_is_an_event_once() -> None:
     history.take(beat(30.0, 0, hidden=1))  # it may only have found no room
     history.take(beat(31.0, 0))
     assert history.events[-1][2] == "rank 3.1 (host) left" and len(history.events) == 2
-    many = history_of(beat(1.0, *range(1000)), beat(2.0 + bounds.GONE_S, 0, expired=999))
-    assert len(many.events) == 1 and many.events[0][2].endswith("and 991 more expired")
+    many = history_of(beat(1.0, *range(1000)), beat(2.0 + bounds.GONE_S, 0, lost=999))
+    assert len(many.events) == 1 and many.events[0][2].endswith("and 991 more are lost")
 
 
 def test_who_left_a_cluster_and_who_was_lost_are_told_apart() -> None:
-    def beat(seconds: float, expired: int, *ranks: int) -> dict[str, Any]:
-        told = summary(seconds, 3, 1, expired=expired)
+    def beat(seconds: float, lost: int, *ranks: int) -> dict[str, Any]:
+        told = summary(seconds, 3, 1, lost=lost)
         told["rows"][0]["runs"] = "--sync bsp"
         told["rows"] += [summary(seconds, 3, 1, path=(rank,))["rows"][0] for rank in ranks]
         return told
 
     history = history_of(beat(1.0, 7, 0, 1, 2, 3, 4), beat(2.0, 8, 0, 1, 2, 3), beat(3.0, 8, 0, 1, 2))
-    for seconds, expired, *ranks in ((4.0, 8, 0, 1, 2), (9.0, 9, 0), (10.0, 9, 0), (15.0, 10), (20.0, 10)):
-        history.take(beat(seconds, int(expired), *map(int, ranks)))
+    for seconds, lost, *ranks in ((4.0, 8, 0, 1, 2), (9.0, 9, 0), (10.0, 9, 0), (15.0, 10), (20.0, 10)):
+        history.take(beat(seconds, int(lost), *map(int, ranks)))
     found = {tuple(each["path"]): each["how"] for each in history.frame()["members"]}
     # Of ranks 1 and 2, which went at once, one was lost. After rank 0 no worker is left there.
-    assert found == {(3,): "", (3, 0): "expired", (3, 1): "gone", (3, 2): "gone", (3, 3): "left", (3, 4): "expired"}
+    assert found == {(3,): "", (3, 0): "lost", (3, 1): "gone", (3, 2): "gone", (3, 3): "left", (3, 4): "lost"}
     assert {event[2] for event in history.events} == {
-        "rank 3.4 (host) expired", "rank 3.3 (host) left", "rank 3.1 (host), rank 3.2 (host) are gone",
-        "rank 3.0 (host) expired",
+        "rank 3.4 (host) is lost", "rank 3.3 (host) left", "rank 3.1 (host), rank 3.2 (host) are gone",
+        "rank 3.0 (host) is lost",
     }  # fmt: skip
 
 

@@ -313,7 +313,7 @@ def test_one_of_four_dies_and_another_joins(digits: Path, tmp_path: Path) -> Non
             assert max(before + 1, int(joined[-1])) <= clock <= min(now) + bound + RECORDED_LATE
         assert "ps-worker: local rank 2 was ended by signal 9 (SIGKILL); the others go on\n" in four.err
         assert "\n3 of 4 workers done in " in four.err
-        assert re.search(r"worker \d+ \(rank \d, .*\) left at clock \d+; 3 live", server.command.out)
+        assert re.search(r"worker \d+ \(rank \d, .*\) stopped at clock \d+; 3 live", server.command.out)
         assert len(ends) == 4 and all(abs(first - last) <= 0.02 for _, last in ends), (first, ends)
 
 

@@ -96,7 +96,7 @@ class Recording:
     def ended(self, local_rank: int, code: int) -> None:
         self.gone.add(local_rank)
         if local_rank in self.clocks:
-            self.note("member", local_rank=local_rank, how="expired" if code else "left")
+            self.note("member", local_rank=local_rank, how="stopped" if code else "left")
 
     def averages(self) -> dict[str, float]:
         """The last value of each name that record() was given, averaged over the workers that gave one."""
