@@ -8,8 +8,10 @@ Rules
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import fields
+from itertools import islice
 from typing import Any
 
 from narrows.protocols.summary import Summary
@@ -21,6 +23,8 @@ COUNTERS = (
 )
 NAMES = ("host", "runs", *(each.name for each in fields(Summary)))
 TIMES = ROWS[1:]
+# Figures are means over so long, if so many summaries are enough: a heartbeat sees few whole steps.
+RECENT_S, PARTS = 5.0, 16
 QUIET_S = 10.0  # no step for so long, and for three steps: its rate falls
 
 
@@ -36,7 +40,8 @@ class Lane:
         self.parting = "gone"  # how one below a cluster went: "left", "lost", or "gone": one of the two
         self.lost = 0  # members of this cluster that it has lost since the summary before
         self.began = self.heard = self.moved = 0.0  # seconds of the run: first, and newest, summary; newest step
-        self.recent = dict.fromkeys(COUNTERS, 0.0)  # between the two newest summaries with steps between
+        self.parts = deque[dict[str, float]](maxlen=PARTS)  # each between two summaries with steps between
+        self.recent = dict.fromkeys(COUNTERS, 0.0)  # the newest of them together, of RECENT_S at least
         self.due = dict.fromkeys(COUNTERS, 0.0)  # since then
         self.ahead = 0  # clocks, of the slowest member of its server when it was told of last
         self.lost_loss = (
@@ -73,7 +78,18 @@ class Lane:
         if self.due["steps"] > 0:
             took = sum(self.due[name] for name in TIMES) or self.due["seconds"]
             self.cells.spread(max(0.0, now_s - max(took, 1e-9)), now_s, [self.due[name] for name in ROWS])
-            self.recent, self.due, self.moved = self.due, dict.fromkeys(COUNTERS, 0.0), now_s
+            self._move(anew)
+            self.moved = now_s
+
+    def _move(self, anew: bool) -> None:
+        """What was due is the newest part; older ones go once the others are long enough, and all that are of another life."""
+        if anew:
+            self.parts.clear()
+        self.parts.append(self.due)
+        while len(self.parts) > 1 and sum(part["seconds"] for part in islice(self.parts, 1, None)) >= RECENT_S:
+            self.parts.popleft()
+        self.recent = {name: sum(part[name] for part in self.parts) for name in COUNTERS}
+        self.due = dict.fromkeys(COUNTERS, 0.0)
 
     def rate(self, name: str, now_s: float) -> float:
         """Return how much a counter grows in a second; this falls while no step comes."""

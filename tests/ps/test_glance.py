@@ -193,6 +193,15 @@ def test_a_loss_that_is_not_finite_is_an_event_and_no_figure(tmp_path: Path) -> 
     assert len(live.events) == 1
 
 
+def test_a_rate_does_not_jump_where_a_heartbeat_sees_one_step_or_two() -> None:
+    """A step of 0.6 s, and a heartbeat once a second: a summary counts one step more than the one before, or two."""
+    history, seen = history_of(), []
+    for second in range(1, 60):
+        history.take(summary(float(second), 0, int(second / 0.6), left_steps=300))
+        seen.append(history.frame()["left_seconds"])
+    assert all(left == pytest.approx(180.0, rel=0.2) for left in seen[10:])
+
+
 def test_time_left_is_that_of_the_slowest() -> None:
     history = history_of(*beats(100, 0, 10), *beats(100, 1, 4))
     assert history.frame()["left_seconds"] is None

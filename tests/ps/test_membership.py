@@ -6,7 +6,7 @@ import pytest
 
 from narrows.protocols import messages as m
 from narrows.protocols.cluster.coordinator import Coordinator
-from narrows.protocols.effects import NS, Send, Stop
+from narrows.protocols.effects import NS, Log, Send, Stop
 from narrows.protocols.member.member import Member, Phase
 from narrows.protocols.settings import Settings
 from narrows.protocols.summary import Row, Summary
@@ -84,3 +84,16 @@ def test_the_clocks_of_those_below_go_up_as_they_are_at_one_moment() -> None:
     assert own.path == () and server.membership is not None
     assert [(row.path, row.summary.clock) for row in below] == [((0,), 12), ((0, 4), 7), ((1,), 11), ((1, 4), 7)]
     assert [row.summary.steps for row in below if len(row.path) == 1] == [11, 3]
+
+
+def test_who_goes_before_it_is_done_is_lost_and_the_server_above_is_told_how_many() -> None:
+    _, coordinator, member = cluster()
+    run, rounds = coordinator.run, coordinator.rounds
+    for token, clock, epoch, how in (("done", 0, 5, "left"), ("crashed", -1, 5, "stopped"), ("idle", -1, 0, "left")):
+        seat = run.sit(m.Hello(token, "host"), b"peer", NS)
+        if epoch:
+            seat.declare(epoch, 0, "")
+            rounds.enter(seat, NS)
+        told = coordinator.handle(b"peer", m.Leave(token, clock), 2 * NS)
+        assert [each.values["how"] for each in told if isinstance(each, Log) and each.event == "member"] == [how]
+        assert member.figures.rows()[0].summary.lost == (token != "done")

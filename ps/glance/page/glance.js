@@ -99,7 +99,7 @@ function showMember(member, frame) {
   const step = member.step_seconds.reduce((a, b) => a + b, 0);
   const late = member.live && !frame.over && member.quiet_seconds > Math.max(10, 3 * step);
   row.className = [member.runs && "cluster", !member.live && "gone"].filter(Boolean).join(" ");
-  row.dataset.how = member.how;
+  row.firstChild.dataset.how = member.how;
   row.title = [member.runs, `clock ${member.clock}`, member.loss !== null && `loss ${member.loss.toPrecision(4)}`,
     member.dropped && `${member.dropped} messages dropped`].filter(Boolean).join("\n");
   put(cell.name, `${member.runs ? "cluster of rank" : "rank"} ${member.path.join(".")} `);
