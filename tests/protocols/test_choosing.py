@@ -6,6 +6,7 @@ import json
 import re
 import time
 from dataclasses import replace
+from functools import partial
 from itertools import permutations, product
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from narrows.protocols.planning.network import Network
 from narrows.protocols.planning.places import placed
 from narrows.protocols.planning.ways import BELOW, WAYS, Way
 from narrows.protocols.settings import Settings
+from narrows.protocols.timeline import Stream, Timeline, Wire
 from narrows.ps.coded import coded
 from narrows.ps.command import cli as serve
 from narrows.ps.trial import ALIKE, Trial, tried
@@ -198,6 +200,20 @@ def test_a_child_of_many_samples_counts_for_as_many_in_a_trial_without_a_bound()
     plan = chooser.priced(((0,), (1, 2, 3)), WAYS[10], BELOW[0], chooser.prices.hosts)
     assert plan.above.sync == "async" and plan.step_s == pytest.approx(0.1 * 4 / (3 + 3), rel=0.02)
     assert Trial(chooser.prices, plan).step_s() == pytest.approx(plan.step_s, rel=0.1)
+
+
+def test_who_waits_for_a_slow_wire_does_not_hold_up_a_fast_one_that_others_share() -> None:
+    """Ten messages a second pass the shared wire, and one of them each second is of who has a slow wire before it."""
+    time, shared, slow = Timeline(), Wire(0, 10_000), Wire(0, 1_000)
+    passed: list[str] = []
+    near, far = Stream(time, [shared], 1000), Stream(time, [slow, shared], 1000)
+    for _ in range(20):
+        near.send(partial(passed.append, "near"))
+        far.send(partial(passed.append, "far"))
+    while time.now_ns < NS and time.step():
+        pass
+    assert passed.count("far") == 1 and passed.count("near") >= 8
+    assert shared.passed == pytest.approx(10_000, abs=shared.bytes_per_second // 8)
 
 
 def test_a_trial_is_bounded_and_changes_the_order_of_plans(monkeypatch: pytest.MonkeyPatch) -> None:
