@@ -4,7 +4,7 @@ Rules
 - Servers, clusters, members and exchanges are those that ship. A few keys stand for the model. Its bytes, what workers compute
   and encode, and what servers handle take as long as `Prices` says, each one after the other.
 - Hosts have a card each way, places a wire to each other one, and pairs of hosts a link. Small messages take the delay alone.
-- Nobody fails. Nobody ends: of `clocks` updates of each of the root's children, the time after the first third counts.
+- Nobody fails. Nobody ends. Those of the root's clocks count that come when a third is over and windows of both levels are full.
 - Clocks that take alike long, more of them than updates may be in flight, are followed by such ones: the rest is not simulated.
 """
 
@@ -29,7 +29,7 @@ from narrows.protocols.keys import fragment
 from narrows.protocols.member.exchange import Exchange
 from narrows.protocols.member.member import Member
 from narrows.protocols.plan import Plan, TensorSpec
-from narrows.protocols.planning.choose import Choice
+from narrows.protocols.planning.choose import SMALL, Choice
 from narrows.protocols.planning.levels import Groups, Prices
 from narrows.protocols.planning.ways import Way
 from narrows.protocols.settings import Settings
@@ -50,8 +50,8 @@ TIMING = Timing(join_retry_ns=NS // 4, request_retry_ns=int(AGES_S * NS), lost_n
 TICK_NS = NS // 5
 CLOCKS = 10
 EVENTS_MAX = 100_000  # 1 to 3 s of a core
-SMALL = 32  # hosts of a network whose plans are compared, with all clocks
-SKIPPED = 3  # one part in so many, at the beginning: windows fill
+CHUNKS_FEW = 2  # of a message, where hosts are many
+SKIPPED = 3  # one part in so many, at the beginning, and as many as may be in flight: windows fill
 STEADY, ALIKE = 3, 1.005  # clocks in a row, at least, of which the longest takes so many times as long as the shortest
 BULK = (m.Push, m.State)
 
@@ -267,7 +267,7 @@ class Trial:
         self.samples = 0.0  # that the root has updates of
         self.ends_ns: list[float] = []  # of each clock
         self.own_s: list[float] = []  # of a step, by child of the root: its slowest worker alone
-        self.machines = 0
+        self.machines = self.events = 0
         self.root = Level(self, "root", plan.above, plan.spread or (plan.root,), plan.groups, None)
         for number, (server, group) in enumerate(zip(plan.servers, plan.groups, strict=True)):
             level = self.root
@@ -281,7 +281,7 @@ class Trial:
 
     def chunks(self, size: int) -> int:
         """In which a message of this size is sent."""
-        return CHUNKS
+        return CHUNKS if len(self.prices.hosts) <= SMALL else CHUNKS_FEW
 
     def ticks(self, action: Callable[..., None], *arguments: Any) -> None:
         """Out of step with the others."""
@@ -310,38 +310,21 @@ class Trial:
         samples = [float(self.prices.samples[[*group]].sum()) for group in self.plan.groups]
         return self.root.samples / sum(each / own_s for each, own_s in zip(samples, self.own_s, strict=True))
 
-    def step_s(self) -> float | None:
-        """Seconds of a step, or None where EVENTS_MAX events are too few."""
+    def step_s(self, events: int = EVENTS_MAX) -> float | None:
+        """Seconds of a step, or None where so many events are too few."""
         plan, ends_ns = self.plan, self.ends_ns
-        clocks = CLOCKS if len(self.prices.hosts) <= SMALL else CLOCKS // 2
-        skipped, enough = clocks // SKIPPED, max(STEADY, 1 + max(way.mode.window for way in (plan.above, plan.below)))
-        known = 0
-        for _ in range(EVENTS_MAX):
+        most = CLOCKS if len(self.prices.hosts) <= SMALL else CLOCKS // 2
+        ahead = plan.above.mode.window + (plan.below.mode.window - 1 if plan.clusters else 0)
+        skipped, enough = max(most // SKIPPED, ahead), max(STEADY, 1 + ahead)
+        clocks, known = skipped + max(most - most // SKIPPED, plan.above.mode.window), 0
+        for self.events in range(events):
             if len(ends_ns) > known:
                 known = len(ends_ns)
                 took_ns = np.diff(ends_ns)[-enough:]
+                if known == clocks:
+                    took_ns = np.diff(ends_ns[skipped - 1 :])
                 if known == clocks or (len(took_ns) == enough and took_ns.max() <= ALIKE * took_ns.min()):
-                    end_ns = ends_ns[-1] + (clocks - known) * took_ns.mean()
-                    counted_s = float(end_ns - ends_ns[skipped - 1]) / NS
-                    return counted_s / (clocks - skipped) / plan.above.mode.local_steps
+                    return float(took_ns.mean()) / NS / plan.above.mode.local_steps
             if not self.time.step():
                 break
         return None
-
-
-def tried(prices: Prices, plans: Sequence[Choice]) -> list[tuple[Choice, float | None]]:
-    """Each plan with its simulated seconds of a step, the cheapest first. A first one that takes too many events stays the
-    first, and of more than SMALL hosts it is the only one. Who would be dearer if nothing but computing took time is not
-    simulated."""
-
-    def cost(plan: Choice, seconds: float | None) -> float:
-        return (seconds or np.inf) * plan.cost / plan.step_s
-
-    found = [(plans[0], Trial(prices, plans[0]).step_s())]
-    if found[0][1] is None:
-        return found
-    for plan in plans[1:] if len(prices.hosts) <= SMALL else ():
-        trial = Trial(prices, plan)
-        may_win = cost(plan, trial.least_s) < min(cost(*each) for each in found)
-        found.append((plan, trial.step_s() if may_win else None))
-    return sorted(found, key=lambda each: cost(*each))

@@ -6,12 +6,13 @@ import math
 
 from narrows.protocols.errors import UsageError
 from narrows.protocols.planning import written
-from narrows.protocols.planning.choose import Chooser, choices, decides
+from narrows.protocols.planning.choose import Chooser, choices
+from narrows.protocols.planning.deciding import decides
 from narrows.protocols.planning.layout import Layout
 from narrows.protocols.planning.levels import Work
 from narrows.ps.coded import coded
 from narrows.ps.command.figures import seconds, table
-from narrows.ps.trial import tried
+from narrows.ps.tried import tried
 
 
 def planned(

@@ -22,7 +22,7 @@ from simulation.trees import Road, Tree, tree_of
 
 from narrows.compression.predict import Cost, Link, clock_s, step_s, whole_clock_s
 from narrows.protocols.errors import UsageError
-from narrows.protocols.planning.choose import EXACT_MAX, PATIENT, Chooser, choices, choose
+from narrows.protocols.planning.choose import EXACT_MAX, NEAR, NEAR_MAX, PATIENT, Chooser, choices, choose
 from narrows.protocols.planning.layout import parse
 from narrows.protocols.planning.levels import Coded, Groups, Prices, Work, cuts, joined, merges, places
 from narrows.protocols.planning.looks import partitions
@@ -33,7 +33,9 @@ from narrows.protocols.settings import Settings
 from narrows.protocols.timeline import Stream, Timeline, Wire
 from narrows.ps.coded import coded
 from narrows.ps.command import cli as serve
-from narrows.ps.trial import ALIKE, Trial, tried
+from narrows.ps.trial import ALIKE, Trial
+from narrows.ps.tried import cost as simulated_cost
+from narrows.ps.tried import tried
 from narrows.worker.command import cli as worker
 
 CODED = coded()
@@ -60,7 +62,9 @@ def test_a_link_of_two_is_priced_as_compression_predict_does(way: Way) -> None:
     assert found == pytest.approx(2 / (1 / own + 1 / away) if mode.bound is None else max(own, away))
 
 
-def plain_s(network: Network, way: Way, own: list[float], at: list[int], children: Groups, server: int) -> float:
+def plain_s(
+    network: Network, way: Way, own: list[float], at: list[int], children: Groups, server: int, inside: int = 1
+) -> float:
     """Seconds of a step of one level in plain words: `at` has the host that each child speaks from."""
     size, mode, n = CODED[way.compress].bytes * WORK.parameters, way.mode, len(network.hosts)
     rate, place = network.rates[-1], places(network)
@@ -77,7 +81,12 @@ def plain_s(network: Network, way: Way, own: list[float], at: list[int], childre
             down = max(size * share / rate[server, host], size * (len(at) - 1) / card_out)
             trip = network.delay_s[host, server] + network.delay_s[server, host]
         up = max(up, len(at) * CODED[way.compress].serve_s * WORK.parameters)
-        busy = mode.local_steps * own[child] + CODED[way.compress].encode_s * WORK.parameters
+        encode = CODED[way.compress].encode_s * WORK.parameters
+        busy, road = mode.local_steps * own[child] + encode, encode + up + down + trip
+        if inside > 1 and len(children[child]) > 1 and way.compress != "dense":
+            deep = (inside * own[child] + road) / (mode.window + inside - 1)
+            clocks.append(max(own[child], encode, up, down, road / mode.window, deep))
+            continue
         overlapped = busy if way.compress == "dense" else busy / mode.window
         clocks.append(max(busy, up, down, overlapped + (up + down + trip) / mode.window))
     folded = sum(len(group) / clock for group, clock in zip(children, clocks, strict=True))  # workers' updates a second
@@ -98,7 +107,15 @@ def plainly(network: Network, groups: Groups, above: Way, below: Way) -> float:
         for server in group
     }
     found = [
-        plain_s(network, above, [inside[g, s] for g, s in zip(groups, servers, strict=True)], [*servers], groups, root)
+        plain_s(
+            network,
+            above,
+            [inside[g, s] for g, s in zip(groups, servers, strict=True)],
+            [*servers],
+            groups,
+            root,
+            below.mode.window if below.compress != "dense" else 1,
+        )
         for root in range(len(network.hosts))
         for servers in product(*groups)
     ]
@@ -199,7 +216,7 @@ def test_a_child_of_many_samples_counts_for_as_many_in_a_trial_without_a_bound()
     chooser = Chooser(network, replace(WORK, parameters=2e4))
     plan = chooser.priced(((0,), (1, 2, 3)), WAYS[10], BELOW[0], chooser.prices.hosts)
     assert plan.above.sync == "async" and plan.step_s == pytest.approx(0.1 * 4 / (3 + 3), rel=0.02)
-    assert Trial(chooser.prices, plan).step_s() == pytest.approx(plan.step_s, rel=0.1)
+    assert Trial(chooser.prices, plan).step_s() == pytest.approx(plan.step_s, rel=0.15)
 
 
 def test_who_waits_for_a_slow_wire_does_not_hold_up_a_fast_one_that_others_share() -> None:
@@ -225,7 +242,7 @@ def test_a_trial_is_bounded_and_changes_the_order_of_plans(monkeypatch: pytest.M
     assert first_s * first.cost / first.step_s <= second_s * second.cost / second.step_s
     # The other could not win if nothing but computing took time.
     assert tried(chooser.prices, [one, other]) == [(one, first_s), (other, None)]
-    monkeypatch.setattr("narrows.ps.trial.EVENTS_MAX", 50)
+    monkeypatch.setattr("narrows.ps.tried.EVENTS_MAX", 50)
     assert tried(chooser.prices, [one, other]) == [(one, None)]
 
 
@@ -241,11 +258,27 @@ def test_a_trial_that_ends_once_clocks_are_alike_says_the_same(row: int, monkeyp
     assert found is not None and found > 0.99 * short.least_s
 
 
-def test_plans_that_cost_nearly_as_much_are_named_too() -> None:
-    plan, *near = choices(cities([2, 2], 20, 60), WORK)
-    assert plan == choose(cities([2, 2], 20, 60), WORK) and len(near) <= 2
-    assert [c.cost for c in near] == sorted(c.cost for c in near) and all(c.cost <= 1.1 * plan.cost for c in near)
-    assert len({c.kind for c in [plan, *near]}) == 1 + len(near)
+def test_plans_that_cost_nearly_as_much_and_the_best_of_each_shape_are_named_too() -> None:
+    plan, *others = choices(cities([2, 2], 20, 60), WORK)
+    assert plan == choose(cities([2, 2], 20, 60), WORK)
+    near = others[:NEAR_MAX]
+    assert [c.cost for c in near] == sorted(c.cost for c in near) and all(c.cost <= NEAR * plan.cost for c in near)
+    assert len({c.kind for c in [plan, *others]}) == 1 + len(others)
+    for shape in (lambda c: c.clusters, lambda c: not c.clusters and not c.spread, lambda c: c.spread):
+        assert any(map(shape, [plan, *others]))
+
+
+@pytest.mark.parametrize(("seed", "hosts"), [(4, 12), (6, 9), (7, 9), (6, 4)])
+def test_no_simple_shape_is_cheaper_in_the_trial(seed: int, hosts: int) -> None:
+    """None of the cuts of single linkage, and no single server. In the first network a slow link once held up the server's
+    card in the trial, and the plan seemed twice as dear as a cut; in the second one the cut seemed too dear to be tried."""
+    network, work = drawn(seed, hosts), replace(WORK, parameters=(2e5, 2e6, 2e7, 1e8)[seed // 2 % 4])
+    chooser, dearest = Chooser(network, work), simulated_cost(tried(Prices(network, work), choices(network, work))[0])
+    for groups in (chooser.alone, *cuts(network, 99)):
+        chooser.least = np.inf
+        _, *best = chooser.look([groups], WAYS, BELOW, chooser.prices.hosts).plans()[0]
+        plan = chooser.priced(*best, chooser.prices.hosts)
+        assert dearest <= 1.001 * simulated_cost((plan, Trial(chooser.prices, plan).step_s())), groups
 
 
 def test_a_server_of_many_decides_by_what_it_handles_and_shards_share_it() -> None:
