@@ -4,7 +4,7 @@ Rules
 - Servers, clusters, members and exchanges are those that ship. A few keys stand for the model. Its bytes, what workers compute
   and encode, and what servers handle take as long as `Prices` says, each one after the other.
 - Hosts have a card each way, places a wire to each other one, and pairs of hosts a link. Small messages take the delay alone.
-- Nobody fails. Nobody ends. Those of the root's clocks count that come when a third is over and windows of both levels are full.
+- Nobody fails. Nobody ends. Of the root's clocks those count that come after a third, once windows of both levels are full.
 - Clocks that take alike long, more of them than updates may be in flight, are followed by such ones: the rest is not simulated.
 """
 

@@ -82,8 +82,16 @@ class Chooser:
     def priced(self, groups: Groups, above: Way, below: Way, roots: Indices) -> Choice:
         """The cheapest plan of these groups and ways, with one of these roots."""
         step_s, root, servers = self.prices.above_s(above, self.own_s(below, groups), groups, roots, below.inside)
-        steps = above.steps(len(groups)) * max(below.steps(len(group)) for group in groups)
+        steps = float(self.times(above, below, np.array([len(groups)]))[0])
         return Choice(groups, servers, root, above, below, step_s, step_s * steps)
+
+    def times(self, above: Way, below: Way, children: Indices) -> Array:
+        """(b,) steps to a loss beside those of bsp, of groupings with so many children of the root. What loses is the mean of
+        several optimizers' updates: a cluster of bsp has one, of other ways each of its workers has its own."""
+        n, one, two = len(self.hosts), self.steps[above], self.steps[below]
+        if below.sync == "bsp":
+            return one[children]
+        return np.where(children == n, one[n], max(one[n] * two[2], one[2] * two[n]))
 
     def look(self, groupings: Sequence[Groups], aboves: Sequence[Way], belows: Sequence[Way], roots: Indices) -> Look:
         """Prices each of these groupings with each two of these ways and the best of these roots. Ways inside are left out
@@ -91,17 +99,13 @@ class Chooser:
         times the best if nothing took time above."""
         table = Groupings.of(groupings, self.prices.place)
         numbers = self.clusters.numbers([group for groups in groupings for group in groups])
-        begins = np.cumsum(table.children) - table.children
-        sizes = np.diff(self.clusters.ends)[numbers]
         own_s = np.stack([self.clusters.of(below, numbers) for below in belows]).reshape(
             len(belows), *table.order.shape
         )
-        steps = np.stack([np.maximum.reduceat(self.steps[below][sizes], begins) for below in belows])
+        steps = np.stack([[self.times(above, below, table.children) for below in belows] for above in aboves])
         inside = np.array([way.inside for way in belows])
         below, at = np.nonzero(undominated(own_s, steps, inside))
-        own_s, steps, rows = own_s[below, at], steps[below, at], table.rows(at).below(inside[below])
-        children = rows.children
-        steps = steps * np.stack([self.steps[above][children] for above in aboves])
+        own_s, steps, rows = own_s[below, at], steps[:, below, at], table.rows(at).below(inside[below])
         least = steps * np.stack([self.prices.least_s(above, own_s, rows) for above in aboves])
         costs = np.full(steps.shape, np.inf)
         order = least.min(0).argsort(kind="stable")

@@ -34,8 +34,8 @@ from narrows.protocols.timeline import Stream, Timeline, Wire
 from narrows.ps.coded import coded
 from narrows.ps.command import cli as serve
 from narrows.ps.trial import ALIKE, Trial
+from narrows.ps.tried import TIE, tried
 from narrows.ps.tried import cost as simulated_cost
-from narrows.ps.tried import tried
 from narrows.worker.command import cli as worker
 
 CODED = coded()
@@ -119,7 +119,10 @@ def plainly(network: Network, groups: Groups, above: Way, below: Way) -> float:
         for root in range(len(network.hosts))
         for servers in product(*groups)
     ]
-    return min(found) * above.steps(len(groups)) * max(below.steps(len(group)) for group in groups)
+    n, clusters = len(network.hosts), len(groups) < len(network.hosts)
+    if below.sync == "bsp" or not clusters:
+        return min(found) * above.steps(len(groups))
+    return min(found) * max(above.steps(n) * below.steps(2), above.steps(2) * below.steps(n))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -296,10 +299,42 @@ def test_a_server_of_many_decides_by_what_it_handles_and_shards_share_it() -> No
 
 
 def test_two_cities_are_two_clusters_and_a_rack_is_none() -> None:
-    far, rack = choose(cities([3, 3], 20, 60), WORK), choose(cities([4], 20, 60), Work(2e4, 10.0, CODED))
+    far, rack = (
+        choose(cities([3, 3], 20, 60), replace(WORK, step_s=3.0)),
+        choose(cities([4], 20, 60), Work(2e4, 10.0, CODED)),
+    )
     assert far.groups == ((0, 1, 2), (3, 4, 5))
-    assert far.above.compress != "dense"
+    assert far.above.compress != "dense" and far.below.sync == "bsp"
     assert rack.clusters == []
+
+
+@pytest.mark.parametrize(
+    ("hosts", "mbits", "parameters", "step_s"),
+    [(4, 100, 2e6, 0.1), (4, 1000, 2e4, 1.0), (6, 1000, 2e7, 0.1), (8, 1000, 1e8, 0.1)],
+)
+def test_a_rack_of_alike_machines_has_one_level(hosts: int, mbits: float, parameters: float, step_s: float) -> None:
+    network = cities([hosts], 20, 60)
+    network.rates[:] = 1e6 * mbits / 8
+    work = Work(parameters, step_s, CODED)
+    assert tried(Prices(network, work), choices(network, work))[0][0].clusters == []
+
+
+def test_of_plans_that_take_alike_long_in_the_trial_the_simplest_is_printed() -> None:
+    """Within TIE, with fewer levels, then clusters; what is dearer by more is not."""
+    chooser = Chooser(cities([4], 1000, 0.1), replace(WORK, parameters=2e4))
+    flat, two = (
+        chooser.priced(groups, WAYS[0], BELOW[0], chooser.prices.hosts) for groups in (chooser.alone, ((0, 1), (2, 3)))
+    )
+    for dear, first in ((0.99, flat), (1.01, flat), (1.05, two)):
+        plan = replace(
+            flat,
+            cost=dear
+            * simulated_cost((two, Trial(chooser.prices, two).step_s()))
+            * flat.step_s
+            / Trial(chooser.prices, flat).step_s(),
+        )
+        assert tried(chooser.prices, [two, plan])[0][0].groups == first.groups
+    assert 1.01 < TIE < 1.05
 
 
 def without(network: Network, *pairs: tuple[int, int]) -> Network:
@@ -376,7 +411,7 @@ def test_single_linkage_cuts_where_rates_differ_most() -> None:
 @pytest.mark.parametrize("form", ["short", "long"])
 def test_all_servers_of_a_plan_replan_as_it_says(tmp_path: Path, form: str) -> None:
     """Guests have no flags: the root says what the run is."""
-    words = ("--replan", "change", "--replan-after", "60", "--insecure", "--commands", form)
+    words = ("--replan", "change", "--replan-after", "60", "--insecure", "--commands", form, "--step", "3")
     output, plan = planned(tmp_path, cities([2, 2], 20, 60), *words)
     servers = [*plan["stages"], *plan["clusters"]]
     assert len(servers) == 3 and all(s["flags"]["replan"] == "change" for s in servers)
@@ -466,7 +501,7 @@ def test_printed_commands_are_ones_that_can_be_pasted(tmp_path: Path, access: li
     network = cities([2, 2, 1], 20, 60)
     output, plan = planned(
         tmp_path, network, "--batch", "32", "--script", "train.py --rows {samples}", "--shards", "2", "--commands", "long",
-        *access,
+        "--step", "3", *access,
     )  # fmt: skip
     servers = [words for words in told(output) if words[0] == "ps-serve" and "keys" not in words]
     workers = [words for words in told(output) if words[0] == "ps-worker"]
@@ -491,7 +526,7 @@ def test_printed_commands_are_ones_that_can_be_pasted(tmp_path: Path, access: li
     assert (
         "decides" in output
         and "DDP" in output
-        and re.search(r"predicted [\d.]+ ms a step, simulated [\d.]+ ms, and", output)
+        and re.search(r"predicted [\d.e+]+ ms a step, simulated [\d.e+]+ ms, and", output)
     )
 
 
