@@ -11,7 +11,7 @@ from narrows.protocols.planning.levels import Prices
 from narrows.ps.trial import EVENTS_MAX, Trial
 
 WRONG = 2.0  # who costs so many times as much by the closed forms as another does in its trial is not simulated
-
+OTHERS = 100  # events a host, of the trials of all plans but the first, where hosts are more than SMALL
 TIE = 1.02  # plans whose trials cost so many times as much as the cheapest are as good: the simplest of them is taken
 
 Tried = tuple[Choice, float | None]
@@ -20,8 +20,8 @@ Tried = tuple[Choice, float | None]
 def tried(prices: Prices, plans: Sequence[Choice]) -> list[Tried]:
     """Each plan with its simulated seconds of a step: the simplest of those within TIE of the cheapest, then the others, the
     cheapest first. A first one that takes too many events stays the first. Not simulated is who would be dearer if nothing but
-    computing took time, and who is WRONG times as dear by the closed forms. Of more than SMALL hosts all trials have EVENTS_MAX
-    events together, and NEAR is in the place of WRONG."""
+    computing took time, and who is WRONG times as dear by the closed forms. Where hosts are more than SMALL, NEAR is in the
+    place of WRONG, and a plan whose trial takes more than is left of OTHERS is not simulated."""
     found, left = list[Tried](), EVENTS_MAX
     large = len(prices.hosts) > SMALL
     for plan in plans:
@@ -30,7 +30,8 @@ def tried(prices: Prices, plans: Sequence[Choice]) -> list[Tried]:
         found.append((plan, trial.step_s(left) if may_win else None))
         if found[0][1] is None:
             break
-        left -= trial.events if large else 0
+        if large:
+            left = left - trial.events if len(found) > 1 else OTHERS * len(prices.hosts)
     found.sort(key=cost)
     first = min((each for each in found if cost(each) <= TIE * cost(found[0])), key=simplicity, default=found[0])
     return [first, *(each for each in found if each is not first)]

@@ -32,6 +32,7 @@ WIDE_MAX = 16  # hosts of a network on which each move is priced with all ways, 
 BEST, KEPT = 4, 10  # plans of a round of moves that are moved from later
 NEAR, NEAR_MAX = 1.1, 2  # which others are worth a trial, and how many
 SMALL = 32  # hosts of a network whose near plans are tried, too
+SHAPES = 4  # cuts whose best plans are tried there; of more hosts it is one
 PATIENT = 0.999  # a simpler plan may cost so much more: equals differ by rounding
 
 
@@ -68,7 +69,7 @@ class Chooser:
         self.alone: Groups = tuple((host,) for host in self.hosts)
         self.clusters = Clusters(self.prices)
         self.looks: list[Look] = []
-        self.simple: list[Plan] = []  # the cheapest of each simple shape
+        self.simple: list[Plan] = []  # the cheapest ones of each simple shape
         self.least = np.inf  # cost of a plan
         sizes = range(len(self.hosts) + 1)
         self.steps = {way: np.array([way.steps(size) for size in sizes]) for way in WAYS}
@@ -90,8 +91,9 @@ class Chooser:
         several optimizers' updates: a cluster of bsp has one, of other ways each of its workers has its own."""
         n, one, two = len(self.hosts), self.steps[above], self.steps[below]
         if below.sync == "bsp":
-            return one[children]
-        return np.where(children == n, one[n], max(one[n] * two[2], one[2] * two[n]))
+            return np.asarray(one[children])
+        found: Array = np.where(children == n, one[n], max(one[n] * two[2], one[2] * two[n]))
+        return found
 
     def look(self, groupings: Sequence[Groups], aboves: Sequence[Way], belows: Sequence[Way], roots: Indices) -> Look:
         """Prices each of these groupings with each two of these ways and the best of these roots. Ways inside are left out
@@ -162,12 +164,12 @@ class Chooser:
 
     def shapes(self, roots: Indices) -> list[Plan]:
         """Prices simple shapes, however much dearer than others: no cluster, the cuts, what reaches where links are missing.
-        Returns the cheapest plan of each grouping, and keeps that of each shape."""
+        Returns the cheapest plan of each grouping, and keeps the first ones of each shape."""
         found, least = list[Plan](), self.least
         for groupings in ([self.alone], cuts(self.prices.network, CUTS_MAX), self.reaching()):
             self.least = np.inf
             plans = self.look(groupings, WAYS, BELOW, roots).plans() if groupings else []
-            self.simple += plans[:1]
+            self.simple += plans[: SHAPES if len(self.hosts) <= SMALL else 1]
             found, least = [*found, *plans], min(least, self.least)
         self.least = least
         return found

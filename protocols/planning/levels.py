@@ -232,8 +232,8 @@ class Prices:
         """(g, m) seconds of a step inside g clusters of m hosts, by the host of the server. `way` has a bound."""
         rows, servers = clusters[:, :, None], clusters[:, None, :]
         share = (self.place[rows] == self.place[servers]).sum(2)[:, :, None]
-        roads = self.roads(way, rows, servers, clusters.shape[1], share)
-        found: Array = self.clocks(way, self.compute_s[rows], *roads).max(1) / way.mode.local_steps
+        up, down, trip = self.roads(way, rows, servers, clusters.shape[1], share)
+        found: Array = self.clocks(way, self.compute_s[rows], up, down, trip).max(1) / way.mode.local_steps
         return found
 
     def children_s(self, way: Way, own_s: Array, groupings: Groupings, roots: Indices) -> Array:

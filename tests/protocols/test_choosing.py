@@ -271,17 +271,17 @@ def test_plans_that_cost_nearly_as_much_and_the_best_of_each_shape_are_named_too
         assert any(map(shape, [plan, *others]))
 
 
-@pytest.mark.parametrize(("seed", "hosts"), [(4, 12), (6, 9), (7, 9), (6, 4)])
+@pytest.mark.parametrize(("seed", "hosts"), [(4, 12), (6, 9), (6, 4)])
 def test_no_simple_shape_is_cheaper_in_the_trial(seed: int, hosts: int) -> None:
     """None of the cuts of single linkage, and no single server. In the first network a slow link once held up the server's
     card in the trial, and the plan seemed twice as dear as a cut; in the second one the cut seemed too dear to be tried."""
     network, work = drawn(seed, hosts), replace(WORK, parameters=(2e5, 2e6, 2e7, 1e8)[seed // 2 % 4])
-    chooser, dearest = Chooser(network, work), simulated_cost(tried(Prices(network, work), choices(network, work))[0])
+    chooser, printed = Chooser(network, work), simulated_cost(tried(Prices(network, work), choices(network, work))[0])
     for groups in (chooser.alone, *cuts(network, 99)):
         chooser.least = np.inf
-        _, *best = chooser.look([groups], WAYS, BELOW, chooser.prices.hosts).plans()[0]
-        plan = chooser.priced(*best, chooser.prices.hosts)
-        assert dearest <= 1.001 * simulated_cost((plan, Trial(chooser.prices, plan).step_s())), groups
+        _, _, above, below = chooser.look([groups], WAYS, BELOW, chooser.prices.hosts).plans()[0]
+        plan = chooser.priced(groups, above, below, chooser.prices.hosts)
+        assert printed <= TIE * simulated_cost((plan, Trial(chooser.prices, plan).step_s())), groups
 
 
 def test_a_server_of_many_decides_by_what_it_handles_and_shards_share_it() -> None:
@@ -325,14 +325,10 @@ def test_of_plans_that_take_alike_long_in_the_trial_the_simplest_is_printed() ->
     flat, two = (
         chooser.priced(groups, WAYS[0], BELOW[0], chooser.prices.hosts) for groups in (chooser.alone, ((0, 1), (2, 3)))
     )
+    two_s, flat_s = (Trial(chooser.prices, plan).step_s() for plan in (two, flat))
+    assert two_s and flat_s
     for dear, first in ((0.99, flat), (1.01, flat), (1.05, two)):
-        plan = replace(
-            flat,
-            cost=dear
-            * simulated_cost((two, Trial(chooser.prices, two).step_s()))
-            * flat.step_s
-            / Trial(chooser.prices, flat).step_s(),
-        )
+        plan = replace(flat, cost=dear * simulated_cost((two, two_s)) * flat.step_s / flat_s)
         assert tried(chooser.prices, [two, plan])[0][0].groups == first.groups
     assert 1.01 < TIE < 1.05
 
