@@ -10,7 +10,7 @@ Rules
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -52,6 +52,7 @@ CLOCKS = 10
 EVENTS_MAX = 100_000  # 1 to 3 s of a core
 CHUNKS_FEW = 2  # of a message, where hosts are many
 SKIPPED = 3  # one part in so many, at the beginning, and as many as may be in flight: windows fill
+BUNCHES = 3  # times as many clocks count where nobody waits: a cluster's samples come in bunches
 STEADY, ALIKE = 3, 1.005  # clocks in a row, at least, of which the longest takes so many times as long as the shortest
 BULK = (m.Push, m.State)
 
@@ -112,7 +113,7 @@ class Serving:
     def __init__(self, level: Level, index: int) -> None:
         self.level, self.index, self.host = level, index, level.hosts[index]
         self.peer = level.name.encode().ljust(m.NAME_BYTES) + b"/%d" % index  # above
-        self.samples, self.pushed_ns = level.samples, 0
+        self.samples, self.pushed_ns, self.pushes = level.samples, 0, 0
         self.own = b"shard".ljust(m.NAME_BYTES) + b"/%d" % index  # for shard 0
         above, first = level.above, index == 0
         coordinator = Coordinator(level.settings, 1 << 20, -1, child=above is not None) if first else None
@@ -171,7 +172,7 @@ class Working:
 
     def __init__(self, level: Level, host: int) -> None:
         self.level, self.host = level, host
-        self.samples, self.pushed_ns = float(level.trial.prices.samples[host]), 0
+        self.samples, self.pushed_ns, self.pushes = float(level.trial.prices.samples[host]), 0, 0
         name = f"worker-{host}"
         self.peer = name.encode().ljust(m.NAME_BYTES) + b"/"
         self.mode = level.settings.mode()
@@ -265,6 +266,7 @@ class Trial:
         self.tick_ns = max(TICK_NS, int(plan.step_s * plan.above.mode.local_steps * NS))
         self.wires: Wires = {} if wires is None else wires
         self.samples = 0.0  # that the root has updates of
+        self.reached: Counter[int] = Counter()  # children that have pushed so many updates
         self.ends_ns: list[float] = []  # of each clock
         self.own_s: list[float] = []  # of a step, by child of the root: its slowest worker alone
         self.machines = self.events = 0
@@ -294,8 +296,15 @@ class Trial:
         self.time.at(self.time.now_ns + self.tick_ns, self._ticked, action, arguments)
 
     def pushed(self, child: Serving | Working) -> None:
-        """The root has an update of this child. A clock is over when it has as many samples as all have in one. Where that
-        was in the middle of an update, it was as long ago as a part of that child's clock."""
+        """The root has an update of this child. With a bound a clock is over when it has one of each: who is ahead waits later.
+        Without one it is over when it has as many samples as all have in one. Where that was in the middle of an update, it was
+        as long ago as a part of that child's clock."""
+        child.pushes += 1
+        self.reached[child.pushes] += 1
+        if self.plan.above.mode.bound is not None:
+            if self.reached[child.pushes] == len(self.plan.groups):
+                self.ends_ns.append(self.time.now_ns)
+            return
         now_ns, more = self.time.now_ns, self.samples + child.samples - self.root.samples * (len(self.ends_ns) + 1)
         self.samples += child.samples
         if more > -1e-9 * self.samples:
@@ -316,7 +325,8 @@ class Trial:
         most = CLOCKS if len(self.prices.hosts) <= SMALL else CLOCKS // 2
         ahead = plan.above.mode.window + (plan.below.mode.window - 1 if plan.clusters else 0)
         skipped, enough = max(most // SKIPPED, ahead), max(STEADY, 1 + ahead)
-        clocks, known = skipped + max(most - most // SKIPPED, plan.above.mode.window), 0
+        counted = max(most - most // SKIPPED, plan.above.mode.window) * (BUNCHES if plan.above.mode.bound is None else 1)
+        clocks, known = skipped + counted, 0
         for self.events in range(events):
             if len(ends_ns) > known:
                 known = len(ends_ns)

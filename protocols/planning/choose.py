@@ -32,7 +32,7 @@ WIDE_MAX = 16  # hosts of a network on which each move is priced with all ways, 
 BEST, KEPT = 4, 10  # plans of a round of moves that are moved from later
 NEAR, NEAR_MAX = 1.1, 2  # which others are worth a trial, and how many
 SMALL = 32  # hosts of a network whose near plans are tried, too
-SHAPES = 4  # cuts whose best plans are tried there; of more hosts it is one
+SHAPES = 8  # cuts whose best plans are tried there; of more hosts it is one
 PATIENT = 0.999  # a simpler plan may cost so much more: equals differ by rounding
 
 
