@@ -325,7 +325,9 @@ class Trial:
         most = CLOCKS if len(self.prices.hosts) <= SMALL else CLOCKS // 2
         ahead = plan.above.mode.window + (plan.below.mode.window - 1 if plan.clusters else 0)
         skipped, enough = max(most // SKIPPED, ahead), max(STEADY, 1 + ahead)
-        counted = max(most - most // SKIPPED, plan.above.mode.window) * (BUNCHES if plan.above.mode.bound is None else 1)
+        counted = max(most - most // SKIPPED, plan.above.mode.window) * (
+            BUNCHES if plan.above.mode.bound is None else 1
+        )
         clocks, known = skipped + counted, 0
         for self.events in range(events):
             if len(ends_ns) > known:

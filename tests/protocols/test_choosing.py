@@ -205,12 +205,12 @@ def test_a_simulated_run_takes_as_long_as_predicted(above: dict[str, Any], size:
     (clusters, way) for clusters in (False, True) for way in WAYS if not clusters or way.local_steps < 2
 ])  # fmt: skip
 def test_a_trial_takes_as_long_as_predicted(clusters: bool, way: Way) -> None:
-    """By the machines of a run; what is coded hides a level's link under the other's, so that clusters may be faster."""
+    """By the machines of a run; what is coded may be faster."""
     chooser = Chooser(cities([2, 2, 1], 20, 60), WORK)
     groups: Groups = ((0, 1), (2, 3), (4,)) if clusters else chooser.alone
     plan = chooser.priced(groups, way, BELOW[clusters], chooser.prices.hosts)
     found = Trial(chooser.prices, plan).step_s()
-    assert found is not None and (0.85 if way.compress == "dense" else 0.65) < found / plan.step_s < 1.2
+    assert found is not None and (0.85 if way.compress == "dense" else 0.8) < found / plan.step_s < 1.2
 
 
 def test_a_child_of_many_samples_counts_for_as_many_in_a_trial_without_a_bound() -> None:
