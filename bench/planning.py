@@ -49,7 +49,7 @@ from narrows.protocols.planning.places import placed
 from narrows.protocols.planning.ways import BELOW, WAYS, Way
 from narrows.protocols.planning.written import Places, clustered, long_commands
 from narrows.ps.coded import coded
-from narrows.ps.trial import tried
+from narrows.ps.tried import tried
 
 PROBE_S = 10.0  # of a round
 ALONE_STEPS = 20

@@ -6,6 +6,8 @@ Rules
       max(own, up, down, (own + round trip + up + down) / window),   own = computing + encoding
 
   for it overlaps with window - 1 others: with window 1 (bound 0) it is the sum, with more the greatest once that hides it.
+- The workers of a cluster go on while it waits for the level above, where both levels code and states may be late inside:
+  `cluster_clock_s`.
 - States that come whole, and not as differences, overlap less: `whole_clock_s`, fitted to simulated runs.
 - The link is one worker's. The rates both ways are alike, and a server's own work is taken for nothing.
 """
@@ -57,6 +59,20 @@ class Cost:
 def clock_s(own_s: S, up_s: S, down_s: S, round_trip_s: S, window: int) -> S:
     """Seconds of a clock; `up_s`, `down_s`: that the bytes take at the rate of the link. All are floats, or float64[...]."""
     found: S = _longest(own_s, up_s, down_s, (own_s + round_trip_s + up_s + down_s) / window)
+    return found
+
+
+def cluster_clock_s(
+    own_s: S, encode_s: float, up_s: S, down_s: S, round_trip_s: S, window: int, inside: npt.NDArray[np.intp] | int
+) -> S:
+    """Seconds of a clock of a cluster that takes `own_s` alone, and whose workers have `inside` updates in flight: more than 1.
+
+    A worker's update c is computed on a state of c + 1 - inside, which the cluster publishes with a state from above of
+    window - 1 clocks before. So inside + window - 1 clocks have one update's way through both levels in them."""
+    above_s = encode_s + round_trip_s + up_s + down_s
+    found: S = _longest(
+        own_s, encode_s, up_s, down_s, above_s / window, (inside * own_s + above_s) / (window + inside - 1)
+    )
     return found
 
 

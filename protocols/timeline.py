@@ -3,7 +3,8 @@
 Rules
 - Events of one time come in the order in which they were made.
 - A wire has a rate: bytes pass one message after the other, then take the delay.
-- On several wires in a row a message is on all of them at once: its bytes are there when the slowest has passed them.
+- On several wires in a row a message is on all of them at once: its bytes are there when the slowest has passed them. Each is
+  busy for as long as it takes itself: who waits for a slow wire does not hold up a fast one that others share.
 """
 
 from __future__ import annotations
@@ -38,21 +39,18 @@ class Wire:
 
 
 def arrival_ns(wires: Sequence[Wire], now_ns: int, size: int) -> int:
-    """When a message of `size` bytes that is sent now over these wires is there. Each is busy until they have passed it."""
+    """When a message of `size` bytes that is sent now over these wires is there."""
     return passed_ns(wires, now_ns, size) + delay_ns(wires)
 
 
 def passed_ns(wires: Sequence[Wire], now_ns: int, size: int) -> int:
-    """When the last of these wires has passed it."""
-    begin_ns = end_ns = now_ns
+    """When the last of these wires has passed it. Each is busy for as long as it takes itself."""
+    end_ns = now_ns
     for wire in wires:
         free_ns = wire.free_ns
-        if free_ns > begin_ns:
-            begin_ns = free_ns
-        there_ns = begin_ns + size * NS // wire.bytes_per_second
+        wire.free_ns = there_ns = (free_ns if free_ns > now_ns else now_ns) + size * NS // wire.bytes_per_second
         if there_ns > end_ns:
             end_ns = there_ns
-        wire.free_ns = end_ns
         wire.passed += size
     return end_ns
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from narrows.compression import ladder
 from narrows.compression.auto import ENCODE_NS, LADDER
-from narrows.compression.predict import clock_s, whole_clock_s
+from narrows.compression.predict import clock_s, cluster_clock_s, whole_clock_s
 from narrows.protocols.planning.levels import Coded
 from narrows.protocols.planning.ways import WAYS
 
@@ -22,5 +22,6 @@ def coded(*more: str) -> dict[str, Coded]:
         size = rungs.get(spec) or ladder(spec)[0].bytes
         whole = spec == "dense"
         encode_s, serve_s = (0.0, SERVE_DENSE_NS / 1e9) if whole else (ENCODE_NS / 1e9, SERVE_NS / 1e9)
-        made[spec] = Coded(size, encode_s, whole_clock_s if whole else clock_s, serve_s)
+        forms = (whole_clock_s, None) if whole else (clock_s, cluster_clock_s)
+        made[spec] = Coded(size, encode_s, forms[0], serve_s, forms[1])
     return made

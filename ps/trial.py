@@ -4,13 +4,13 @@ Rules
 - Servers, clusters, members and exchanges are those that ship. A few keys stand for the model. Its bytes, what workers compute
   and encode, and what servers handle take as long as `Prices` says, each one after the other.
 - Hosts have a card each way, places a wire to each other one, and pairs of hosts a link. Small messages take the delay alone.
-- Nobody fails. Nobody ends: of `clocks` updates of each of the root's children, the time after the first third counts.
+- Nobody fails. Nobody ends. Of the root's clocks those count that come after a third, once windows of both levels are full.
 - Clocks that take alike long, more of them than updates may be in flight, are followed by such ones: the rest is not simulated.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -29,7 +29,7 @@ from narrows.protocols.keys import fragment
 from narrows.protocols.member.exchange import Exchange
 from narrows.protocols.member.member import Member
 from narrows.protocols.plan import Plan, TensorSpec
-from narrows.protocols.planning.choose import Choice
+from narrows.protocols.planning.choose import SMALL, Choice
 from narrows.protocols.planning.levels import Groups, Prices
 from narrows.protocols.planning.ways import Way
 from narrows.protocols.settings import Settings
@@ -50,8 +50,9 @@ TIMING = Timing(join_retry_ns=NS // 4, request_retry_ns=int(AGES_S * NS), lost_n
 TICK_NS = NS // 5
 CLOCKS = 10
 EVENTS_MAX = 100_000  # 1 to 3 s of a core
-SMALL = 32  # hosts of a network whose plans are compared, with all clocks
-SKIPPED = 3  # one part in so many, at the beginning: windows fill
+CHUNKS_FEW = 2  # of a message, where hosts are many
+SKIPPED = 3  # one part in so many, at the beginning, and as many as may be in flight: windows fill
+BUNCHES = 3  # times as many clocks count where nobody waits: a cluster's samples come in bunches
 STEADY, ALIKE = 3, 1.005  # clocks in a row, at least, of which the longest takes so many times as long as the shortest
 BULK = (m.Push, m.State)
 
@@ -112,7 +113,7 @@ class Serving:
     def __init__(self, level: Level, index: int) -> None:
         self.level, self.index, self.host = level, index, level.hosts[index]
         self.peer = level.name.encode().ljust(m.NAME_BYTES) + b"/%d" % index  # above
-        self.samples, self.pushed_ns = level.samples, 0
+        self.samples, self.pushed_ns, self.pushes = level.samples, 0, 0
         self.own = b"shard".ljust(m.NAME_BYTES) + b"/%d" % index  # for shard 0
         above, first = level.above, index == 0
         coordinator = Coordinator(level.settings, 1 << 20, -1, child=above is not None) if first else None
@@ -171,7 +172,7 @@ class Working:
 
     def __init__(self, level: Level, host: int) -> None:
         self.level, self.host = level, host
-        self.samples, self.pushed_ns = float(level.trial.prices.samples[host]), 0
+        self.samples, self.pushed_ns, self.pushes = float(level.trial.prices.samples[host]), 0, 0
         name = f"worker-{host}"
         self.peer = name.encode().ljust(m.NAME_BYTES) + b"/"
         self.mode = level.settings.mode()
@@ -265,9 +266,10 @@ class Trial:
         self.tick_ns = max(TICK_NS, int(plan.step_s * plan.above.mode.local_steps * NS))
         self.wires: Wires = {} if wires is None else wires
         self.samples = 0.0  # that the root has updates of
+        self.reached: Counter[int] = Counter()  # children that have pushed so many updates
         self.ends_ns: list[float] = []  # of each clock
         self.own_s: list[float] = []  # of a step, by child of the root: its slowest worker alone
-        self.machines = 0
+        self.machines = self.events = 0
         self.root = Level(self, "root", plan.above, plan.spread or (plan.root,), plan.groups, None)
         for number, (server, group) in enumerate(zip(plan.servers, plan.groups, strict=True)):
             level = self.root
@@ -281,7 +283,7 @@ class Trial:
 
     def chunks(self, size: int) -> int:
         """In which a message of this size is sent."""
-        return CHUNKS
+        return CHUNKS if len(self.prices.hosts) <= SMALL else CHUNKS_FEW
 
     def ticks(self, action: Callable[..., None], *arguments: Any) -> None:
         """Out of step with the others."""
@@ -294,8 +296,15 @@ class Trial:
         self.time.at(self.time.now_ns + self.tick_ns, self._ticked, action, arguments)
 
     def pushed(self, child: Serving | Working) -> None:
-        """The root has an update of this child. A clock is over when it has as many samples as all have in one. Where that
-        was in the middle of an update, it was as long ago as a part of that child's clock."""
+        """The root has an update of this child. With a bound a clock is over when it has one of each: who is ahead waits later.
+        Without one it is over when it has as many samples as all have in one. Where that was in the middle of an update, it was
+        as long ago as a part of that child's clock."""
+        child.pushes += 1
+        self.reached[child.pushes] += 1
+        if self.plan.above.mode.bound is not None:
+            if self.reached[child.pushes] == len(self.plan.groups):
+                self.ends_ns.append(self.time.now_ns)
+            return
         now_ns, more = self.time.now_ns, self.samples + child.samples - self.root.samples * (len(self.ends_ns) + 1)
         self.samples += child.samples
         if more > -1e-9 * self.samples:
@@ -310,38 +319,25 @@ class Trial:
         samples = [float(self.prices.samples[[*group]].sum()) for group in self.plan.groups]
         return self.root.samples / sum(each / own_s for each, own_s in zip(samples, self.own_s, strict=True))
 
-    def step_s(self) -> float | None:
-        """Seconds of a step, or None where EVENTS_MAX events are too few."""
+    def step_s(self, events: int = EVENTS_MAX) -> float | None:
+        """Seconds of a step, or None where so many events are too few."""
         plan, ends_ns = self.plan, self.ends_ns
-        clocks = CLOCKS if len(self.prices.hosts) <= SMALL else CLOCKS // 2
-        skipped, enough = clocks // SKIPPED, max(STEADY, 1 + max(way.mode.window for way in (plan.above, plan.below)))
-        known = 0
-        for _ in range(EVENTS_MAX):
+        most = CLOCKS if len(self.prices.hosts) <= SMALL else CLOCKS // 2
+        ahead = plan.above.mode.window + (plan.below.mode.window - 1 if plan.clusters else 0)
+        skipped, enough = max(most // SKIPPED, ahead), max(STEADY, 1 + ahead)
+        counted = max(most - most // SKIPPED, plan.above.mode.window) * (
+            BUNCHES if plan.above.mode.bound is None else 1
+        )
+        clocks, known = skipped + counted, 0
+        for self.events in range(events):
             if len(ends_ns) > known:
                 known = len(ends_ns)
                 took_ns = np.diff(ends_ns)[-enough:]
+                if known == clocks:
+                    took_ns = np.diff(ends_ns[skipped - 1 :])
                 if known == clocks or (len(took_ns) == enough and took_ns.max() <= ALIKE * took_ns.min()):
-                    end_ns = ends_ns[-1] + (clocks - known) * took_ns.mean()
-                    counted_s = float(end_ns - ends_ns[skipped - 1]) / NS
-                    return counted_s / (clocks - skipped) / plan.above.mode.local_steps
+                    # A child that came late may be catching up still: nobody is faster than it computes.
+                    return max(float(took_ns.mean()) / NS / plan.above.mode.local_steps, self.least_s)
             if not self.time.step():
                 break
         return None
-
-
-def tried(prices: Prices, plans: Sequence[Choice]) -> list[tuple[Choice, float | None]]:
-    """Each plan with its simulated seconds of a step, the cheapest first. A first one that takes too many events stays the
-    first, and of more than SMALL hosts it is the only one. Who would be dearer if nothing but computing took time is not
-    simulated."""
-
-    def cost(plan: Choice, seconds: float | None) -> float:
-        return (seconds or np.inf) * plan.cost / plan.step_s
-
-    found = [(plans[0], Trial(prices, plans[0]).step_s())]
-    if found[0][1] is None:
-        return found
-    for plan in plans[1:] if len(prices.hosts) <= SMALL else ():
-        trial = Trial(prices, plan)
-        may_win = cost(plan, trial.least_s) < min(cost(*each) for each in found)
-        found.append((plan, trial.step_s() if may_win else None))
-    return sorted(found, key=lambda each: cost(*each))

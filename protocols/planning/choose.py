@@ -31,6 +31,8 @@ MOVED_MAX = 8  # hosts of one group that are tried in another: those with the fa
 WIDE_MAX = 16  # hosts of a network on which each move is priced with all ways, and not only the best few of them
 BEST, KEPT = 4, 10  # plans of a round of moves that are moved from later
 NEAR, NEAR_MAX = 1.1, 2  # which others are worth a trial, and how many
+SMALL = 32  # hosts of a network whose near plans are tried, too
+SHAPES = 8  # cuts whose best plans are tried there; of more hosts it is one
 PATIENT = 0.999  # a simpler plan may cost so much more: equals differ by rounding
 
 
@@ -50,9 +52,9 @@ class Choice:
     ] = ()  # hosts that have a shard of the root each, the root among them; none: the root has all
 
     @property
-    def kind(self) -> tuple[Groups, Way, Way, tuple[int, ...]]:
+    def kind(self) -> tuple[object, ...]:
         """All but where servers stand."""
-        return self.groups, self.above, self.below, self.spread
+        return self.groups, self.above, self.below if self.clusters else None, self.spread
 
     @property
     def clusters(self) -> list[tuple[int, tuple[int, ...]]]:
@@ -67,6 +69,7 @@ class Chooser:
         self.alone: Groups = tuple((host,) for host in self.hosts)
         self.clusters = Clusters(self.prices)
         self.looks: list[Look] = []
+        self.simple: list[Plan] = []  # the cheapest ones of each simple shape
         self.least = np.inf  # cost of a plan
         sizes = range(len(self.hosts) + 1)
         self.steps = {way: np.array([way.steps(size) for size in sizes]) for way in WAYS}
@@ -79,9 +82,18 @@ class Chooser:
 
     def priced(self, groups: Groups, above: Way, below: Way, roots: Indices) -> Choice:
         """The cheapest plan of these groups and ways, with one of these roots."""
-        step_s, root, servers = self.prices.above_s(above, self.own_s(below, groups), groups, roots)
-        steps = above.steps(len(groups)) * max(below.steps(len(group)) for group in groups)
+        step_s, root, servers = self.prices.above_s(above, self.own_s(below, groups), groups, roots, below.inside)
+        steps = float(self.times(above, below, np.array([len(groups)]))[0])
         return Choice(groups, servers, root, above, below, step_s, step_s * steps)
+
+    def times(self, above: Way, below: Way, children: Indices) -> Array:
+        """(b,) steps to a loss beside those of bsp, of groupings with so many children of the root. What loses is the mean of
+        several optimizers' updates: a cluster of bsp has one, of other ways each of its workers has its own."""
+        n, one, two = len(self.hosts), self.steps[above], self.steps[below]
+        if below.sync == "bsp":
+            return np.asarray(one[children])
+        found: Array = np.where(children == n, one[n], max(one[n] * two[2], one[2] * two[n]))
+        return found
 
     def look(self, groupings: Sequence[Groups], aboves: Sequence[Way], belows: Sequence[Way], roots: Indices) -> Look:
         """Prices each of these groupings with each two of these ways and the best of these roots. Ways inside are left out
@@ -89,16 +101,13 @@ class Chooser:
         times the best if nothing took time above."""
         table = Groupings.of(groupings, self.prices.place)
         numbers = self.clusters.numbers([group for groups in groupings for group in groups])
-        begins = np.cumsum(table.children) - table.children
-        sizes = np.diff(self.clusters.ends)[numbers]
         own_s = np.stack([self.clusters.of(below, numbers) for below in belows]).reshape(
             len(belows), *table.order.shape
         )
-        steps = np.stack([np.maximum.reduceat(self.steps[below][sizes], begins) for below in belows])
-        below, at = np.nonzero(undominated(own_s, steps))
-        own_s, steps, rows = own_s[below, at], steps[below, at], table.rows(at)
-        children = rows.children
-        steps = steps * np.stack([self.steps[above][children] for above in aboves])
+        steps = np.stack([[self.times(above, below, table.children) for below in belows] for above in aboves])
+        inside = np.array([way.inside for way in belows])
+        below, at = np.nonzero(undominated(own_s, steps, inside))
+        own_s, steps, rows = own_s[below, at], steps[:, below, at], table.rows(at).below(inside[below])
         least = steps * np.stack([self.prices.least_s(above, own_s, rows) for above in aboves])
         costs = np.full(steps.shape, np.inf)
         order = least.min(0).argsort(kind="stable")
@@ -143,15 +152,27 @@ class Chooser:
         """Prices every partition."""
         groupings = [groups for groups in partitions([*self.hosts]) if len(groups) > 1]
         self.look(groupings, WAYS, BELOW, self.prices.hosts)
+        self.shapes(self.prices.hosts)
 
     def nearby(self) -> None:
-        """Prices the cuts, and then moves from the cheapest groups that were not moved from yet, again and again."""
-        roots = self.central()[:ROOTS_MAX]
-        groupings = [self.alone, *cuts(self.prices.network, CUTS_MAX), *self.reaching()]
-        seen, plans = {*groupings}, self.look(groupings, WAYS, BELOW, roots).plans()
+        """Prices simple shapes, and then moves from the cheapest groups that were not moved from yet, again and again."""
+        plans = sorted(self.shapes(self.central()[:ROOTS_MAX]), key=lambda plan: plan[:2])
+        seen = {groups for _, groups, *_ in plans}
         for _ in range(int(np.clip(PAIRS_MOVED // len(self.hosts) ** 2, ROUNDS_MIN, ROUNDS_MAX))):
             if plans:
                 plans = sorted([*self.moved(plans[0], seen), *plans[1:]], key=lambda plan: plan[:2])
+
+    def shapes(self, roots: Indices) -> list[Plan]:
+        """Prices simple shapes, however much dearer than others: no cluster, the cuts, what reaches where links are missing.
+        Returns the cheapest plan of each grouping, and keeps the first ones of each shape."""
+        found, least = list[Plan](), self.least
+        for groupings in ([self.alone], cuts(self.prices.network, CUTS_MAX), self.reaching()):
+            self.least = np.inf
+            plans = self.look(groupings, WAYS, BELOW, roots).plans() if groupings else []
+            self.simple += plans[: SHAPES if len(self.hosts) <= SMALL else 1]
+            found, least = [*found, *plans], min(least, self.least)
+        self.least = least
+        return found
 
     def central(self) -> Indices:
         """All hosts: who reaches most first, and of those who is nearest to all."""
@@ -180,7 +201,8 @@ class Chooser:
     def moved(self, plan: Plan, seen: set[Groups]) -> list[Plan]:
         """The best of the moves from this plan to groups that are not in `seen`, ways chosen anew."""
         _, groups, above, below = plan
-        table, own = Groupings.of([groups], self.prices.place), self.own_s(below, groups)
+        table = Groupings.of([groups], self.prices.place).below(np.array([below.inside]))
+        own = self.own_s(below, groups)
         step_s = self.prices.steps_s(above, own[table.order], table, self.prices.hosts)[0]
         roots = np.sort(step_s.argsort(kind="stable")[:ROOTS_NEAR])
         root = np.array([step_s.argmin()])
@@ -261,59 +283,26 @@ def choose(network: Network, work: Work) -> Choice:
 
 
 def choices(network: Network, work: Work) -> list[Choice]:
-    """That plan, and the next ones of other ways that cost NEAR times as much at most."""
+    """That plan, the next ones of other ways that cost NEAR times as much at most, and the cheapest one of each simple shape:
+    no cluster, one server on several hosts, a cut, clusters of any kind."""
     chooser = Chooser(network, work)
     chooser.search()
     everybody = chooser.prices.hosts
     if not np.isfinite(chooser.least):
         raise UsageError(f"no plan: {chooser.lacking()}")
-    plans = [chooser.priced(*plan[1:], everybody) for plan in chooser.best()[: 1 + NEAR_MAX]]
+    best = chooser.best()
+    plans = [chooser.priced(*plan[1:], everybody) for plan in best[: 1 + NEAR_MAX]]
     plan = cheapest(plans[0], plans)
-    spreads = [spread for way in WAYS for spread in chooser.spreads(way)]
+    spreads = sorted((spread for way in WAYS for spread in chooser.spreads(way)), key=lambda choice: choice.cost)
     plan = cheapest(plan, spreads)
     others = (c for c in [*plans, *spreads] if c.kind != plan.kind and c.cost <= NEAR * plan.cost)
-    return [plan, *sorted(others, key=lambda choice: choice.cost)[:NEAR_MAX]]
-
-
-def decides(chooser: Chooser, plan: Choice) -> str:
-    """Which link or host the step waits for, in a sentence."""
-    prices, network = chooser.prices, chooser.prices.network
-    own, to = chooser.own_s(plan.below, plan.groups), plan.spread or (plan.root,)
-    child = np.array(plan.servers)
-    found = _slowest(prices, plan.above, own[child], child, plan.groups, np.array(to))
-    group = plan.groups[found[0]]
-    inside = ""
-    if found[1] < 0 and len(group) > 1:  # it waits for a cluster: what does that wait for?
-        members, server = np.array(group), np.array([plan.servers[found[0]]])
-        inside = f" in the cluster of {network.hosts[int(server[0])]}"
-        found = _slowest(
-            prices, plan.below, prices.compute_s[members], members, tuple((host,) for host in group), server
-        )
-        child, to = members, (int(server[0]),)
-    host = network.hosts[int(child[found[0]])]
-    if found[1] < 0:
-        return f"computing on {host}{inside} decides"
-    server_host = network.hosts[to[found[1]]]
-    if host == server_host:
-        return f"what the server on {host}{inside} handles decides: {found[2]}"
-    return f"the link {host}-{server_host}{inside} decides: {found[2]}"
-
-
-def _slowest(
-    prices: Prices, way: Way, own_s: Array, rows: Indices, children: Groups, servers: Indices
-) -> tuple[int, int, str]:
-    """(row of the slowest child, column of the host that it waits for, or -1 for its own computing and coding, why)."""
-    table = Groupings.of([children], prices.place)
-    share, count = table.share[table.first][:, None], len(servers)
-    up, down, round_trip = prices.roads(way, rows[:, None], servers, len(children), share, count)
-    clocks = prices.clocks(way, own_s[:, None], up, down, round_trip)
-    row, column = (int(at) for at in np.unravel_index(clocks.argmax(), clocks.shape))
-    road_s = float(up[row, column] + down[row, column])
-    coding_s = prices.work.coded[way.compress].encode_s * prices.work.parameters
-    computing_s = float(own_s[row]) * way.mode.local_steps + coding_s
-    if computing_s >= max(float(clocks[row, column]) / 1.05, road_s + float(round_trip[row, column])):
-        return row, -1, ""
-    return row, column, f"{1e3 * float(round_trip[row, column]):.3g} ms of round trip, {1e3 * road_s:.3g} ms of bytes"
+    near = sorted(others, key=lambda choice: choice.cost)[: NEAR_MAX if len(everybody) <= SMALL else 0]
+    level = [each for each in best if len(each[1]) < len(chooser.alone)][:1]
+    shapes = [*(chooser.priced(*each[1:], everybody) for each in [*chooser.simple, *level]), *spreads[:1]]
+    found: dict[tuple[object, ...], Choice] = {}
+    for choice in [plan, *near, *shapes]:
+        found.setdefault(choice.kind, choice)
+    return [*found.values()]
 
 
 def for_stage(

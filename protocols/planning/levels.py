@@ -1,7 +1,7 @@
 """The cost of a step of a data parallel run on a network, with one server or with clusters below it: `Prices`.
 
 A child of a server is a worker, or a cluster. `own` are its seconds of computing and encoding, `up` and `down` those of its
-bytes. How long its clock takes of them says `Coded.clock_s`: a closed form of compression/predict.py. A run with a bound waits
+bytes. How long its clock takes of them say the closed forms of `Coded`, from compression/predict.py. A run with a bound waits
 for the slowest child. Without one children make sum(samples / clock) samples a second, and a step has the samples of all. A
 cluster computes H clocks of its own, H the local steps above. tests/protocols/test_choosing.py holds these forms to simulated
 runs.
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
@@ -31,6 +31,7 @@ from narrows.protocols.planning.ways import Way
 Indices = npt.NDArray[np.intp]
 Groups = tuple[tuple[int, ...], ...]  # hosts
 
+ALONE: Indices = np.ones(1, np.intp)  # see Groupings.inside
 PLACES = 2.0  # rates that differ less are those of one kind of link
 SLOWEST = 1e-9  # bytes a second, of the port of a host that has no link
 SAME = 1.05  # and such a gap is noise of a measurement
@@ -39,12 +40,14 @@ SAME = 1.05  # and such a gap is noise of a measurement
 @dataclass(frozen=True, slots=True)
 class Coded:
     """The costs of a SPEC for a parameter. serve_s: the server's, for each child. clock_s: takes (own, up, down, round
-    trip, window)."""
+    trip, window). cluster_s: the same of a cluster whose workers go on while it waits, (own, encode, up, down, round trip,
+    window, inside); None: they wait, too."""
 
     bytes: float
     encode_s: float
     clock_s: Callable[[Array, Array, Array, Array, int], Array]
     serve_s: float = 0.0
+    cluster_s: Callable[[Array, float, Array, Array, Array, int, Indices], Array] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +142,7 @@ class Groupings:
     order: Indices
     first: npt.NDArray[np.bool_]  # (b, n) here begins a group
     share: Indices  # (b, n) children that share the wire of a host to another place; 1: none
+    inside: Indices  # (b, n) updates in flight inside the group of each host, as `Way.inside`; 1: those of one host
 
     @classmethod
     def of(cls, groupings: Sequence[Groups], place: Indices) -> Groupings:
@@ -154,7 +158,7 @@ class Groupings:
         first = np.zeros(len(order), bool)
         first[begins] = True
         rows = len(groupings), -1
-        return cls(order.reshape(rows), first.reshape(rows), share.reshape(rows))
+        return cls(order.reshape(rows), first.reshape(rows), share.reshape(rows), np.ones_like(order).reshape(rows))
 
     @property
     def children(self) -> Indices:
@@ -163,7 +167,12 @@ class Groupings:
         return found
 
     def rows(self, at: Indices) -> Groupings:
-        return Groupings(self.order[at], self.first[at], self.share[at])
+        return Groupings(self.order[at], self.first[at], self.share[at], self.inside[at])
+
+    def below(self, inside: Indices) -> Groupings:
+        """The same, where the groups of several hosts have so many updates in flight inside, (b,)."""
+        alone = self.first & np.append(self.first[:, 1:], np.ones((len(self.first), 1), bool), 1)
+        return replace(self, inside=np.where(alone, 1, inside[:, None]))
 
 
 class Prices:
@@ -208,18 +217,23 @@ class Prices:
         trip_s = self.round_trip_s[rows, servers]
         return [np.maximum(np.where(away, up, 0.0), serve_s), np.where(away, down, 0.0), np.where(away, trip_s, 0.0)]
 
-    def clocks(self, way: Way, own_s: Array, up: Array, down: Array, round_trip_s: Array) -> Array:
-        """Clocks of children whose step takes `own_s`, which is broadcast."""
+    def clocks(
+        self, way: Way, own_s: Array, up: Array, down: Array, round_trip_s: Array, inside: Indices = ALONE
+    ) -> Array:
+        """Clocks of children whose step takes `own_s`, which is broadcast. `inside`: as Groupings has it."""
         mode, coded = way.mode, self.work.coded[way.compress]
-        own = mode.local_steps * own_s + coded.encode_s * self.work.parameters
-        return coded.clock_s(own, up, down, round_trip_s, mode.window)
+        own, encode_s = mode.local_steps * own_s, coded.encode_s * self.work.parameters
+        found = coded.clock_s(own + encode_s, up, down, round_trip_s, mode.window)
+        if coded.cluster_s is None or inside.max() == 1:
+            return found
+        return np.where(inside > 1, coded.cluster_s(own, encode_s, up, down, round_trip_s, mode.window, inside), found)
 
     def inside_s(self, way: Way, clusters: Indices) -> Array:
         """(g, m) seconds of a step inside g clusters of m hosts, by the host of the server. `way` has a bound."""
         rows, servers = clusters[:, :, None], clusters[:, None, :]
         share = (self.place[rows] == self.place[servers]).sum(2)[:, :, None]
-        roads = self.roads(way, rows, servers, clusters.shape[1], share)
-        found: Array = self.clocks(way, self.compute_s[rows], *roads).max(1) / way.mode.local_steps
+        up, down, trip = self.roads(way, rows, servers, clusters.shape[1], share)
+        found: Array = self.clocks(way, self.compute_s[rows], up, down, trip).max(1) / way.mode.local_steps
         return found
 
     def children_s(self, way: Way, own_s: Array, groupings: Groupings, roots: Indices) -> Array:
@@ -232,7 +246,7 @@ class Prices:
         up, down, trip = self.roads(way, self.hosts[:, None], roots, children, share)
         row = at.ravel() * n + order
         up, down = (part.reshape(-1, len(roots)).take(row, 0) for part in (up, down))
-        return self.clocks(way, own_s.reshape(-1, 1), up, down, trip.take(order, 0))
+        return self.clocks(way, own_s.reshape(-1, 1), up, down, trip.take(order, 0), groupings.inside.reshape(-1, 1))
 
     def steps_s(self, way: Way, own_s: Array, groupings: Groupings, roots: Indices) -> Array:
         """(b, r) seconds of a step with each of `roots`. Servers are chosen exactly: each alone, for its root."""
@@ -244,7 +258,8 @@ class Prices:
     def least_s(self, way: Way, own_s: Array, groupings: Groupings) -> Array:
         """(b,) seconds of a step, if nothing but the groups' own steps and encoding took time."""
         begins, nothing = np.flatnonzero(groupings.first), np.zeros(1)
-        clocks = self.clocks(way, np.minimum.reduceat(own_s.ravel(), begins)[:, None], nothing, nothing, nothing)
+        own_s = np.minimum.reduceat(own_s.ravel(), begins)[:, None]
+        clocks = self.clocks(way, own_s, nothing, nothing, nothing, groupings.inside.ravel()[begins][:, None])
         samples = np.add.reduceat(self.samples[groupings.order.ravel()], begins)
         return self.together_s(way, clocks, samples, groupings.children)[:, 0]
 
@@ -259,10 +274,12 @@ class Prices:
             found = np.where(never, np.inf, 1 / np.where(never, 1.0, folded))
         return found / way.mode.local_steps
 
-    def above_s(self, way: Way, own_s: Array, groups: Groups, roots: Indices) -> tuple[float, int, tuple[int, ...]]:
+    def above_s(
+        self, way: Way, own_s: Array, groups: Groups, roots: Indices, inside: int = 1
+    ) -> tuple[float, int, tuple[int, ...]]:
         """(seconds of a step, the root, each group's server) of the cheapest of `roots`. A group whose server is on a host
-        takes own_s[host] for a step."""
-        groupings = Groupings.of([groups], self.place)
+        takes own_s[host] for a step, and has `inside` updates in flight."""
+        groupings = Groupings.of([groups], self.place).below(np.array([inside]))
         own_s = own_s[groupings.order]
         step_s = self.steps_s(way, own_s, groupings, roots)[0]
         best = int(step_s.argmin())

@@ -100,12 +100,13 @@ def changed(
     return tuple(sorted([*kept, *(tuple(sorted(group)) for group in new)]))
 
 
-def undominated(own_s: Array, steps: Array) -> npt.NDArray[np.bool_]:
-    """(ways, b) those that no other is as good as, of the seconds (ways, b, n) and steps (ways, b)."""
-    kept = np.ones(steps.shape, bool)
-    for one in range(len(steps)):
-        for other in range(len(steps)):
-            if one != other:
-                worse = kept[other] & (own_s[other] <= own_s[one]).all(1) & (steps[other] <= steps[one])
+def undominated(own_s: Array, steps: Array, inside: Indices) -> npt.NDArray[np.bool_]:
+    """(ways, b) those that no other is as good as, of the seconds (ways, b, n), steps (ways above, ways, b) and updates
+    in flight inside (ways,)."""
+    kept = np.ones(steps.shape[1:], bool)
+    for one in range(len(own_s)):
+        for other in range(len(own_s)):
+            if one != other and inside[other] >= inside[one]:
+                worse = kept[other] & (own_s[other] <= own_s[one]).all(1) & (steps[:, other] <= steps[:, one]).all(0)
                 kept[one] &= ~worse
     return kept

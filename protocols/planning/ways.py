@@ -43,6 +43,12 @@ class Way:
     def mode(self) -> Mode:
         return Settings(**self.flags()).validated().mode()
 
+    @cached_property
+    def inside(self) -> int:
+        """Updates of each worker in flight inside a cluster of this way, while it waits for the level above. 1: workers wait,
+        too. States that come whole overlap less than the closed form of more would say."""
+        return self.mode.window if self.compress != "dense" else 1
+
     def steps(self, children: int) -> float:
         """How many times the steps of bsp it takes to a loss. Between two of COUNTS a loss is linear in the logarithm."""
         if children < 2 or self.sync == "bsp":

@@ -6,12 +6,13 @@ import math
 
 from narrows.protocols.errors import UsageError
 from narrows.protocols.planning import written
-from narrows.protocols.planning.choose import Chooser, choices, decides
+from narrows.protocols.planning.choose import NEAR_MAX, Chooser, choices
+from narrows.protocols.planning.deciding import decides
 from narrows.protocols.planning.layout import Layout
 from narrows.protocols.planning.levels import Work
 from narrows.ps.coded import coded
 from narrows.ps.command.figures import seconds, table
-from narrows.ps.trial import tried
+from narrows.ps.tried import tried
 
 
 def planned(
@@ -38,13 +39,13 @@ def planned(
     spread = f", shards on {', '.join(names[host] for host in plan.spread[1:])}" if plan.spread else ""
     rows.append(
         ("root", names[plan.root] + spread, str(children), str(plan.above), f"{1e3 * plan.step_s:.3g}",
-         f"{plan.above.steps(children):.2f}")
+         f"{plan.cost / plan.step_s:.2f}")
     )  # fmt: skip
     own = chooser.own_s(plan.below, plan.groups)
     for server, group in plan.clusters:
         rows.append(
             (f"cluster of {', '.join(names[host] for host in group)}", names[server], str(len(group)), str(plan.below),
-             f"{1e3 * float(own[server]):.3g}", f"{plan.below.steps(len(group)):.2f}")
+             f"{1e3 * float(own[server]):.3g}", "")
         )  # fmt: skip
     ring_s = chooser.prices.ring_s()
     ddp = f"DDP {seconds(ring_s)} a step at least" if math.isfinite(ring_s) else "DDP finds no ring of links"
@@ -54,7 +55,7 @@ def planned(
         f"predicted {1e3 * plan.step_s:.3g} ms a step, {simulated(simulated_s)}, and {plan.cost / plan.step_s:.2f} times "
         f"bsp's steps to a loss; {ddp}; {decides(chooser, plan)}",
     ]
-    for other, other_s in others:
+    for other, other_s in others[:NEAR_MAX]:
         clusters = "1 cluster" if len(other.clusters) == 1 else f"{len(other.clusters)} clusters"
         inside = f" over {clusters} with {other.below}" if other.clusters else ""
         lines.append(

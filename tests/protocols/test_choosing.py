@@ -6,6 +6,7 @@ import json
 import re
 import time
 from dataclasses import replace
+from functools import partial
 from itertools import permutations, product
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from simulation.trees import Road, Tree, tree_of
 
 from narrows.compression.predict import Cost, Link, clock_s, step_s, whole_clock_s
 from narrows.protocols.errors import UsageError
-from narrows.protocols.planning.choose import EXACT_MAX, PATIENT, Chooser, choices, choose
+from narrows.protocols.planning.choose import EXACT_MAX, NEAR, NEAR_MAX, PATIENT, Chooser, choices, choose
 from narrows.protocols.planning.layout import parse
 from narrows.protocols.planning.levels import Coded, Groups, Prices, Work, cuts, joined, merges, places
 from narrows.protocols.planning.looks import partitions
@@ -29,9 +30,12 @@ from narrows.protocols.planning.network import Network
 from narrows.protocols.planning.places import placed
 from narrows.protocols.planning.ways import BELOW, WAYS, Way
 from narrows.protocols.settings import Settings
+from narrows.protocols.timeline import Stream, Timeline, Wire
 from narrows.ps.coded import coded
 from narrows.ps.command import cli as serve
-from narrows.ps.trial import ALIKE, Trial, tried
+from narrows.ps.trial import ALIKE, Trial
+from narrows.ps.tried import TIE, tried
+from narrows.ps.tried import cost as simulated_cost
 from narrows.worker.command import cli as worker
 
 CODED = coded()
@@ -58,7 +62,9 @@ def test_a_link_of_two_is_priced_as_compression_predict_does(way: Way) -> None:
     assert found == pytest.approx(2 / (1 / own + 1 / away) if mode.bound is None else max(own, away))
 
 
-def plain_s(network: Network, way: Way, own: list[float], at: list[int], children: Groups, server: int) -> float:
+def plain_s(
+    network: Network, way: Way, own: list[float], at: list[int], children: Groups, server: int, inside: int = 1
+) -> float:
     """Seconds of a step of one level in plain words: `at` has the host that each child speaks from."""
     size, mode, n = CODED[way.compress].bytes * WORK.parameters, way.mode, len(network.hosts)
     rate, place = network.rates[-1], places(network)
@@ -75,7 +81,12 @@ def plain_s(network: Network, way: Way, own: list[float], at: list[int], childre
             down = max(size * share / rate[server, host], size * (len(at) - 1) / card_out)
             trip = network.delay_s[host, server] + network.delay_s[server, host]
         up = max(up, len(at) * CODED[way.compress].serve_s * WORK.parameters)
-        busy = mode.local_steps * own[child] + CODED[way.compress].encode_s * WORK.parameters
+        encode = CODED[way.compress].encode_s * WORK.parameters
+        busy, road = mode.local_steps * own[child] + encode, encode + up + down + trip
+        if inside > 1 and len(children[child]) > 1 and way.compress != "dense":
+            deep = (inside * own[child] + road) / (mode.window + inside - 1)
+            clocks.append(max(own[child], encode, up, down, road / mode.window, deep))
+            continue
         overlapped = busy if way.compress == "dense" else busy / mode.window
         clocks.append(max(busy, up, down, overlapped + (up + down + trip) / mode.window))
     folded = sum(len(group) / clock for group, clock in zip(children, clocks, strict=True))  # workers' updates a second
@@ -96,11 +107,22 @@ def plainly(network: Network, groups: Groups, above: Way, below: Way) -> float:
         for server in group
     }
     found = [
-        plain_s(network, above, [inside[g, s] for g, s in zip(groups, servers, strict=True)], [*servers], groups, root)
+        plain_s(
+            network,
+            above,
+            [inside[g, s] for g, s in zip(groups, servers, strict=True)],
+            [*servers],
+            groups,
+            root,
+            below.mode.window if below.compress != "dense" else 1,
+        )
         for root in range(len(network.hosts))
         for servers in product(*groups)
     ]
-    return min(found) * above.steps(len(groups)) * max(below.steps(len(group)) for group in groups)
+    n, clusters = len(network.hosts), len(groups) < len(network.hosts)
+    if below.sync == "bsp" or not clusters:
+        return min(found) * above.steps(len(groups))
+    return min(found) * max(above.steps(n) * below.steps(2), above.steps(2) * below.steps(n))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -183,12 +205,12 @@ def test_a_simulated_run_takes_as_long_as_predicted(above: dict[str, Any], size:
     (clusters, way) for clusters in (False, True) for way in WAYS if not clusters or way.local_steps < 2
 ])  # fmt: skip
 def test_a_trial_takes_as_long_as_predicted(clusters: bool, way: Way) -> None:
-    """By the machines of a run; what is coded hides a level's link under the other's, so that clusters may be faster."""
+    """By the machines of a run; what is coded may be faster."""
     chooser = Chooser(cities([2, 2, 1], 20, 60), WORK)
     groups: Groups = ((0, 1), (2, 3), (4,)) if clusters else chooser.alone
     plan = chooser.priced(groups, way, BELOW[clusters], chooser.prices.hosts)
     found = Trial(chooser.prices, plan).step_s()
-    assert found is not None and (0.85 if way.compress == "dense" else 0.65) < found / plan.step_s < 1.2
+    assert found is not None and (0.85 if way.compress == "dense" else 0.8) < found / plan.step_s < 1.2
 
 
 def test_a_child_of_many_samples_counts_for_as_many_in_a_trial_without_a_bound() -> None:
@@ -200,6 +222,20 @@ def test_a_child_of_many_samples_counts_for_as_many_in_a_trial_without_a_bound()
     assert Trial(chooser.prices, plan).step_s() == pytest.approx(plan.step_s, rel=0.1)
 
 
+def test_who_waits_for_a_slow_wire_does_not_hold_up_a_fast_one_that_others_share() -> None:
+    """Ten messages a second pass the shared wire, and one of them each second is of who has a slow wire before it."""
+    time, shared, slow = Timeline(), Wire(0, 10_000), Wire(0, 1_000)
+    passed: list[str] = []
+    near, far = Stream(time, [shared], 1000), Stream(time, [slow, shared], 1000)
+    for _ in range(20):
+        near.send(partial(passed.append, "near"))
+        far.send(partial(passed.append, "far"))
+    while time.now_ns < NS and time.step():
+        pass
+    assert passed.count("far") == 1 and passed.count("near") >= 8
+    assert shared.passed == pytest.approx(10_000, abs=shared.bytes_per_second // 8)
+
+
 def test_a_trial_is_bounded_and_changes_the_order_of_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     chooser = Chooser(cities([2, 2], 20, 60), WORK)
     one, other = (chooser.priced(((0, 1), (2, 3)), WAYS[row], BELOW[2], chooser.prices.hosts) for row in (4, 5))
@@ -209,7 +245,7 @@ def test_a_trial_is_bounded_and_changes_the_order_of_plans(monkeypatch: pytest.M
     assert first_s * first.cost / first.step_s <= second_s * second.cost / second.step_s
     # The other could not win if nothing but computing took time.
     assert tried(chooser.prices, [one, other]) == [(one, first_s), (other, None)]
-    monkeypatch.setattr("narrows.ps.trial.EVENTS_MAX", 50)
+    monkeypatch.setattr("narrows.ps.tried.EVENTS_MAX", 50)
     assert tried(chooser.prices, [one, other]) == [(one, None)]
 
 
@@ -225,11 +261,27 @@ def test_a_trial_that_ends_once_clocks_are_alike_says_the_same(row: int, monkeyp
     assert found is not None and found > 0.99 * short.least_s
 
 
-def test_plans_that_cost_nearly_as_much_are_named_too() -> None:
-    plan, *near = choices(cities([2, 2], 20, 60), WORK)
-    assert plan == choose(cities([2, 2], 20, 60), WORK) and len(near) <= 2
-    assert [c.cost for c in near] == sorted(c.cost for c in near) and all(c.cost <= 1.1 * plan.cost for c in near)
-    assert len({c.kind for c in [plan, *near]}) == 1 + len(near)
+def test_plans_that_cost_nearly_as_much_and_the_best_of_each_shape_are_named_too() -> None:
+    plan, *others = choices(cities([2, 2], 20, 60), WORK)
+    assert plan == choose(cities([2, 2], 20, 60), WORK)
+    near = others[:NEAR_MAX]
+    assert [c.cost for c in near] == sorted(c.cost for c in near) and all(c.cost <= NEAR * plan.cost for c in near)
+    assert len({c.kind for c in [plan, *others]}) == 1 + len(others)
+    for shape in (lambda c: c.clusters, lambda c: not c.clusters and not c.spread, lambda c: c.spread):
+        assert any(map(shape, [plan, *others]))
+
+
+@pytest.mark.parametrize(("seed", "hosts"), [(4, 12), (6, 9), (6, 4)])
+def test_no_simple_shape_is_cheaper_in_the_trial(seed: int, hosts: int) -> None:
+    """None of the cuts of single linkage, and no single server. In the first network a slow link once held up the server's
+    card in the trial, and the plan seemed twice as dear as a cut; in the second one the cut seemed too dear to be tried."""
+    network, work = drawn(seed, hosts), replace(WORK, parameters=(2e5, 2e6, 2e7, 1e8)[seed // 2 % 4])
+    chooser, printed = Chooser(network, work), simulated_cost(tried(Prices(network, work), choices(network, work))[0])
+    for groups in (chooser.alone, *cuts(network, 99)):
+        chooser.least = np.inf
+        _, _, above, below = chooser.look([groups], WAYS, BELOW, chooser.prices.hosts).plans()[0]
+        plan = chooser.priced(groups, above, below, chooser.prices.hosts)
+        assert printed <= TIE * simulated_cost((plan, Trial(chooser.prices, plan).step_s())), groups
 
 
 def test_a_server_of_many_decides_by_what_it_handles_and_shards_share_it() -> None:
@@ -247,10 +299,38 @@ def test_a_server_of_many_decides_by_what_it_handles_and_shards_share_it() -> No
 
 
 def test_two_cities_are_two_clusters_and_a_rack_is_none() -> None:
-    far, rack = choose(cities([3, 3], 20, 60), WORK), choose(cities([4], 20, 60), Work(2e4, 10.0, CODED))
+    far, rack = (
+        choose(cities([3, 3], 20, 60), replace(WORK, step_s=3.0)),
+        choose(cities([4], 20, 60), Work(2e4, 10.0, CODED)),
+    )
     assert far.groups == ((0, 1, 2), (3, 4, 5))
-    assert far.above.compress != "dense"
+    assert far.above.compress != "dense" and far.below.sync == "bsp"
     assert rack.clusters == []
+
+
+@pytest.mark.parametrize(
+    ("hosts", "mbits", "parameters", "step_s"),
+    [(4, 100, 2e6, 0.1), (4, 1000, 2e4, 1.0), (6, 1000, 2e7, 0.1), (8, 1000, 1e8, 0.1)],
+)
+def test_a_rack_of_alike_machines_has_one_level(hosts: int, mbits: float, parameters: float, step_s: float) -> None:
+    network = cities([hosts], 20, 60)
+    network.rates[:] = 1e6 * mbits / 8
+    work = Work(parameters, step_s, CODED)
+    assert tried(Prices(network, work), choices(network, work))[0][0].clusters == []
+
+
+def test_of_plans_that_take_alike_long_in_the_trial_the_simplest_is_printed() -> None:
+    """Within TIE, with fewer levels, then clusters; what is dearer by more is not."""
+    chooser = Chooser(cities([4], 1000, 0.1), replace(WORK, parameters=2e4))
+    flat, two = (
+        chooser.priced(groups, WAYS[0], BELOW[0], chooser.prices.hosts) for groups in (chooser.alone, ((0, 1), (2, 3)))
+    )
+    two_s, flat_s = (Trial(chooser.prices, plan).step_s() for plan in (two, flat))
+    assert two_s and flat_s
+    for dear, first in ((0.99, flat), (1.01, flat), (1.05, two)):
+        plan = replace(flat, cost=dear * simulated_cost((two, two_s)) * flat.step_s / flat_s)
+        assert tried(chooser.prices, [two, plan])[0][0].groups == first.groups
+    assert 1.01 < TIE < 1.05
 
 
 def without(network: Network, *pairs: tuple[int, int]) -> Network:
@@ -327,7 +407,7 @@ def test_single_linkage_cuts_where_rates_differ_most() -> None:
 @pytest.mark.parametrize("form", ["short", "long"])
 def test_all_servers_of_a_plan_replan_as_it_says(tmp_path: Path, form: str) -> None:
     """Guests have no flags: the root says what the run is."""
-    words = ("--replan", "change", "--replan-after", "60", "--insecure", "--commands", form)
+    words = ("--replan", "change", "--replan-after", "60", "--insecure", "--commands", form, "--step", "3")
     output, plan = planned(tmp_path, cities([2, 2], 20, 60), *words)
     servers = [*plan["stages"], *plan["clusters"]]
     assert len(servers) == 3 and all(s["flags"]["replan"] == "change" for s in servers)
@@ -417,7 +497,7 @@ def test_printed_commands_are_ones_that_can_be_pasted(tmp_path: Path, access: li
     network = cities([2, 2, 1], 20, 60)
     output, plan = planned(
         tmp_path, network, "--batch", "32", "--script", "train.py --rows {samples}", "--shards", "2", "--commands", "long",
-        *access,
+        "--step", "3", *access,
     )  # fmt: skip
     servers = [words for words in told(output) if words[0] == "ps-serve" and "keys" not in words]
     workers = [words for words in told(output) if words[0] == "ps-worker"]
@@ -442,7 +522,7 @@ def test_printed_commands_are_ones_that_can_be_pasted(tmp_path: Path, access: li
     assert (
         "decides" in output
         and "DDP" in output
-        and re.search(r"predicted [\d.]+ ms a step, simulated [\d.]+ ms, and", output)
+        and re.search(r"predicted [\d.e+]+ ms a step, simulated [\d.e+]+ ms, and", output)
     )
 
 

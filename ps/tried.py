@@ -1,0 +1,49 @@
+"""Plans are compared by trials: which is printed, and which are not worth one. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from narrows.protocols.planning.choose import NEAR, SMALL, Choice
+from narrows.protocols.planning.levels import Prices
+from narrows.ps.trial import EVENTS_MAX, Trial
+
+WRONG = 2.0  # who costs so many times as much by the closed forms as another does in its trial is not simulated
+OTHERS = 100  # events a host, of the trials of all plans but the first, where hosts are more than SMALL
+TIE = 1.02  # plans whose trials cost so many times as much as the cheapest are as good: the simplest of them is taken
+
+Tried = tuple[Choice, float | None]
+
+
+def tried(prices: Prices, plans: Sequence[Choice]) -> list[Tried]:
+    """Each plan with its simulated seconds of a step: the simplest of those within TIE of the cheapest, then the others, the
+    cheapest first. A first one that takes too many events stays the first. Not simulated is who would be dearer if nothing but
+    computing took time, and who is WRONG times as dear by the closed forms. Where hosts are more than SMALL, NEAR is in the
+    place of WRONG, and a plan whose trial takes more than is left of OTHERS is not simulated."""
+    found, left = list[Tried](), EVENTS_MAX
+    large = len(prices.hosts) > SMALL
+    for plan in plans:
+        trial, least = Trial(prices, plan), min(map(cost, found), default=np.inf)
+        may_win = left > 1 and max(cost((plan, trial.least_s)), plan.cost / (NEAR if large else WRONG)) < TIE * least
+        found.append((plan, trial.step_s(left) if may_win else None))
+        if found[0][1] is None:
+            break
+        if large:
+            left = left - trial.events if len(found) > 1 else OTHERS * len(prices.hosts)
+    found.sort(key=cost)
+    first = min((each for each in found if cost(each) <= TIE * cost(found[0])), key=simplicity, default=found[0])
+    return [first, *(each for each in found if each is not first)]
+
+
+def cost(one: Tried) -> float:
+    """Simulated seconds of a step x steps."""
+    plan, seconds = one
+    return (seconds or np.inf) * plan.cost / plan.step_s
+
+
+def simplicity(one: Tried) -> tuple[int, int]:
+    """Levels, and servers on other hosts than the root: fewer are simpler."""
+    plan, _ = one
+    return 1 + bool(plan.clusters), len(plan.clusters) + len(plan.spread)
