@@ -77,15 +77,21 @@ def _is_rows(value: object, width: int, last: type) -> bool:
         return False
     if not value:
         return True
-    if not all(type(row) is tuple and len(row) == width for row in value):
+    if {*map(type, value)} != {tuple} or {*map(len, value)} != {width}:
         return False
-    checks = [_is_int] * (width - 1) + [_is_int if last is int else CHECKS["float"]]
     # By column: a ledger names every member, and is made each time that one joins.
-    return all(all(map(check, column)) for check, column in zip(checks, zip(*value, strict=True), strict=False))
+    *columns, final = zip(*value, strict=True)
+    if last is float:
+        return {*map(type, final)} == {float} and all(map(_are_ints, columns))
+    return all(map(_are_ints, (*columns, final)))
+
+
+def _are_ints(values: tuple[Any, ...]) -> bool:
+    return INTS.issuperset(map(type, values)) and min(values, default=0) >= -1 and max(values, default=0) <= INT_MAX
 
 
 def _is_ints(value: object) -> bool:
-    return type(value) is tuple and len(value) <= LIST_MAX and all(map(_is_int, value))
+    return type(value) is tuple and len(value) <= LIST_MAX and _are_ints(value)
 
 
 # One checker for each annotation that a message may use; the messages below use no other.

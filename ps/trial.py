@@ -33,7 +33,7 @@ from narrows.protocols.planning.choose import SMALL, Choice
 from narrows.protocols.planning.levels import Groups, Prices
 from narrows.protocols.planning.ways import Way
 from narrows.protocols.settings import Settings
-from narrows.protocols.timeline import CHUNKS, Stream, Timeline, Wire, delay_ns
+from narrows.protocols.timeline import CHUNKS, Stream, Timeline, Wire
 from narrows.protocols.timing import Timing
 from narrows.ps.changes import FloatArray
 from narrows.ps.events import Event, Kind
@@ -53,7 +53,11 @@ EVENTS_MAX = 100_000  # 1 to 3 s of a core
 CHUNKS_FEW = 2  # of a message, where hosts are many
 SKIPPED = 3  # one part in so many, at the beginning, and as many as may be in flight: windows fill
 BUNCHES = 3  # times as many clocks count where nobody waits: a cluster's samples come in bunches
-STEADY, ALIKE = 3, 1.005  # clocks in a row, at least, of which the longest takes so many times as long as the shortest
+ALIKE = 1.005  # the longest of a few clocks in a row takes at most so many times as long as the shortest: the others will, too
+STEADY, STEADY_FEW = (
+    3,
+    2,
+)  # of how many, at least: one more than updates may be in flight; as many, where hosts are many
 BULK = (m.Push, m.State)
 
 
@@ -102,7 +106,10 @@ class Level:
         time = self.trial.time
         # Whole states of what is coded come to children that join, before the time that counts.
         if isinstance(message, BULK) and (self.whole or not isinstance(message, m.State) or not message.whole):
-            time.at(time.now_ns + late_ns, stream.send, action)
+            if late_ns:
+                time.at(time.now_ns + late_ns, stream.send, action)
+            else:
+                stream.send(action)
         else:
             time.at(time.now_ns + stream.delay_ns, action)
 
@@ -163,8 +170,7 @@ class Serving:
 
     def _beside(self, other: Serving, kind: Kind, peer: bytes, message: m.Message) -> None:
         time = self.level.trial.time
-        there_ns = time.now_ns + delay_ns(self.level.ways.path(self.host, other.host))
-        time.at(there_ns, other.happen, kind, peer, message)
+        time.at(time.now_ns + self.level.ways.delay_ns(self.host, other.host), other.happen, kind, peer, message)
 
 
 class Working:
@@ -319,12 +325,27 @@ class Trial:
         samples = [float(self.prices.samples[[*group]].sum()) for group in self.plan.groups]
         return self.root.samples / sum(each / own_s for each, own_s in zip(samples, self.own_s, strict=True))
 
+    @property
+    def ahead(self) -> int:
+        """Updates that may be in flight, on both levels."""
+        return self.plan.above.mode.window + (self.plan.below.mode.window - 1 if self.plan.clusters else 0)
+
+    @property
+    def enough(self) -> int:
+        """Clocks in a row that may say what the others take."""
+        return max(STEADY, 1 + self.ahead) if len(self.prices.hosts) <= SMALL else max(STEADY_FEW, self.ahead)
+
+    @property
+    def pairs(self) -> int:
+        """Of a child and a shard, on both levels; the heartbeats of a child are one more."""
+        clusters = sum(len(group) for group in self.plan.groups if len(group) > 1)
+        return len(self.plan.groups) * (1 + len(self.root.hosts)) + 2 * clusters
+
     def step_s(self, events: int = EVENTS_MAX) -> float | None:
         """Seconds of a step, or None where so many events are too few."""
         plan, ends_ns = self.plan, self.ends_ns
         most = CLOCKS if len(self.prices.hosts) <= SMALL else CLOCKS // 2
-        ahead = plan.above.mode.window + (plan.below.mode.window - 1 if plan.clusters else 0)
-        skipped, enough = max(most // SKIPPED, ahead), max(STEADY, 1 + ahead)
+        skipped, enough = max(most // SKIPPED, self.ahead), self.enough
         counted = max(most - most // SKIPPED, plan.above.mode.window) * (
             BUNCHES if plan.above.mode.bound is None else 1
         )

@@ -21,17 +21,20 @@ def tried(prices: Prices, plans: Sequence[Choice]) -> list[Tried]:
     """Each plan with its simulated seconds of a step: the simplest of those within TIE of the cheapest, then the others, the
     cheapest first. A first one that takes too many events stays the first. Not simulated is who would be dearer if nothing but
     computing took time, and who is WRONG times as dear by the closed forms. Where hosts are more than SMALL, NEAR is in the
-    place of WRONG, and a plan whose trial takes more than is left of OTHERS is not simulated."""
-    found, left = list[Tried](), EVENTS_MAX
+    place of WRONG, and a plan whose trial takes more than is left of OTHERS is not simulated; nor is one that would, with as many
+    events for each child and shard as the first."""
+    found, left, each = list[Tried](), EVENTS_MAX, 0.0
     large = len(prices.hosts) > SMALL
     for plan in plans:
         trial, least = Trial(prices, plan), min(map(cost, found), default=np.inf)
-        may_win = left > 1 and max(cost((plan, trial.least_s)), plan.cost / (NEAR if large else WRONG)) < TIE * least
-        found.append((plan, trial.step_s(left) if may_win else None))
+        may_win = max(cost((plan, trial.least_s)), plan.cost / (NEAR if large else WRONG)) < TIE * least
+        may_end = each * trial.pairs * (1 + trial.enough) < left
+        found.append((plan, trial.step_s(left) if may_win and may_end else None))
         if found[0][1] is None:
             break
         if large:
             left = left - trial.events if len(found) > 1 else OTHERS * len(prices.hosts)
+            each = each or trial.events / (trial.pairs * len(trial.ends_ns))
     found.sort(key=cost)
     first = min((each for each in found if cost(each) <= TIE * cost(found[0])), key=simplicity, default=found[0])
     return [first, *(each for each in found if each is not first)]

@@ -9,7 +9,7 @@ import numpy as np
 
 from narrows.protocols.effects import NS
 from narrows.protocols.planning.levels import Prices
-from narrows.protocols.timeline import Wire
+from narrows.protocols.timeline import Wire, delay_ns
 
 FAST = 1 << 50  # bytes a second of what takes no time
 Wires = dict[tuple[object, ...], Wire]
@@ -20,8 +20,15 @@ class Ways:
 
     def __init__(self, prices: Prices, wires: Wires, size: float) -> None:
         self.prices, self.wires, self.size = prices, wires, size
+        self.delays_ns: dict[tuple[int, int], int] = {}
         with np.errstate(divide="ignore"):
             self.rates = size / prices.sent_s(size)
+
+    def delay_ns(self, source: int, target: int) -> int:
+        """From host to host."""
+        if (source, target) not in self.delays_ns:
+            self.delays_ns[source, target] = delay_ns(self.path(source, target))
+        return self.delays_ns[source, target]
 
     def path(self, source: int, target: int) -> list[Wire]:
         """From host to host."""
@@ -30,11 +37,15 @@ class Ways:
         prices, here, there = self.prices, int(self.prices.place[source]), int(self.prices.place[target])
         hops = [self._wire(("out", source), prices.port_out[source])]
         if here != there:
-            between = self.rates[np.ix_(prices.place == here, prices.place == there)]
-            hops.append(self._wire(("places", here, there), between.max()))
+            hops.append(self.wires.get(("places", here, there)) or self._between(here, there))
         far_ns = int(prices.network.delay_s[source, target] * NS)
         hops.append(self._wire(("pair", self.size, source, target), self.rates[source, target], far_ns))
         return [*hops, self._wire(("in", target), prices.port_in[target])]
+
+    def _between(self, here: int, there: int) -> Wire:
+        """As fast as the fastest link from place to place."""
+        rates = self.rates[np.ix_(self.prices.place == here, self.prices.place == there)]
+        return self._wire(("places", here, there), rates.max())
 
     def _wire(self, key: tuple[object, ...], rate: float, far_ns: int = 0) -> Wire:
         if key not in self.wires:
