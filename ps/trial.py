@@ -4,8 +4,7 @@ Rules
 - Servers, clusters, members and exchanges are those that ship. A few keys stand for the model. Its bytes, what workers compute
   and encode, and what servers handle take as long as `Prices` says, each one after the other.
 - Hosts have a card each way, places a wire to each other one, and pairs of hosts a link. Small messages take the delay alone.
-- Nobody fails. Nobody ends. Of the root's clocks those count that come after a third, once windows of both levels are full.
-- Clocks that take alike long, more of them than updates may be in flight, are followed by such ones: the rest is not simulated.
+- Nobody fails. Nobody ends. Which of the root's clocks count ps/counted.py says.
 """
 
 from __future__ import annotations
@@ -36,6 +35,7 @@ from narrows.protocols.settings import Settings
 from narrows.protocols.timeline import CHUNKS, Stream, Timeline, Wire
 from narrows.protocols.timing import Timing
 from narrows.ps.changes import FloatArray
+from narrows.ps.counted import Counted
 from narrows.ps.events import Event, Kind
 from narrows.ps.planned import Means
 from narrows.ps.reports import COORDINATOR
@@ -48,16 +48,8 @@ PLAN = Plan((TensorSpec("w", (KEYS,), "float32"),), "", ((0,),)).packed()  # upd
 AGES_S = 80_000.0  # nobody is lost
 TIMING = Timing(join_retry_ns=NS // 4, request_retry_ns=int(AGES_S * NS), lost_ns=int(AGES_S * NS))
 TICK_NS = NS // 5
-CLOCKS = 10
 EVENTS_MAX = 100_000  # 1 to 3 s of a core
 CHUNKS_FEW = 2  # of a message, where hosts are many
-SKIPPED = 3  # one part in so many, at the beginning, and as many as may be in flight: windows fill
-BUNCHES = 3  # times as many clocks count where nobody waits: a cluster's samples come in bunches
-ALIKE = 1.005  # the longest of a few clocks in a row takes at most so many times as long as the shortest: the others will, too
-STEADY, STEADY_FEW = (
-    3,
-    2,
-)  # of how many, at least: one more than updates may be in flight; as many, where hosts are many
 BULK = (m.Push, m.State)
 
 
@@ -326,16 +318,6 @@ class Trial:
         return self.root.samples / sum(each / own_s for each, own_s in zip(samples, self.own_s, strict=True))
 
     @property
-    def ahead(self) -> int:
-        """Updates that may be in flight, on both levels."""
-        return self.plan.above.mode.window + (self.plan.below.mode.window - 1 if self.plan.clusters else 0)
-
-    @property
-    def enough(self) -> int:
-        """Clocks in a row that may say what the others take."""
-        return max(STEADY, 1 + self.ahead) if len(self.prices.hosts) <= SMALL else max(STEADY_FEW, self.ahead)
-
-    @property
     def pairs(self) -> int:
         """Of a child and a shard, on both levels; the heartbeats of a child are one more."""
         clusters = sum(len(group) for group in self.plan.groups if len(group) > 1)
@@ -343,22 +325,13 @@ class Trial:
 
     def step_s(self, events: int = EVENTS_MAX) -> float | None:
         """Seconds of a step, or None where so many events are too few."""
-        plan, ends_ns = self.plan, self.ends_ns
-        most = CLOCKS if len(self.prices.hosts) <= SMALL else CLOCKS // 2
-        skipped, enough = max(most // SKIPPED, self.ahead), self.enough
-        counted = max(most - most // SKIPPED, plan.above.mode.window) * (
-            BUNCHES if plan.above.mode.bound is None else 1
-        )
-        clocks, known = skipped + counted, 0
+        counted, known = Counted.of(self.plan, len(self.prices.hosts)), 0
         for self.events in range(events):
-            if len(ends_ns) > known:
-                known = len(ends_ns)
-                took_ns = np.diff(ends_ns)[-enough:]
-                if known == clocks:
-                    took_ns = np.diff(ends_ns[skipped - 1 :])
-                if known == clocks or (len(took_ns) == enough and took_ns.max() <= ALIKE * took_ns.min()):
+            if len(self.ends_ns) > known:
+                known = len(self.ends_ns)
+                if (took_ns := counted.took_ns(self.ends_ns)) is not None:
                     # A child that came late may be catching up still: nobody is faster than it computes.
-                    return max(float(took_ns.mean()) / NS / plan.above.mode.local_steps, self.least_s)
+                    return max(took_ns / NS / self.plan.above.mode.local_steps, self.least_s)
             if not self.time.step():
                 break
         return None

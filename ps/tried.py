@@ -8,6 +8,7 @@ import numpy as np
 
 from narrows.protocols.planning.choose import NEAR, SMALL, Choice
 from narrows.protocols.planning.levels import Prices
+from narrows.ps.counted import Counted
 from narrows.ps.trial import EVENTS_MAX, Trial
 
 WRONG = 2.0  # who costs so many times as much by the closed forms as another does in its trial is not simulated
@@ -21,14 +22,14 @@ def tried(prices: Prices, plans: Sequence[Choice]) -> list[Tried]:
     """Each plan with its simulated seconds of a step: the simplest of those within TIE of the cheapest, then the others, the
     cheapest first. A first one that takes too many events stays the first. Not simulated is who would be dearer if nothing but
     computing took time, and who is WRONG times as dear by the closed forms. Where hosts are more than SMALL, NEAR is in the
-    place of WRONG, and a plan whose trial takes more than is left of OTHERS is not simulated; nor is one that would, with as many
-    events for each child and shard as the first."""
+    place of WRONG, and trials have what is left of OTHERS: who would take more, with as many events for each child and shard as
+    the first, is not simulated."""
     found, left, each = list[Tried](), EVENTS_MAX, 0.0
     large = len(prices.hosts) > SMALL
     for plan in plans:
         trial, least = Trial(prices, plan), min(map(cost, found), default=np.inf)
         may_win = max(cost((plan, trial.least_s)), plan.cost / (NEAR if large else WRONG)) < TIE * least
-        may_end = each * trial.pairs * (1 + trial.enough) < left
+        may_end = each * trial.pairs * (1 + Counted.of(plan, len(prices.hosts)).enough) < left
         found.append((plan, trial.step_s(left) if may_win and may_end else None))
         if found[0][1] is None:
             break

@@ -33,7 +33,8 @@ from narrows.protocols.settings import Settings
 from narrows.protocols.timeline import Stream, Timeline, Wire
 from narrows.ps.coded import coded
 from narrows.ps.command import cli as serve
-from narrows.ps.trial import ALIKE, Trial
+from narrows.ps.counted import ALIKE
+from narrows.ps.trial import Trial
 from narrows.ps.tried import TIE, tried
 from narrows.ps.tried import cost as simulated_cost
 from narrows.worker.command import cli as worker
@@ -256,7 +257,7 @@ def test_a_trial_that_ends_once_clocks_are_alike_says_the_same(row: int, monkeyp
     plan = chooser.priced(((0, 1), (2, 3)), WAYS[row], BELOW[1], chooser.prices.hosts)
     short, long = Trial(chooser.prices, plan), Trial(chooser.prices, plan)
     found = short.step_s()
-    monkeypatch.setattr("narrows.ps.trial.ALIKE", 0.0)
+    monkeypatch.setattr("narrows.ps.counted.ALIKE", 0.0)
     assert found == pytest.approx(long.step_s(), rel=ALIKE - 1) and short.time.now_ns < long.time.now_ns
     assert found is not None and found > 0.99 * short.least_s
 
