@@ -27,10 +27,20 @@ def may_open_more() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
 
 
+def first_line(fd: int) -> bytes:
+    """Of what is read there, and no byte more: the runner watches the rest. b"": it ends before."""
+    line = bytearray()
+    while byte := os.read(fd, 1):
+        if byte == b"\n":
+            return bytes(line)
+        line += byte
+    return b""
+
+
 def main() -> int:
     may_open_more()
     signals.leave_to_parent()
-    line = os.read(0, 1 << 20)  # the rest of stdin is watched by the runner, unbuffered
+    line = first_line(0)
     if not line:
         return 0  # its parent was killed before it said anything
     told = json.loads(line)

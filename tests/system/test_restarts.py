@@ -37,6 +37,7 @@ from safetensors.torch import load_file
 from narrows.protocols.addresses import local_endpoint
 from narrows.ps.command.lives import RESTARTS_MAX
 from narrows.ps.process import checkpoints
+from narrows.ps.process.main import first_line
 from narrows.ps.process.writer import Writer
 
 
@@ -149,7 +150,17 @@ def test_a_shard_that_is_killed_while_it_starts_is_started_again() -> None:
         died = "shard 0 died (signal 9 (SIGKILL)) and is started again"  # it may have been ready
         until(lambda: died in command.err and "ps-worker --server" in command.out, command)
         command.process.send_signal(signal.SIGINT)
-        assert command.wait(GONE_S) == 130
+        assert command.wait(GONE_S) == 130, str(command)
+
+
+def test_what_a_shard_is_told_while_it_starts_is_left_for_its_runner() -> None:
+    """One that is started again may be told more before it has read what it is."""
+    there, here = os.pipe()
+    os.write(here, b'{"index": 0}\nstop\n')
+    os.close(here)
+    assert first_line(there) == b'{"index": 0}' and os.read(there, 100) == b"stop\n"
+    assert first_line(there) == b""
+    os.close(there)
 
 
 def test_a_worker_that_waits_when_a_shard_is_killed_at_the_start_is_let_in() -> None:
