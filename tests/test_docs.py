@@ -1,14 +1,13 @@
-"""The house rules of the pages: how long they are, that what they name is there, and how no sentence begins."""
+"""The house rules of the pages: their length, and that each file, link and test they name exists."""
 
 import inspect
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from narrows import compression, worker
+from narrows import worker
 from narrows.worker import DistributedOptimizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -17,9 +16,6 @@ NAMING = ("To change ..., look in", "Ten tasks")  # sections of docs/architectur
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 NAMED = re.compile(r"`((?:protocols|compression|ps|worker|tests|bench)/[\w/]*(?:\.\w+)?)`")
-# Who reads such a beginning learns only at the end of the sentence what it is about.
-BEGINS = re.compile(r"(?:^|[.!?][\"')*]*\s)[\"'(*\[]*((?:Of|To|What|Whose)\b.{0,40})")
-EXCEPTED = "To change ..., look in"
 
 
 def pages() -> list[str]:
@@ -29,24 +25,6 @@ def pages() -> list[str]:
 
 def without_code(page: str) -> str:
     return re.sub(r"^```.*?^```", "", page, flags=re.M | re.S)
-
-
-def blocks(page: str) -> Iterator[str]:
-    """Headings, items and paragraphs of a page, each in one line, without code, tables and pictures."""
-    kept: list[str] = []
-    for line in [*without_code(page).splitlines(), ""]:
-        text = line.strip()
-        begins = re.match(r"(#+|[-*+]|\d+\.)\s+", text)
-        if not text or text.startswith(("|", "<!--", "![")) or begins:
-            yield " ".join(kept)
-            kept = []
-        if text and not text.startswith(("|", "<!--", "![")) and not re.match(r" {4}\s*\S", line):
-            kept.append(text[begins.end() :] if begins else text)
-
-
-def beginnings(page: str) -> list[str]:
-    """Sentences that begin with Of, To, What or Whose."""
-    return [found for block in blocks(page) if block != EXCEPTED for found in BEGINS.findall(block)]
 
 
 def anchor(heading: str) -> str:
@@ -118,52 +96,9 @@ def test_each_public_name_and_argument_is_on_the_page_of_the_api(name: str) -> N
     assert asked <= {*re.findall(r"\w+", said)}
 
 
-@pytest.mark.parametrize(
-    "of", [public(), {name: getattr(compression, name) for name in compression.__all__}], ids=["worker", "codes"]
-)
-def test_a_docstring_of_a_public_name_begins_with_its_subject(of: dict[str, Any]) -> None:
-    said = {name: inspect.getdoc(value) or "" for name, value in of.items()}
-    assert not {name: found for name, text in said.items() if (found := BEGINS.findall(text))}
-
-
 @pytest.mark.parametrize("path", pages())
 def test_links_lead_somewhere(path: str) -> None:
     assert not broken(path, (ROOT / path).read_text("utf-8"))
-
-
-@pytest.mark.parametrize("path", pages())
-def test_a_sentence_begins_with_its_subject(path: str) -> None:
-    assert not beginnings((ROOT / path).read_text("utf-8"))
-
-
-@pytest.mark.parametrize(
-    "page",
-    [
-        "Of ten, two are late.",
-        "A push is held. To fold it, a shard waits.",
-        "- What is late is folded later.",
-        "## What was simulated",
-        "**Whose** it is, nobody knows.",
-        'It is done ("at once"). Of these, one\nis late.',
-        "It is\nlate. What\nnow follows is one paragraph.",
-    ],
-)
-def test_a_beginning_is_found(page: str) -> None:
-    assert len(beginnings(page)) == 1
-
-
-@pytest.mark.parametrize(
-    "page",
-    [
-        "| Of ten | What |",
-        "```\nTo run\n```",
-        "    To run",
-        "## To change ..., look in",
-        "Toes. Offers. So what?",
-    ],
-)
-def test_what_is_no_sentence_is_let_be(page: str) -> None:
-    assert beginnings(page) == []
 
 
 def test_what_is_not_there_is_found() -> None:
