@@ -8,6 +8,7 @@ plan. The same arguments give the same plan.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -124,15 +125,15 @@ class Chooser:
         return self.looks[-1]
 
     def best(self) -> list[Plan]:
-        """The cheapest plan of each two ways of those that were priced, the cheapest first. Among equals the first is taken
-        that has fewer clusters."""
+        """Return the cheapest plan of each two ways that were priced, the cheapest first. Among equals the plan with fewer
+        clusters is taken. A plan that needs a missing link costs inf, and is none."""
         least = self.least
         found: dict[tuple[Way, Way], tuple[tuple[float, int], Plan]] = {}
         for look in self.looks:
             clusters = np.array([sum(len(group) > 1 for group in groups) for groups in look.groupings])
             for each, above in enumerate(look.aboves):
                 for number, below in enumerate(look.belows):
-                    items = np.flatnonzero(look.below == number)
+                    items = np.flatnonzero((look.below == number) & np.isfinite(look.costs[each]))
                     if len(items):
                         costs = look.costs[each, items]
                         near = items[costs <= max(costs.min(), least / PATIENT)]
@@ -266,7 +267,8 @@ class Chooser:
                 servers = tuple(int(host) for host in best[:count])
                 step_s = prices.spread_s(way, servers)
                 cost = step_s * way.steps(len(best))
-                yield Choice(self.alone, tuple(self.hosts), servers[0], way, BELOW[0], step_s, cost, servers)
+                if math.isfinite(cost):
+                    yield Choice(self.alone, tuple(self.hosts), servers[0], way, BELOW[0], step_s, cost, servers)
 
 
 def cheapest(plan: Choice, others: Sequence[Choice]) -> Choice:

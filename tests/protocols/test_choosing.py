@@ -7,7 +7,7 @@ import re
 import time
 from dataclasses import replace
 from functools import partial
-from itertools import permutations, product
+from itertools import combinations, permutations, product
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ from narrows.worker.command import cli as worker
 
 CODED = coded()
 NS = 1_000_000_000
+NETWORKS = Path(__file__).parent / "networks"
 
 
 WORK = Work(2e6, 0.1, CODED)
@@ -365,6 +366,38 @@ def test_two_stars_joined_by_one_link_are_two_clusters(hosts: int) -> None:
         assert all(host == server or (server, host) in kept for host in group)
     with pytest.raises(UsageError, match=r"measure both ways of a-0 to d-0, or leave these hosts out"):
         choose(without(network, (1, 3)), WORK)
+
+
+def connected(hosts: int, links: set[tuple[int, int]]) -> bool:
+    near = np.eye(hosts, dtype=int)
+    for a, b in links:
+        near[a, b] = near[b, a] = 1
+    return bool(np.linalg.matrix_power(near, hosts).all())
+
+
+@pytest.mark.parametrize("hosts", [3, 4])
+def test_a_candidate_that_needs_a_missing_link_is_none(hosts: int) -> None:
+    """All networks of so many hosts that are connected, a star and a chain among them: what is chosen takes finite time, and a
+    trial of it ends."""
+    every = [*combinations(range(hosts), 2)]
+    for kept in (set(some) for count in range(hosts - 1, len(every)) for some in combinations(every, count)):
+        if connected(hosts, kept):
+            absent = [pair for link in every if link not in kept for pair in (link, link[::-1])]
+            network = without(cities([1] * hosts, 20, 60), *absent)
+            plans = choices(network, WORK)
+            assert all(np.isfinite(plan.cost) for plan in plans), kept
+            for server, group in (edge for plan in plans for edge in [*plan.clusters, (plan.root, plan.servers)]):
+                assert all(np.isfinite(network.delay_s[server, host]) for host in group if host != server), (
+                    kept,
+                    plans,
+                )
+            assert tried(Prices(network, WORK), plans)[0][1] is not None
+
+
+def test_a_star_is_planned_by_the_command(tmp_path: Path) -> None:
+    document = json.loads((NETWORKS / "star-of-3.json").read_text())
+    output, plan = planned(tmp_path, cities([3], 20, 60), "--step", "0.2", "--insecure", document=document)
+    assert plan["stages"][0]["host"] == "hub" and len(plan["processes"]) == 3 and "DDP finds no ring" in output
 
 
 def test_a_plan_is_the_same_each_time_and_soon_there() -> None:
