@@ -45,6 +45,12 @@ class StageLostError(NarrowsError):
     exit_code = 6
 
 
+class NotSavedError(NarrowsError):
+    """The run was trained, and its model or a checkpoint of its end could not be written."""
+
+    exit_code = 7
+
+
 class LocalProtocolError(NarrowsError):
     """Our own code broke the protocol: a bug here."""
 

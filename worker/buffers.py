@@ -6,7 +6,7 @@ import torch
 
 from narrows.protocols.plan import BUFFERS_BYTES_MAX, DTYPES, NamedArray, pack_arrays, unpack_arrays
 from narrows.worker.flat import plain
-from narrows.worker.runner import say
+from narrows.worker.telling import complain as say
 
 LONG_BUFFERS = (
     "the module buffers take {:.0f} MB, more than {:.0f} MB: each worker keeps its own, and no checkpoint has them"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from narrows.protocols.modes import Rule
 from narrows.protocols.settings import Settings
 from narrows.worker.flat import Flat
-from narrows.worker.runner import say
+from narrows.worker.telling import complain as say
 
 LOST = (
     "{!r} was changed between two steps: where gradients are pushed the server's model holds, and that change is lost; load "

@@ -8,7 +8,6 @@ Rules
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -29,6 +28,7 @@ from narrows.worker.arrays import Arrays
 from narrows.worker.degree import degree_of
 from narrows.worker.flat import Array, FloatArray
 from narrows.worker.shards import START_LIMIT_S, WAIT_LIMIT_S, Shards
+from narrows.worker.telling import complain
 from narrows.worker.updates import clipped_step
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class Gossiping:
         self._say(self.driver.hear(event, self._now()))
 
     def _tell(self, text: str) -> None:
-        print(f"ps-worker: {text}", file=sys.stderr)
+        complain(text)
 
     def _say(self, says: Says) -> None:
         for say in says:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from narrows.protocols.errors import NarrowsError, UsageError
 from narrows.protocols.keys import Keys
 from narrows.worker import presence
-from narrows.worker.runner import say
+from narrows.worker.telling import complain as say
 
 GROUP = "NARROWS_GROUP"  # "1": the processes of this machine are one worker
 START_LIMIT_S = 600.0  # all ranks have begun within this

@@ -29,7 +29,8 @@ from narrows.protocols.keys import split
 from narrows.protocols.runtime.sockets import Drops
 from narrows.protocols.wire import HEADER_BYTES_MAX, PAYLOAD_BYTES_MAX, decode, encode, pack, unpack
 from narrows.worker.group import Group, GroupEndedError
-from narrows.worker.runner import Command, Commands, Events, Link, say
+from narrows.worker.runner import Command, Commands, Events, Link
+from narrows.worker.telling import complain as say
 
 # A rank learns of these, each with what it says but for messages, which follow as frames of their own.
 EVENTS: tuple[type[Any], ...] = (

@@ -24,6 +24,7 @@ from ray.util.metrics import Gauge
 
 from narrows.protocols.errors import NarrowsError, ServerLostError, UnreachableError
 from narrows.protocols.runtime.children import event_of
+from narrows.protocols.runtime.output import STDERR
 
 AGAIN = (UnreachableError.exit_code, ServerLostError.exit_code)  # the server is elsewhere by now, or comes again
 STARTS_MAX = 1000  # of one command, by one life of its actor
@@ -211,4 +212,4 @@ class Keeper:
 
     def _say(self, line: str) -> None:
         self.said.append(line)
-        print(line, file=sys.stderr, flush=True)
+        STDERR.line(line)

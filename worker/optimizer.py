@@ -13,9 +13,9 @@ from narrows.worker import session
 from narrows.worker.engine import Engine
 from narrows.worker.gradients import Gradients
 from narrows.worker.optimizers import as_one, each_of
-from narrows.worker.runner import say
 from narrows.worker.schedules import Schedule, catch_up
 from narrows.worker.server_state import as_state_dict
+from narrows.worker.telling import complain as say
 from narrows.worker.updates import clipped_step
 
 UNUSED = (

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import sys
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,6 +24,7 @@ from ray.util import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from narrows.protocols.errors import NarrowsError
+from narrows.protocols.runtime.output import STDERR
 from narrows.worker.command.cities import Bounds, Limits, cities_of, command_of, run_flags
 from narrows.worker.command.recording import STEP
 from narrows.worker.keeper import END_S, THREADS, WAITERS, Facts, Keeper
@@ -293,7 +293,7 @@ def _watch(actors: Actors, began: float, report: Callable[[Progress], None] | No
             names = " and ".join(kept.who for kept in at_work)
             told = f"narrows: {names} went on for {limits.after_s:.0f} s after the server had ended."
             more = "train ends that; the model is written. A larger after_s gives scripts longer"
-            print(f"{told} {more}", file=sys.stderr, flush=True)
+            STDERR.line(f"{told} {more}")
         if over:
             return shown
         waits = [server.ends, *(kept.ends for kept in at_work)]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -27,15 +26,12 @@ from narrows.protocols.runtime.sockets import LINGER_MS, Drops, Peer, Receipt, S
 from narrows.protocols.timing import Timing
 from narrows.protocols.wire import decode, encode
 from narrows.worker.silence import Silence
+from narrows.worker.telling import complain as say
 
 TICK_MS = 50
 CLOSE_S = 10.0  # the thread ends within a tick, and its sockets within LINGER_MS
 
 Command = Callable[[Member, int], list[MemberEffect]]
-
-
-def say(sentence: str) -> None:
-    print(f"ps-worker: {sentence}", file=sys.stderr)
 
 
 class Events:

@@ -26,6 +26,7 @@ from narrows.protocols.addresses import parse_addresses
 from narrows.protocols.effects import NS
 from narrows.protocols.errors import NarrowsError, UsageError
 from narrows.protocols.modes import Rule
+from narrows.protocols.runtime import output
 from narrows.protocols.runtime.keys import Secret, member_key
 from narrows.protocols.settings import Settings
 from narrows.protocols.timing import Timing
@@ -279,10 +280,9 @@ def _end(error: NarrowsError) -> NoReturn:
     if isinstance(error, GroupEndedError):
         time.sleep(LAST_S)  # the other process ends first, ps-worker says how, and ends this one
     if not telling.find():
-        print(f"ps-worker: {error}", file=sys.stderr)
+        telling.complain(str(error))
     _tell("error", code=error.exit_code, text=str(error))
-    sys.stdout.flush()
-    sys.stderr.flush()
+    output.end()
     _end_group()
     os._exit(error.exit_code)
 

@@ -10,7 +10,7 @@ import torch
 from narrows.protocols.modes import Rule
 from narrows.worker.changes import Changes
 from narrows.worker.flat import Array
-from narrows.worker.runner import say
+from narrows.worker.telling import complain as say
 
 if TYPE_CHECKING:
     from narrows.worker.engine import Engine

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from typing import Any, TextIO
+
+from narrows.protocols.runtime.output import STDERR
 
 _pipe: TextIO | None = None
 
@@ -29,9 +30,14 @@ def tell(event: str, **values: Any) -> None:
             _pipe = None  # it is gone
 
 
+def complain(text: str) -> None:
+    """One line on stderr, which a script goes on without."""
+    STDERR.line(f"ps-worker: {text}")
+
+
 def say(text: str) -> None:
     """Once on the console of all workers of this ps-worker."""
     if find():
         tell("say", text=text)
     else:
-        print(f"ps-worker: {text}", file=sys.stderr)
+        complain(text)

@@ -27,6 +27,7 @@ from dataclasses import asdict
 from typing import Any
 
 from narrows.protocols.runtime import launch, signals
+from narrows.protocols.runtime.output import text_of
 
 EVENTS_MAX = 100_000  # lines that wait to be shown: then their writers wait
 PIPES_END_S = 2.0  # a process that a child left behind may keep its pipes open for ever
@@ -261,12 +262,12 @@ class Children:
     def _read(self, index: int, kind: str, fd: int) -> None:
         with open(fd, "rb") as stream:
             for line in stream:
-                text = line.decode(errors="replace").rstrip("\n")
                 if kind != "event":
                     # A progress bar is written over and over: what it ended with is the line.
+                    text = text_of(line).rstrip("\n")
                     self.events.put((index, kind, text.rstrip("\r").rpartition("\r")[2]))
                 elif line.endswith(b"\n"):  # else the last line of one that was killed while it wrote it
-                    self.events.put((index, *event_of(text)))
+                    self.events.put((index, *event_of(line.decode(errors="replace").rstrip("\n"))))
 
     def _wait(
         self, index: int, child: Child, wait: Callable[[], int | None], readers: Sequence[threading.Thread]

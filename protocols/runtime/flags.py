@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
+import errno
 import re
 import sys
 from collections.abc import Callable, Collection, Mapping
@@ -17,12 +17,15 @@ import click
 from narrows.protocols.errors import NarrowsError, UsageError
 from narrows.protocols.gossip.topology import RANDOM, TOPOLOGIES, TOPOLOGY
 from narrows.protocols.modes import MODES
+from narrows.protocols.runtime import output
 
 # How glibc is to keep memory in the processes that ps-serve and ps-worker start, unless the user says otherwise: messages
 # of a few MiB come and go at every step, and giving their pages back to the kernel each time costs more than copying them.
 ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": str(512 << 20), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
 
 COMMAND: dict[str, Any] = {"auto_envvar_prefix": "NARROWS", "max_content_width": 120}  # click's context_settings
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)  # a disk or a terminal that takes nothing
 
 DASHBOARD = "127.0.0.1:5550"
 
@@ -191,10 +194,13 @@ def run(command: click.Command, name: str) -> NoReturn:
         code, text = UsageError.exit_code, error.format_message()
     except NarrowsError as error:
         code, text = error.exit_code, str(error)
-    except BrokenPipeError:  # `ps-worker ... | head`
-        with contextlib.suppress(BrokenPipeError):
-            sys.stdout.close()  # or the interpreter fails once more at its end
+    except BrokenPipeError:  # `ps-serve keys list | head`
         code = 1
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        code, text = 1, f"{error.filename or 'stdout'}: {error.strerror}"
     if text:
-        click.echo(f"{name}: {text}", err=True)
+        output.STDERR.line(f"{name}: {text}")
+    output.end()
     sys.exit(code)

@@ -15,20 +15,26 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from narrows.protocols.errors import UsageError
+
 PREFIX = "narrows-"
 LOCK = ".lock"
 REMOVED_MAX = 64  # folders, at one start
 
 
 class Scratch:
-    """A folder, until `close`. `path` names it."""
+    """A folder, until `close`. `path` names it. Raises UsageError where none can be made."""
 
     def __init__(self) -> None:
-        remove_left()
-        self.path = tempfile.mkdtemp(prefix=PREFIX)
-        # The lock has its name only once it is held: nobody finds it before.
-        new = Path(self.path, f"{LOCK}.new")
-        self.lock = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            remove_left()
+            self.path = tempfile.mkdtemp(prefix=PREFIX)
+            # The lock has its name only once it is held: nobody finds it before.
+            new = Path(self.path, f"{LOCK}.new")
+            self.lock = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        except OSError as error:
+            where = error.filename or "a temporary folder"
+            raise UsageError(f"{where}: {error.strerror}; TMPDIR names a folder on another disk") from None
         with contextlib.suppress(OSError):  # a file system without locks: then nobody removes it for us
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             new.rename(Path(self.path, LOCK))

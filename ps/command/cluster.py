@@ -14,14 +14,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import click
-
 from narrows.protocols.addresses import ANY_HOSTS, parse_address
-from narrows.protocols.errors import LocalProtocolError, NarrowsError, UsageError
+from narrows.protocols.errors import LocalProtocolError, NarrowsError, NotSavedError, UsageError
 from narrows.protocols.modes import Rule
 from narrows.protocols.runtime import signals
 from narrows.protocols.runtime.children import Child, Children, Event, signal_name
 from narrows.protocols.runtime.flags import ALLOCATOR
+from narrows.protocols.runtime.output import STDERR
 from narrows.protocols.settings import Settings
 from narrows.ps.command.console import EMBEDDED, doing, say, show
 from narrows.ps.command.lives import Again, Lives
@@ -175,14 +174,18 @@ class Cluster:
         self.lives.serving.discard(index)
 
     def write_ready(self) -> None:
-        """Write the address, the ports and the process ids of this server to --ready-file, where it is given."""
+        """Write address, ports and process ids of this server to --ready-file, where it is given. Raises UsageError."""
         if self.ready_file:
             here = range(self.settings.shards)
             ports, pids = ([which[index] for index in here if index in which] for which in (self.ports, self.pids))
             temporary = Path(f"{self.ready_file}.{os.getpid()}.tmp")
             told = {"address": self.address, "ports": ports, "pid": os.getpid(), "shard_pids": pids}
-            temporary.write_text(json.dumps(told))
-            os.replace(temporary, self.ready_file)
+            try:
+                temporary.write_text(json.dumps(told))
+                os.replace(temporary, self.ready_file)
+            except OSError as error:
+                temporary.unlink(missing_ok=True)
+                raise UsageError(f"--ready-file {self.ready_file}: {error.strerror}") from None
 
     @property
     def pids(self) -> dict[int, int]:
@@ -248,7 +251,10 @@ class Cluster:
                     self.told["parent"] = parent
                 self.moving.bound(index)
                 if self.address:
-                    self.write_ready()  # it is another process
+                    try:
+                        self.write_ready()  # it is another process
+                    except UsageError as error:
+                        say(f"{error}; it has the process ids of before", error=True)
             case (index, "alive", {"within": within}):
                 self.lives.expect(index, within)
             case (_, "log", {"name": "move", "values": values}):
@@ -269,11 +275,11 @@ class Cluster:
                 elif name == "took over":
                     self.follows.pop(index, None)
                 elif name == "disk":
-                    self.disk[index] = values["text"]
+                    self.disk[index] = values["why"]
                 show(name, values)
                 self.glance.note(name, values)
             case (_, "err", line):
-                click.echo(line, err=True)
+                STDERR.line(line)
             case (index, "error", {"text": text}) if self.moving.strange(index):
                 say(f"shard {index}: {text}", error=True)
             case (index, "error", {"code": code, "text": text}):
@@ -296,18 +302,22 @@ class Cluster:
         if not self.told["keeps"]:
             return
         if self.disk:
-            why = "; ".join(self.disk.values())
-            raise NarrowsError(
-                f"the last checkpoint is missing: {why}; --resume goes on from the newest that all shards have"
+            kept = checkpoints.newest(folder, self.settings.shards)
+            back = (
+                f"--checkpoint-dir {folder} --resume goes on from clock {kept}"
+                if kept >= 0
+                else "no checkpoint is left"
             )
+            why = "; ".join(self.disk.values())
+            raise NotSavedError(f"the run was trained, but {folder / model.NAME} is missing: {why}; {back}")
         if clock < 0:  # none was told of in this life of ours: the newest that is there
             clock = checkpoints.newest(folder, self.settings.shards)
         if clock >= 0:
             try:
                 path = model.merge(folder, clock, model.buffers(folder, clock))
             except OSError as error:
-                text = f"{folder}/model.safetensors: {error.strerror or error}; its checkpoints are of clock {clock}"
-                raise NarrowsError(text) from None
+                why = f"{error.strerror or error}; --checkpoint-dir {folder} --resume has its checkpoints, of clock {clock}"
+                raise NotSavedError(f"the run was trained, but {folder / model.NAME} is missing: {why}") from None
             at = "that the workers ended with" if self.settings.mode().rule is Rule.MIX else f"at clock {clock}"
             say(f"the model {at} is in {path}")
 

@@ -6,8 +6,7 @@ import json
 import os
 from typing import Any
 
-import click
-
+from narrows.protocols.runtime.output import STDERR, stdout
 from narrows.ps.glance.events import sentence
 
 EMBEDDED = os.environ.get("NARROWS_EMBEDDED") == "1"  # in a ps-worker, which ends us by closing our stdin
@@ -22,7 +21,16 @@ SHOWN_EMBEDDED = ("discarded", "restart", "lost", "refused", "hyper", "dropped",
 
 def say(text: str, error: bool = False) -> None:
     """Lines for the console. Those of an embedded server are ps-worker's, whose stdout is the script's."""
-    click.echo(f"{NAME}: {printable(text)}", err=error or EMBEDDED)
+    (STDERR if error or EMBEDDED else OUT).line(f"{NAME}: {printable(text)}")
+
+
+def tell(event: str, **values: Any) -> None:
+    """A line of JSON for the ps-worker that embeds this server."""
+    OUT.line(json.dumps({"event": event, **values}))
+
+
+# Of an embedded server it is a pipe, and its reader has ended where a line is lost.
+OUT = stdout(lambda text: None if EMBEDDED else say(text, error=True))
 
 
 def printable(text: str) -> str:
@@ -33,7 +41,7 @@ def printable(text: str) -> str:
 def doing(text: str) -> None:
     """Say what the run has to wait for."""
     if EMBEDDED:
-        print(json.dumps({"event": "say", "text": text}), flush=True)
+        tell("say", text=text)
     else:
         say(text)
 
@@ -41,7 +49,7 @@ def doing(text: str) -> None:
 def show(name: str, values: dict[str, Any]) -> None:
     """An event of a shard on the console; of an embedded server only some, and some go to the record of its ps-worker."""
     if EMBEDDED and name in NOTED:
-        print(json.dumps({"event": "noted", "what": name, "values": values}), flush=True)
+        tell("noted", what=name, values=values)
     if name in FIGURES and "text" not in values:
         return  # a row of a record
     if not EMBEDDED or name in SHOWN_EMBEDDED or values.get("how") == "expired":

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import secrets
 import socket
 import time
 from typing import Any
 
-import click
-
 from narrows.protocols.addresses import ANY_HOSTS, is_loopback, parse_address
 from narrows.protocols.errors import UsageError
 from narrows.protocols.modes import Rule
 from narrows.protocols.robust import Robust
 from narrows.protocols.runtime.flags import given
-from narrows.protocols.runtime.records import open_record
+from narrows.protocols.runtime.output import open_record
 from narrows.protocols.settings import Settings
 from narrows.ps.command.cluster import Cluster
-from narrows.ps.command.console import EMBEDDED, say
+from narrows.ps.command.console import EMBEDDED, OUT, say, tell
 
 PLAN_DIGEST = "NARROWS_PLAN_DIGEST"  # of the plan.json that a ps-serve --plan has read, for the servers that it starts
 
@@ -226,11 +223,11 @@ def announce(cluster: Cluster) -> None:
     if cluster.told["replicas"]:
         cluster.standing.expect()
     if EMBEDDED:
-        print(json.dumps({"event": "serves", "address": address}), flush=True)
+        tell("serves", address=address)
     else:
         noun = "shard" if cluster.settings.shards == 1 else "shards"
         key = "--key NAME.key " if cluster.told["keys"] else ""
         say(f"serves {cluster.settings.shards} {noun}, --sync {cluster.settings.sync}; on a worker machine:")
-        click.echo(f"    ps-worker --server {address} {key}SCRIPT.py")
+        OUT.line(f"    ps-worker --server {address} {key}SCRIPT.py")
     if seals := cluster.told["seals"]:
         say(f"messages are encrypted; a core of this machine seals {seals / 1e6:,.0f} MB/s")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import threading
 import time
-from typing import Any, TextIO
+from typing import Any
 
 from narrows.protocols.addresses import is_loopback
 from narrows.protocols.errors import UsageError
+from narrows.protocols.runtime.output import Output
 from narrows.ps.glance.history import History
 from narrows.ps.glance.web import Frames, Site
 
@@ -36,7 +37,7 @@ class Watch:
         self.began, self.began_unix = time.monotonic(), time.time()
         self.history = History()
         self.lock = threading.Lock()  # of the history: pages are made in threads of their own
-        self.record: TextIO | None = None
+        self.record: Output | None = None
         self.sites: list[Site] = []
 
     @property
@@ -66,8 +67,7 @@ class Watch:
             return
         line = {"event": name, "seconds": round(self.seconds, 6), **values}
         if self.record is not None:
-            self.record.write(json.dumps(line) + "\n")
-            self.record.flush()
+            self.record.line(json.dumps(line))
         if self.sites:
             with self.lock:
                 self.history.take(line)

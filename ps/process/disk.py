@@ -94,7 +94,7 @@ class Disk:
         where: dict[str, object] = {"shard": self.index, "clock": written.clock}
         if written.trouble and written.trouble != said:
             text = f"shard {self.index} cannot write a checkpoint and tries again: {written.trouble}"
-            return [Log("disk", where | {"text": text})]
+            return [Log("disk", where | {"text": text, "why": f"shard {self.index}: {written.trouble}"})]
         # Else its process was killed meanwhile.
         return [self.announced(written.clock)] if written.clock in written.kept and not written.trouble else []
 

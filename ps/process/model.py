@@ -24,6 +24,8 @@ from narrows.protocols.tables import TableSpec
 from narrows.ps import tables
 from narrows.ps.process.checkpoints import NamedBlocks, named, path_of, read, shards_of, write_file
 
+NAME = "model.safetensors"  # of the model of a run, in its folder of checkpoints
+
 
 class Blocks:
     """The values of table `number` out of the checkpoints of all shards, float32[rows, dim]: a block at a time, so that nobody
@@ -93,7 +95,7 @@ def merge(folder: Path, clock: int, buffers: dict[str, NamedArray]) -> Path:
     for number, spec in enumerate(plan.tables):
         blocks = Blocks(folder, clock, shards, number, spec)
         tensors[spec.name] = "float32", (spec.rows, spec.dim), blocks
-    path = folder / "model.safetensors"
+    path = folder / NAME
     write_file(path, tensors, {"format": "pt", "narrows": json.dumps({"clock": clock})})
     return path
 

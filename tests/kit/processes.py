@@ -225,11 +225,17 @@ class Server:
 
 @contextmanager
 def serving(
-    *flags: str, cwd: Path | None = None, port: int = 0, descriptors: int = 0, env: dict[str, str] | None = None
+    *flags: str,
+    cwd: Path | None = None,
+    port: int = 0,
+    descriptors: int = 0,
+    env: dict[str, str] | None = None,
+    into: str = "",
 ) -> Iterator[Server]:
-    """`descriptors`: that each of its processes may have, 0: as many as this one."""
+    """`descriptors`: that each of its processes may have, 0: as many as this one. `into`: a command that reads what it says."""
     limited = ("/bin/sh", "-c", f'ulimit -n {descriptors}; exec "$0" "$@"', str(BIN / "ps-serve"))
-    serve = limited if descriptors else ("ps-serve",)
+    piped = ("/bin/sh", "-c", f'exec "$0" "$@" 2>&1 | {into}', str(BIN / "ps-serve"))
+    serve = limited if descriptors else piped if into else ("ps-serve",)
     with tempfile.TemporaryDirectory() as folder:
         ready = Path(folder) / "ready"
         bind = f"tcp://127.0.0.1:{port}"

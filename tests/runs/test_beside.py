@@ -15,7 +15,7 @@ from kit.liars import LIAR, TAUGHT
 from kit.scripts import run
 
 from narrows.protocols.effects import Log
-from narrows.protocols.runtime.records import open_record
+from narrows.protocols.runtime.output import open_record
 from narrows.protocols.settings import Settings
 from narrows.ps.beside import EVERY, Beside
 from narrows.ps.command.cluster import Cluster

@@ -5,9 +5,12 @@ On a terminal the latter is one live line under the others; elsewhere a plain li
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from typing import Any
+
+from narrows.protocols.runtime.output import STDERR, stdout
 
 PLAIN_S = 2.0
 LIVE_S = 0.25
@@ -19,24 +22,28 @@ class Console:
 
     def __init__(self) -> None:
         self.live: Any = None
+        self.stdout = stdout(self.say)
         self.due = 0.0
         self.told: dict[str, float] = {}  # when a text was
         self.quiet = False  # a worker is in a debugger, which has the terminal
-        if sys.stderr.isatty():
+        if _is_terminal(sys.stderr):
             from rich.console import Console as Terminal
             from rich.live import Live
 
             # A stdout that is no terminal must get its lines as they are, not by way of this one.
             self.live = Live(
-                console=Terminal(stderr=True), transient=True, auto_refresh=False, redirect_stdout=sys.stdout.isatty()
+                console=Terminal(stderr=True),
+                transient=True,
+                auto_refresh=False,
+                redirect_stdout=_is_terminal(sys.stdout),
             )
 
     def out(self, line: str, of: str = "") -> None:
         """A line of a script's stdout. `of`: whose, which a terminal is shown; a pipe or a file gets the line as it is."""
-        print(of + line if sys.stdout.isatty() else line, flush=True)
+        self.stdout.line(of + line if _is_terminal(sys.stdout) else line)
 
     def err(self, line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
+        STDERR.line(line)
 
     def say(self, sentence: str) -> None:
         self.err(f"ps-worker: {sentence}")
@@ -67,10 +74,19 @@ class Console:
         else:
             from rich.text import Text
 
-            self.live.start()
-            self.live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
+            try:
+                self.live.start()
+                self.live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
+            except OSError:  # the terminal is gone
+                self.close()
+                self.live = None
         self.due = now + (PLAIN_S if self.live is None else LIVE_S)
 
     def close(self) -> None:
         if self.live is not None:
-            self.live.stop()
+            with contextlib.suppress(OSError):
+                self.live.stop()
+
+
+def _is_terminal(stream: Any) -> bool:
+    return stream is not None and stream.isatty()

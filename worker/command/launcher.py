@@ -16,7 +16,13 @@ import uuid
 from dataclasses import dataclass
 from typing import Any
 
-from narrows.protocols.errors import AuthenticationError, IncompatibleError, ServerLostError, UnreachableError
+from narrows.protocols.errors import (
+    AuthenticationError,
+    IncompatibleError,
+    NotSavedError,
+    ServerLostError,
+    UnreachableError,
+)
 from narrows.protocols.runtime import flags, signals
 from narrows.protocols.runtime.children import Child, Children, signal_name
 from narrows.protocols.runtime.flags import ALLOCATOR
@@ -98,11 +104,15 @@ class Launcher:
                 for group in self.groups:
                     self._spawn(group)
                 code = self._watch()
-            return 128 + self.signals[0] if self.signals else code
         finally:
             self._end()
             os.close(parent_fd)
             os.close(our_fd)
+        if self.signals:
+            return 128 + self.signals[0]
+        return (
+            code or self.errors.get(SERVER, (0, ""))[0]
+        )  # an embedded server writes the model once workers have ended
 
     # Starting.
 
@@ -263,7 +273,9 @@ class Launcher:
             return  # it was killed, and waited for
         self.codes[index] = code
         if index == SERVER:
-            if code and self.server and not self.signals:
+            if code == NotSavedError.exit_code:
+                self.errors[SERVER] = (code, "")  # it has said what is missing
+            elif code and self.server and not self.signals:
                 text = f"the embedded server ended with exit code {code}; what it said is above"
                 self._failed(SERVER, ServerLostError.exit_code, text)
                 self.broken = True

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from typing import Any
 
-from narrows.protocols.runtime.records import open_record
+from narrows.protocols.runtime.output import open_record
 
 MERGING = ("gain", "agreement", "held_back")
 # Our keys of a step's event; the rest is the script's.
@@ -47,8 +47,7 @@ class Recording:
 
     def note(self, event: str, **values: Any) -> None:
         if self.file is not None:
-            self.file.write(json.dumps({"event": event, "seconds": round(self.seconds, 6), **values}) + "\n")
-            self.file.flush()
+            self.file.line(json.dumps({"event": event, "seconds": round(self.seconds, 6), **values}))
 
     def take(self, local_rank: int, event: dict[str, Any]) -> None:
         """One event of a worker's session."""

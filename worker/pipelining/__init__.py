@@ -26,7 +26,7 @@ from narrows.protocols.runtime.keys import Secret
 from narrows.protocols.runtime.peers import Peers
 from narrows.worker import session
 from narrows.worker.pipelining.group import WAIT_LIMIT_S, PipelineGroup, register
-from narrows.worker.runner import say
+from narrows.worker.telling import complain as say
 
 ALONE = Layout({"": "127.0.0.1"}, [Stage("", 1)], [Process(0, 0, "", 1)])
 

@@ -1,0 +1,118 @@
+"""What a command writes while its run goes on: lines of the console, and the file of a record.
+
+Rules
+- A disk that is full and a reader that has gone end no run. A stream that refuses a line is named once, on stderr, and again
+  once it takes lines. Until then each line is tried, so a disk that gets room goes on.
+- Text that the encoding of a console does not have is shown by escapes. Bytes that a script wrote pass as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, TextIO
+
+from narrows.protocols.errors import UsageError
+
+KEPT_MAX = 1000  # records of earlier runs beside a new one
+BUFFER_BYTES = 1 << 20  # of a record: a line that fits is written whole or, on a full disk, not at all
+
+
+class Output:
+    """Lines to one text stream.
+
+    Args:
+        name: What a user calls the stream, e.g. "stdout".
+        stream: Returns the stream as it is now, None where the descriptor was closed before the command began.
+        tell: Gets a sentence where the stream begins to refuse lines, and where it takes them again.
+    """
+
+    def __init__(self, name: str, stream: Callable[[], TextIO | None], tell: Callable[[str], None]) -> None:
+        self.name, self.stream, self.tell = name, stream, tell
+        self.lost = 0  # lines since the stream refused one
+
+    def line(self, text: str) -> None:
+        """Write a line at once, or count it as lost."""
+        if (stream := self.stream()) is None:
+            return
+        try:
+            _write(stream, text + "\n")
+        except OSError as error:
+            self.lost += 1
+            if self.lost == 1:
+                why = error.strerror or str(error)
+                self.tell(f"{self.name}: {why}; the run goes on, and lines are lost until it can be written again")
+        else:
+            lost, self.lost = self.lost, 0
+            if lost:
+                self.tell(f"{self.name} can be written again; {lost:,} lines are missing")
+
+    def close(self) -> None:
+        """Close the stream; what a full disk does not take is lost."""
+        if (stream := self.stream()) is not None:
+            with contextlib.suppress(OSError):
+                stream.close()
+        if self.lost:
+            self.tell(f"{self.name}: the last {self.lost:,} lines are missing")
+
+
+def _write(stream: TextIO, text: str) -> None:
+    try:
+        stream.write(text)
+    except UnicodeEncodeError:
+        stream.flush()
+        encoding, raw = stream.encoding, getattr(stream, "buffer", None)
+        try:
+            told = text.encode(encoding, "surrogateescape")  # as text_of has decoded it
+        except UnicodeEncodeError:
+            told = text.encode(encoding, "backslashreplace")
+        if raw is not None:
+            raw.write(told)
+        else:
+            stream.write(told.decode(encoding, "backslashreplace"))
+    stream.flush()
+
+
+def text_of(raw: bytes) -> str:
+    """Return the text of bytes that a child wrote for our console: `Output` writes the same bytes."""
+    return raw.decode(getattr(sys.stdout, "encoding", None) or "utf-8", "surrogateescape")
+
+
+STDERR = Output("stderr", lambda: sys.stderr, lambda text: None)  # nobody is left to be told
+
+
+def stdout(tell: Callable[[str], None]) -> Output:
+    """Return the lines of stdout; `tell` as in Output."""
+    return Output("stdout", lambda: sys.stdout, tell)
+
+
+def end() -> None:
+    """Flush stdout and stderr. What a stream does not take is lost, so that the interpreter does not fail on it at its end."""
+    for number, stream in ((1, sys.stdout), (2, sys.stderr)):
+        try:
+            if stream is not None:
+                stream.flush()
+        except (OSError, ValueError):
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nothing, number)
+            os.close(nothing)
+
+
+def open_record(path: str, say: Callable[[str], None]) -> Output:
+    """Open `path` for a run. A file that has something is renamed to PATH.1 first, or the next number that is free: counters
+    and seconds of a record begin with its run. Raises UsageError."""
+    try:
+        if os.path.isfile(path) and os.path.getsize(path):
+            free = (name for n in range(KEPT_MAX) if not os.path.lexists(name := f"{path}.{n + 1}"))
+            if (kept := next(free, None)) is None:
+                raise UsageError(
+                    f"--record {path}: {KEPT_MAX} older ones are beside it; move some away, or name another file"
+                )
+            os.rename(path, kept)
+            say(f"the record of an earlier run is kept as {kept}")
+        file: Any = open(path, "w", buffering=BUFFER_BYTES)  # noqa: SIM115 - closed by Output.close
+    except OSError as error:
+        raise UsageError(f"--record {path}: {error.strerror}") from None
+    return Output(f"--record {path}", lambda: file, say)
