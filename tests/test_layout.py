@@ -33,7 +33,15 @@ OWNERS = {
 RUNTIME = "protocols/runtime/"  # sockets, children, flags: what runs machines, and is none
 RUNNERS = (
     *("ps/process/", "ps/command/", "worker/command/", "worker/pipelining/"),
-    *("worker/runner.py", "worker/hub.py", "worker/session.py", "worker/keeper.py"),
+    *(
+        "worker/runner.py",
+        "worker/hub.py",
+        "worker/session.py",
+        "worker/telling.py",
+        "worker/keeper.py",
+        "worker/ray.py",
+    ),
+    "ps/glance/watch.py",  # the process of ps-serve: its record and its pages
 )
 
 # Modules that a deterministic machine cannot use: sockets, threads, clocks, files, processes, randomness, logs.
