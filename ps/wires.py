@@ -34,18 +34,22 @@ class Ways:
         """From host to host."""
         if source == target:
             return []
-        prices, here, there = self.prices, int(self.prices.place[source]), int(self.prices.place[target])
+        prices = self.prices
         hops = [self._wire(("out", source), prices.port_out[source])]
-        if here != there:
-            hops.append(self.wires.get(("places", here, there)) or self._between(here, there))
+        for level, (here, there) in enumerate(prices.place[:, [source, target]]):
+            if here != there:
+                hops.append(self.wires.get(("places", level, here, there)) or self._between(level, here, there))
+                break
         far_ns = int(prices.network.delay_s[source, target] * NS)
         hops.append(self._wire(("pair", self.size, source, target), self.rates[source, target], far_ns))
         return [*hops, self._wire(("in", target), prices.port_in[target])]
 
-    def _between(self, here: int, there: int) -> Wire:
-        """As fast as the fastest link from place to place."""
-        rates = self.rates[np.ix_(self.prices.place == here, self.prices.place == there)]
-        return self._wire(("places", here, there), rates.max())
+    def _between(self, level: int, here: int, there: int) -> Wire:
+        """The wire from place to place: as fast as its fastest link, or as network.json says."""
+        place, named = self.prices.place[level], self.prices.network.wires
+        both = np.ix_(place == here, place == there)
+        known = np.inf if named is None else float(named[both].max())
+        return self._wire(("places", level, here, there), self.rates[both].max() if np.isinf(known) else known)
 
     def _wire(self, key: tuple[object, ...], rate: float, far_ns: int = 0) -> Wire:
         if key not in self.wires:

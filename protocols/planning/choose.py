@@ -167,13 +167,24 @@ class Chooser:
         """Prices simple shapes, however much dearer than others: no cluster, the cuts, what reaches where links are missing.
         Returns the cheapest plan of each grouping, and keeps the first ones of each shape."""
         found, least = list[Plan](), self.least
-        for groupings in ([self.alone], cuts(self.prices.network, CUTS_MAX), self.reaching()):
+        placed = self.placed()
+        cut = [groups for groups in cuts(self.prices.network, CUTS_MAX) if groups not in placed]
+        for groupings in ([self.alone], placed + cut, self.reaching()):
             self.least = np.inf
             plans = self.look(groupings, WAYS, BELOW, roots).plans() if groupings else []
             self.simple += plans[: SHAPES if len(self.hosts) <= SMALL else 1]
             found, least = [*found, *plans], min(least, self.least)
         self.least = least
         return found
+
+    def placed(self) -> list[Groups]:
+        """The places of each level as groups, where these are neither one group nor all alone."""
+        found = []
+        for row in self.prices.place:
+            groups = tuple(tuple(int(host) for host in np.flatnonzero(row == number)) for number in np.unique(row))
+            if 1 < len(groups) < len(self.hosts):
+                found.append(tuple(sorted(groups)))
+        return [*dict.fromkeys(found)]
 
     def central(self) -> Indices:
         """All hosts: who reaches most first, and of those who is nearest to all."""

@@ -41,7 +41,7 @@ def _slowest(
 ) -> tuple[int, int, str]:
     """(row of the slowest child, column of the host that it waits for, or -1 for its own computing and coding, why)."""
     table = Groupings.of([children], prices.place)
-    share, count = table.share[table.first][:, None], len(servers)
+    share, count = [*table.share[:, table.first][..., None]], len(servers)
     up, down, round_trip = prices.roads(way, rows[:, None], servers, len(children), share, count)
     clocks = prices.clocks(way, own_s[:, None], up, down, round_trip, inside[:, None])
     row, column = (int(at) for at in np.unravel_index(clocks.argmax(), clocks.shape))

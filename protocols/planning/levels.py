@@ -8,8 +8,9 @@ runs.
 
 Rules of links
 - A port carries what all children of its host's server send: it is as fast as the host's fastest link.
-- Places are hosts between which no slow link lies: single linkage at the widest gap of the rates, if that is PLACES wide. All
-  links of one place to another are one wire. Without places each link is a wire of its own.
+- A place is a set of hosts whose links are faster than the link that joins them to the others: single linkage, cut where one
+  branch has a gap (`Places`). Places may lie in places. All links between two places that lie side by side are one wire, which
+  children in one of them share. Every other link is a wire of its own. network.json may name places and the rates of wires.
 - A child on its server's host sends nothing.
 - A server handles what all its children send, as a port does: so long takes `up` at least. Its shards share that.
 """
@@ -32,7 +33,9 @@ Indices = npt.NDArray[np.intp]
 Groups = tuple[tuple[int, ...], ...]  # hosts
 
 ALONE: Indices = np.ones(1, np.intp)  # see Groupings.inside
-PLACES = 2.0  # rates that differ less are those of one kind of link
+PLACES = 1.5  # links inside a place are so many times as fast as the link out of it
+NEAR = 2.0  # and where the delay of the link out is so many times as long, SAME is enough
+DEPTH_MAX = 3  # levels of places
 SLOWEST = 1e-9  # bytes a second, of the port of a host that has no link
 SAME = 1.05  # and such a gap is noise of a measurement
 
@@ -123,16 +126,38 @@ def cuts(network: Network, most: int) -> list[Groups]:
     return [joined(len(network.hosts), found[:at]) for _, at in widest]
 
 
+def tight(network: Network) -> list[tuple[int, ...]]:
+    """Return the hosts of each place. A branch of single linkage is a place if its slowest link is PLACES times as fast as the
+    link that joins the branch to another one. Nearer hosts than that link's ends need only be SAME times as fast."""
+    delay_s = np.maximum(network.delay_s, network.delay_s.T)
+    # Rate, delay and hosts of each branch, by its first host.
+    branch: dict[int, tuple[float, float, tuple[int, ...]]]
+    branch = {host: (math.inf, 0.0, (host,)) for host in range(len(network.hosts))}
+    home, found = list(branch), list[tuple[int, ...]]()
+    for rate, one, other in merges(network):
+        out_s, ends = float(delay_s[one, other]), [branch.pop(home[one]), branch.pop(home[other])]
+        for fast, in_s, hosts in ends:
+            gap = fast / rate if rate else math.inf
+            if len(hosts) > 1 and (gap >= PLACES or (gap >= SAME and out_s >= NEAR * in_s)):
+                found.append(hosts)
+        both = tuple(sorted(ends[0][2] + ends[1][2]))
+        branch[both[0]] = rate, max(out_s, ends[0][1], ends[1][1]), both
+        for host in both:
+            home[host] = both[0]
+    return found
+
+
 def places(network: Network) -> Indices:
-    """(n,) the place of each host."""
-    found = merges(network)
-    ratios = [ratio(fast, slow) for fast, slow in pairwise(found)]
-    widest = int(np.argmax(ratios)) if ratios else -1
-    groups = joined(len(network.hosts), found[: widest + 1] if ratios and ratios[widest] >= PLACES else [])
-    place = np.zeros(len(network.hosts), np.intp)
-    for number, group in enumerate(groups):
-        place[[*group]] = number
-    return place
+    """(levels, n) the place of each host, the widest places first. A host that is in no place of a level is a place itself."""
+    n, sets = len(network.hosts), tight(network) if network.places is None else [*network.places]
+    depth, rows = np.zeros(n, np.intp), np.tile(np.arange(n), (DEPTH_MAX, 1))
+    for number, hosts in enumerate(sorted(sets, key=len, reverse=True)):
+        level = int(depth[[*hosts]].max())
+        if 1 < len(hosts) < n and level < DEPTH_MAX:
+            rows[level, [*hosts]] = n + number
+            depth[[*hosts]] = level + 1
+    kept = rows[: max(1, int(depth.max()))]
+    return np.stack([np.unique(row, return_inverse=True)[1].ravel() for row in kept])
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,24 +166,26 @@ class Groupings:
 
     order: Indices
     first: npt.NDArray[np.bool_]  # (b, n) here begins a group
-    share: Indices  # (b, n) children that share the wire of a host to another place; 1: none
+    share: Indices  # (levels, b, n) children that share the wire out of a host's place of each level; 1: none
     inside: Indices  # (b, n) updates in flight inside the group of each host, as `Way.inside`; 1: those of one host
 
     @classmethod
     def of(cls, groupings: Sequence[Groups], place: Indices) -> Groupings:
-        """`place`: of each host. Those children share a wire that are wholly of one place."""
+        """`place`: (levels, n) of each host. Children share a wire if each lies wholly in the place."""
         sizes = np.array([len(group) for groups in groupings for group in groups])
         hosts = (host for groups in groupings for group in groups for host in group)
         order, begins = np.fromiter(hosts, np.intp, sizes.sum()), np.cumsum(sizes) - sizes
         at = np.repeat(np.arange(len(groupings)), [len(groups) for groups in groupings])  # of each group
-        low, high = (of.reduceat(place[order], begins) for of in (np.minimum, np.maximum))
-        home = at * (place.max() + 1) + low
-        crossing = np.bincount(home[low == high], minlength=home.max() + 1)
-        share = np.repeat(np.where(low == high, crossing[home], 1), sizes)
+        share = []
+        for row in place:
+            low, high = (of.reduceat(row[order], begins) for of in (np.minimum, np.maximum))
+            home = at * (row.max() + 1) + low
+            crossing = np.bincount(home[low == high], minlength=home.max() + 1)
+            share.append(np.repeat(np.where(low == high, crossing[home], 1), sizes).reshape(len(groupings), -1))
         first = np.zeros(len(order), bool)
         first[begins] = True
         rows = len(groupings), -1
-        return cls(order.reshape(rows), first.reshape(rows), share.reshape(rows), np.ones_like(order).reshape(rows))
+        return cls(order.reshape(rows), first.reshape(rows), np.stack(share), np.ones_like(order).reshape(rows))
 
     @property
     def children(self) -> Indices:
@@ -167,7 +194,7 @@ class Groupings:
         return found
 
     def rows(self, at: Indices) -> Groupings:
-        return Groupings(self.order[at], self.first[at], self.share[at], self.inside[at])
+        return Groupings(self.order[at], self.first[at], self.share[:, at], self.inside[at])
 
     def below(self, inside: Indices) -> Groupings:
         """The same, where the groups of several hosts have so many updates in flight inside, (b,)."""
@@ -189,7 +216,7 @@ class Prices:
         fastest = network.rates.max(0)
         np.fill_diagonal(fastest, 0.0)
         self.port_out, self.port_in = (np.maximum(fastest.max(axis), SLOWEST) for axis in (1, 0))
-        self.place = places(network)
+        self.place = places(network)  # (levels, n)
         self._sent_s: dict[float, Array] = {}
 
     def sent_s(self, message_bytes: float) -> Array:
@@ -199,23 +226,44 @@ class Prices:
         return self._sent_s[message_bytes]
 
     def roads(
-        self, way: Way, rows: Indices, servers: Indices, children: Indices | int, share: Indices, count: int = 1
+        self,
+        way: Way,
+        rows: Indices,
+        servers: Indices,
+        children: Indices | int,
+        share: Sequence[Indices],
+        count: int = 1,
     ) -> list[Array]:
         """Seconds up, down, and of a round trip, from the hosts `rows` to the hosts `servers`, which are broadcast.
 
-        `children`: of the server. `share`: as Groupings has it, of each row. `count`: hosts that the server is cut over."""
+        `children`: of the server. `share`: as Groupings has it, of each row, a level after the other. `count`: hosts that the
+        server is cut over."""
         coded = self.work.coded[way.compress]
         message = coded.bytes * self.work.parameters / count
         serve_s = children * coded.serve_s * self.work.parameters / (count * self.work.shards)
         sent, busy = self.sent_s(message), (children - 1) * message
-        wire = np.where(self.place[rows] == self.place[servers], 1.0, share * count)
-        up = np.maximum(sent[rows, servers] * wire, busy / self.port_in[servers])
-        down = np.maximum(sent[servers, rows] * wire, busy / self.port_out[servers])
+        sharing: Indices | float = 1.0
+        for place, others in zip(
+            self.place[::-1], share[::-1], strict=True
+        ):  # the widest places that differ have the last word
+            sharing = np.where(place[rows] == place[servers], sharing, others * count)
+        up = np.maximum(self.wire_s(sent, message, sharing, rows, servers), busy / self.port_in[servers])
+        down = np.maximum(self.wire_s(sent, message, sharing, servers, rows), busy / self.port_out[servers])
         up = np.maximum(up, count * message / self.port_out[rows])
         down = np.maximum(down, count * message / self.port_in[rows])
         away = rows != servers
         trip_s = self.round_trip_s[rows, servers]
         return [np.maximum(np.where(away, up, 0.0), serve_s), np.where(away, down, 0.0), np.where(away, trip_s, 0.0)]
+
+    def wire_s(
+        self, sent: Array, message: float, sharing: Indices | float, sender: Indices, receiver: Indices
+    ) -> Array:
+        """Seconds of a message on a wire that `sharing` children use at once. A named wire may be faster than each link."""
+        alone: Array = sent[sender, receiver]
+        if self.network.wires is None:
+            return alone * sharing
+        rate = self.network.wires[sender, receiver]
+        return np.where(np.isinf(rate), alone * sharing, np.maximum(alone, sharing * message / rate))
 
     def clocks(
         self, way: Way, own_s: Array, up: Array, down: Array, round_trip_s: Array, inside: Indices = ALONE
@@ -231,7 +279,7 @@ class Prices:
     def inside_s(self, way: Way, clusters: Indices) -> Array:
         """(g, m) seconds of a step inside g clusters of m hosts, by the host of the server. `way` has a bound."""
         rows, servers = clusters[:, :, None], clusters[:, None, :]
-        share = (self.place[rows] == self.place[servers]).sum(2)[:, :, None]
+        share = [(place[rows] == place[servers]).sum(2)[:, :, None] for place in self.place]
         up, down, trip = self.roads(way, rows, servers, clusters.shape[1], share)
         found: Array = self.clocks(way, self.compute_s[rows], up, down, trip).max(1) / way.mode.local_steps
         return found
@@ -241,8 +289,15 @@ class Prices:
         own_s, (b, n), for a step."""
         n, order = len(self.hosts), groupings.order.ravel()
         # Few pairs of children and share occur: their roads are looked up.
-        kinds, at = np.unique(groupings.children[:, None] * (n + 1) + groupings.share, return_inverse=True)
-        children, share = (part[:, None, None] for part in divmod(kinds, n + 1))
+        code = groupings.children[:, None]
+        for row in groupings.share:
+            code = code * (n + 1) + row
+        kinds, at = np.unique(code, return_inverse=True)
+        share = list[Indices]()
+        for _ in groupings.share:
+            kinds, others = divmod(kinds, n + 1)
+            share.insert(0, others[:, None, None])
+        children = kinds[:, None, None]
         up, down, trip = self.roads(way, self.hosts[:, None], roots, children, share)
         row = at.ravel() * n + order
         up, down = (part.reshape(-1, len(roots)).take(row, 0) for part in (up, down))
@@ -291,7 +346,7 @@ class Prices:
     def spread_s(self, way: Way, servers: Sequence[int]) -> float:
         """Seconds of a step of one server with a shard on each of these hosts."""
         n, at = len(self.hosts), np.array(servers)
-        share = np.bincount(self.place)[self.place][:, None]
+        share = [np.bincount(place)[place][:, None] for place in self.place]
         slowest = [part.max(1)[:, None] for part in self.roads(way, self.hosts[:, None], at, n, share, len(at))]
         clocks = self.clocks(way, self.compute_s[:, None], *slowest)
         return float(self.together_s(way, clocks, self.samples, np.array([n]))[0, 0])

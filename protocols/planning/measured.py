@@ -2,8 +2,8 @@
 
 Rules
 - A link is directed, and has its own time. Where two know a link or a host, the newest holds.
-- Prices and speeds that were written by hand have no time, and no measurement takes them back. The price that was added last
-  holds. A speed is one by hand where the seconds of steps in its file do not say it.
+- Prices, speeds, places and wires that were written by hand have no time, and no measurement takes them back. Of prices, places
+  and wires the ones that were added last hold. A speed is one by hand where the seconds of steps in its file do not say it.
 - Matrices are made of links: an entry that is not known is null, and network.Network.parse asks for it.
 """
 
@@ -51,11 +51,12 @@ class Host:
 
 @dataclass(slots=True)
 class Measured:
-    """All that is known. prices: of a byte, as somebody has written them."""
+    """All that is known. prices: of a byte, as somebody has written them; shared: `places` and `wires`, likewise."""
 
     hosts: dict[str, Host] = field(default_factory=dict)
     links: dict[Way, Link] = field(default_factory=dict)
     prices: dict[Way, float] = field(default_factory=dict)
+    shared: dict[str, Any] = field(default_factory=dict)
 
     def add_host(self, name: str, host: Host) -> None:
         """Add a host. The older of two entries says what the newest does not know."""
@@ -75,6 +76,7 @@ class Measured:
         for way, link in other.links.items():
             self.add_link(way, link)
         self.prices |= other.prices
+        self.shared |= other.shared
 
     @property
     def pairs(self) -> frozenset[frozenset[str]]:
@@ -120,7 +122,7 @@ class Measured:
             made["compute"] = speeds
         if self.prices:
             made["price_per_byte"] = [[self.prices.get((a, b)) for b in self.hosts] for a in self.hosts]
-        return made
+        return made | self.shared
 
 
 def _speeds(steps: Sequence[float | None]) -> list[float | None]:
@@ -155,6 +157,7 @@ def parse(document: Mapping[str, Any]) -> Measured:
             rows = zip(names, document["price_per_byte"], strict=True)
             priced = [(a, b, price) for a, row in rows for b, price in zip(names, row, strict=True)]
             made.prices = {(a, b): float(price) for a, b, price in priced if a != b and price is not None}
+        made.shared = {key: document[key] for key in ("places", "wires") if document.get(key) is not None}
         for row in document["links"] if "links" in document else _rows(document, names, unix_s):
             rates = {int(size): float(rate) for size, rate in row["bits_per_second"].items()}
             if not rates or not all(size > 0 and 0 < rate < math.inf for size, rate in rates.items()):

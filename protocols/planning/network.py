@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Any, cast
 
 import numpy as np
@@ -37,6 +38,9 @@ class Network:
     memory_bytes: Array  # (n,)
     price: Array  # (n, n), money a byte
     measured_unix_s: float | None = None
+    # Hosts of each place, as the user names them: any two are nested or apart. None: levels.py finds places by rates.
+    places: tuple[tuple[int, ...], ...] | None = None
+    wires: Array | None = None  # (n, n), bytes a second of the wire between the places of two hosts; inf: nobody knows
 
     def sent_s(self, message_bytes: float) -> Array:
         """(n, n) seconds of the bytes of one message, at the rate of its size; inf where the link is missing.
@@ -68,8 +72,12 @@ class Network:
     def of(self, hosts: Sequence[int]) -> Network:
         """The network of these hosts alone, in this order."""
         at, both = [*hosts], np.ix_(hosts, hosts)
+        number = {host: index for index, host in enumerate(at)}
+        places = [tuple(sorted(number[host] for host in place if host in number)) for place in self.places or ()]
         return replace(
             self,
+            places=None if self.places is None else tuple(place for place in places if place),
+            wires=None if self.wires is None else self.wires[both],
             hosts=tuple(self.hosts[host] for host in at),
             delay_s=self.delay_s[both],
             rates=self.rates[:, both[0], both[1]],
@@ -104,6 +112,7 @@ class Network:
         delay_s = _pairs(delay, "delay_s", n, 0.0, unknown=np.nan)
         each = np.stack([_pairs(table, "bits_per_second", n, POSITIVE, unknown=np.nan) for table in tables])
         absent = np.isnan(delay_s) | np.isnan(each).any(0)
+        places = _named_places(document.get("places"), hosts)
         return cls(
             hosts,
             np.where(absent, np.inf, delay_s),
@@ -113,13 +122,55 @@ class Network:
             _array(document.get("memory_bytes", [None] * n), "memory_bytes", (n,), 0.0, unknown=np.inf),
             _off_diagonal(_pairs(document.get("price_per_byte", [[0.0] * n] * n), "price_per_byte", n, 0.0)),
             None if measured is None else float(measured),
+            None if places is None else tuple(places.values()),
+            _wires(document.get("wires"), places or {}, n),
         )
+
+
+def _named_places(value: Any, hosts: Sequence[str]) -> dict[str, tuple[int, ...]] | None:
+    """The hosts of each place that network.json names. Raises UsageError."""
+    if value is None:
+        return None
+    if not isinstance(value, Mapping) or not all(isinstance(names, list) and names for names in value.values()):
+        raise UsageError('places of the network is no table of hosts: write {"oslo": ["oslo-0", "oslo-1"]}')
+    number = {name: host for host, name in enumerate(hosts)}
+    for place, names in value.items():
+        if unknown := [str(name) for name in names if not isinstance(name, str) or name not in number]:
+            raise UsageError(f"places of the network: {place} has {unknown[0]}, and no host has that name")
+    found = {str(place): tuple(sorted({number[name] for name in names})) for place, names in value.items()}
+    for one, other in combinations(found, 2):
+        both = {*found[one]} & {*found[other]}
+        if both and both not in ({*found[one]}, {*found[other]}):
+            name = hosts[min(both)]
+            raise UsageError(f"places of the network: {one} and {other} overlap in {name}; places are nested or apart")
+    return found
+
+
+def _wires(value: Any, places: Mapping[str, tuple[int, ...]], n: int) -> Array | None:
+    """(n, n) bytes a second of the wires that network.json names, inf elsewhere. Raises UsageError."""
+    if value is None:
+        return None
+    found = np.full((n, n), np.inf)
+    for row in value if isinstance(value, list) else [value]:
+        ends, rate = (row.get("places"), row.get("bits_per_second")) if isinstance(row, Mapping) else (None, None)
+        if not isinstance(ends, list) or len(ends) != 2 or not isinstance(rate, int | float) or not 0 < rate < math.inf:
+            raise UsageError(
+                'wires of the network: write {"places": ["leipzig", "oslo"], "bits_per_second": 1e8} for each wire'
+            )
+        if unknown := [str(end) for end in ends if end not in places]:
+            raise UsageError(f"wires of the network: {unknown[0]} is none of its places; write it into places, too")
+        one, other = (places[end] for end in ends)
+        if {*one} & {*other}:
+            raise UsageError(f"wires of the network: {ends[0]} and {ends[1]} are not apart, so no wire joins them")
+        found[np.ix_(one, other)] = rate / 8
+        found[np.ix_(other, one)] = rate / 8
+    return found
 
 
 def from_places(places: Mapping[str, Any], hosts_each: Sequence[int]) -> Network:
     """Hosts in cities: `order` has the names, `delay_ms` and `bandwidth_gbps` the links, the diagonal those inside a city.
 
-    `hosts_each` counts the hosts of each city, in its order. Hosts are named CITY-0, CITY-1 and so on.
+    `hosts_each` counts the hosts of each city, in its order. Hosts are named CITY-0, CITY-1 and so on. Each city is a place.
     """
     order = places["order"]
     if len(order) != len(hosts_each):
@@ -127,10 +178,12 @@ def from_places(places: Mapping[str, Any], hosts_each: Sequence[int]) -> Network
     at = np.repeat(np.arange(len(order)), hosts_each)
     shape = (len(order), len(order))
     rate = _array(places["bandwidth_gbps"], "bandwidth_gbps", shape, POSITIVE)[np.ix_(at, at)] * 1e9
+    names = [[f"{name}-{k}" for k in range(count)] for name, count in zip(order, hosts_each, strict=True)]
     return Network.parse(
         {
             "format": FORMAT,
-            "hosts": [f"{name}-{k}" for name, count in zip(order, hosts_each, strict=True) for k in range(count)],
+            "hosts": [name for city in names for name in city],
+            "places": {name: city for name, city in zip(order, names, strict=True) if city},
             "delay_s": _array(places["delay_ms"], "delay_ms", shape, 0.0)[np.ix_(at, at)] / 1e3,
             "rates": [{"message_bytes": 1, "bits_per_second": rate}],
         }

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,8 @@ def placed(document: Mapping[str, Any], name: str = "", machines: str = "") -> N
             order = [*groups] if isinstance(groups, Mapping) else [f"place{k}" for k in range(len(counts))]
             inside, one = place.get("intra_group", between), np.eye(len(order), dtype=bool)
             tables = {key: np.where(one, float(inside[key]), float(between[key])) for key in LINK}
-        return from_places({"order": order} | tables, counts)
+        network = from_places({"order": order} | tables, counts)
+        return network if "order" in place or "intra_group" in place else replace(network, places=None)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UsageError(f"{name or 'its network'} lacks a field or has a wrong one: {error}") from None
 

@@ -2,7 +2,8 @@
 
 Rules
 - Machines of one place have one way out. Two pairs of a round that leave a place at once have a part of it each.
-- Places are those of `levels.places`. For each two places whose pairs shared a round one pair is measured once more, alone.
+- A machine is in the smallest of its places by `levels.places`. For each two places whose pairs shared a round one pair is
+  measured once more, alone.
 - Where that pair has GAINS times its rate then, the others have as much: the way is the same. Else nothing was shared.
 """
 
@@ -11,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
+
+import numpy as np
 
 from narrows.protocols.planning.levels import places
 from narrows.protocols.planning.measured import Link
@@ -34,6 +37,8 @@ def shared(count: int, rounds: Sequence[Sequence[Pair]], rates: Mapping[Pair, fl
     delay = [[0.0] * count for _ in range(count)]
     document = {"format": FORMAT, "hosts": [*map(str, range(count))], "delay_s": delay}
     place = places(Network.parse(document | {"rates": [{"message_bytes": 1, "bits_per_second": table}]}))
+    level = np.array([[(row == number).sum() > 1 for number in row] for row in place]).cumsum(0).argmax(0)
+    place = (place + count * np.arange(len(place))[:, None])[level, np.arange(count)]
     found: dict[tuple[int, int], list[Pair]] = {}
     for row in rounds:
         crossing = [

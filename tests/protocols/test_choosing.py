@@ -26,6 +26,7 @@ from narrows.protocols.planning.choose import EXACT_MAX, NEAR, NEAR_MAX, PATIENT
 from narrows.protocols.planning.layout import parse
 from narrows.protocols.planning.levels import Coded, Groups, Prices, Work, cuts, joined, merges, places
 from narrows.protocols.planning.looks import partitions
+from narrows.protocols.planning.measured import parse as measured
 from narrows.protocols.planning.network import Network
 from narrows.protocols.planning.places import placed
 from narrows.protocols.planning.ways import BELOW, WAYS, Way
@@ -70,13 +71,13 @@ def plain_s(
     """Seconds of a step of one level in plain words: `at` has the host that each child speaks from."""
     size, mode, n = CODED[way.compress].bytes * WORK.parameters, way.mode, len(network.hosts)
     rate, place = network.rates[-1], places(network)
-    home = [next(iter(found)) if len(found := {int(place[host]) for host in group}) == 1 else -1 for group in children]
+    homes = [[{int(row[host]) for host in group} for group in children] for row in place]
     clocks = []
     for child, host in enumerate(at):
         up = down = trip = 0.0
         if host != server:
-            share = 1 if home[child] < 0 or home[child] == place[server] else home.count(home[child])
-            share = 1 if place[host] == place[server] else share
+            level = next((number for number, row in enumerate(place) if row[host] != row[server]), None)
+            share = 1 if level is None or len(homes[level][child]) > 1 else homes[level].count(homes[level][child])
             card_in = max(rate[other, server] for other in range(n) if other != server)
             card_out = max(rate[server, other] for other in range(n) if other != server)
             up = max(size * share / rate[host, server], size * (len(at) - 1) / card_in)
@@ -368,30 +369,17 @@ def test_two_stars_joined_by_one_link_are_two_clusters(hosts: int) -> None:
         choose(without(network, (1, 3)), WORK)
 
 
-def connected(hosts: int, links: set[tuple[int, int]]) -> bool:
-    near = np.eye(hosts, dtype=int)
-    for a, b in links:
-        near[a, b] = near[b, a] = 1
-    return bool(np.linalg.matrix_power(near, hosts).all())
-
-
-@pytest.mark.parametrize("hosts", [3, 4])
-def test_a_candidate_that_needs_a_missing_link_is_none(hosts: int) -> None:
-    """All networks of so many hosts that are connected, a star and a chain among them: what is chosen takes finite time, and a
-    trial of it ends."""
-    every = [*combinations(range(hosts), 2)]
-    for kept in (set(some) for count in range(hosts - 1, len(every)) for some in combinations(every, count)):
-        if connected(hosts, kept):
-            absent = [pair for link in every if link not in kept for pair in (link, link[::-1])]
-            network = without(cities([1] * hosts, 20, 60), *absent)
-            plans = choices(network, WORK)
-            assert all(np.isfinite(plan.cost) for plan in plans), kept
-            for server, group in (edge for plan in plans for edge in [*plan.clusters, (plan.root, plan.servers)]):
-                assert all(np.isfinite(network.delay_s[server, host]) for host in group if host != server), (
-                    kept,
-                    plans,
-                )
-            assert tried(Prices(network, WORK), plans)[0][1] is not None
+@pytest.mark.parametrize("kept", [{(0, 1), (0, 2)}, {(0, 1), (0, 2), (0, 3)}, {(0, 1), (1, 2), (2, 3)}], ids=str)
+def test_a_candidate_that_needs_a_missing_link_is_none(kept: set[tuple[int, int]]) -> None:
+    """Stars and a chain: what is chosen takes finite time, and a trial of it ends."""
+    hosts = 1 + max(map(max, kept))
+    absent = [pair for link in combinations(range(hosts), 2) if link not in kept for pair in (link, link[::-1])]
+    network = without(cities([1] * hosts, 20, 60), *absent)
+    plans = choices(network, WORK)
+    assert all(np.isfinite(plan.cost) for plan in plans)
+    for server, group in (edge for plan in plans for edge in [*plan.clusters, (plan.root, plan.servers)]):
+        assert all(np.isfinite(network.delay_s[server, host]) for host in group if host != server), plans
+    assert tried(Prices(network, WORK), plans)[0][1] is not None
 
 
 def test_a_star_is_planned_by_the_command(tmp_path: Path) -> None:
@@ -431,8 +419,95 @@ def test_single_linkage_cuts_where_rates_differ_most() -> None:
     network = cities([2, 1, 2], 20, 60)
     assert cuts(network, 9) == [((0, 1), (2,), (3, 4))]
     assert joined(5, merges(network)) == ((0, 1, 2, 3, 4),)
-    assert [*places(network)] == [0, 0, 1, 2, 2]
-    assert len({*places(cities([2, 2], 600, 60))}) == 4  # 1000 and 600 Mbit/s: each link is a wire of its own
+
+
+def together(network: Network) -> list[Groups]:
+    """Of each level, the places of several hosts."""
+    found = []
+    for row in places(network):
+        groups = [tuple(int(host) for host in np.flatnonzero(row == number)) for number in np.unique(row)]
+        found.append(tuple(sorted(group for group in groups if len(group) > 1)))
+    return found
+
+
+def measured_alike(network: Network, rates: dict[tuple[int, int], float], ms: dict[tuple[int, int], float]) -> Network:
+    """The network, of which nobody has named places, with other rates (Mbit/s) and delays between some hosts."""
+    found = replace(network, places=None, rates=network.rates.copy(), delay_s=network.delay_s.copy())
+    for pairs, table, unit in ((rates, found.rates[0], 1e6 / 8), (ms, found.delay_s, 1e-3)):
+        for (a, b), value in pairs.items():
+            table[a, b] = table[b, a] = unit * value
+    return found
+
+
+def test_places_are_branches_each_with_a_gap_of_its_own() -> None:
+    """A fast city beside a slow one; racks in a city; a host of its own; rates that differ as measurements do."""
+    uneven = Network.parse(json.loads((NETWORKS / "uneven-lans.json").read_text()))
+    assert together(uneven) == [((0, 1), (2, 3, 4, 5))]
+    racks = {(a, b): 10_000.0 if a // 2 == b // 2 else 1000.0 for a, b in combinations(range(4), 2)}
+    nested = measured_alike(cities([1] * 6, 20, 20), racks | {(4, 5): 1000.0}, {})
+    assert together(nested) == [((0, 1, 2, 3), (4, 5)), ((0, 1), (2, 3))]
+    assert together(measured_alike(cities([3], 20, 60), {(0, 1): 950, (0, 2): 912, (1, 2): 959}, {})) == [()]
+    assert together(measured_alike(cities([2, 1, 2], 20, 60), {}, {})) == [((0, 1), (3, 4))]
+
+
+@pytest.mark.parametrize(
+    ("mbits", "ms", "shared"), [(600, 0.1, True), (800, 0.1, False), (900, 20, True), (990, 20, False)]
+)
+def test_a_wire_that_is_nearly_as_fast_as_a_city_is_shared_too(mbits: float, ms: float, shared: bool) -> None:
+    """1000 Mbit/s inside two cities. Where rates say little, delays tell."""
+    network = replace(cities([2, 2], mbits, ms), places=None)
+    assert together(network) == [((0, 1), (2, 3)) if shared else ()]
+
+
+def test_network_json_names_places_and_wires() -> None:
+    """Four hosts that are alike stand in two cities. Both workers of a city push over one wire, and that has its own rate."""
+    document: dict[str, Any] = {
+        "format": 1, "hosts": [*"abcd"], "delay_s": [[0.001] * 4] * 4,
+        "rates": [{"message_bytes": 1, "bits_per_second": [[1e9] * 4] * 4}],
+    }  # fmt: skip
+
+    def took_s(**given: Any) -> float:
+        prices = Prices(Network.parse(document | given), replace(WORK, parameters=1e8))
+        groups: Groups = ((0,), (1,), (2,), (3,))
+        return prices.above_s(WAYS[0], np.zeros(4), groups, np.array([0]))[0]
+
+    named = {"places": {"oslo": ["a", "b"], "rome": ["c", "d"]}}
+    port_s, one_s, serve_s = 3 * 3.2, 3.2, 4 * 1e8 * CODED["dense"].serve_s
+    assert took_s() == pytest.approx(2 * port_s, rel=0.01) and serve_s < port_s
+    both = ["oslo", "rome"]
+    assert took_s(**named) == took_s(**named, wires=[{"places": both, "bits_per_second": 1e10}])
+    slow = took_s(**named, wires=[{"places": both, "bits_per_second": 1e8}])
+    assert slow == pytest.approx(2 * 2 * 10 * one_s, rel=0.01)
+    assert together(Network.parse(document | {"places": {}})) == [()]
+    nested = named | {"places": {**named["places"], "norway": ["a", "b", "c"], "hut": ["c"]}}
+    with pytest.raises(
+        UsageError, match="places of the network: rome and norway overlap in c; places are nested or apart"
+    ):
+        Network.parse(document | nested)
+    for given, why in (
+        ({"places": ["a"]}, "places of the network is no table of hosts"),
+        ({"places": {"x": ["e"]}}, "places of the network: x has e, and no host has that name"),
+        (named | {"wires": [{"places": both}]}, "wires of the network: write"),
+        (named | {"wires": [{"places": ["oslo", "bonn"], "bits_per_second": 1}]}, "bonn is none of its places"),
+        (named | {"wires": [{"places": ["oslo", "oslo"], "bits_per_second": 1}]}, "oslo and oslo are not apart"),
+    ):
+        with pytest.raises(UsageError, match=why):
+            Network.parse(document | given)
+    network = Network.parse(document | named)
+    assert network.of([1, 3, 2]).places == ((0,), (1, 2))
+    kept = measured(document | named | {"wires": []})
+    kept.add(measured(document | {"hosts": [*"efgh"]}))
+    assert kept.document()["places"] == named["places"]
+
+
+def test_a_plan_minds_the_wire_of_a_slower_city() -> None:
+    """The widest gap lies inside the faster city. The wire between the cities was taken for one of each host, and the plan
+    took three times as long."""
+    network, work = Network.parse(json.loads((NETWORKS / "uneven-lans.json").read_text())), Work(3e7, 0.15, CODED)
+    flat = Chooser(network, work).priced(tuple((h,) for h in range(6)), WAYS[4], BELOW[0], np.array([0]))
+    size = CODED["topk:0.11+sign"].bytes * 3e7
+    assert flat.step_s == pytest.approx(4 * size / (1e8 / 8), rel=0.01)
+    assert choose(network, work).step_s < 0.5 * flat.step_s
 
 
 # The command.
