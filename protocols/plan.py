@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple
 
 from narrows.protocols.errors import IncompatibleError, RemoteProtocolError
 from narrows.protocols.tables import TABLES_MAX, TableSpec
@@ -14,25 +15,49 @@ NAME_MAX = 1024  # characters of a tensor's name
 BUFFERS_BYTES_MAX = HEADER_BYTES_MAX - FIELDS_BYTES_MAX  # of a model, packed: a Ready has room for them
 EXTENTS_MAX = 64  # torch has no tensor of more dimensions
 
-# The dtypes that tensors of a model may have, by torch's name: bytes of a value, and the name that safetensors has for them.
+
+class Dtype(NamedTuple):
+    """How tensors of one dtype are carried.
+
+    A trained parameter travels as float32 keys. A module buffer travels as its raw bytes. A frozen parameter of any dtype stays
+    on its worker, and a digest of its raw bytes is compared.
+
+    Attributes:
+        bytes: Size of one value.
+        file: The name that safetensors has for it. "": no file holds it, so a buffer of it does not travel.
+        keys: float32 keys of one value of a trained parameter: 2 for a complex number, its real and its imaginary part.
+            0: a parameter of it is refused, for no optimizer of torch steps it.
+        rounded: float32 does not hold all of its values: a trained parameter is rounded.
+    """
+
+    bytes: int
+    file: str
+    keys: int = 0
+    rounded: bool = False
+
+
+# By torch's name. All else is refused for a trained parameter; a buffer of it stays on its worker.
 DTYPES = {
-    "bool": (1, "BOOL"),
-    "uint8": (1, "U8"),
-    "int8": (1, "I8"),
-    "int16": (2, "I16"),
-    "int32": (4, "I32"),
-    "int64": (8, "I64"),
-    "uint16": (2, "U16"),
-    "uint32": (4, "U32"),
-    "uint64": (8, "U64"),
-    "float16": (2, "F16"),
-    "bfloat16": (2, "BF16"),
-    "float32": (4, "F32"),
-    "float64": (8, "F64"),
-    "float8_e4m3fn": (1, "F8_E4M3"),
-    "float8_e5m2": (1, "F8_E5M2"),
-    "complex64": (8, "C64"),
+    "bool": Dtype(1, "BOOL"),
+    "uint8": Dtype(1, "U8"),
+    "int8": Dtype(1, "I8"),
+    "int16": Dtype(2, "I16"),
+    "int32": Dtype(4, "I32"),
+    "int64": Dtype(8, "I64"),
+    "uint16": Dtype(2, "U16"),
+    "uint32": Dtype(4, "U32"),
+    "uint64": Dtype(8, "U64"),
+    "float16": Dtype(2, "F16", keys=1),
+    "bfloat16": Dtype(2, "BF16", keys=1),
+    "float32": Dtype(4, "F32", keys=1),
+    "float64": Dtype(8, "F64", keys=1, rounded=True),
+    "float8_e4m3fn": Dtype(1, "F8_E4M3"),
+    "float8_e5m2": Dtype(1, "F8_E5M2"),
+    "float8_e8m0fnu": Dtype(1, "F8_E8M0"),
+    "complex64": Dtype(8, "C64", keys=2),
+    "complex128": Dtype(16, "", keys=2, rounded=True),
 }
+TRAINED = tuple(name for name, dtype in DTYPES.items() if dtype.keys)
 RESERVED = "__metadata__"  # no tensor of a safetensors file has this name
 NamedArray = tuple[str, tuple[int, ...], bytes | memoryview]  # dtype, shape, raw little-endian values
 
@@ -47,10 +72,13 @@ class TensorSpec:
 
     @property
     def size(self) -> int:
-        size = 1
-        for extent in self.shape:
-            size *= extent
-        return size
+        """Number of its values."""
+        return prod(self.shape)
+
+    @property
+    def key_count(self) -> int:
+        """Number of float32 keys that it has in the flat space."""
+        return self.size * DTYPES[self.dtype].keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +103,14 @@ class Plan:
 
     @property
     def size(self) -> int:
-        return sum(tensor.size for tensor in self.tensors)
+        """Keys of the flat space."""
+        return sum(tensor.key_count for tensor in self.tensors)
 
     def offsets(self) -> list[int]:
         """Begin of each tensor in the flat space, and the end of the last."""
         offsets = [0]
         for tensor in self.tensors:
-            offsets.append(offsets[-1] + tensor.size)
+            offsets.append(offsets[-1] + tensor.key_count)
         return offsets
 
     def pieces(self, begin: int, end: int) -> list[list[tuple[int, int, int]]]:
@@ -105,7 +134,7 @@ class Plan:
         try:
             tensors, optimizer, groups, norm, aliases, degree, tables, frozen = value
             plan = Plan(
-                tuple(_spec(*row) for row in tensors),
+                tuple(_trained(*row) for row in tensors),
                 _text(optimizer),
                 tuple(tuple(_count(i) for i in group) for group in groups),
                 float(norm),
@@ -186,7 +215,9 @@ def unpack_arrays(packed: bytes) -> dict[str, NamedArray]:
     try:
         for name, (dtype, shape, raw) in value.items():
             spec = _spec(name, shape, dtype)
-            if type(raw) is not bytes or len(raw) != spec.size * DTYPES[spec.dtype][0]:
+            if type(raw) is not bytes or not DTYPES[spec.dtype].file:
+                raise ValueError
+            if len(raw) != spec.size * DTYPES[spec.dtype].bytes:
                 raise ValueError
             arrays[spec.name] = (spec.dtype, spec.shape, raw)
     except (AttributeError, KeyError, TypeError, ValueError):
@@ -198,6 +229,13 @@ def _spec(name: object, shape: Any, dtype: object) -> TensorSpec:
     if len(shape) > EXTENTS_MAX:
         raise ValueError
     return TensorSpec(_text(name), tuple(map(_count, shape)), _text(dtype))
+
+
+def _trained(name: object, shape: Any, dtype: object) -> TensorSpec:
+    spec = _spec(name, shape, dtype)
+    if spec.dtype not in TRAINED:
+        raise RemoteProtocolError(f"tensor {spec.name!r} is {spec.dtype:.40}: a parameter is {', '.join(TRAINED)}")
+    return spec
 
 
 def _table(name: object, rows: object, dim: object, seed: object, std: object, optimizer: object) -> TableSpec:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 
 from narrows.protocols.plan import BUFFERS_BYTES_MAX, DTYPES, NamedArray, pack_arrays, unpack_arrays
-from narrows.worker.flat import plain
-from narrows.worker.telling import complain as say
+from narrows.worker.flat import dtype_of, plain, raw_bytes
+from narrows.worker.telling import say
 
 LONG_BUFFERS = (
     "the module buffers take {:.0f} MB, more than {:.0f} MB: each worker keeps its own, and no checkpoint has them"
 )
+NOT_CARRIED = "the module buffer {!r} is {}, which is not sent: each worker keeps its own, and no checkpoint has it"
 
 
 class Buffers:
@@ -20,6 +21,9 @@ class Buffers:
         self.model, self.hidden = model, hidden
         self._before = pack_buffers(model) if hidden else b""
         self._told = False  # that they are too long to be sent
+        for name, buffer in _persistent(model).items():
+            if not _travels(buffer):
+                say(NOT_CARRIED.format(name, _kind(buffer)))
 
     @property
     def any(self) -> bool:
@@ -52,14 +56,27 @@ class Buffers:
 
 def pack_buffers(model: torch.nn.Module) -> bytes:
     """The persistent buffers of `model` by name, or b"" where it has none."""
-    kept = model.state_dict(keep_vars=True)
-    arrays: dict[str, NamedArray] = {}
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        dtype = str(buffer.dtype).removeprefix("torch.")
-        if name in kept and dtype in DTYPES and buffer.layout == torch.strided:
-            flat = buffer.detach().cpu().contiguous().reshape(-1)
-            arrays[plain(name)] = (dtype, tuple(buffer.shape), flat.view(torch.uint8).numpy().tobytes())
+    arrays: dict[str, NamedArray] = {
+        name: (dtype_of(buffer), tuple(buffer.shape), raw_bytes(buffer).tobytes())
+        for name, buffer in _persistent(model).items()
+        if _travels(buffer)
+    }
     return pack_arrays(arrays) if arrays else b""
+
+
+def _persistent(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that a checkpoint of the model itself would have, by name."""
+    kept = model.state_dict(keep_vars=True)
+    return {plain(name): each for name, each in model.named_buffers(remove_duplicate=False) if name in kept}
+
+
+def _travels(buffer: torch.Tensor) -> bool:
+    return _kind(buffer) in DTYPES and bool(DTYPES[_kind(buffer)].file)
+
+
+def _kind(buffer: torch.Tensor) -> str:
+    """Its dtype, or its layout where it is not strided."""
+    return dtype_of(buffer) if buffer.layout == torch.strided else str(buffer.layout).removeprefix("torch.")
 
 
 def load_buffers(model: torch.nn.Module, packed: bytes) -> None:

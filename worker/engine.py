@@ -34,11 +34,16 @@ from narrows.worker.shards import START_LIMIT_S
 from narrows.worker.shared import Shared
 from narrows.worker.slices import Cut, Slice
 from narrows.worker.tables import Tables, dense_of
+from narrows.worker.telling import say
 from narrows.worker.tuning import Tuning
 from narrows.worker.updates import Updates, clipped_step
 from narrows.worker.waiting import Waiting
 
 LEAVE_LIMIT_S = 5.0
+ROUNDED = (
+    "{!r}{} has 64-bit values, which a run carries as float32: it is rounded to 24 bits from the first step on; keep what "
+    "needs more out of the optimizer"
+)
 
 
 class Sync(Protocol):
@@ -120,6 +125,8 @@ class Engine:
         self.tables = Tables(model, inner)
         self.tables.check(group is not None, bool(overlap), max_grad_norm)
         self.flat = FlatModel(model, self.dense, self.tables.weights)
+        if rounded := [*self.flat.rounded, *self.tables.rounded]:
+            say(ROUNDED.format(rounded[0], f" and {len(rounded) - 1} more" if len(rounded) > 1 else ""))
         self.privacy = Privacy.of(settings)
         if self.privacy is not None:
             self.privacy.check(model)

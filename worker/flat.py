@@ -1,7 +1,7 @@
 """The parameters of a model as one flat float32 array, in registration order, and back.
 
-Takes parameters of any floating dtype and device; shared parameters are there once, frozen ones and those that the
-optimizer does not have are not.
+Takes parameters of each dtype of protocols/plan.py: TRAINED, on any device. A complex number is two keys, its real and its
+imaginary part. Shared parameters are there once; frozen ones and those that the optimizer does not have are not.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from narrows.protocols.errors import UsageError
 from narrows.protocols.keys import Keys
-from narrows.protocols.plan import Plan, TensorSpec
+from narrows.protocols.plan import DTYPES, TRAINED, Plan, TensorSpec
 
 FloatArray = npt.NDArray[np.float32]
+SPARSE_ROWS, SPARSE_COLUMNS = (torch.sparse_csr, torch.sparse_bsr), (torch.sparse_csc, torch.sparse_bsc)
 Array: TypeAlias = Any  # float32[count] where a worker's arrays live (home.py): NumPy's, or torch's on a device
 
 
@@ -114,10 +116,11 @@ class Flat:
             if _plain(parameter) and isinstance(part, np.ndarray):
                 np.copyto(parameter.detach().view(-1).numpy()[low - at : high - at], part)
                 continue
-            flat = parameter.detach().reshape(-1)  # a copy, where it is not contiguous
+            numbers = real(parameter.detach())
+            flat = numbers.reshape(-1)  # a copy, where it is not contiguous
             flat[low - at : high - at].copy_(as_tensor(part))
-            if not parameter.is_contiguous():
-                parameter.copy_(flat.view(parameter.shape))
+            if not numbers.is_contiguous():
+                numbers.copy_(flat.view(numbers.shape))
 
     @torch.no_grad()
     def read_keys(self, begin: int, out: Array) -> None:
@@ -129,7 +132,8 @@ class Flat:
             return
         for tensor, low, high in self.within(begin, begin + len(out)):
             at = self.offsets[tensor]
-            target[low - begin : high - begin].copy_(self.parameters[tensor].reshape(-1)[low - at : high - at])
+            flat = real(self.parameters[tensor]).reshape(-1)
+            target[low - begin : high - begin].copy_(flat[low - at : high - at])
 
     def lend_gradient(self, begin: int, end: int) -> FloatArray | None:
         """Keys [begin, end) of the gradients as they lie in memory, or None where they are not one plain run."""
@@ -158,8 +162,8 @@ class Flat:
             held.copy_(whole)
             return
         for i, parameter in enumerate(self.parameters):
-            at = self.offsets[i] - self.begin
-            parameter.copy_(whole[at : at + parameter.numel()].view(parameter.shape))
+            at, numbers = self.offsets[i] - self.begin, real(parameter)
+            numbers.copy_(whole[at : at + numbers.numel()].view(numbers.shape))
 
     def absent(self) -> list[int]:
         """Indices of the tensors that have no gradient. Raises UsageError for a sparse one."""
@@ -182,7 +186,7 @@ class Flat:
                 target.zero_()
             else:
                 at = self.offsets[tensor]
-                target.copy_(gradient.reshape(-1)[low - at : high - at])
+                target.copy_(real(gradient).reshape(-1)[low - at : high - at])
 
 
 def plain(name: str) -> str:
@@ -210,7 +214,10 @@ class FlatModel(Flat):
                 f"the optimizer has no trainable parameter of the model given to DistributedOptimizer"
                 f"{beside if apart else untrained}"
             )
-        self.specs = tuple(TensorSpec(name, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in named)
+        for name, p in named:
+            if why := _why_not_trained(p):
+                raise UsageError(f"the parameter {name!r} {why}")
+        self.specs = tuple(TensorSpec(name, tuple(p.shape), dtype_of(p)) for name, p in named)
         super().__init__([name for name, _ in named], [p for _, p in named], Plan(self.specs, "", ()).offsets())
         index = {id(p): i for i, (_, p) in enumerate(named)}
         self.aliases = tuple(
@@ -220,6 +227,7 @@ class FlatModel(Flat):
         )
         fixed = ((plain(name), fingerprint([p])) for name, p in model.named_parameters() if not p.requires_grad)
         self.frozen = tuple((name, digest) for name, digest in fixed if digest)
+        self.rounded = [spec.name for spec in self.specs if DTYPES[spec.dtype].rounded]
         self.model = model
         self.group_of = [position[id(p)] for p in self.parameters]
         self.groups = len(optimizer.param_groups)
@@ -256,15 +264,77 @@ def as_tensor(values: Array) -> torch.Tensor:
     return values if isinstance(values, torch.Tensor) else torch.from_numpy(values)
 
 
+def real(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as real numbers: of a complex tensor [..., 2], its real and imaginary parts. A copy of a gradient that
+    torch keeps as the conjugate of another tensor."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def as_parameter(values: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """Values of all keys of one tensor, float32[keys], in its shape: complex where it is."""
+    if DTYPES[spec.dtype].keys > 1:
+        return torch.view_as_complex(values.view(*spec.shape, 2))
+    return values.view(spec.shape)
+
+
+def dtype_of(tensor: torch.Tensor) -> str:
+    """As protocols/plan.py: DTYPES names it."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def raw_bytes(tensor: torch.Tensor) -> FloatArray:
+    """The values of a strided tensor as they are, uint8[bytes], on the host."""
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    if flat.stride() != (1,):  # a single value of another tensor counts as contiguous too
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    raw: FloatArray = flat.view(torch.uint8).numpy()
+    return raw
+
+
+def _why_not_trained(parameter: torch.Tensor) -> str:
+    """Why no run trains this parameter, and the way out; "": it does."""
+    if dtype_of(parameter) not in TRAINED:
+        return (
+            f"is {dtype_of(parameter)}, and no optimizer of torch steps it: keep it in one of {', '.join(TRAINED)}, and "
+            "convert it in forward()"
+        )
+    if parameter.layout != torch.strided or parameter.is_conj():
+        kind = "a conjugate view" if parameter.is_conj() else str(parameter.layout).removeprefix("torch.")
+        return f"is {kind} and not a dense tensor: make it of tensor.to_dense().resolve_conj().clone()"
+    return ""
+
+
 def fingerprint(leaves: Iterable[Any]) -> str:
     """A hash of the tensors among these, 16 digits; "": there is none. FSDP gathers what it has sharded, one by one."""
     digest, any_ = hashlib.blake2b(digest_size=8), False
     for leaf in leaves:
-        if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and leaf.numel() and not leaf.is_meta:
-            any_, whole = True, leaf.full_tensor() if hasattr(leaf, "full_tensor") else leaf
-            digest.update(f"{leaf.dtype}{list(leaf.shape)}".encode())
-            digest.update(whole.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        for part in _strided(leaf) if isinstance(leaf, torch.Tensor) else ():
+            if part.numel() and not part.is_meta:
+                any_ = True
+                digest.update(f"{part.dtype}{list(part.shape)}".encode())
+                digest.update(raw_bytes(part).data)
     return digest.hexdigest() if any_ else ""
+
+
+def _strided(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The strided tensors that together hold what this one does: itself, but for a quantized, sparse or sharded one, and for a
+    subclass that wraps others, as torchao's are."""
+    if hasattr(tensor, "full_tensor"):
+        yield from _strided(tensor.full_tensor())
+    elif is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _strided(getattr(tensor, name))
+    elif tensor.is_quantized:
+        yield tensor.dequantize()  # scales count too
+    elif tensor.layout == torch.sparse_coo:
+        known = tensor.detach().coalesce()
+        yield from (known.indices(), known.values())
+    elif tensor.layout in SPARSE_ROWS:
+        yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+    elif tensor.layout in SPARSE_COLUMNS:
+        yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
+    elif tensor.layout == torch.strided:
+        yield tensor
 
 
 def _dense(tensor: torch.Tensor) -> bool:

@@ -219,4 +219,5 @@ def _back(name: str, value: Any, ours: torch.Tensor, group: dict[str, Any]) -> A
 
 
 def _finite(value: Any) -> bool:
-    return not (isinstance(value, torch.Tensor) and value.is_floating_point()) or bool(torch.isfinite(value).all())
+    numbers = isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+    return not numbers or bool(torch.isfinite(value).all())

@@ -20,7 +20,7 @@ from narrows.compression.home import HOST, Home, Landed, Landing
 from narrows.protocols.errors import UsageError
 from narrows.protocols.keys import Keys, parts
 from narrows.protocols.wire import FRAME_VALUES
-from narrows.worker.flat import Array, FlatModel, FloatArray
+from narrows.worker.flat import Array, FlatModel, FloatArray, real
 
 PARTS_AIM = 32  # parts of a shard: the more, the earlier each leaves
 PART_VALUES_MIN = 1 << 18  # 1 MiB: a message of less costs more than the bytes in it
@@ -99,9 +99,10 @@ class Overlap:
 
     def _land(self, gradient: torch.Tensor, out: FloatArray) -> Landing:
         if self.home is HOST:
-            torch.from_numpy(out).view(gradient.shape).copy_(gradient)
+            numbers = real(gradient)
+            torch.from_numpy(out).view(numbers.shape).copy_(numbers)
             return Landed()
-        flat = gradient.detach().reshape(-1).float()  # a copy, where it is not float32 or not contiguous
+        flat = real(gradient.detach()).reshape(-1).float()  # a copy, where it is not float32 or not contiguous
         self.copied.append(flat)
         return self.home.land(flat, out)
 
@@ -123,9 +124,10 @@ class Overlap:
         if gradient.device.type != "cpu":
             return False  # looking would wait for the device
         assert self.target is not None
-        stride = 1 + gradient.numel() // SAMPLE
+        numbers = real(gradient.detach()).reshape(-1)
+        stride = 1 + numbers.numel() // SAMPLE
         sent = torch.from_numpy(self.target[self.flat.offsets[tensor] : self.flat.offsets[tensor + 1]])[::stride]
-        now = gradient.detach().reshape(-1)[::stride].float()
+        now = numbers[::stride].float()
         return not bool(((sent == now) | sent.isnan()).all())
 
     def open(self, target: FloatArray) -> None:

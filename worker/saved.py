@@ -79,8 +79,7 @@ def _of_clock(folder: Path, clock: int, opened: Callable[[Path], Any]) -> tuple[
                 known.append([tensor, name, None if value.ndim else float(value)])
                 if value.ndim:
                     values.setdefault(name, np.zeros(plan.size, np.float32))[begin:end] = value
-    shapes = [torch.Size(tensor.shape) for tensor in plan.tensors]
-    states = put_together(known, values, plan.offsets(), shapes)
+    states = put_together(known, values, plan.tensors)
     return (clock, {plan.tensors[tensor].name: state for tensor, state in states.items()}) if states else None
 
 

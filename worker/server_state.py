@@ -11,7 +11,8 @@ Rules
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,8 +22,9 @@ from narrows.protocols import messages as m
 from narrows.protocols.effects import MomentsArrived
 from narrows.protocols.errors import RemoteProtocolError, UsageError
 from narrows.protocols.keys import parts
+from narrows.protocols.plan import TensorSpec
 from narrows.protocols.wire import pack, unpack
-from narrows.worker.flat import FloatArray
+from narrows.worker.flat import FloatArray, as_parameter
 from narrows.worker.optimizers import each_of
 from narrows.worker.shards import WAIT_LIMIT_S
 from narrows.worker.slices import Cut
@@ -104,7 +106,7 @@ class ServerState:
             known = [row for each in self.engine.group.told(pack(known)) for row in unpack_rows(each, tensors)]
         names = sorted({name for _, name, value in known if value is None})
         whole = {name: flat.whole(values[name] if name in values else flat.zeros()) for name in names}
-        states = put_together(known, whole, self.engine.flat.offsets, [p.shape for p in self.engine.flat.parameters])
+        states = put_together(known, whole, self.engine.flat.specs)
         return {id(self.engine.flat.parameters[tensor]): state for tensor, state in states.items()}
 
     def _all(
@@ -152,14 +154,15 @@ def unpack_rows(payload: bytes, tensors: int) -> list[list[Any]]:
 
 
 def put_together(
-    known: Iterable[Any], values: Mapping[str, FloatArray], offsets: list[int], shapes: list[torch.Size]
+    known: Iterable[Any], values: Mapping[str, FloatArray], specs: Sequence[TensorSpec]
 ) -> dict[int, State]:
     """By tensor, its state. `known`: rows as in `Moments`, of pieces. `values`: float32[size of the model] of each name."""
     states: dict[int, State] = {}
+    offsets = [0, *accumulate(spec.key_count for spec in specs)]
     for tensor, name, value in sorted(known, key=lambda row: row[:2]):
         if value is None:
             part = values[name][offsets[tensor] : offsets[tensor + 1]]
-            states.setdefault(tensor, {})[name] = torch.from_numpy(part.copy()).view(shapes[tensor])
+            states.setdefault(tensor, {})[name] = as_parameter(torch.from_numpy(part.copy()), specs[tensor])
         else:
             states.setdefault(tensor, {})[name] = torch.tensor(value)
     return states

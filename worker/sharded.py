@@ -20,7 +20,7 @@ from narrows.protocols.errors import UsageError
 from narrows.protocols.keys import Keys, split
 from narrows.protocols.plan import Plan, TensorSpec
 from narrows.protocols.wire import HEADER_BYTES_MAX, pack, unpack
-from narrows.worker.flat import Array, FlatModel
+from narrows.worker.flat import Array, FlatModel, real
 from narrows.worker.group import Group
 from narrows.worker.slices import Slice
 
@@ -34,22 +34,27 @@ class Sharded(Slice):
         super().__init__(flat, inner, group)
         for name, parameter in zip(flat.names, flat.parameters, strict=True):
             _check(name, parameter, group.size)
-        locals_ = [parameter.to_local().detach() for parameter in flat.parameters]  # type: ignore[attr-defined]
+        locals_ = [_local(parameter) for parameter in flat.parameters]
         shapes: list[Any] = [
             unpack(each, HEADER_BYTES_MAX) for each in group.told(pack([list(each.shape) for each in locals_]))
         ]
         self.shapes = [[tuple(shape) for shape in rows] for rows in shapes]  # of each rank
-        sizes = [sum(TensorSpec("", shape, "").size for shape in rows) for rows in self.shapes]
+        sizes = [sum(spec.key_count for spec in self._specs(rank)) for rank in range(group.size)]
         self.length = max(sizes)  # of each rank's part
         begin = group.rank * self.length
         filled = torch.zeros(self.length - sizes[group.rank], device=locals_[0].device)
-        self.parameters = [torch.nn.Parameter(each) for each in (*locals_, filled)]
+        self.parameters = [torch.nn.Parameter(real(each)) for each in (*locals_, filled)]
         self.names = [f"{name}[{group.rank}]" for name in (*flat.names, PADDING)]
         self.offsets = [begin]
         for parameter in self.parameters:
             self.offsets.append(self.offsets[-1] + parameter.numel())
         self.slices = [(rank * self.length, (rank + 1) * self.length) for rank in range(group.size)]
         self.take_buffers()
+
+    def _specs(self, rank: int) -> list[TensorSpec]:
+        """The part of each tensor that this rank has."""
+        each = zip(self.flat.specs, self.shapes[rank], strict=True)
+        return [TensorSpec(f"{spec.name}[{rank}]", shape, spec.dtype) for spec, shape in each]
 
     @property
     def total(self) -> int:
@@ -58,14 +63,14 @@ class Sharded(Slice):
     def plan(self, optimizer: str, max_grad_norm: float, degree: float) -> Plan:
         specs, groups = list[TensorSpec](), [list[int]() for _ in range(self.flat.groups)]
         self.numbers: list[list[int]] = [[] for _ in self.flat.names]  # of each tensor, those of its parts
-        for rank, shapes in enumerate(self.shapes):
-            for tensor, (name, shape) in enumerate(zip(self.flat.names, shapes, strict=True)):
-                spec = TensorSpec(f"{name}[{rank}]", shape, self.flat.specs[tensor].dtype)
+        for rank in range(self.group.size):
+            parts = self._specs(rank)
+            for tensor, spec in enumerate(parts):
                 if spec.size:
                     groups[self.flat.group_of[tensor]].append(len(specs))
                     self.numbers[tensor].append(len(specs))
                     specs.append(spec)
-            filled = self.length - sum(TensorSpec("", shape, "").size for shape in shapes)
+            filled = self.length - sum(spec.key_count for spec in parts)
             if filled:
                 groups[0].append(len(specs))
                 specs.append(TensorSpec(f"{PADDING}[{rank}]", (filled,), "float32"))
@@ -89,7 +94,7 @@ class Sharded(Slice):
         usable, self.samples = self.tallied(), 0
         for parameter, ours in zip(self.flat.parameters, self.parameters, strict=False):
             gradient: Any = parameter.grad
-            ours.grad = None if gradient is None else gradient.to_local().detach()
+            ours.grad = None if gradient is None else real(_local(gradient))
             if ours.grad is not None and self.scale != 1.0:
                 ours.grad /= self.scale
         return usable
@@ -107,6 +112,12 @@ class Sharded(Slice):
         for module in self.flat.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    """The part of it that this process has."""
+    here: torch.Tensor = tensor.to_local().detach()
+    return here
 
 
 def _check(name: str, parameter: torch.Tensor, ranks: int) -> None:

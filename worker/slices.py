@@ -21,7 +21,7 @@ from narrows.protocols.keys import Keys, split
 from narrows.protocols.plan import Plan
 from narrows.protocols.wire import HEADER_BYTES_MAX, pack, unpack
 from narrows.worker.buffers import load_buffers, pack_buffers
-from narrows.worker.flat import Array, Flat, FlatModel, FloatArray, as_tensor
+from narrows.worker.flat import Array, Flat, FlatModel, FloatArray, as_parameter, as_tensor, real
 from narrows.worker.group import Group
 from narrows.worker.optimizers import each_of, why_whole
 
@@ -308,12 +308,12 @@ class Cut(Slice):
             elif value is not None:
                 found = torch.tensor(value, dtype=getattr(torch, dtype))
             else:
-                flat = torch.zeros(self.flat.parameters[tensor].numel(), dtype=getattr(torch, dtype))
+                flat = torch.zeros(self.flat.specs[tensor].key_count, dtype=getattr(torch, dtype))
                 if (tensor, name) in parts:
                     at = self.offsets[self.tensors.index(tensor)] - self.flat.offsets[tensor]
                     flat[at : at + parts[tensor, name].numel()] = parts[tensor, name].cpu()
                 self.group.assemble(flat)
-                found = flat.view(self.flat.parameters[tensor].shape)
+                found = as_parameter(flat, self.flat.specs[tensor])
             whole.setdefault(tensor, {})[name] = found
         return whole
 
@@ -326,7 +326,7 @@ def _is_part(name: str, value: Any, shape: torch.Size) -> bool:
 def _cut(name: str, value: Any, shape: torch.Size, keys: slice, ours: torch.Tensor, group: dict[str, Any]) -> Any:
     if not _is_part(name, value, shape):
         return placed(name, value, ours, group)
-    part = value.detach().reshape(-1)[keys].to(ours.device, copy=True)
+    part = real(value.detach()).reshape(-1)[keys].to(ours.device, copy=True)
     return part.float() if part.is_floating_point() else part
 
 

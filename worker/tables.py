@@ -24,10 +24,11 @@ from narrows.protocols import messages as m
 from narrows.protocols.effects import RowsArrived
 from narrows.protocols.errors import RemoteProtocolError, UsageError
 from narrows.protocols.messages import Buffer
+from narrows.protocols.plan import DTYPES
 from narrows.protocols.tables import ASKS_MAX, ROWWISE, TableSpec, rows_of
 from narrows.protocols.wire import pack
 from narrows.worker.embedding import Embedding
-from narrows.worker.flat import FloatArray
+from narrows.worker.flat import FloatArray, dtype_of
 from narrows.worker.optimizers import as_one, each_of
 from narrows.worker.shards import WAIT_LIMIT_S, Shards
 
@@ -64,6 +65,7 @@ class Tables:
         self.weights = {id(module.weight) for module in self.modules}
         of = {id(p): (each, g) for each in each_of(inner) for g in each.param_groups for p in g["params"]}
         self.groups: list[dict[str, Any]] = []  # of each table's optimizer
+        self.rounded: list[str] = []  # weights that float32 rows do not hold exactly
         self.specs: list[TableSpec] = []
         for name, module in named:
             if id(module.weight) not in of or not module.weight.requires_grad:
@@ -75,6 +77,13 @@ class Tables:
                     f"{kind} cannot step the rows of embedding table {name!r} on the servers: give its parameters to "
                     f"torch.optim.{' or torch.optim.'.join(ROWWISE)}, and list both in DistributedOptimizer"
                 )
+            spec = DTYPES.get(dtype_of(module.weight))
+            if spec is None or spec.keys != 1:
+                raise UsageError(
+                    f"embedding table {name!r} is {dtype_of(module.weight)}, and the servers hold float32 rows: make it "
+                    "float32, bfloat16 or float16"
+                )
+            self.rounded += [f"{name}.weight"] if spec.rounded else []
             self.groups.append(group)
             shape = (module.num_embeddings, module.embedding_dim)
             self.specs.append(TableSpec(f"{name}.weight", *shape, module.seed, module.std, kind))

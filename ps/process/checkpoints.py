@@ -50,10 +50,10 @@ NamedBlocks = tuple[str, tuple[int, ...], Streamed]  # as NamedArray
 def write_file(path: Path, tensors: Mapping[str, NamedArray | NamedBlocks], metadata: dict[str, str]) -> None:
     """Write a safetensors file. By hand: its own writer knows NumPy's dtypes only, and bfloat16 is none of them."""
     header: dict[str, Any] = {"__metadata__": metadata}
-    ordered = sorted(tensors.items(), key=lambda item: (-DTYPES[item[1][0]][0], item[0]))  # so that all are aligned
+    ordered = sorted(tensors.items(), key=lambda item: (-DTYPES[item[1][0]].bytes, item[0]))  # so that all are aligned
     end = 0
     for name, (dtype, shape, raw) in ordered:
-        header[name] = {"dtype": DTYPES[dtype][1], "shape": list(shape), "data_offsets": [end, end + len(raw)]}
+        header[name] = {"dtype": DTYPES[dtype].file, "shape": list(shape), "data_offsets": [end, end + len(raw)]}
         end += len(raw)
     packed = json.dumps(header).encode()
     packed += b" " * (-len(packed) % 8)

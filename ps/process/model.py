@@ -19,7 +19,7 @@ from safetensors import safe_open
 
 from narrows.compression.rows import first_values
 from narrows.protocols.errors import IncompatibleError
-from narrows.protocols.plan import NamedArray, Plan, unpack_arrays
+from narrows.protocols.plan import DTYPES, NamedArray, Plan, unpack_arrays
 from narrows.protocols.tables import TableSpec
 from narrows.ps import tables
 from narrows.ps.process.checkpoints import NamedBlocks, named, path_of, read, shards_of, write_file
@@ -66,13 +66,13 @@ def _bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
 
 
 def _as_on_workers(values: npt.NDArray[np.float32], shape: tuple[int, ...], dtype: str) -> NamedArray:
-    """A tensor of the model in the dtype that the workers hold it in; float32 for one that NumPy cannot round to."""
+    """A tensor of the model in the dtype that the workers hold it in. A complex128 one as complex64: no file has complex128."""
     if dtype == "bfloat16":
         return dtype, shape, _bfloat16(values).tobytes()
     if dtype in ("float16", "float64"):
         with np.errstate(over="ignore"):
             return dtype, shape, values.astype(dtype).tobytes()
-    return "float32", shape, values.tobytes()
+    return "complex64" if DTYPES[dtype].keys > 1 else "float32", shape, values.tobytes()
 
 
 def merge(folder: Path, clock: int, buffers: dict[str, NamedArray]) -> Path:

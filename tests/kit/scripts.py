@@ -172,7 +172,8 @@ def loss_of(model: nn.Module, step: int, worker: int = 0, of: int = 1) -> torch.
 
 
 def flat(model: nn.Module) -> Array:
-    return np.concatenate([p.detach().float().reshape(-1).numpy() for p in model.parameters()])
+    real = [torch.view_as_real(p.detach()) if p.is_complex() else p.detach() for p in model.parameters()]
+    return np.concatenate([p.float().reshape(-1).numpy() for p in real])
 
 
 def mean_loss(weights: Array, steps: int) -> float:
