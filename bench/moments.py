@@ -66,7 +66,7 @@ def life(
         if kill:
             wait(folder / "run" / f"shard-0.clock-{clocks}.safetensors", server)
             for rank in range(2 if keeps else 0):
-                wait(folder / "states" / f"optimizer-{rank}.pt", server)
+                wait(folder / "states" / f"narrows-optimizer-{rank}.pt", server)
             os.kill(told["pid"], signal.SIGSTOP)  # it would start its shards again
             for pid in (*told["shard_pids"], told["pid"], workers.pid):
                 os.kill(pid, signal.SIGKILL)

@@ -6,8 +6,14 @@ import re
 
 FOLDER = "NARROWS_CHECKPOINT_DIR"  # the variable that tells a worker of it
 SHARD = re.compile(r"shard-(\d+)\.clock-(\d+)\.safetensors")  # a shard's checkpoint, see ps/process/checkpoints.py
+COMING = re.compile(rf"{SHARD.pattern}\.[0-9a-f]+\.tmp")  # one that is being written, or that a killed process has left
+STATE = re.compile(r"narrows-optimizer-(\d+)\.pt")  # the state of a worker's optimizer by rank, see worker/moments.py
 BYTES = "bytes."  # facts that are bytes are arrays of this name: a header is no place for megabytes
 OPTIMIZER = "optimizer."  # arrays of the servers' optimizer: GROUP.PIECE.NAME
+
+
+def state_file(rank: int) -> str:
+    return f"narrows-optimizer-{rank}.pt"
 
 
 def shard_file(shard: int, clock: int) -> str:

@@ -40,6 +40,8 @@ RUNNERS = (
         "worker/telling.py",
         "worker/keeper.py",
         "worker/ray.py",
+        "worker/moments.py",  # files of a worker
+        "worker/resuming.py",
     ),
     "ps/glance/watch.py",  # the process of ps-serve: its record and its pages
 )

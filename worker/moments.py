@@ -3,6 +3,7 @@ the worker begins in a run that is under way.
 
 Rules
 - A rank has one file, whole or absent. A new one replaces it. A run at clock 0 begins without any.
+- No file of the user or of an earlier run is deleted or written over: a file of that name that was not taken over is renamed.
 - A file is taken where tensors and optimizers are ours. Its clock may be some clocks before the run's or after it: moments are
   means over many steps, and a run goes back to a checkpoint that no worker chooses.
 - The state is taken alone. Rates and all else in the groups are those of the script today. Residuals of
@@ -12,12 +13,13 @@ Rules
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +29,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from narrows.protocols.cluster.generations import EVERY_LEAST_NS, EVERY_TIMES
 from narrows.protocols.effects import NS
 from narrows.protocols.modes import Rule
-from narrows.protocols.saved import FOLDER
+from narrows.protocols.runtime.output import set_aside
+from narrows.protocols.saved import FOLDER, STATE, state_file
 from narrows.worker.optimizers import each_of
 from narrows.worker.slices import Cut, placed
 from narrows.worker.telling import say
@@ -51,19 +54,26 @@ class Moments:
     """The moments of one worker, or of the slice of one process of a group."""
 
     @staticmethod
-    def of(engine: Engine, rank: int) -> Moments | None:
-        """Those that the folder in NARROWS_CHECKPOINT_DIR has, taken over. None: no folder, or the servers have them, or
-        an optimizer has weights in its state, as schedule-free ones do: they would lead the run back to their clock."""
+    def of(engine: Engine, rank: int, began_unix: float = math.inf) -> Moments | None:
+        """Take over what the folder in NARROWS_CHECKPOINT_DIR has.
+
+        Args:
+            began_unix: when this worker's session began, in seconds. In a run at clock 0 an older file is of an earlier run.
+
+        Returns:
+            None without a folder, or where the servers have the moments, or where an optimizer has weights in its state, as
+            schedule-free ones do: they would lead the run back to their clock.
+        """
         folder = os.environ.get(FOLDER, "")
         holds_weights = any(hasattr(each, "eval") for each in each_of(engine.inner))
         if folder in ("", "none") or engine.mode.rule is Rule.OPTIMIZER or holds_weights:
             return None
         moments = Moments(engine, Path(folder), rank)
-        moments.begin()
+        moments.begin(began_unix)
         return moments
 
     def __init__(self, engine: Engine, folder: Path, rank: int) -> None:
-        self.engine, self.folder, self.path = engine, folder, folder / f"optimizer-{rank}.pt"
+        self.engine, self.folder, self.path = engine, folder, folder / state_file(rank)
         self.at_ns, self.took_ns = time.monotonic_ns(), 0  # of the newest copy: when, and with writing how long
         self.clock = engine.sync.clock  # of that
         self.kept = True  # no step was taken since
@@ -75,21 +85,29 @@ class Moments:
 
     # Taking over.
 
-    def begin(self) -> None:
-        files = sorted(self.folder.glob("optimizer-*.pt"), key=lambda path: path != self.path)  # ours first
+    def begin(self, began_unix: float) -> None:
+        states = (path for path in self.folder.glob("*") if STATE.fullmatch(path.name))
+        files = sorted(states, key=lambda path: path != self.path)  # ours first
         if not self.clock:
             for path in files:
-                path.unlink(missing_ok=True)
+                self._set_aside(path, began_unix)
             return
         found, why = self._found(files)
         group = self.engine.group
         if group is not None and not group.least(found is not None)[0]:
             found, why = None, why or "another process of this group has none"
         if found is None:
+            self._set_aside(self.path)
             say(f"the optimizer of rank {self.path.stem.rpartition('-')[2]} begins anew: {why}")
             return
         self._take(found["state"])
         say(f"optimizers go on with their states in {self.folder}")
+
+    def _set_aside(self, path: Path, before_unix: float = math.inf) -> None:
+        """Keep a file that was last written before `before_unix` under another name. Another worker may do so first."""
+        with suppress(OSError):
+            if path.stat().st_mtime < before_unix and (kept := set_aside(path)):
+                say(f"an earlier state of an optimizer is kept as {kept}")
 
     def _found(self, files: list[Path]) -> tuple[dict[str, Any] | None, str]:
         """The file of this rank, or the newest where ours is of long ago: replicas have nearly the same moments. Or why there

@@ -5,12 +5,15 @@ states of several steps, loads the newest that is not ahead of the run, and read
 Rules
 - Going back by a steps reads past fewer than a steps, or fewer than `every`, whichever is more.
 - The number of files grows with the logarithm of the steps.
+- A run at step 0 renames the states that an earlier run has left. A run that goes back deletes those of steps that it has yet
+  to make.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -19,9 +22,11 @@ from typing import Any
 import torch
 
 from narrows.protocols.errors import UsageError
+from narrows.protocols.runtime.output import set_aside
 from narrows.worker import session
 from narrows.worker.moments import write_whole
 from narrows.worker.session import rank, step_count, world_size
+from narrows.worker.telling import say
 
 
 def resumable(
@@ -81,12 +86,16 @@ class States:
     """Those of this worker's loader. A file is whole or absent."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.stem = folder, f"loader-{rank()}-of-{world_size()}.step-"
+        self.folder, self.stem = folder, f"narrows-loader-{rank()}-of-{world_size()}.step-"
 
     def load(self, step: int, loader: Any) -> int:
         """Give the loader its newest state that is not ahead of `step`, and return the step of it: 0 is its beginning.
-        States ahead of it are deleted: the run has not done those steps."""
+        States ahead of it are deleted: the run has not done those steps. At step 0 they are an earlier run's, and renamed."""
         kept = self._steps()
+        if kept and not step:
+            names = [set_aside(self._path(other)) for other in kept]
+            say(f"the states of an earlier run's loader are kept, the newest as {names[-1]}")
+            return 0
         for ahead in [other for other in kept if other > step]:
             self._path(ahead).unlink()
         at = max([other for other in kept if other <= step], default=0)
@@ -103,7 +112,8 @@ class States:
         return self.folder / f"{self.stem}{step}.pt"
 
     def _steps(self) -> list[int]:
-        return sorted(int(path.stem.rpartition("-")[2]) for path in self.folder.glob(f"{self.stem}*.pt"))
+        found = (re.fullmatch(rf"{self.stem}(\d+)\.pt", path.name) for path in self.folder.glob(f"{self.stem}*.pt"))
+        return sorted(int(match[1]) for match in found if match)
 
 
 def superfluous(steps: Sequence[int]) -> list[int]:

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from narrows.protocols.errors import UsageError
 from narrows.protocols.keys import split
 from narrows.protocols.plan import Plan
-from narrows.protocols.saved import BYTES, OPTIMIZER, SHARD, shard_file
+from narrows.protocols.saved import BYTES, OPTIMIZER, SHARD, STATE, shard_file
 from narrows.worker.flat import FloatArray, plain
 from narrows.worker.optimizers import as_one
 from narrows.worker.server_state import State, as_state_dict, put_together
@@ -85,6 +85,7 @@ def _of_clock(folder: Path, clock: int, opened: Callable[[Path], Any]) -> tuple[
 
 def _of_workers(folder: Path) -> tuple[int, dict[str, State]] | None:
     """Return clock and state of the worker whose file (worker/moments.py) is the newest. None: there is no file."""
-    found = [torch.load(path, map_location="cpu", weights_only=True) for path in folder.glob("optimizer-*.pt")]
+    paths = [path for path in folder.glob("*") if STATE.fullmatch(path.name)]
+    found = [torch.load(path, map_location="cpu", weights_only=True) for path in paths]
     newest = max(found, key=lambda each: int(each["clock"]), default=None)
     return (newest["clock"], newest["state"]) if newest is not None else None

@@ -82,6 +82,7 @@ class Connected:
     """The session of a worker of a run."""
 
     def __init__(self, address: str) -> None:
+        self.began_unix = time.time()
         self.group = Group.of_environment()
         self.tells = self.group is None or self.group.leads  # what is recorded of the worker
         warm_up(lambda text: _tell("say", text=text))
@@ -138,7 +139,7 @@ class Connected:
         if self.settings.mode().rule is Rule.MIX and self.group is None:
             self.link.listen()
         self.engine = Engine(self.link, self.settings, model, inner, max_grad_norm, overlap, self.group)
-        self.moments = Moments.of(self.engine, self.rank)
+        self.moments = Moments.of(self.engine, self.rank, self.began_unix)
         if not self.tells:
             return self.engine
         self.figures = Figures(self.engine, self.link)

@@ -11,6 +11,7 @@ Rules
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -139,8 +140,11 @@ def revoke(folder: str, name: str) -> None:
     path = Path(folder) / "members" / f"{name}.json"
     if not NAME.fullmatch(name) or not path.exists():
         raise UsageError(f"{name} is not on the list of {folder}: it has {', '.join(listed(folder)) or 'nobody'}")
+    own, file = public_key(folder, name), Path(folder) / f"{name}.key"
     path.unlink()
-    (Path(folder) / f"{name}.key").unlink(missing_ok=True)
+    with contextlib.suppress(UsageError):  # there is none, or it is no key: not ours to remove
+        if _read(file, "keys").public == own:
+            file.unlink()
 
 
 def public_key(folder: str, name: str) -> str:

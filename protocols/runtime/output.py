@@ -1,4 +1,4 @@
-"""What a command writes while its run goes on: lines of the console, and the file of a record.
+"""What a command writes: lines of the console, the file of a record, and files in the place of earlier ones, which are kept.
 
 Rules
 - A disk that is full and a reader that has gone end no run. A stream that refuses a line is named once, on stderr, and again
@@ -12,11 +12,12 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TextIO
 
 from narrows.protocols.errors import UsageError
 
-KEPT_MAX = 1000  # records of earlier runs beside a new one
+KEPT_MAX = 1000  # earlier files of one name beside a new one
 BUFFER_BYTES = 1 << 20  # of a record: a line that fits is written whole or, on a full disk, not at all
 
 
@@ -100,17 +101,58 @@ def end() -> None:
             os.close(nothing)
 
 
+def set_aside(path: str | os.PathLike[str], flag: str = "") -> str:
+    """Rename the file at `path` to PATH.1, or to the next number that is free.
+
+    Args:
+        path: a file that something else is about to be written to.
+        flag: that named it, for an error.
+
+    Returns:
+        The new name; "" where `path` is no file, or an empty one.
+
+    Raises:
+        UsageError: KEPT_MAX files are beside it.
+        OSError: the folder refuses.
+    """
+    name = os.fspath(path)
+    if not os.path.isfile(name) or not os.path.getsize(name):
+        return ""
+    free = (each for n in range(KEPT_MAX) if not os.path.lexists(each := f"{name}.{n + 1}"))
+    if (kept := next(free, None)) is None:
+        told = f"{flag} {name}".strip()
+        raise UsageError(f"{told}: {KEPT_MAX} older ones are beside it; move some away, or name another file")
+    os.rename(name, kept)
+    return kept
+
+
+def replace_text(path: str, text: str, flag: str) -> str:
+    """Write a file at once or not at all. One of that name with another text is set aside first.
+
+    Returns:
+        The name under which the earlier file is kept; "" where there was none.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    temporary = Path(f"{path}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, "utf-8")
+        same = os.path.isfile(path) and Path(path).read_bytes() == temporary.read_bytes()
+        kept = "" if same else set_aside(path, flag)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise UsageError(f"{flag} {path}: {error.strerror}") from None
+    finally:
+        temporary.unlink(missing_ok=True)
+    return kept
+
+
 def open_record(path: str, say: Callable[[str], None]) -> Output:
     """Open `path` for a run. A file that has something is renamed to PATH.1 first, or the next number that is free: counters
     and seconds of a record begin with its run. Raises UsageError."""
     try:
-        if os.path.isfile(path) and os.path.getsize(path):
-            free = (name for n in range(KEPT_MAX) if not os.path.lexists(name := f"{path}.{n + 1}"))
-            if (kept := next(free, None)) is None:
-                raise UsageError(
-                    f"--record {path}: {KEPT_MAX} older ones are beside it; move some away, or name another file"
-                )
-            os.rename(path, kept)
+        if kept := set_aside(path, "--record"):
             say(f"the record of an earlier run is kept as {kept}")
         file: Any = open(path, "w", buffering=BUFFER_BYTES)  # noqa: SIM115 - closed by Output.close
     except OSError as error:

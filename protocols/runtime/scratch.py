@@ -1,9 +1,13 @@
-"""Folders in the system's temporary one, for checkpoints that are not to stay behind.
+"""Folders of servers: the lock of --checkpoint-dir, and a folder in the system's temporary one, for checkpoints that are not to
+stay behind.
 
 Rules
 - A folder is locked by the process that made it, for as long as that lives. No child inherits the lock: exec closes it, and
   who forks children for us was started by exec.
-- Who was killed leaves its folder behind. The next one to make a folder removes those of its user that nobody holds.
+- A server that was killed leaves its temporary folder behind. The next one to make a folder removes those of its user that
+  nobody holds and that hold MARK: a user's folder may have the same prefix, and a lock of another program.
+- The lock of --checkpoint-dir is on the folder itself (flock): it ends with its process and leaves no file. A machine does not
+  see the locks of others, so servers on two machines are not kept apart on a shared disk.
 """
 
 from __future__ import annotations
@@ -19,7 +23,30 @@ from narrows.protocols.errors import UsageError
 
 PREFIX = "narrows-"
 LOCK = ".lock"
+MARK = b"a temporary folder of narrows\n"  # in the lock file
 REMOVED_MAX = 64  # folders, at one start
+
+
+def lock(folder: str) -> int:
+    """Lock the folder of --checkpoint-dir for the server of this process, until the process ends or closes the descriptor.
+
+    Returns:
+        The descriptor that holds the lock.
+
+    Raises:
+        UsageError: another server of this machine has it.
+    """
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(held)
+        raise UsageError(
+            f"--checkpoint-dir {folder}: another ps-serve on this machine writes there; end it, or name another folder"
+        ) from None
+    except OSError:  # a file system without locks
+        pass
+    return held
 
 
 class Scratch:
@@ -32,6 +59,7 @@ class Scratch:
             # The lock has its name only once it is held: nobody finds it before.
             new = Path(self.path, f"{LOCK}.new")
             self.lock = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            os.write(self.lock, MARK)
         except OSError as error:
             where = error.filename or "a temporary folder"
             raise UsageError(f"{where}: {error.strerror}; TMPDIR names a folder on another disk") from None
@@ -53,9 +81,10 @@ def remove_left() -> None:
                 continue
             lock = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(path.parent, ignore_errors=True)
-                removed += 1
+                if os.pread(lock, len(MARK) + 1, 0) == MARK:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(path.parent, ignore_errors=True)
+                    removed += 1
             finally:
                 os.close(lock)
         if removed == REMOVED_MAX:

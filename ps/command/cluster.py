@@ -314,7 +314,7 @@ class Cluster:
             clock = checkpoints.newest(folder, self.settings.shards)
         if clock >= 0:
             try:
-                path = model.merge(folder, clock, model.buffers(folder, clock))
+                path = model.merge(folder, clock, model.buffers(folder, clock), say)
             except OSError as error:
                 why = f"{error.strerror or error}; --checkpoint-dir {folder} --resume has its checkpoints, of clock {clock}"
                 raise NotSavedError(f"the run was trained, but {folder / model.NAME} is missing: {why}") from None

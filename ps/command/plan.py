@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from inspect import signature
 from pathlib import Path
@@ -17,6 +16,7 @@ from narrows.protocols.planning.layout import CODINGS, Layout
 from narrows.protocols.planning.network import Network, named, speeds
 from narrows.protocols.planning.places import placed
 from narrows.protocols.runtime.flags import COMMAND, run
+from narrows.protocols.runtime.output import replace_text
 from narrows.protocols.settings import REPLAN, SHARDS_MAX
 
 # Flags of every plan.
@@ -179,13 +179,8 @@ def _addresses(network: Network, given: Sequence[str]) -> dict[str, str]:
 
 
 def _write(out: str, text: str) -> None:
-    """At once or not at all."""
-    temporary = Path(f"{out}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text, "utf-8")
-        os.replace(temporary, out)
-    except OSError as error:
-        raise UsageError(f"--out {out}: {error.strerror}") from None
+    if kept := replace_text(out, text, "--out"):
+        click.echo(f"the plan that was there is kept as {kept}", err=True)
 
 
 def main() -> None:

@@ -24,6 +24,7 @@ from narrows.protocols.planning.probe import MACHINES_MAX, Probe
 from narrows.protocols.planning.probe_messages import Join
 from narrows.protocols.planning.visits import again
 from narrows.protocols.runtime.flags import COMMAND, run
+from narrows.protocols.runtime.output import replace_text
 
 BIND = "tcp://0.0.0.0:5600"
 PAIR_BYTES = 1 << 30  # of payload, by default at most
@@ -124,15 +125,11 @@ def _of_run(page: str, server: str) -> Measured:
 
 
 def _write(out: str, found: Measured, code: int) -> int:
-    """Show it, and write it at once or not at all."""
+    """Show it, and write it."""
     if not found.links:
         raise UsageError("nothing is known of any link yet")
-    temporary = Path(f"{out}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(json.dumps(found.document(), indent=1) + "\n")
-        os.replace(temporary, out)
-    except OSError as error:
-        raise UsageError(f"--out {out}: {error.strerror}") from None
+    if kept := replace_text(out, json.dumps(found.document(), indent=1) + "\n", "--out"):
+        click.echo(f"the measurements that were there are kept as {kept}", err=True)
     click.echo("\n".join([*measured.table(found), "", f"{out} has it"]))
     return code
 

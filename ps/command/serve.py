@@ -125,14 +125,15 @@ def serve(
     cluster.hash_seed = original.get("hash_seed", cluster.hash_seed)
     cluster.prepare()
     from narrows.protocols.runtime import sealing
-    from narrows.protocols.runtime.scratch import Scratch
+    from narrows.protocols.runtime.scratch import Scratch, lock
     from narrows.ps.process import checkpoints  # and NumPy, while others import
 
-    folder, scratch = "", None
+    folder, scratch, held = "", None, None
     try:
         cluster.host, cluster.port = checked(cluster.settings, bind, parent, not (keys or insecure), resume, replicas)
         secrets_checked(keys, parent or original.get("parent", ""), parent_key)
         folder = checkpoints.make_folder(checkpoint_dir, resume)
+        held = lock(folder) if folder else None
         if resume and (why := checkpoints.why_anew(folder)):
             say(f"--resume: {why}")
         scratch = None if folder else Scratch()  # a shard that dies goes on from there
@@ -171,6 +172,8 @@ def serve(
         cluster.kill()
         if scratch:
             scratch.close()
+        if held is not None:
+            os.close(held)
         if not checkpoint_dir and folder:
             for empty in (folder, checkpoints.DEFAULT):
                 with contextlib.suppress(OSError):

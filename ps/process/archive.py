@@ -122,8 +122,7 @@ class Archive:
         path, coming = checkpoints.path_of(self.folder, ask.shard, ask.clock), self._coming(ask)
         if coming.exists():  # else it was kept, and the answer is lost
             checkpoints.publish(coming, path, ask.offset)
-        for left in self.folder.glob(f"shard-{ask.shard}.clock-*.tmp"):
-            left.unlink(missing_ok=True)  # of a process that was killed while it sent it
+        checkpoints.drop_coming(self.folder, ask.shard)
         return checkpoints.tidy(self.folder, ask.shard, ask.clock, ask.shards, ask.shared)
 
 

@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from narrows.protocols.errors import IncompatibleError, UsageError
 from narrows.protocols.keys import overlaps, split
 from narrows.protocols.plan import DTYPES, NamedArray, Plan
-from narrows.protocols.saved import BYTES, SHARD, shard_file
+from narrows.protocols.saved import BYTES, COMING, SHARD, shard_file
 from narrows.ps import tables
 from narrows.ps.changes import Load
 from narrows.ps.recut import recut
@@ -188,14 +188,20 @@ def write(
     `shared`: the newest that all shards are known to have, which is not dropped: another shard's disk may refuse for long.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for left in folder.glob(f"shard-{shard}.clock-*.tmp"):
-        left.unlink(missing_ok=True)  # of a process that was killed while it wrote
+    drop_coming(folder, shard)
     tensors = {name: named(array) for name, array in arrays.items()}
     tensors |= {BYTES + name: ("uint8", (len(f),), f) for name, f in facts.items() if isinstance(f, bytes)}
     plain = {name: fact for name, fact in facts.items() if not isinstance(fact, bytes)}
     sums = {name: zlib.crc32(raw) for name, (_, _, raw) in tensors.items()}
     write_file(path_of(folder, shard, clock), tensors, {"narrows": json.dumps(plain | {"clock": clock, "crc32": sums})})
     return tidy(folder, shard, clock, int(facts.get("shards", 1)), shared)
+
+
+def drop_coming(folder: Path, shard: int) -> None:
+    """Drop files of this shard that are not whole: a process was killed while it wrote or sent them."""
+    for left in folder.glob(f"shard-{shard}.clock-*.tmp"):
+        if COMING.fullmatch(left.name):
+            left.unlink(missing_ok=True)
 
 
 def tidy(folder: Path, shard: int, clock: int, shards: int, shared: int) -> tuple[int, ...]:

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from narrows.compression.rows import first_values
 from narrows.protocols.errors import IncompatibleError
 from narrows.protocols.plan import DTYPES, NamedArray, Plan, unpack_arrays
+from narrows.protocols.runtime.output import set_aside
 from narrows.protocols.tables import TableSpec
 from narrows.ps import tables
 from narrows.ps.process.checkpoints import NamedBlocks, named, path_of, read, shards_of, write_file
@@ -75,8 +76,20 @@ def _as_on_workers(values: npt.NDArray[np.float32], shape: tuple[int, ...], dtyp
     return "complex64" if DTYPES[dtype].keys > 1 else "float32", shape, values.tobytes()
 
 
-def merge(folder: Path, clock: int, buffers: dict[str, NamedArray]) -> Path:
-    """Write model.safetensors from the shards' checkpoints of `clock`; return its path."""
+def _ours(path: Path) -> bool:
+    """Whether a run has written this model. The script, or a user who named a folder of models, may have one there too."""
+    try:
+        with safe_open(path, framework="numpy") as file:
+            return "narrows" in (file.metadata() or {})
+    except (OSError, SafetensorError):
+        return False
+
+
+def merge(folder: Path, clock: int, buffers: dict[str, NamedArray], said: Callable[[str], object] = str) -> Path:
+    """Write model.safetensors from the shards' checkpoints of `clock`; return its path.
+
+    A file of that name that no run has written is kept under another, and `said` is told which.
+    """
     flat = []
     facts: dict[str, Any] = {}
     shards = shards_of(folder, clock)
@@ -96,6 +109,8 @@ def merge(folder: Path, clock: int, buffers: dict[str, NamedArray]) -> Path:
         blocks = Blocks(folder, clock, shards, number, spec)
         tensors[spec.name] = "float32", (spec.rows, spec.dim), blocks
     path = folder / NAME
+    if not _ours(path) and (kept := set_aside(path)):
+        said(f"{path} was not written by narrows, and is kept as {kept}")
     write_file(path, tensors, {"format": "pt", "narrows": json.dumps({"clock": clock})})
     return path
 

@@ -640,6 +640,16 @@ def test_a_plan_without_clusters_has_the_fields_of_a_pipeline_alone(tmp_path: Pa
     assert plan.keys() == {"version", "hosts", "stages", "processes", "lease", "checkpoint_clocks", "insecure"}
 
 
+def test_a_plan_that_is_there_is_kept(tmp_path: Path) -> None:
+    """It may be edited by hand, or the one of a run that is under way."""
+    (tmp_path / "plan.json").write_text("by hand")
+    output, first = planned(tmp_path, cities([2, 2], 100, 10))
+    assert (tmp_path / "plan.json.1").read_text() == "by hand"
+    assert f"kept as {tmp_path}/plan.json.1\n" in output
+    output, second = planned(tmp_path, cities([2, 2], 100, 10))
+    assert first == second and "kept as" not in output and not (tmp_path / "plan.json.2").exists()
+
+
 def test_short_commands_are_two_for_each_host_and_make_the_keys_of_the_long_ones(tmp_path: Path) -> None:
     words = ("--batch", "32", "--script", "train.py --rows {samples}")
     short, long = (

@@ -57,10 +57,10 @@ def test_what_is_not_ours_stays_and_at_most_so_many_go(tmp_path: Path, monkeypat
     monkeypatch.setattr(scratch, "REMOVED_MAX", 3)
     for index in range(5):
         (tmp_path / f"narrows-{index}").mkdir()
-        (tmp_path / f"narrows-{index}" / LOCK).touch()
+        (tmp_path / f"narrows-{index}" / LOCK).write_bytes(scratch.MARK)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    (elsewhere / LOCK).touch()
+    (elsewhere / LOCK).write_bytes(scratch.MARK)
     (tmp_path / "narrows-link").symlink_to(elsewhere)
     (tmp_path / "narrows-other").mkdir()  # without a lock: somebody else's, or one that is being made
     scratch.remove_left()
@@ -68,3 +68,14 @@ def test_what_is_not_ours_stays_and_at_most_so_many_go(tmp_path: Path, monkeypat
     scratch.remove_left()
     assert {path.name for path in tmp_path.iterdir()} == {"elsewhere", "narrows-link", "narrows-other"}
     assert (elsewhere / LOCK).exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"of another program"])
+def test_a_folder_of_the_user_stays_whatever_locks_it_has(content: bytes, tmp_path: Path) -> None:
+    """Ray's server of a run with checkpoint_dir="/tmp/narrows-mine" has a lock of this name there."""
+    mine = tmp_path / "narrows-mine"
+    mine.mkdir()
+    (mine / ".lock").write_bytes(content)
+    (mine / "model.safetensors").touch()
+    Scratch().close()
+    assert (mine / "model.safetensors").exists()

@@ -21,7 +21,7 @@ from kit import in_process, streaming
 from kit.on_disk import OnDisk
 from kit.scripts import Array, Run, build, flat, loss_of, run, seeded
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from narrows.protocols.errors import IncompatibleError
@@ -209,6 +209,16 @@ def test_the_merged_model_has_every_name_in_the_dtype_of_the_workers(tmp_path: P
         assert torch.equal(got.nan_to_num(7.0), tensor.nan_to_num(7.0)), name
     with safe_open(tmp_path / "model.safetensors", framework="numpy") as file:
         assert json.loads(file.metadata()["narrows"]) == {"clock": 3}
+
+
+def test_a_model_of_the_user_is_kept_and_one_of_a_run_is_replaced(tmp_path: Path) -> None:
+    """The folder of a model that was downloaded, or a script that saves its best model there."""
+    save_file({"theirs": torch.ones(3)}, tmp_path / "model.safetensors")
+    for at in (3, 4):
+        write(tmp_path, 0, at, store_of(), FACTS)
+        assert "a" in load_file(merge(tmp_path, at, {}))
+    assert {path.name for path in tmp_path.glob("model*")} == {"model.safetensors", "model.safetensors.1"}
+    assert [*load_file(tmp_path / "model.safetensors.1")] == ["theirs"]
 
 
 def test_bfloat16_is_rounded_as_torch_rounds() -> None:

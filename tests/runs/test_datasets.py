@@ -260,7 +260,7 @@ def test_a_run_that_goes_back_deletes_what_is_ahead_of_it(tmp_path: Path) -> Non
     """As after a checkpoint of clock 12: the states of steps 15 and 20 are of another future."""
     with run(Settings(sync="async", workers=1)):
         streamed(21, 1, tmp_path)
-    ahead = {"loader-0-of-1.step-15.pt", "loader-0-of-1.step-20.pt"}
+    ahead = {"narrows-loader-0-of-1.step-15.pt", "narrows-loader-0-of-1.step-20.pt"}
     assert ahead <= {path.name for path in tmp_path.iterdir()}
     with run(Settings(sync="async", workers=1)) as started:
         streamed(12, 1, tmp_path / "other")
@@ -270,6 +270,22 @@ def test_a_run_that_goes_back_deletes_what_is_ahead_of_it(tmp_path: Path) -> Non
         started.join()
         assert streamed(1, 1, tmp_path)[0] == WHOLE[12:13]
     assert not ahead & {path.name for path in tmp_path.iterdir()}
+
+
+def test_states_of_an_earlier_run_and_files_of_the_user_are_kept(tmp_path: Path) -> None:
+    theirs = {"loader-0-of-1.step-best.pt", "loader-0-of-1.step-5.pt"}
+    for name in theirs:
+        (tmp_path / name).write_text(name)
+    with run(Settings(sync="async", workers=1)):
+        streamed(11, 1, tmp_path)
+    ours = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name not in theirs}
+    assert len(ours) == 2
+    with run(Settings(sync="async", workers=1)):
+        assert streamed(1, 1, tmp_path)[0] == WHOLE[:1]
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name not in theirs} == {
+        f"{name}.1": content for name, content in ours.items()
+    }
+    assert all((tmp_path / name).read_text() == name for name in theirs)
 
 
 @pytest.mark.parametrize("every", [1, 7])

@@ -84,7 +84,7 @@ def test_a_run_that_is_resumed_goes_on_with_the_moments(
         before = started.together(first)
         cluster.interrupt()
     assert before[0] != before[1] and not said
-    assert {path.name for path in folder.iterdir()} == {"optimizer-0.pt", "optimizer-1.pt"}
+    assert {path.name for path in folder.iterdir()} == {"narrows-optimizer-0.pt", "narrows-optimizer-1.pt"}
 
     def second(worker: int) -> Any:
         _, optimizer = wrapped(make)
@@ -114,24 +114,24 @@ def test_who_joins_later_takes_its_own_file_else_the_newest_one_else_begins_anew
         started.sessions[0].keep()
         before = states(optimizer)
         assert late(started) == before
-        (folder / "optimizer-0.pt").rename(folder / "optimizer-5.pt")
-        older = torch.load(folder / "optimizer-5.pt", weights_only=True) | {"clock": 4, "state": {}}
-        torch.save(older, folder / "optimizer-6.pt")
+        (folder / "narrows-optimizer-0.pt").rename(folder / "narrows-optimizer-5.pt")
+        older = torch.load(folder / "narrows-optimizer-5.pt", weights_only=True) | {"clock": 4, "state": {}}
+        torch.save(older, folder / "narrows-optimizer-6.pt")
         assert late(started) == before
-        torch.save(older, folder / "optimizer-0.pt")
+        torch.save(older, folder / "narrows-optimizer-0.pt")
         assert late(started) == before, "ours is of long ago"
-        torch.save(older | {"clock": 5}, folder / "optimizer-0.pt")
+        torch.save(older | {"clock": 5}, folder / "narrows-optimizer-0.pt")
         assert late(started) == []
-        (folder / "optimizer-0.pt").unlink()
-        (folder / "optimizer-5.pt").unlink()
+        (folder / "narrows-optimizer-0.pt").unlink()
+        (folder / "narrows-optimizer-5.pt").unlink()
         assert late(started) == []
-        (folder / "optimizer-6.pt").unlink()
+        (folder / "narrows-optimizer-6.pt").unlink()
         assert late(started) == []
     assert said[-1] == f"the optimizer of rank 0 begins anew: {folder} has no state of it"
 
 
 def test_what_another_run_has_left_is_not_taken(folder: Path, said: list[str]) -> None:
-    path = folder / "optimizer-0.pt"
+    path = folder / "narrows-optimizer-0.pt"
     with run(Settings(sync="async")) as started:
         net, optimizer = wrapped(adamw)
         stepped(net, optimizer, 9)
@@ -176,13 +176,13 @@ def test_one_is_written_when_it_is_time_and_training_goes_on_where_that_fails(fo
             next(iter(optimizer.state.values()))["exp_avg"][0] = float("nan")
         kept.end()
         assert torch.load(kept.path)["clock"] == 3, "nobody wants moments that are no numbers"
-        kept.path = Path("/dev/full/optimizer-0.pt")
+        kept.path = Path("/dev/full/narrows-optimizer-0.pt")
         for state in optimizer.state.values():
             state["exp_avg"].zero_()
         for _ in range(2):
             kept.kept = False
             kept.end()
-    assert [text.partition(": ")[0] for text in said] == ["/dev/full/optimizer-0.pt was not written"]
+    assert [text.partition(": ")[0] for text in said] == ["/dev/full/narrows-optimizer-0.pt was not written"]
     assert said[0].endswith("; training goes on")
 
 
@@ -214,7 +214,7 @@ def test_each_process_of_a_group_has_its_slice(folder: Path, tmp_path: Path, sai
     with groups(settings, [2], cluster) as here:
         before = here.together(first)
         cluster.interrupt()
-    files = [torch.load(folder / f"optimizer-{rank}.pt", weights_only=True) for rank in range(2)]
+    files = [torch.load(folder / f"narrows-optimizer-{rank}.pt", weights_only=True) for rank in range(2)]
     assert files[0]["of"]["keys"][1] == files[1]["of"]["keys"][0] > 0
     for size, expected in ((2, before[0, 0]), (3, [])):
         resumed = Settings(sync="ssp", shards=3 if size == 3 else 2, checkpoint_every=1.0)
@@ -242,3 +242,35 @@ def test_without_a_folder_nothing_is_written(tmp_path: Path) -> None:
         net, optimizer = wrapped(adamw)
         stepped(net, optimizer, 2)
         assert started.sessions[0].moments is None and Moments.of(optimizer._engine, 0) is None
+
+
+def test_what_the_user_has_in_the_folder_and_what_an_earlier_run_left_are_kept(folder: Path, said: list[str]) -> None:
+    """Names that a script gives its own checkpoints, and states of ours."""
+    folder.mkdir()
+    theirs = {name: name.encode() for name in ("optimizer-0.pt", "optimizer-1.pt", "optimizer-best.pt")}
+    for name, content in theirs.items():
+        (folder / name).write_bytes(content)
+
+    def trained(steps: int) -> Path:
+        before = {*folder.iterdir()}
+        with run(Settings(sync="async")) as started:
+            net, optimizer = wrapped(adamw)
+            stepped(net, optimizer, steps)
+            started.sessions[0].keep()
+        (ours,) = {*folder.iterdir()} - before
+        return ours
+
+    path = trained(3)
+    assert {name: (folder / name).read_bytes() for name in theirs} == theirs
+    kept = trained(5)
+    assert [torch.load(each)["clock"] for each in (kept, path)] == [3, 5]
+    assert said == [f"an earlier state of an optimizer is kept as {kept}"]
+    path.write_bytes(b"another program's")
+    with run(Settings(sync="async")) as started:
+        net, optimizer = wrapped(adamw)
+        stepped(net, optimizer, 4)
+        path.write_bytes(b"another program's")
+        assert late(started) == []
+        started.sessions[1].keep()
+    assert b"another program's" in [each.read_bytes() for each in folder.glob(f"{path.name}.*")]
+    assert {name: (folder / name).read_bytes() for name in theirs} == theirs

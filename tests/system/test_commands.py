@@ -132,6 +132,20 @@ def test_a_port_in_use_is_named() -> None:
     assert code == 2 and f"cannot listen on {address}" in sentence(err, "ps-serve")
 
 
+def test_two_servers_in_one_folder(tmp_path: Path) -> None:
+    """The second is refused while the first lives; one that was killed has left no lock."""
+    folder = str(tmp_path / "run")
+    with serving("--checkpoint-dir", folder) as first:
+        with started("ps-serve", "--bind", "tcp://127.0.0.1:0", "--checkpoint-dir", folder, "--resume") as second:
+            until(lambda: second.process.poll() is not None or "serves" in second.err, "the second to end")
+            assert second.process.poll() == 2, second
+            told = f"--checkpoint-dir {folder}: another ps-serve on this machine writes there; end it, or name another folder"
+            assert told in second.err
+        first.kill()
+    with serving("--checkpoint-dir", folder, "--resume"):
+        pass
+
+
 def test_a_folder_with_another_runs_model_is_not_written_to(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_text("dear to somebody")
     code, _, err = finished("ps-serve", "--checkpoint-dir", str(tmp_path))

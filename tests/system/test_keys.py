@@ -101,6 +101,16 @@ def test_bad_keys_are_named_with_the_way_out(folder: Path, tmp_path: Path, scrip
         assert code == 2 and text in err, err
 
 
+def test_a_file_that_is_not_the_revoked_key_stays(tmp_path: Path) -> None:
+    folder, other = tmp_path / "keys", tmp_path / "other"
+    for each in (folder, other):
+        keys.make(str(each))
+        keys.add(str(each), "leipzig", "worker")
+    os.replace(other / "leipzig.key", folder / "leipzig.key")
+    keys.revoke(str(folder), "leipzig")
+    assert (folder / "leipzig.key").exists() and not keys.listed(str(folder))
+
+
 def test_the_list_is_read_again_and_a_torn_file_lets_nobody_in(folder: Path) -> None:
     guard, public = Guard(str(folder)), keys.member_key(key_of(folder), "--key").public
     assert guard.who(public) == Identity("city", "worker") and guard.who("0" * 64) is None

@@ -49,7 +49,7 @@ def test_moments_outlive_a_server_and_workers_that_were_killed(tmp_path: Path) -
             ]  # fmt: skip
 
     def kept(place: str) -> Path:
-        return next((tmp_path / place).glob("optimizer-*.pt"), tmp_path / "none")
+        return next((tmp_path / place).glob("narrows-optimizer-*.pt"), tmp_path / "none")
 
     with serving(*run, port=port) as server, workers(server.address) as commands:
         until(lambda: all(kept(place).exists() for place in places), "a file on each machine")
@@ -72,8 +72,8 @@ def test_moments_outlive_a_server_and_workers_that_were_killed(tmp_path: Path) -
         assert all(torch.equal(ours[name], there[name]) for name in ours) and ours["exp_avg"].any()
     assert f"optimizers go on with their states in {tmp_path / 'leipzig'}\n" in said["leipzig"]
     assert torch.load(tmp_path / "jena.began") == [clock, {}]
-    assert f"begins anew: {tmp_path / 'jena'}/optimizer-" in said["jena"], said["jena"]
+    assert f"begins anew: {tmp_path / 'jena'}/narrows-optimizer-" in said["jena"], said["jena"]
     assert "is of another model, another optimizer or another part of the model\n" in said["jena"]
     # By rank: leipzig may have another one now, and the file of the old one stays.
-    last = max(torch.load(path)["clock"] for path in (tmp_path / "leipzig").glob("optimizer-*.pt"))
+    last = max(torch.load(path)["clock"] for path in (tmp_path / "leipzig").glob("narrows-optimizer-*.pt"))
     assert last >= clock + 5, "one is written at the end"

@@ -94,7 +94,7 @@ def test_a_killed_stage_ends_its_pipeline_and_stages_go_back_to_a_clock_that_all
         assert "stage 1 of replica 0 on here was not heard for 1 s" in worker.err, worker
         assert server.wait() == 0, server
     layout, folder = parse(plan.read_text()), tmp_path / "checkpoints"
-    assert {path.parent.name for path in folder.glob("*/optimizer-*.pt")} == {"stage-0", "stage-1"}
+    assert {path.parent.name for path in folder.glob("*/narrows-optimizer-*.pt")} == {"stage-0", "stage-1"}
     newest = max(found := whole(folder / "stage-1"))
     (folder / "stage-1" / f"shard-0.clock-{newest}.safetensors").unlink()  # as if this stage had been slower
     assert go_back(layout, "here", folder, "") == max(set(found) - {newest}) == max(whole(folder / "stage-0"))
