@@ -86,7 +86,7 @@ class Server:
     def beside(self) -> str:
         """Where the standby of the server above is, while it is asked to serve, else ""."""
         views = self.membership.member.views if self.membership is not None else None
-        return views.standby if views is not None and views.turned else ""
+        return views.standby if views is not None and views.listens else ""
 
     @property
     def clusters(self) -> frozenset[str]:

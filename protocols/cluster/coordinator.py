@@ -309,7 +309,7 @@ class Coordinator:
             effects += self._broadcast(now_ns)
         if (guest := self.guests.lost(now_ns)) is not None:
             effects += self._lose(guest, now_ns)
-        effects += [*self._settle(now_ns), *self.roster.probes(now_ns)]
+        effects += [*self._settle(now_ns), *self.roster.probes(now_ns), *self.rounds.stalls(now_ns)]
         for shard, report in sorted(self.reports.items()):
             line = self.lines[shard]
             unseen = report.ledger_seen < self.version or report.generation != self.run.generation

@@ -22,6 +22,10 @@ from narrows.protocols.effects import NS, Log
 GRACE_SHARE = 0.25
 GRACE_MIN_NS = NS // 20  # the round trip of a long link, and two ticks
 GRACE_MAX_NS = 60 * NS  # nor longer than a lease: who is silent for so long is dead
+STALLED_NS = 10 * NS  # a clock that others wait for so long: who keeps it open is named
+FIRST_STEP_NS = 30 * NS  # the same, of a member whose pace is not known: a first step compiles
+STALLED_STEPS = 3  # and so many steps of its own pace
+NAMED = 8  # members in one line
 ROUND_GAIN = 0.25  # weight of the newest round: a slow first one, with all its warming up, is forgotten in ten
 
 
@@ -50,6 +54,7 @@ class Rounds(Decision):
         self.shard_norms: dict[int, dict[int, float]] = {}  # squared, of clocks for which some are awaited
         self.said: list[Log] = []  # to be told with the ledger that has the set
         self.stop = -1  # no clock from here on closes, -1: all may
+        self.stalled = -1  # the clock of which it was told who keeps it open
 
     # Members.
 
@@ -117,8 +122,7 @@ class Rounds(Decision):
 
     def _open(self, seat: Seat) -> bool:
         """An update of it is on all shards that no closed clock has."""
-        progress = self.progress[seat.worker]
-        return min(progress.arrived) > (progress.taken if self.mode.barrier else self.min_clock)
+        return self._ahead(seat) > 0
 
     # Clocks.
 
@@ -135,6 +139,7 @@ class Rounds(Decision):
 
     def anew(self) -> None:
         self.min_clock, self.quorum_ns, self.stop = max(self.run.restart_clock, 0), -1, -1
+        self.stalled = -1
         for table in (self.progress, self.departed, self.sets, self.norms, self.shard_norms):
             table.clear()
 
@@ -228,6 +233,36 @@ class Rounds(Decision):
         for table in (self.sets, self.norms):
             for clock in [clock for clock in table if clock < done]:
                 del table[clock]
+
+    def stalls(self, now_ns: int) -> list[Log]:
+        """Name the members that keep the present clock open while others wait for it. Each clock is told of once."""
+        since_ns, bound = self.reached_ns.get(self.min_clock, now_ns), self.mode.bound
+        open_ = self.run.started and not self.run.over and self.min_clock not in (self.stop, self.stalled)
+        if not open_ or bound is None or now_ns - since_ns < STALLED_NS:
+            return []
+        going, waiting = self._going(), len(self.resting)
+        waiting += sum(self._ahead(seat) > bound for seat in going)
+        late = [seat for seat in going if not self._open(seat) and self._is_late(self.progress[seat.worker], now_ns)]
+        if not late or not waiting:
+            return []
+        self.stalled = self.min_clock
+        named = ", ".join(f"worker {seat.worker} (rank {seat.rank}, {seat.host})" for seat in late[:NAMED])
+        named += f" and {len(late) - NAMED} more" if len(late) > NAMED else ""
+        silent_s = (now_ns - max(self.progress[seat.worker].moved_ns for seat in late)) // NS
+        verb, wait = ("have", "them") if len(late) > 1 else ("has", "it")
+        others = "1 other waits" if waiting == 1 else f"{waiting} others wait"
+        text = f"{named} {verb} pushed no update for {silent_s} s; {others} for {wait} at clock {self.min_clock}"
+        return [Log("stalled", {"workers": [seat.worker for seat in late], "clock": self.min_clock, "text": text})]
+
+    def _ahead(self, seat: Seat) -> int:
+        """Updates of this member that no closed clock has."""
+        progress = self.progress[seat.worker]
+        return min(progress.arrived) - (progress.taken if self.mode.barrier else self.min_clock)
+
+    @staticmethod
+    def _is_late(progress: Progress, now_ns: int) -> bool:
+        pace_ns = STALLED_STEPS * progress.step_ns or FIRST_STEP_NS
+        return now_ns - progress.moved_ns >= max(STALLED_NS, pace_ns)
 
     # For the broadcast.
 

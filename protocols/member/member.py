@@ -213,13 +213,14 @@ class Member:
 
     def receive_standby(self, message: m.Message, now_ns: int) -> list[MemberEffect]:
         """The effects of a message of the standby, or of the server that it has become."""
-        if not self.views.turned:
+        if not self.views.listens:
             return []
+        turned = self.views.turned
         if isinstance(message, m.View) and message.ports and len(message.ports) != len(self.sessions):
             raise RemoteProtocolError(f"the standby has {len(message.ports)} shards, the server {len(self.sessions)}")
         effects = self.views.hear(message, now_ns)
         self.heard_ns = now_ns if effects else self.heard_ns  # else the standby lives, and the server may not
-        if not self.views.turned:
+        if effects or (turned and not self.views.turned):
             self._back()
         return effects
 

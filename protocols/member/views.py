@@ -4,6 +4,8 @@ Rules
 - A member votes once in a view. While its vote is with the standby, it takes nothing of the server.
 - It turns where the server was silent for LOST_NS, or once the connections to all of its shards have ended. That of one shard
   says nothing: it may have been killed, and be back in a moment.
+- A server that lacks the votes to go on without its standby says so twice a second. Once it has for LOST_NS, a member asks the
+  standby too, and moves there where that serves. It stays with the server meanwhile, which may get its votes yet.
 - It comes back where the standby says that the vote does not count, or where the server was elected without it.
 """
 
@@ -25,15 +27,24 @@ class Views:
         self.worker, self.epoch = worker, epoch
         self.view, self.standby = 0, ""
         self.turned = False  # to the standby
+        self.undecided = False  # the server has asked for a vote, and was not elected since
+        self.decided_ns = 0  # when that was not so last
+        self.asking = False  # the standby whether it serves, while the server is listened to
         self.attempt = 0
         self.said_ns = self.stayed_ns = 0
         self.cut: dict[int, int] = {}  # shards whose connections have ended, and when
+
+    @property
+    def listens(self) -> bool:
+        """The standby was asked whether it serves."""
+        return self.turned or self.asking
 
     def told(self, view: m.View) -> list[MemberEffect]:
         """Take the view that the server tells, and answer with a vote."""
         alone = view.decided and not view.standby and view.view == self.view  # we have voted for it
         if self.turned and not (alone or (view.decided and view.view > self.view)):
             return []
+        self.undecided = not view.decided
         if view.view >= self.view and view.decided:
             self.standby, self.turned = view.standby, False
         self.view = max(self.view, view.view)
@@ -46,20 +57,23 @@ class Views:
         if self.standby and not self.turned and lost:
             self.turned, self.said_ns = True, now_ns - SAY_NS
             self.attempt += 1
-        if not self.turned or now_ns - self.said_ns < SAY_NS:
+        self.decided_ns = self.decided_ns if self.undecided else now_ns
+        before, self.asking = self.asking, bool(self.standby) and now_ns - self.decided_ns > LOST_NS
+        self.attempt += self.asking > before
+        if not (self.turned or self.asking) or now_ns - self.said_ns < SAY_NS:
             return []
         self.said_ns = now_ns
         return [Tell(self.standby, m.Vote(self.worker, self.epoch, self.view + 1, self.attempt))]
 
     def hear(self, message: m.Message, now_ns: int) -> list[MemberEffect]:
-        """Take what the standby says: to stay with the server, or that it serves. Either ends `turned`."""
+        """Take what the standby says: to stay with the server, or that it serves. Either ends `turned`, the latter `asking`."""
         if isinstance(message, m.Stay) and (message.view, message.attempt) == (self.view + 1, self.attempt):
             self.turned, self.stayed_ns = False, now_ns
-        if not self.turned or not isinstance(message, m.View) or message.view < self.view:
+        if not self.listens or not isinstance(message, m.View) or message.view < self.view:
             return []
         if not message.ports:  # not all of its shards serve yet
             return []
-        address, self.turned = self.standby, False
+        address, self.turned, self.asking, self.undecided = self.standby, False, False, False
         self.cut.clear()
         self.view, self.standby = message.view, message.standby
         return [Turned(address, message.ports)]

@@ -16,7 +16,7 @@ FIGURES = ("worker", "summary")
 NOTED = ("void", "long", "against", "worker", "epoch")  # what members send, and which samples are done
 # A user of ps-worker must know of these.
 SHOWN_EMBEDDED = ("discarded", "restart", "lost", "refused", "hyper", "dropped", "disk", "damaged", "journal", "void", "long",
-                  "against", "epoch", "replan")  # fmt: skip
+                  "against", "epoch", "replan", "stalled")  # fmt: skip
 
 
 def say(text: str, error: bool = False) -> None:

@@ -18,7 +18,7 @@ from narrows.protocols.cluster.generations import EVERY_LEAST_NS, Generations
 from narrows.protocols.cluster.meeting import Meeting
 from narrows.protocols.cluster.moves import MOVE_LIFE, MovePhase, Moves
 from narrows.protocols.cluster.roster import EXPECT_BYTES_MAX, Roster
-from narrows.protocols.cluster.rounds import Rounds
+from narrows.protocols.cluster.rounds import FIRST_STEP_NS, Rounds
 from narrows.protocols.cluster.run import NO_KEY, RUN_LIFE, SEAT_LIFE, Run, RunPhase, Seat, SeatPhase
 from narrows.protocols.effects import NS, Log, Send, ServerEffect, Stop
 from narrows.protocols.errors import RemoteProtocolError
@@ -119,6 +119,40 @@ def test_no_clock_closes_before_all_shards_have_published_the_one_before_nor_aft
     report(rounds.run, 1, min_clock=1)
     rounds.run.move("end")
     assert not rounds.decide(1) and rounds.min_clock == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "pushed"), [({"sync": "ssp", "staleness": 1}, 2), ({"sync": "bsp"}, 1), ({"sync": "async"}, 4)]
+)
+def test_who_keeps_a_clock_open_while_others_wait_is_named_once(flags: dict[str, Any], pushed: int) -> None:
+    """A worker whose script hangs goes on to send heartbeats, so its lease does not run out."""
+    rounds = Rounds(run_of(**flags))
+    first, second = member(rounds.run, rounds), member(rounds.run, rounds)
+    rounds.run.move("start")
+    rounds.open(0)
+    push(rounds, first, pushed)
+    assert not rounds.stalls(FIRST_STEP_NS - 1), "a first step compiles"
+    said = rounds.stalls(FIRST_STEP_NS)
+    if flags["sync"] == "async":  # nobody waits
+        assert not said
+        return
+    assert [log.values["workers"] for log in said] == [[second.worker]]
+    assert said[0].values["text"] == (
+        f"worker {second.worker} (rank 1, here) has pushed no update for 30 s; 1 other waits for it at clock 0"
+    )
+    assert not rounds.stalls(9 * FIRST_STEP_NS), "once in a clock"
+    push(rounds, second, 1)
+    assert rounds.decide(9 * FIRST_STEP_NS)
+    assert not rounds.stalls(10 * FIRST_STEP_NS), "nobody waits for the next clock"
+
+
+def test_nobody_is_named_where_nobody_waits() -> None:
+    rounds = Rounds(run_of(sync="ssp", staleness=1))
+    first, _ = member(rounds.run, rounds), member(rounds.run, rounds)
+    rounds.run.move("start")
+    rounds.open(0)
+    push(rounds, first, 1)
+    assert not rounds.stalls(9 * FIRST_STEP_NS), "it may make another step"
 
 
 def test_a_norm_is_that_of_all_shards() -> None:

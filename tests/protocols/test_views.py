@@ -165,3 +165,25 @@ def test_it_moves_to_a_standby_that_serves_with_all_its_shards() -> None:
     assert ours.hear(m.View(2, "tcp://next:1", True, (5, 6)), 0) == [Turned(THERE, (5, 6))]
     assert not ours.turned and (ours.view, ours.standby) == (2, "tcp://next:1")
     assert not ours.hear(m.View(3, "", True, (5, 6)), 0), "it has not turned"
+
+
+def test_it_asks_the_standby_too_where_the_server_lacks_votes_and_stays_meanwhile() -> None:
+    ours = known()
+    for now in range(4):
+        ours.told(m.View(2, "", False))  # the server asks for a vote, again and again
+        assert not ours.tick(now * NS, 1, now * NS) or now * NS > LOST_NS
+    assert ours.asking and not ours.turned
+    assert votes(ours.told(m.View(2, "", False))) == [(0, 2, 0)], "its vote is with the server"
+    assert votes(ours.tick(4 * NS, 1, 4 * NS)) == [(THERE, 3, 1)], "which counts for nobody: the view is the one after"
+    assert not ours.hear(m.Stay(3, 1), 4 * NS) and ours.asking
+    assert ours.hear(m.View(2, "", True, (5,)), 4 * NS) == [Turned(THERE, (5,))] and not ours.listens
+
+
+def test_it_asks_no_more_once_the_server_is_elected() -> None:
+    ours = known()
+    ours.tick(0, 1, 0)
+    ours.told(m.View(2, "", False))
+    assert votes(ours.tick(LOST_NS + 1, 1, LOST_NS + 1)) == [(THERE, 3, 1)]
+    ours.told(m.View(2, "", True))
+    assert not ours.tick(2 * LOST_NS, 1, 2 * LOST_NS) and not ours.listens
+    assert not ours.hear(m.View(2, "", True, (5,)), 2 * LOST_NS)

@@ -358,7 +358,7 @@ class Guest:
                 self.done.append((message.shard, message.number))
                 self.stall_ns = max(self.stall_ns, now_ns - self.done_ns)
                 self.asked, self.asked_ns, self.done_ns = self.asked + 1, 0, now_ns
-        elif source == self.views.standby and self.views.turned and isinstance(message, (m.Stay, m.View)):
+        elif source == self.views.standby and self.views.listens and isinstance(message, (m.Stay, m.View)):
             effects, self.asked_ns = self.views.hear(message, now_ns), 0
             self.heard_ns = now_ns if effects else self.heard_ns
             self._say(effects)

@@ -117,6 +117,31 @@ def parted() -> Theatre:
     return theatre
 
 
+def halved() -> Theatre:
+    """Two of four members and the standby are cut off from the server for long, the others from the standby for a while."""
+    theatre = Theatre(2, quiet=True)
+    assert len(theatre.guests) == 4
+
+    def cut() -> None:
+        sim, (one, other) = theatre.sim, [[shard.name for shard in theatre.servers[name].shards] for name in "ab"]
+        for ours in one:
+            for theirs in (*other, "w0", "w1"):
+                sim.cut(ours, theirs, sim.now_ns + 40 * NS)
+        for ours in other:
+            for theirs in ("w2", "w3"):
+                sim.cut(ours, theirs, sim.now_ns + 8 * NS)
+
+    theatre.sim.at(10 * NS, cut)
+    return theatre
+
+
+def test_a_member_leaves_a_server_that_can_serve_nobody_once_it_reaches_the_standby() -> None:
+    """The server lacks the votes to go on alone, and holds back all. Its members heard it for the whole cut."""
+    theatre = halved().run()
+    assert {guest.server for guest in theatre.guests} == {"b"} and theatre.sim.struck["failed"] <= 1, "leases are short"
+    assert max(guest.stall_ns for guest in theatre.guests) < 10 * NS
+
+
 def test_a_standby_that_is_cut_off_alone_does_not_serve() -> None:
     theatre = parted().run()
     assert {guest.server for guest in theatre.guests} == {"a"} and theatre.sim.struck["failed"] <= 1, (
@@ -129,6 +154,8 @@ def test_members_that_are_asked_by_both_have_one_server() -> None:
     theatre = contested().run()
     assert {guest.server for guest in theatre.guests if not guest.failed} == {"b"}
 
+
+FIRST = (contested, parted, halved)
 
 # Planted bugs: what guards this, taken out.
 
@@ -204,7 +231,7 @@ def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(Violation):
         hunt(
             bug,
-            lambda number: (contested, parted)[number]().run() if number < 2 else Theatre(number - 2).run(),
+            lambda number: FIRST[number]().run() if number < len(FIRST) else Theatre(number - len(FIRST)).run(),
             PLANTED_RUNS,
         )
 
