@@ -72,7 +72,7 @@ class Chooser:
         self.looks: list[Look] = []
         self.simple: list[Plan] = []  # the cheapest ones of each simple shape
         self.least = np.inf  # cost of a plan
-        sizes = range(len(self.hosts) + 1)
+        sizes = range(max(2, len(self.hosts)) + 1)
         self.steps = {way: np.array([way.steps(size) for size in sizes]) for way in WAYS}
 
     def own_s(self, below: Way, groups: Groups) -> Array:
@@ -151,7 +151,7 @@ class Chooser:
 
     def every(self) -> None:
         """Prices every partition."""
-        groupings = [groups for groups in partitions([*self.hosts]) if len(groups) > 1]
+        groupings = [groups for groups in partitions([*self.hosts]) if len(groups) > 1 or groups == self.alone]
         self.look(groupings, WAYS, BELOW, self.prices.hosts)
         self.shapes(self.prices.hosts)
 

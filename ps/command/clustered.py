@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from narrows.protocols.errors import UsageError
 from narrows.protocols.planning import written
-from narrows.protocols.planning.choose import NEAR_MAX, Chooser, choices
+from narrows.protocols.planning.choose import NEAR_MAX, Chooser
 from narrows.protocols.planning.deciding import decides
 from narrows.protocols.planning.layout import Layout
 from narrows.protocols.planning.levels import Work
+from narrows.protocols.planning.network import Network, named
+from narrows.protocols.planning.subsets import GAIN, Kept, keep, restricted
 from narrows.ps.coded import coded
 from narrows.ps.command.figures import seconds, table
 from narrows.ps.tried import tried
@@ -25,13 +28,17 @@ def planned(
     shards: int,
     insecure: bool,
     keys: str,
+    all_hosts: bool = False,
 ) -> tuple[Layout, list[str]]:
     """The plan, and lines. Raises UsageError."""
     if (written.SAMPLES in script) != bool(batch):
         raise UsageError("--batch: give it together with {samples} in --script, where a worker finds its share")
-    network, work = places.network, Work(parameters, step_s, coded(), batch, shards)
+    everybody, whole = places.network, Work(parameters, step_s, coded(), batch, shards)
+    kept = keep(everybody, whole, all_hosts)
+    network, work = restricted(everybody, whole, kept.hosts)
+    places = replace(places, network=network)
     chooser = Chooser(network, work)
-    (plan, simulated_s), *others = tried(chooser.prices, choices(network, work))
+    (plan, simulated_s), *others = tried(chooser.prices, kept.plans)
     layout = written.clustered(places, plan, work, shards, insecure, keys)
     names = network.hosts
     children = len(plan.groups)
@@ -62,10 +69,40 @@ def planned(
             f"next: {other.above}{inside}, predicted {1e3 * other.step_s:.3g} ms a step, {simulated(other_s)}, and "
             f"{other.cost / other.step_s:.2f} times bsp's steps"
         )
+    lines += left_out(everybody, kept, bool(batch))
     if batch:
         shared = zip(names, work.samples(network), strict=True)
         lines.append(f"samples of a step: {', '.join(f'{name} {count}' for name, count in shared)}")
     return layout, lines
+
+
+def left_out(network: Network, kept: Kept, batch: bool) -> list[str]:
+    """Which hosts have no part and what that gains, what leaving out one more would cost, and what --batch would gain."""
+    names, lines = network.hosts, []
+    if absent := [name for host, name in enumerate(names) if host not in kept.hosts]:
+        larger = f"{len(names) / len(kept.hosts):.3g} times"
+        gains = (
+            f"with all hosts a loss takes {kept.whole / kept.cost:.2f} times as long; --all-hosts keeps them"
+            if math.isfinite(kept.whole)
+            else f"with all hosts there is {kept.lacking}"
+        )
+        share = (
+            "" if batch else f"; each other host computes {larger} its even share: give the script {larger} its batch"
+        )
+        lines.append(f"left out: {named(absent)}; {gains}{share}")
+    if len(kept.hosts) == 1:
+        lines.append(f"{names[kept.hosts[0]]} alone is fastest: python SCRIPT.py trains there without a server, too")
+    if kept.missed and math.isfinite(kept.missed[1]):
+        host, cost = kept.missed
+        lines.append(
+            f"without {names[host]}, the host that is missed least, a loss takes {cost / kept.cost:.2f} times as long"
+        )
+    if kept.by_speed and kept.by_speed * GAIN < kept.cost:
+        part = kept.by_speed / kept.cost
+        lines.append(
+            f"--batch, with {written.SAMPLES} in --script, shares a step by speed: a loss takes {part:.2f} times as long"
+        )
+    return lines
 
 
 def simulated(step_s: float | None) -> str:

@@ -46,6 +46,7 @@ FOR_ALL = (
               "[the least of step_seconds in the network]")  # fmt: skip
 @click.option("--batch", type=click.IntRange(min=0), default=0,
               help="samples of a step, shared by speed; {samples} in the script is a worker's [shared evenly]")  # fmt: skip
+@click.option("--all-hosts", is_flag=True, help="leave no host out, though fewer may come to a loss sooner")
 @click.option("--script", default="SCRIPT.py ARGS", show_default=True, help="what each worker runs, as one word")
 @click.option(
     "--shards", type=click.IntRange(1, SHARDS_MAX), default=1, show_default=True, help="of each server, on its host"

@@ -29,6 +29,7 @@ from narrows.protocols.planning.looks import partitions
 from narrows.protocols.planning.measured import parse as measured
 from narrows.protocols.planning.network import Network
 from narrows.protocols.planning.places import placed
+from narrows.protocols.planning.subsets import GAIN, keep
 from narrows.protocols.planning.ways import BELOW, WAYS, Way
 from narrows.protocols.settings import Settings
 from narrows.protocols.timeline import Stream, Timeline, Wire
@@ -394,6 +395,73 @@ def test_a_plan_is_the_same_each_time_and_soon_there() -> None:
     plan = choose(network, WORK)
     assert time.process_time() - began < 1
     assert choose(network, WORK) == plan
+
+
+# The hosts.
+
+
+def test_a_city_behind_a_satellite_is_left_out(tmp_path: Path) -> None:
+    """One city makes the samples of a step in twice the time, and a loss comes sooner."""
+    document = json.loads((NETWORKS / "satellite.json").read_text())
+    words = ("--step", "0.1", "--insecure")
+    output, plan = planned(tmp_path, cities([4], 20, 60), *words, document=document)
+    assert [*plan["hosts"]] == ["a0", "a1"] == [process["host"] for process in plan["processes"]]
+    assert "left out: b0, b1; with all hosts a loss takes 1.21 times as long; --all-hosts keeps them" in output
+    assert "each other host computes 2 times its even share: give the script 2 times its batch" in output
+    assert "without a0, the host that is missed least, a loss takes 1.96 times as long" in output
+    assert "on b0" not in output and "predicted 204 ms a step" in output
+    output, plan = planned(tmp_path, cities([4], 20, 60), *words, "--all-hosts", document=document)
+    assert len(plan["processes"]) == 4 and "left out" not in output
+    batch = ("--batch", "60", "--script", "train.py {samples}")
+    output, plan = planned(tmp_path, cities([4], 20, 60), *words, *batch, document=document | {"compute": [2, 1, 1, 1]})
+    assert plan["samples"] == [40, 20] and "give the script" not in output
+
+
+@pytest.mark.parametrize("case", ["straggler", "dial-up"])
+@pytest.mark.parametrize("count", [4, 9])
+def test_a_host_that_costs_more_than_it_adds_is_left_out(count: int, case: str) -> None:
+    """The last one is ten times as slow, or has a modem."""
+    network, slow = cities([count], 20, 60), count - 1
+    compute, rates, delay_s = np.ones(count), network.rates.copy(), network.delay_s.copy()
+    if case == "straggler":
+        compute[slow] = 0.1
+    else:
+        rates[0, slow], rates[0, :, slow], delay_s[slow], delay_s[:, slow] = 7e3, 7e3, 0.2, 0.2
+    far = replace(network, compute=compute, rates=rates, delay_s=delay_s, places=None)
+    kept = keep(far, WORK)
+    assert kept.hosts == tuple(range(slow)) and kept.cost * GAIN < kept.whole
+    assert (kept.by_speed is not None and kept.by_speed < kept.whole) is (case == "straggler")
+    whole = keep(far, WORK, all_hosts=True)
+    assert whole.hosts == tuple(range(count)) and whole.missed and whole.missed[0] == slow
+    assert whole.missed[1] == pytest.approx(kept.cost, rel=0.01)
+    assert keep(network, WORK).hosts == tuple(range(count))
+
+
+@pytest.mark.parametrize("count", [6, 9])
+def test_hosts_that_nobody_reaches_over_two_links_are_left_out(count: int) -> None:
+    """Of a chain five hosts in a row have a plan."""
+    apart = [(a, b) for a, b in permutations(range(count), 2) if abs(a - b) > 1]
+    network = without(cities([1] * count, 100, 1), *apart)
+    kept = keep(network, WORK)
+    assert [*np.diff(kept.hosts)] == [1] * 4 and "measure both ways of" in kept.lacking
+    with pytest.raises(UsageError, match="measure both ways of"):
+        keep(network, WORK, all_hosts=True)
+
+
+def test_one_machine_alone_is_a_plan(tmp_path: Path) -> None:
+    """Where a model is large and links are narrow. A step of one has the samples of all."""
+    output, plan = planned(tmp_path, cities([1, 1, 1], 1, 60), "--insecure", "--step", "0.01")
+    assert [*plan["hosts"]] == ["a-0"] and plan["processes"][0]["host"] == plan["stages"][0]["host"] == "a-0"
+    assert "a-0 alone is fastest: python SCRIPT.py trains there without a server, too" in output
+    assert "each other host computes 3 times its even share" in output and "missed least" not in output
+
+
+def test_fewer_samples_than_hosts_are_for_fewer_hosts(tmp_path: Path) -> None:
+    words = ("--step", "0.1", "--insecure", "--batch", "2", "--script", "train.py {samples}")
+    output, plan = planned(tmp_path, cities([3], 20, 60), *words)
+    assert plan["samples"] == [1, 1] and "with all hosts there is --batch 2: 3 workers need a sample each" in output
+    with pytest.raises(UsageError, match="--batch 2: 3 workers need a sample each"):
+        planned(tmp_path, cities([3], 20, 60), *words, "--all-hosts")
 
 
 def test_who_is_slow_has_fewer_samples_and_all_have_one() -> None:
