@@ -44,6 +44,8 @@ KINDS = {
     "again": ("silent", "2000", "1000", "handshake"),
     "noise": ("frames", "RATE", "noise"),
     "ours": ("frames", "RATE", "ours"),
+    "resets": ("resets", "500", "old"),
+    "late resets": ("resets", "500", "handshake"),
 }
 SHOWN = {
     "connected": "10,000 connections that say nothing",
@@ -52,6 +54,8 @@ SHOWN = {
     "again": "2,000 of these, and 1,000 more a second",
     "noise": "frames of random bytes",
     "ours": "random frames that begin as ours do",
+    "resets": "500 connections a second that are reset after a message of ZMTP 1.0",
+    "late resets": "500 connections a second that are reset after a handshake and a frame",
 }
 LOOK_S = 0.2
 START_S = 60.0

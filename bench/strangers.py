@@ -2,6 +2,7 @@
 
     python bench/strangers.py silent PORT 10000 0 connected   connected | greeting | handshake; 0 a second are opened again
     python bench/strangers.py frames PORT 100000 noise        noise | ours: frames that begin as ours do
+    python bench/strangers.py resets PORT 500 old             old | handshake: connections that are reset behind a message
     python bench/strangers.py drain                           takes all that it is sent and throws it away; prints its port
 
 Rules
@@ -18,15 +19,20 @@ import random
 import resource
 import select
 import socket
+import struct
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01NULL" + bytes(16) + bytes(32)
 TYPE = b"\x0bSocket-Type" + (6).to_bytes(4, "big") + b"DEALER"
 READY = b"\x05READY" + TYPE + b"\x08Identity" + bytes(4)
 HANDSHAKE = GREETING + bytes((4, len(READY))) + READY
 HALF = {"connected": b"", "greeting": GREETING[:11], "handshake": HANDSHAKE}
+# All that a connection sends before it is reset: two frames of ZMTP 1.0, which needs no answer, or a handshake and a frame.
+RESETS = {"old": b"\x01\x00\x02\x00x", "handshake": HANDSHAKE + b"\x00\x01x"}
+RESET = struct.pack("ii", 1, 0)  # as SO_LINGER: close() sends RST
 AT_ONCE = 500  # that are dialled between two looks
 BATCH = 1_000  # frames that are sent at once
 CONNECTIONS = 4  # of a flood
@@ -140,6 +146,24 @@ def frames(port: int, rate: int, kind: str) -> None:
         told = tell(told, now, sent=sent, dials=dials, per_second=sent / (now - began))
 
 
+def reset(port: int, kind: str) -> None:
+    """One connection that sends a message and is reset before the other end can have answered."""
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1) as made:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+        made.sendall(RESETS[kind])
+
+
+def resets(port: int, rate: int, kind: str) -> None:
+    """Reset so many connections a second."""
+    opened = 0
+    began = told = time.monotonic()
+    for now in turns():
+        for _ in range(min(int(rate * (now - began)) - opened, AT_ONCE)):
+            reset(port, kind)
+            opened += 1
+        told = tell(told, now, opened=opened, open=0)
+
+
 def drain() -> None:
     """Take all that comes, and answer with a handshake and no more."""
     with socket.create_server(("127.0.0.1", 0), backlog=4096) as listener:
@@ -174,6 +198,8 @@ def main() -> None:
             silent(int(port), int(count), int(again), kind)
         case ["frames", port, rate, kind]:
             frames(int(port), int(rate), kind)
+        case ["resets", port, rate, kind]:
+            resets(int(port), int(rate), kind)
         case ["drain"]:
             drain()
         case _:

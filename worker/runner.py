@@ -127,6 +127,7 @@ class Link(Events, Commands):
             failed=self._shut_out,
             linked=self._linked,
             cut=self._cut,
+            faulted=self.drops.refuse,
         )
         self._thread = threading.Thread(target=self._main, name="narrows-io", daemon=True)
         self._thread.start()
@@ -194,7 +195,7 @@ class Link(Events, Commands):
                 self._check_speaker(peer, message)
                 effects = self.member.receive_peer(message, self.clock.now())
             except NarrowsError as error:  # of another version too: who dials must not end what others began
-                say(f"a peer's message was refused: {error}")
+                self.drops.refuse(f"a peer's message was refused: {error}")
             else:
                 self._apply(effects)
 

@@ -12,6 +12,7 @@ import socket
 import struct
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -36,6 +37,37 @@ STRANGE_MAX = (
     4  # handshakes that end without a reason with one who greets as we do, over so many seconds: once may be chance
 )
 STRANGE_S = 0.5
+FAULTS_MAX = 1000  # library errors in a row, with nothing read between them: no connection causes these
+LIBRARY = (zmq.ZMQError, OSError, ValueError, struct.error)  # what pyzmq and the modules below it raise while they read
+
+
+class Faults:
+    """Counts the errors that libraries raise while one thread reads from its sockets.
+
+    One error costs the message or the event that was being read. `tell` gets a sentence about the first error of each kind.
+    `broken` is set once FAULTS_MAX of them came in a row.
+    """
+
+    def __init__(self, tell: Callable[[str], None] = lambda text: None) -> None:
+        self.tell = tell
+        self.counts: Counter[str] = Counter()
+        self.broken: Exception | None = None
+        self._row = 0
+
+    def add(self, what: str, error: Exception) -> None:
+        """Counts `error`, which was raised while the thread read `what`."""
+        known = isinstance(error, (zmq.ZMQError, OSError))  # other texts may hold what a stranger sent
+        text = f"{what} could not be read ({error if known else type(error).__name__})"
+        self.counts[text] += 1
+        if self.counts[text] == 1:
+            self.tell(text)
+        self._row += 1
+        if self._row >= FAULTS_MAX:
+            self.broken = error
+
+    def well(self) -> None:
+        """A read has succeeded: the row ends."""
+        self._row = 0
 
 
 @dataclass(frozen=True)
@@ -72,14 +104,10 @@ class Dialler(bytes):
     key: str
 
     @staticmethod
-    def of(frame: zmq.Frame) -> bytes:
-        """Who sent this, the first frame of a message."""
-        try:
-            user = str(frame.get("User-Id"))
-        except zmq.ZMQError:  # in the open
-            return frame.bytes
+    def of(frame: zmq.Frame) -> Dialler:
+        """Returns the sender of a message by its first frame. Raises an error of LIBRARY where the frame names no key."""
         made = Dialler(frame.bytes)
-        made.key = z85.decode(user).hex()
+        made.key = z85.decode(str(frame.get("User-Id"))).hex()
         return made
 
 
@@ -189,24 +217,28 @@ class Strangers:
         connections: Connections | None,
     ) -> None:
         self.watched, self.refused, self.gone, self.connections = watched, refused, gone, connections
+        self.faults = Faults()
         counted = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED if connections is not None else 0
         self.monitor: Any = watched.get_monitor_socket(FAILURES | counted | zmq.EVENT_MONITOR_STOPPED)
         self.thread = threading.Thread(target=self._main, name="narrows-strangers", daemon=True)
         self.thread.start()
 
     def _main(self) -> None:
-        looked = time.monotonic()
-        while True:
-            if self.connections is not None and time.monotonic() - looked >= LOOK_S:
-                self.connections.look()
-                looked = time.monotonic()
-            if not self.monitor.poll(int(1000 * LOOK_S)):
-                continue
-            about, endpoint = self.monitor.recv_multipart()
-            event, value = EVENT.unpack(about)
-            if event == zmq.EVENT_MONITOR_STOPPED:
-                break
-            self._take(event, value, endpoint)
+        looked, stopped = time.monotonic(), False
+        while not stopped and self.faults.broken is None:
+            try:
+                if self.connections is not None and time.monotonic() - looked >= LOOK_S:
+                    looked = time.monotonic()
+                    self.connections.look()
+                if not self.monitor.poll(int(1000 * LOOK_S)):
+                    continue
+                about, endpoint = self.monitor.recv_multipart()
+                event, value = EVENT.unpack(about)
+                stopped = event == zmq.EVENT_MONITOR_STOPPED
+                self._take(event, value, endpoint)
+                self.faults.well()
+            except LIBRARY as error:
+                self.faults.add("an event of a connection", error)
         self.monitor.close()
 
     def _take(self, event: int, value: int, endpoint: bytes) -> None:
@@ -240,9 +272,12 @@ class Door:
         self.thread.configure_curve_callback(domain="*", credentials_provider=self)
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Called by pyzmq with the key in z85."""
-        public = z85.decode(key).hex()
-        admitted = self.curve.admits(public)
+        """Called by pyzmq with the key in z85. An error here would end the thread, and with it all handshakes to come."""
+        try:
+            public = z85.decode(key).hex()
+            admitted = self.curve.admits(public)
+        except LIBRARY:
+            return False
         if not admitted:
             self.refused(Why.REFUSED, public)
         return admitted

@@ -118,7 +118,7 @@ def _accepted(listener: socket.socket, token: str, first: bool, clock: Clock, st
         listener.settimeout(clock.turn())
         try:
             made = stack.enter_context(listener.accept()[0])
-        except TimeoutError:
+        except (TimeoutError, ConnectionError):  # nobody dials, or who did has reset the connection by now
             continue
         with suppress(OSError, struct.error):
             limit = Clock(min(clock.end_s, time.monotonic() + CONNECT_S), clock.stop)

@@ -69,7 +69,7 @@ class Peers:
             own, admitted = pair, frozenset(self.keys)
             there = dict(zip(self.addresses, self.keys, strict=True))
             curve = Curve(own, lambda address: (own, there[address]), admitted.__contains__)
-        self._sockets = Sockets(curve=curve, failed=self._shut_out, linked=self._linked)
+        self._sockets = Sockets(curve=curve, failed=self._shut_out, linked=self._linked, faulted=self._drops.refuse)
         try:
             self._sockets.listen(f"tcp://{_bound(self.addresses[rank])}")
         except BaseException:
@@ -180,7 +180,7 @@ class Peers:
                 raise RemoteProtocolError("it has the rank of a process with another key")
             effects = self._channels.receive(message, self.clock.now())
         except (NarrowsError, IndexError) as error:  # who dials must not end what others began
-            self._drops.tell(f"a peer's message was refused: {error}")
+            self._drops.refuse(f"a peer's message was refused: {error}")
         else:
             self._apply(effects)
             with self._changed:

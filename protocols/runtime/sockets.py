@@ -4,6 +4,8 @@ Rules
 - One thread owns a `Sockets`; any other may only `wake` it.
 - A peer is the address that we dialled (str), or the routing id of one who dialled us (bytes).
 - Nothing waits for a peer. A message that finds no room, or nobody, is dropped, and its receipt says why.
+- Nothing that a peer sends raises. An error of a library costs the message that was being read, and is counted (`Faults`).
+  Only FAULTS_MAX of them in a row, with no message between them, are raised.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from narrows.protocols.errors import UsageError
 from narrows.protocols.messages import PARTS_MAX, Buffer
 from narrows.protocols.runtime import curve as keys
 from narrows.protocols.runtime.connections import Connections
-from narrows.protocols.runtime.curve import Curve, Dialler, Door, Failures, Strangers, Why
+from narrows.protocols.runtime.curve import LIBRARY, Curve, Dialler, Door, Failures, Faults, Strangers, Why
 from narrows.protocols.wire import HEADER_BYTES_MAX, PAYLOAD_BYTES_MAX
 
 QUEUE_MESSAGES_MAX = 4 * PARTS_MAX  # one state of the largest shard, four times: beyond it a slow peer loses messages
@@ -43,6 +45,7 @@ RECONNECT_MS_MAX = 500  # a peer that comes back is found within this
 MESSAGE_BYTES_MAX = max(PAYLOAD_BYTES_MAX, HEADER_BYTES_MAX)  # of one frame: longer ones end their connection
 REFUSED_MAX = 64  # refusals that are remembered until they are told
 GONE_MAX = 4096  # ends of connections, the same
+NO_DESCRIPTOR = -1  # of a message whose connection is not known
 OPTIONS = {
     zmq.LINGER: LINGER_MS,
     zmq.SNDHWM: QUEUE_MESSAGES_MAX,
@@ -95,11 +98,18 @@ class Port(Protocol):
 
 
 class Drops:
-    """Messages that were dropped, by name. `tell` gets a sentence about the first of each name."""
+    """Messages that were dropped, by name, and messages of others that were refused. `tell` gets a sentence about the first
+    drop of each name and the first refusal of each kind: a stranger must not fill the log."""
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         self.counts: Counter[str] = Counter()
+        self.refused: set[str] = set()
         self.tell = tell
+
+    def refuse(self, text: str) -> None:
+        if text not in self.refused and len(self.refused) < REFUSED_MAX:
+            self.refused.add(text)
+            self.tell(f"{text}; more of them are not told")
 
     def note(self, name: str, receipt: Receipt) -> None:
         if receipt.dropped:
@@ -115,7 +125,8 @@ class Sockets:
     process; None: all is in the open. `failed` is told of handshakes that fail: the address that we dialled, or "" where others
     dialled us, why, and the key that was refused, where there is one. `linked` is told of an address that we dialled,
     and whose connection is another one: what was under way may be lost. `cut` is told of a peer whose connection has ended; of
-    those who dialled us where there are `connections`: of who dials us; None: all are kept.
+    those who dialled us where there are `connections`: of who dials us; None: all are kept. `faulted` is told of the first
+    library error of each kind, in a sentence.
     """
 
     def __init__(
@@ -127,9 +138,11 @@ class Sockets:
         linked: Callable[[str], None] = lambda address: None,
         cut: Callable[[Peer], None] = lambda peer: None,
         connections: Connections | None = None,
+        faulted: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.known_as, self.curve, self.failed, self.linked = known_as, curve, failed, linked
         self.cut, self.connections = cut, connections
+        self.faults = Faults(faulted)
         self._door: Door | None = None
         self._strangers: Strangers | None = None
         self._refused: deque[tuple[Why, str]] = deque(maxlen=REFUSED_MAX)  # by the threads of the door
@@ -144,7 +157,7 @@ class Sockets:
         self._awake, self._waker = socket.socketpair()
         self._awake.setblocking(False)
         self._waker.setblocking(False)
-        self.watch(self._awake.fileno(), lambda: self._awake.recv(4096))
+        self.watch(self._awake.fileno(), self._wake_up)
 
     def _open(self, key: tuple[str, bool], kind: int) -> Socket:
         made = self._opened[key] = self._context.socket(kind)
@@ -238,11 +251,22 @@ class Sockets:
         """Return what there is to read within `limit_ms`. How a handshake went is told here, and ends no wait."""
         deadline = time.monotonic() + limit_ms / 1000
         while True:
-            ready = dict(self._poller.poll(max(0, int(1000 * (deadline - time.monotonic())))))
+            try:
+                ready = dict(self._poller.poll(max(0, int(1000 * (deadline - time.monotonic())))))
+            except LIBRARY as error:
+                self._fault("the sockets", error)
+                return {}
+            if not ready:
+                self.faults.well()
             monitors = [each for each in self._failures.values() if each.monitor in ready]
             for each in monitors:
                 del ready[each.monitor]
-                for why in each.take() if not each.watched.closed else ():  # by what was told before
+                try:
+                    found = each.take() if not each.watched.closed else []  # by what was told before
+                except LIBRARY as error:
+                    self._fault("an event of a connection", error)
+                    continue
+                for why in found:
                     self.failed(each.address, why, "")
                 if each.anew:
                     each.anew = False
@@ -253,7 +277,15 @@ class Sockets:
             if ready or not monitors or time.monotonic() >= deadline:
                 return ready
 
+    def _fault(self, what: str, error: Exception) -> None:
+        """Count an error of a library. Raises one that does not end."""
+        self.faults.add(what, error)
+        if self.faults.broken is not None:
+            raise self.faults.broken
+
     def receive(self, limit_ms: int) -> Iterator[tuple[Peer, list[Buffer]]]:
+        if self._strangers is not None and self._strangers.faults.broken is not None:
+            raise self._strangers.faults.broken
         ready = self._ready(limit_ms)
         while self._refused:
             why, public = self._refused.popleft()
@@ -264,19 +296,21 @@ class Sockets:
             if fd in ready:
                 called()
         for key, source in [*self._opened.items()]:
-            for _ in range(BURST if source in ready and self._goes_on(source) else 0):
-                if source.closed or source in self._endless:  # hung up meanwhile
-                    break
+            left = BURST if source in ready else 0
+            while left and not source.closed:  # it may be hung up on between two messages
                 try:
-                    frames = self._message(source, key == ROUTER)
+                    if (left == BURST and not self._goes_on(source)) or source in self._endless:
+                        break
+                    message = self._message(source, key)
                 except zmq.Again:
                     break
-                first = frames.pop(0) if key == ROUTER else None
-                if first is not None and not self._reads(first):
-                    continue
-                # In the open a peer may call itself what it likes: there only the routing id counts.
-                peer = key[0] if first is None else Dialler.of(first) if self._door is not None else first.bytes
-                yield peer, [frame.buffer for frame in frames]
+                except LIBRARY as error:
+                    self._broken_off(source)
+                    self._fault("a message", error)
+                    break
+                left -= 1
+                if message is not None:
+                    yield message
 
     def _tell_gone(self) -> None:
         """Tell which peers' connections have ended, a turn later: by then what they had sent is read."""
@@ -287,17 +321,34 @@ class Sockets:
             ):  # else it is back
                 self.cut(peer)
 
-    def _message(self, source: Socket, named: bool) -> list[zmq.Frame]:
+    def _message(self, source: Socket, key: tuple[str, bool]) -> tuple[Peer, list[Buffer]] | None:
+        """Return the next message and its sender; None where it is not to be read."""
+        frames = self._frames(source, key == ROUTER)
+        first = frames.pop(0) if key == ROUTER else None
+        if first is not None and not self._reads(first):
+            return None
+        # In the open a peer may call itself what it likes: there only the routing id counts.
+        peer = key[0] if first is None else Dialler.of(first) if self._door is not None else first.bytes
+        return peer, [frame.buffer for frame in frames]
+
+    def _frames(self, source: Socket, named: bool) -> list[zmq.Frame]:
         """The next message, after the routing id where it is `named`; of one that has too many frames one more than may be.
         It must be read to its end before the next one, so its sender is stopped, and the rest thrown away a turn at a time."""
         frames = [source.recv(zmq.NOBLOCK, copy=False)]
+        self.faults.well()
         while (more := frames[-1].more) and len(frames) <= FRAMES_MAX + named:
             frames.append(source.recv(copy=False))
-        if more and named and self.connections is not None and self._reads(frames[0]):
-            self.connections.end(frames[0].bytes, "messages of too many frames")
         if more:
             self._endless.add(source)
+        if more and named and self.connections is not None and self._reads(frames[0]):
+            self.connections.end(frames[0].bytes, "messages of too many frames")
         return frames
+
+    def _broken_off(self, source: Socket) -> None:
+        """A read has failed. What is left of a message whose first frames were read is thrown away."""
+        with contextlib.suppress(*LIBRARY):
+            if source.getsockopt(zmq.RCVMORE):
+                self._endless.add(source)
 
     def _goes_on(self, source: Socket) -> bool:
         """Whether the next frame begins a message. Some frames of a message that has too many are thrown away."""
@@ -307,7 +358,13 @@ class Sockets:
 
     def _reads(self, first: zmq.Frame) -> bool:
         """Whether the message is read that begins with this frame, the routing id."""
-        return self.connections is None or self.connections.said(first.bytes, first.get(zmq.SRCFD))
+        if self.connections is None:
+            return True
+        try:
+            descriptor = int(first.get(zmq.SRCFD))
+        except zmq.ZMQError:  # its connection was reset before ZeroMQ accepted it
+            descriptor = NO_DESCRIPTOR
+        return self.connections.said(first.bytes, descriptor)
 
     def watch(self, fd: int, called: Callable[[], object]) -> None:
         """Have `called` run by `receive` while this file descriptor has something to be read."""
@@ -322,6 +379,10 @@ class Sockets:
         """End the wait of `receive`; any thread. Where it is awake already, or closed, that is no reason to wait."""
         with contextlib.suppress(OSError):
             self._waker.send(b"\0")
+
+    def _wake_up(self) -> None:
+        with contextlib.suppress(OSError):
+            self._awake.recv(4096)
 
     def close(self) -> None:
         if self._strangers is not None:

@@ -17,6 +17,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 LINE_MAX = 4096  # bytes of a request or an answer
 ASK_S = 5.0  # who has connected says what it wants within this
+PAUSE_S = 0.1  # after a request could not be accepted
 STAY = "0"  # in the place of a number of shards: the keys stay where they are
 
 
@@ -87,10 +89,14 @@ class Moving:
 
     def _hear(self, door: socket.socket) -> None:
         while True:
-            line, _ = door.accept()
-            _, uid, _ = struct.unpack("3i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-            line.settimeout(ASK_S)
             try:
+                line, _ = door.accept()
+            except OSError:  # whoever dialled has gone, or this process has no descriptor left
+                time.sleep(PAUSE_S)
+                continue
+            try:
+                _, uid, _ = struct.unpack("3i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+                line.settimeout(ASK_S)
                 request = json.loads(line.recv(LINE_MAX)) if uid in (0, os.getuid()) else {}
                 self.requests.put((max(1, int(request["shards"])), line))
             except (OSError, ValueError, KeyError, TypeError):

@@ -153,6 +153,11 @@ class Gate:
         if self.counted(text):
             self._tell(text)
 
+    def faulted(self, text: str) -> None:
+        """A library raised an error while this process read what others sent."""
+        if self.counted(text):
+            self._tell(text)
+
     def look(self, nbytes: int) -> None:
         """Count those who were hung up on. `nbytes`: of the machine. A member that was cut off says again what was in flight,
         and is a stranger until that is read."""

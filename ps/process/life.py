@@ -19,7 +19,8 @@ def run(process: Process, ready: Callable[..., None], both: tuple[int, int] | No
     """Serve until the run is over or stdin ends. `ready` is told the port once it is bound, the epoch that this life of the
     coordinator begins in (0 where there is none), and where the server above is. `both`: files for its journal."""
     gate = Gate(process.keys, process.parent_key, process.secret, process.coordinator, process.follows)
-    with contextlib.closing(Sockets(known_as=gate.name_at, curve=gate.curve, connections=gate.connections)) as sockets:
+    made = Sockets(known_as=gate.name_at, curve=gate.curve, connections=gate.connections, faulted=gate.faulted)
+    with contextlib.closing(made) as sockets:
         number = sockets.listen(process.bind)
         follower = Follower(process, sockets, number, gate) if process.follows else None
         if follower is not None:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
 
 import pytest
 import zmq
+import zmq.utils.z85
 from kit.processes import until
-from strangers import frame, shaken
+from strangers import RESETS, frame, reset, shaken
 
+from narrows.protocols.runtime import curve
 from narrows.protocols.runtime import sockets as door
 from narrows.protocols.runtime.connections import REFUSED_MAX, STRANGERS_MAX, Connections, most_strangers
+from narrows.protocols.runtime.curve import Curve, new_pair
 from narrows.protocols.runtime.sockets import Peer, Sockets
 
 MOST = 8
@@ -237,3 +242,119 @@ def test_strangers_leave_descriptors_for_the_others(monkeypatch: pytest.MonkeyPa
     for soft, most in ((256, 32), (1 << 20, STRANGERS_MAX), (-1, STRANGERS_MAX)):
         monkeypatch.setattr("resource.getrlimit", lambda what, soft=soft: (soft, soft))
         assert most_strangers() == most
+
+
+@pytest.mark.parametrize("kind", RESETS)
+def test_connections_that_are_reset_behind_a_message_cost_nothing(
+    kind: str, kept: Connections, server: Sockets, child: Sockets
+) -> None:
+    """The connection has no descriptor any more when its message is read."""
+    port, count, found = server.listen("tcp://127.0.0.1:0"), 20, list[list[bytes]]()
+    for _ in range(count):
+        reset(port, kind)
+    child.send(f"tcp://127.0.0.1:{port}", [b"of a member"])
+
+    def all_heard() -> bool:
+        found.extend(frames for _, frames in heard(server))
+        return [b"of a member"] in found and (kind != "old" or len(found) == count + 1)
+
+    until(all_heard, "the member", LIMIT_S)
+    assert all(frames in ([b"x"], [b"of a member"]) for frames in found)
+
+
+# Each call of a library that is made while messages are read, and whether a server makes it only with keys.
+CALLS: dict[str, tuple[object, str, bool]] = {
+    "poll": (zmq.Poller, "poll", False),
+    "receive a frame": (zmq.Socket, "recv", False),
+    "receive an event": (zmq.Socket, "recv_multipart", False),
+    "look for an event": (zmq.Socket, "poll", False),
+    "an option of a socket": (zmq.Socket, "getsockopt", False),
+    "the connection of a message": (zmq.Frame, "get", False),
+    "an event of those who dial": (curve, "EVENT", False),
+    "an event of our own dialling": (curve, "recv_monitor_message", False),
+    "the state of a connection": (os, "fstat", False),
+    "the key of a message": (zmq.utils.z85, "decode", True),
+    "who has the key of a message": (zmq.Frame, "get", True),
+}
+DOOR = "Thread-"  # as pyzmq names the thread that lets connections in
+
+
+@pytest.mark.parametrize("error", [zmq.ZMQError(zmq.EINVAL), OSError(9, "planted"), ValueError("planted")], ids=repr)
+@pytest.mark.parametrize("name", CALLS)
+def test_an_error_at_any_call_of_a_library_costs_a_message_at_most(
+    name: str, error: Exception, kept: Connections, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first call raises, and then one of five, while a member repeats what it says until all of it is heard."""
+    owner, attribute, keyed = CALLS[name]
+    rng, calls, planted = random.Random(0), [0], [0]
+
+    def raises(call: Callable[..., object]) -> Callable[..., object]:
+        def made(*args: object, **kwargs: object) -> object:
+            calls[0] += 1
+            if not threading.current_thread().name.startswith(DOOR) and (calls[0] == 1 or rng.random() < 1 / 5):
+                planted[0] += 1
+                raise error
+            return call(*args, **kwargs)
+
+        return made
+
+    class Planted:
+        unpack = staticmethod(raises(curve.EVENT.unpack))
+
+    pair = new_pair()
+    keys = Curve(pair, lambda address: (pair, pair.public), lambda public: True) if keyed else None
+    found, wanted = set[bytes](), [b"%d" % number for number in range(6)]
+    with closing(Sockets(connections=kept, curve=keys)) as server, ExitStack() as stack:
+        member = stack.enter_context(closing(Sockets(curve=keys)))
+        address = f"tcp://127.0.0.1:{server.listen('tcp://127.0.0.1:0')}"
+        original = getattr(owner, attribute)
+        monkeypatch.setattr(owner, attribute, Planted if attribute == "EVENT" else raises(original))
+
+        def all_heard() -> bool:
+            reset(int(address.rpartition(":")[2]), "old")
+            for said in wanted:
+                member.send(address, [said])
+            list(member.receive(0))
+            found.update(frames[0] for _ in wanted for _, frames in heard(server))
+            return found.issuperset(wanted) and planted[0] > 0
+
+        until(all_heard, "the member", LIMIT_S)
+        monkeypatch.undo()
+
+
+def test_an_error_at_the_door_refuses_one_connection_and_no_other(
+    kept: Connections, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair, asked = new_pair(), list[str]()
+
+    def admits(public: str) -> bool:
+        asked.append(public)
+        if len(asked) == 1:
+            raise OSError(5, "the list cannot be read")
+        return True
+
+    curve_ = Curve(pair, lambda address: (pair, pair.public), admits)
+    with closing(Sockets(connections=kept, curve=curve_)) as server, ExitStack() as stack:
+        address = f"tcp://127.0.0.1:{server.listen('tcp://127.0.0.1:0')}"
+        members = [stack.enter_context(closing(Sockets(curve=curve_))) for _ in range(2)]
+        members[0].send(address, [b"x"])
+        until(lambda: list(members[0].receive(10)) or asked, "the first to be asked about", LIMIT_S)
+        members[1].send(address, [b"y"])
+        until(lambda: [b"y"] in [frames for _, frames in heard(server)], "the second", LIMIT_S)
+
+
+def test_an_error_that_does_not_end_is_raised_and_one_that_ends_is_not(
+    server: Sockets, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*args: object) -> object:
+        raise zmq.ZMQError(zmq.ENOTSOCK)
+
+    def go_on() -> None:
+        for _ in range(10_000):
+            assert list(server.receive(0)) == []
+
+    with monkeypatch.context() as patched:
+        patched.setattr(zmq.Poller, "poll", fails)
+        assert list(server.receive(0)) == []
+        with pytest.raises(zmq.ZMQError, match="non-socket"):
+            go_on()
