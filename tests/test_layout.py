@@ -39,6 +39,7 @@ RUNNERS = (
         "worker/session.py",
         "worker/telling.py",
         "worker/keeper.py",
+        "worker/child_process.py",
         "worker/ray.py",
         "worker/moments.py",  # files of a worker
         "worker/resuming.py",

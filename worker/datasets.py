@@ -10,6 +10,7 @@ from torch.utils.data import Sampler
 
 from narrows.protocols.errors import UsageError
 from narrows.worker import session
+from narrows.worker.child_process import ChildProcess, NotAWorkerError
 from narrows.worker.session import rank, step_count, world_size
 from narrows.worker.telling import say
 
@@ -43,6 +44,7 @@ class RunSampler(Sampler[int]):
     ) -> None:
         self.dataset, self.batch, self.steps, self.shuffle, self.seed = dataset, batch, steps, shuffle, seed
         self.drop_last = drop_last or steps is not None
+        self.training = -1  # of the newest pass: which of this process
         self.ended: tuple[int, int, int] | None = None  # the newest whole pass: the run's step, its first step, its end
         self.idle = 0  # whole passes since the newest step
         self.told = False
@@ -73,7 +75,12 @@ class RunSampler(Sampler[int]):
         return self.epoch_steps * self.batch if self.drop_last else self.share
 
     def __iter__(self) -> Iterator[int]:
-        now, each, session.current().batch = step_count(), self.epoch_steps, self.batch
+        ours = session.current()
+        now, each, ours.batch = step_count(), self.epoch_steps, self.batch
+        if ours.training != self.training:  # another one than that of the pass before
+            self.training, self.ended, self.idle = ours.training, None, 0
+            if self.steps is not None:
+                session.makes(self.steps)
         first = self._first(now)
         end = (first // each + 1) * each if self.steps is None else self.steps
         own: list[int] = []
@@ -138,6 +145,8 @@ class Ranges(Iterator[torch.Tensor]):
 
     def __next__(self) -> torch.Tensor:
         ours = session.current()
+        if isinstance(ours, ChildProcess):
+            raise NotAWorkerError("ranges()")
         index = self._alone(ours) if isinstance(ours, session.Alone) else self._of_run(ours)
         if index < 0:
             raise StopIteration

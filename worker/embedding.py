@@ -12,11 +12,12 @@ import torch
 from narrows.compression.rows import first_values
 from narrows.protocols.errors import UsageError
 from narrows.protocols.wire import FRAME_VALUES
+from narrows.worker.child_process import SERVER, NotAWorkerError, is_child
 
 
 def of_run() -> bool:
-    """This process is a worker of a run: session.py opens one for the same variable."""
-    return bool(os.environ.get("NARROWS_SERVER"))
+    """This process is a worker of a run, or a child process of one: session.py looks at the same variable."""
+    return bool(os.environ.get(SERVER))
 
 
 class Holder(Protocol):
@@ -95,6 +96,8 @@ class Embedding(torch.nn.Embedding):
 
     def _rows_of(self, input: torch.Tensor) -> tuple[Holder, npt.NDArray[np.int64], torch.Tensor]:
         """Who has the rows; which differ, rising; and the place of each index among these."""
+        if is_child():
+            raise NotAWorkerError("a forward pass of an Embedding, whose table is on the servers,")
         if self._holder is None:
             raise UsageError(
                 "Embedding: its table is on the servers, and this process has no part in the run yet: make "

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from narrows.protocols.errors import NarrowsError, UsageError
 from narrows.protocols.keys import Keys
 from narrows.worker import presence
+from narrows.worker.child_process import NotAWorkerError
 from narrows.worker.telling import complain as say
 
 GROUP = "NARROWS_GROUP"  # "1": the processes of this machine are one worker
@@ -40,6 +41,7 @@ class Group:
     _presence: presence.Presence | None = None  # once all have it
 
     def __init__(self) -> None:
+        self._pid = os.getpid()
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         # Small agreements never wait for a GPU, and may wait for a slow link.
         self._control = dist.new_group(backend=GLOO, timeout=timedelta(seconds=WAIT_LIMIT_S))
@@ -132,12 +134,19 @@ class Group:
         return found.numpy().tobytes()
 
     def _all_reduce(self, tensor: torch.Tensor, how: Any = dist.ReduceOp.SUM) -> None:
+        self._only_here()
         with _others():
             self._wait(dist.all_reduce(tensor, how, self._control, async_op=True))
 
     def _broadcast(self, tensor: torch.Tensor, rank: int) -> None:
+        self._only_here()
         with _others():
             self._wait(dist.broadcast(tensor, rank, self._control, async_op=True))
+
+    def _only_here(self) -> None:
+        """A child process of a rank is none: what it sent would be taken for the rank's."""
+        if os.getpid() != self._pid:
+            raise NotAWorkerError("what all processes of a group do together")
 
     def _wait(self, work: Any) -> None:
         """Until all ranks have done it; after TOLD_S say which have not come."""
@@ -161,6 +170,7 @@ class Group:
 
     def reduce(self, whole: torch.Tensor, slices: Sequence[Keys]) -> None:
         """The slice of this rank becomes the sum of all ranks'; the rest of `whole` may be anything afterwards."""
+        self._only_here()
         with _others():
             if dist.get_backend() == GLOO or whole.device.type == "cpu":
                 dist.all_reduce(whole)  # gloo's is twice as fast as its reduce to each owner
@@ -169,6 +179,7 @@ class Group:
 
     def spread(self, whole: torch.Tensor, slices: Sequence[Keys]) -> None:
         """Each rank's slice of `whole`, to all."""
+        self._only_here()
         with _others():
             self._all(dist.broadcast, whole, slices)
 

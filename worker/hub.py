@@ -153,7 +153,7 @@ class Hub(Link):
 
     def close(self) -> None:
         super().close()
-        for one in self.ranks:
+        for one in self.ranks if os.getpid() == self._pid else ():
             _hang_up(one)
 
     def _tell(self, rank: int, event: MemberEffect) -> None:
@@ -191,6 +191,7 @@ class Spoke(Events, Commands):
         self._tell(shard, messages)
 
     def _tell(self, shard: int, messages: Sequence[m.Message]) -> None:
+        self._only_here()
         with suppress(OSError):  # the first rank has ended, which `take` says
             _send(self._hub, [shard], messages)
 
@@ -202,7 +203,8 @@ class Spoke(Events, Commands):
             self._tell(BYE, [])
 
     def close(self) -> None:
-        _hang_up(self._hub)
+        if os.getpid() == self._pid:
+            _hang_up(self._hub)
 
 
 def joined(group: Group, let_in: Callable[[], tuple[Link, Joined]]) -> tuple[Link, Joined]:

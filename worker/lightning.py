@@ -42,7 +42,7 @@ class NarrowsCallback(lightning.Callback):  # type: ignore[misc]
 
     def __init__(self) -> None:
         self.shared: DistributedOptimizer | None = None
-        self.before = 0  # steps of earlier Trainers of a script that trains alone
+        self.before = 0  # steps that the DistributedOptimizer had made before fit(), in a script that trains alone
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         strategy = trainer.strategy
@@ -56,9 +56,9 @@ class NarrowsCallback(lightning.Callback):  # type: ignore[misc]
                 f"configure_optimizers returned {len(strategy.optimizers)} optimizers, and a run has one: return "
                 "DistributedOptimizer([...], self), and step that in training_step"
             )
-        self.before = step_count() if current().link is None else 0
         (inner,) = strategy.optimizers
         self.shared = inner if isinstance(inner, DistributedOptimizer) else DistributedOptimizer(inner, pl_module)
+        self.before = step_count() if current().link is None else 0
         strategy.optimizers = [self.shared]
         self._share_checkpoints(strategy)
         self._count_steps(trainer)

@@ -10,6 +10,7 @@ import torch
 
 from narrows.protocols.errors import UsageError
 from narrows.worker import session
+from narrows.worker.child_process import ChildProcess, NotAWorkerError
 from narrows.worker.engine import Engine
 from narrows.worker.gradients import Gradients
 from narrows.worker.optimizers import as_one, each_of
@@ -69,10 +70,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.max_grad_norm = max_grad_norm
         if session.watch is not None:
             session.watch.begins(self, self.inner, model)
-        self._session = session.current()
+        self._session = session.of_new_training()
         if isinstance(self._session, session.Connected):
             self._engine = self._session.attach(model, self.inner, max_grad_norm or 0.0, accumulate if overlap else 0)
-        if schedule is not None:
+        if schedule is not None and not isinstance(self._session, ChildProcess):
             catch_up(schedule, self._session.step_count)
 
     @property
@@ -119,9 +120,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         parameters = [p for group in self.param_groups for p in group["params"]]
         if self._engine is None:
+            if isinstance(self._session, ChildProcess):
+                raise NotAWorkerError("step()")
             loss = clipped_step(self.inner, parameters, self.max_grad_norm or 0.0, closure)
             assert isinstance(self._session, session.Alone)
-            self._session.clock += 1
+            self._session.stepped()
             return loss
         apart = self._engine.tables.weights
         if sum(p.requires_grad and id(p) not in apart for p in parameters) > len(self._engine.flat.parameters):

@@ -10,6 +10,7 @@ Rules
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -44,6 +45,7 @@ class Overlap:
         self.flat, self.accumulate, self.send, self.home = flat, accumulate, send, home
         self.lock = threading.Lock()
         self.target: FloatArray | None = None
+        self.pid = os.getpid()  # a backward pass in a forked process is no part of a step
         self.sent_early = 0  # parts that left during the last backward: for traces
         self.cut(ranges)
         for tensor, parameter in enumerate(flat.parameters):
@@ -76,6 +78,8 @@ class Overlap:
 
     def _hook(self, tensor: int) -> Callable[[torch.Tensor], None]:
         def ready(parameter: torch.Tensor) -> None:
+            if os.getpid() != self.pid:
+                return
             with self.lock:
                 self.calls[tensor] += 1
                 if self.calls[tensor] == self.accumulate and self.target is not None:

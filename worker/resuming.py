@@ -24,6 +24,7 @@ import torch
 from narrows.protocols.errors import UsageError
 from narrows.protocols.runtime.output import set_aside
 from narrows.worker import session
+from narrows.worker.child_process import ChildProcess, NotAWorkerError
 from narrows.worker.moments import write_whole
 from narrows.worker.session import rank, step_count, world_size
 from narrows.worker.telling import say
@@ -58,6 +59,8 @@ def resumable(
 
 def _read(loader: Any, folder: Path, steps: float, batches: int, every: int) -> Iterator[Any]:
     ours = session.current()
+    if isinstance(ours, ChildProcess):
+        raise NotAWorkerError("resumable()")
     if ours.link is not None and ours.engine is None:
         raise UsageError(
             "resumable was read before DistributedOptimizer was made: nobody knows the run's step until then"

@@ -25,6 +25,7 @@ from narrows.protocols.runtime.keys import Secret, keyed, refusal
 from narrows.protocols.runtime.sockets import LINGER_MS, Drops, Peer, Receipt, Sockets
 from narrows.protocols.timing import Timing
 from narrows.protocols.wire import decode, encode
+from narrows.worker.child_process import NotAWorkerError
 from narrows.worker.silence import Silence
 from narrows.worker.telling import complain as say
 
@@ -38,12 +39,15 @@ class Events:
     """From the thread that hears them to the one that takes them."""
 
     def __init__(self) -> None:
+        self._pid = os.getpid()  # of the process that hears them: one that is forked from it has no thread
         self._events: deque[MemberEffect] = deque()
         self._changed = threading.Condition()
         self._error: BaseException | None = None
 
     def take(self, timeout_s: float) -> MemberEffect | None:
-        """The next event, or None after `timeout_s`. Raises the error that ended the session."""
+        """The next event, or None after `timeout_s`. Raises the error that ended the session, NotAWorkerError in a child
+        process."""
+        self._only_here()
         with self._changed:
             if not self._events and self._error is None:
                 self._changed.wait(timeout_s)
@@ -52,6 +56,10 @@ class Events:
             if self._error is not None:
                 raise self._error
         return None
+
+    def _only_here(self) -> None:
+        if os.getpid() != self._pid:
+            raise NotAWorkerError("a step, the shared model or finish()")
 
     def _deliver(self, event: MemberEffect) -> None:
         with self._changed:
@@ -136,7 +144,8 @@ class Link(Events, Commands):
     # Any thread.
 
     def call(self, command: Command) -> None:
-        """Have the I/O thread run `command` and carry out its effects."""
+        """Have the I/O thread run `command` and carry out its effects. Raises NotAWorkerError in a child process."""
+        self._only_here()
         self._commands.append(command)
         self._sockets.wake()
 
@@ -151,7 +160,9 @@ class Link(Events, Commands):
         self.call(open_to_peers)
 
     def close(self) -> None:
-        """End the thread and its sockets; what was sent last has LINGER_MS to leave."""
+        """End the thread and its sockets; what was sent last has LINGER_MS to leave. In a child process: nothing."""
+        if os.getpid() != self._pid:
+            return
         self._closing = True
         self._sockets.wake()
         self._thread.join(CLOSE_S)

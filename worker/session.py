@@ -2,6 +2,7 @@
 
 Opened by the first call that needs it; ps-worker names the server in NARROWS_SERVER. Without one the script runs alone.
 At exit a session that the script did not finish is finished, or, after an error, left at once.
+A child process of a worker has a session that reads and is no member of the run (child_process.py).
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ from narrows.protocols.runtime import output
 from narrows.protocols.runtime.keys import Secret, member_key
 from narrows.protocols.settings import Settings
 from narrows.protocols.timing import Timing
-from narrows.worker import home, telling
+from narrows.worker import child_process, home, telling
 from narrows.worker.admission import let_in
+from narrows.worker.child_process import ChildProcess, only_here
 from narrows.worker.ending import leave_when_told
 from narrows.worker.engine import Engine
 from narrows.worker.figures import Figures
@@ -55,24 +57,54 @@ def warm_up(say: Callable[[str], None]) -> None:
 
 EPSILON_EVERY = 50  # pushes, from one row of the record with epsilon to the next
 
+SECOND = (
+    "a second DistributedOptimizer, and a run has one: give it all optimizers of the script, as a list, or start ps-worker "
+    "once for each training"
+)
+SECOND_AFTER = (
+    "a second DistributedOptimizer after finish(): this worker has left the run, which trains one model once; start ps-worker "
+    "again for the next training, with the ps-serve of another run or with none"
+)
+
 LAST_S = 5.0  # a process of a group that ends because another has is not the first
 
 
 class Alone:
-    """The session of a script that runs as plain python: one worker, no server."""
+    """The session of a script that runs as plain python: one worker, no server. Each training of it has one.
+
+    A process that such a script has started reads there how far the script is, until it trains itself.
+    """
 
     rank = 0
     world_size = 1
+    training = 0  # which of this process
     link: Link | None = None
     engine: Engine | None = None
 
-    clock = 0
-    steps = batch = 0  # of the run, and samples of a step here: where a loader was told
-    taken = 0  # ranges of samples
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.parent = child_process.of_parent(child_process.ALONE)
+        self.trains = False  # it has a DistributedOptimizer
+        self.stepped_count = 0
+        self.steps = self.batch = 0  # of the training, and samples of a step: where a loader was told
+        self.steps_told = 0  # the same, since the newest step: by a loader that may be of the next training
+        self.taken = 0  # ranges of samples
+
+    @property
+    def clock(self) -> int:
+        return self.stepped_count if self.parent is None else self.parent.read("clock")
 
     @property
     def step_count(self) -> int:
         return self.clock
+
+    def stepped(self) -> None:
+        """After each step of this training, which is the one that the script asks for from now on."""
+        global _session
+        _session, self.pid, self.parent = self, os.getpid(), None
+        self.stepped_count += 1
+        self.steps_told = 0
+        child_process.tell(self.rank, self.world_size, self.clock, self.step_count)
 
     def record(self, values: dict[str, float]) -> None:
         """Alone there is no record."""
@@ -81,8 +113,11 @@ class Alone:
 class Connected:
     """The session of a worker of a run."""
 
+    training = 0
+
     def __init__(self, address: str) -> None:
         self.began_unix = time.time()
+        self.pid = os.getpid()
         self.group = Group.of_environment()
         self.tells = self.group is None or self.group.leads  # what is recorded of the worker
         warm_up(lambda text: _tell("say", text=text))
@@ -135,11 +170,12 @@ class Connected:
         self, model: torch.nn.Module, inner: torch.optim.Optimizer, max_grad_norm: float, overlap: int
     ) -> Engine:
         if self.engine is not None:
-            raise NarrowsError("a run has one DistributedOptimizer: give it all optimizers of the script, as a list")
+            raise UsageError(SECOND_AFTER if self.engine.finished else SECOND)
         if self.settings.mode().rule is Rule.MIX and self.group is None:
             self.link.listen()
         self.engine = Engine(self.link, self.settings, model, inner, max_grad_norm, overlap, self.group)
         self.moments = Moments.of(self.engine, self.rank, self.began_unix)
+        self.tell_children()
         if not self.tells:
             return self.engine
         self.figures = Figures(self.engine, self.link)
@@ -152,6 +188,7 @@ class Connected:
     def stepped(self) -> None:
         """After each step: what it cost, to be written with what record() is given before the next."""
         self._flush()
+        self.tell_children()
         engine = self.engine
         assert engine is not None
         if self.moments is not None:
@@ -182,6 +219,9 @@ class Connected:
         while engine.tuning.switches:
             clock, switch = engine.tuning.switches.pop(0)
             _tell("compress", clock=clock, **{"from": switch.before, "to": switch.after}, reason=switch.reason)
+
+    def tell_children(self) -> None:
+        child_process.tell(self.rank, self.world_size, self.clock, self.step_count)
 
     def _tell_privacy(self) -> None:
         engine = self.engine
@@ -230,27 +270,56 @@ class Connected:
             self.moments.end()
 
 
-_session: Alone | Connected | None = None
+Session = Alone | Connected | ChildProcess
+
+_session: Session | None = None
 _forwarding = Forwarding()
 watch = Watch.of_environment(_tell)  # of a script that ps-worker --check looks at
 _failed = False
 _orphaned = threading.Event()  # that ps-worker has ended
 
 
-def current() -> Alone | Connected:
-    """The session of this process; opens it."""
+def current() -> Session:
+    """The session of this process; opens it. A process that was forked has another one than its parent."""
     global _session
-    if _session is None:
-        address = os.environ.get("NARROWS_SERVER", "")
-        if address:
-            telling.find()
-            _install_hook()
-            leave_when_told()
-            _session = Connected(address)
-            atexit.register(_at_exit)
-        else:
-            _session = Alone()
+    if _session is None or _session.pid != os.getpid():
+        _session = _opened()
     return _session
+
+
+def _opened() -> Session:
+    address = os.environ.get("NARROWS_SERVER", "")
+    if child_process.is_child():
+        return ChildProcess()
+    if not address:
+        alone = Alone()
+        if alone.parent is None:
+            child_process.announce(child_process.ALONE)
+        return alone
+    telling.find()
+    _install_hook()
+    leave_when_told()
+    child_process.announce(child_process.RUN)
+    connected = Connected(address)
+    connected.tell_children()
+    atexit.register(only_here(_at_exit))
+    return connected
+
+
+def of_new_training() -> Session:
+    """The session of the DistributedOptimizer that is made now. A script that trains alone may train several times, one
+    after the other: each training counts its steps from 0."""
+    global _session
+    ours = current()
+    if isinstance(ours, Alone) and (ours.trains or ours.parent is not None):
+        begun = Alone()
+        begun.parent, begun.training = None, ours.training + 1
+        begun.steps, begun.batch = ours.steps_told, ours.batch
+        child_process.announce(child_process.ALONE)
+        _session = ours = begun
+    if isinstance(ours, Alone):
+        ours.trains = True
+    return ours
 
 
 def _watch_launcher(address: str, token: str, key: Secret | None) -> None:
@@ -264,7 +333,7 @@ def _watch_launcher(address: str, token: str, key: Secret | None) -> None:
         _end_group()
 
     if parent_fd:
-        atexit.register(_end_group)  # its server may tell us of its end first
+        atexit.register(only_here(_end_group))  # its server may tell us of its end first
         threading.Thread(target=watch, name="narrows-launcher", daemon=True).start()
 
 
@@ -289,10 +358,13 @@ def _end(error: NarrowsError) -> NoReturn:
 
 
 def _install_hook() -> None:
-    before = sys.excepthook
+    before, pid = sys.excepthook, os.getpid()
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         global _failed
+        if os.getpid() != pid:
+            before(kind, error, trace)
+            return
         _failed = True
         if isinstance(error, NarrowsError):
             if isinstance(_session, Connected):
@@ -334,7 +406,10 @@ def makes(steps: int) -> None:
     """A loader ends once the run has made so many steps. The one that goes furthest counts. Raises UsageError."""
     if steps < 0:
         raise UsageError(f"steps={steps}: give the steps of the whole run")
-    current().steps = max(current().steps, steps)
+    ours = current()
+    ours.steps = max(ours.steps, steps)
+    if isinstance(ours, Alone):
+        ours.steps_told = max(ours.steps_told, steps)
 
 
 def step_count() -> int:

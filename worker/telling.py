@@ -7,16 +7,18 @@ import os
 from typing import Any, TextIO
 
 from narrows.protocols.runtime.output import STDERR
+from narrows.worker.child_process import is_child
 
 _pipe: TextIO | None = None
+_pid = 0  # of the process that has opened it
 
 
 def find() -> bool:
-    """Whether a ps-worker listens. Processes that the script starts do not find it."""
-    global _pipe
-    if record_fd := os.environ.pop("NARROWS_RECORD_FD", ""):
-        _pipe = os.fdopen(int(record_fd), "w")
-    return _pipe is not None
+    """Whether a ps-worker listens to this process. It listens to no child process of a worker."""
+    global _pipe, _pid
+    if os.environ.get("NARROWS_RECORD_FD") and not is_child():
+        _pipe, _pid = os.fdopen(int(os.environ.pop("NARROWS_RECORD_FD")), "w"), os.getpid()
+    return _pipe is not None and _pid == os.getpid()
 
 
 def tell(event: str, **values: Any) -> None:

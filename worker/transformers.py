@@ -90,7 +90,7 @@ class InRun(Base):  # type: ignore[misc]
     """What a Trainer does differently in a run. shared: its DistributedOptimizer, once train() has made it."""
 
     shared: DistributedOptimizer | None = None
-    before = 0  # steps of earlier Trainers of a script that trains alone
+    before = 0  # steps that its DistributedOptimizer had made before train(), in a script that trains alone
 
     def __init__(self, *args: Any, **values: Any) -> None:
         super().__init__(*args, **values)
@@ -103,7 +103,8 @@ class InRun(Base):  # type: ignore[misc]
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **values: Any) -> Any:
         """Raises UsageError in a run for a checkpoint of Trainer's: the servers have the run's."""
         if current().link is None:
-            self.before = step_count()
+            made = self.shared is not None or isinstance(self.optimizer, DistributedOptimizer)
+            self.before = step_count() if made else 0  # a new one begins at 0
         elif resume_from_checkpoint:
             raise UsageError(
                 "resume_from_checkpoint: a run goes on from its server's checkpoints: start ps-serve, or a ps-worker that "

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, RandomSampler
 
 from narrows.compression import ErrorFeedback, parse, rows
+from narrows.worker.child_process import is_child
 from narrows.worker.embedding import Embedding
 from narrows.worker.flat import FlatModel, FloatArray, fingerprint
 from narrows.worker.optimizers import each_of
@@ -77,7 +78,7 @@ class Watch:
     @staticmethod
     def of_environment(tell: Tell) -> Watch | None:
         specs = os.environ.pop(WATCH, "")
-        return Watch(specs.split(), tell) if specs else None
+        return Watch(specs.split(), tell) if specs and not is_child() else None
 
     def _say(self, what: str, **values: Any) -> None:
         self.tell("check", what=what, **values)
@@ -106,6 +107,8 @@ class Watch:
     # Steps.
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], values: dict[str, Any]) -> Any:
+        if is_child():
+            return None
         if self.over:
             raise Checked(0)
         engine = getattr(self.wrapper, "_engine", None)
@@ -144,7 +147,7 @@ class Watch:
 
     def _iterates(self, loader: DataLoader[Any]) -> Any:
         """DataLoader.__iter__: whether the whole dataset is shuffled, and what is first in it."""
-        if type(loader.sampler) is RandomSampler and torch.is_grad_enabled() and not self.steps:
+        if not is_child() and type(loader.sampler) is RandomSampler and torch.is_grad_enabled() and not self.steps:
             began, generator = time.perf_counter(), torch.get_rng_state()
             try:
                 first = fingerprint(tree_leaves(loader.dataset[0]))
@@ -179,7 +182,7 @@ class Watch:
         return {"gradients": fingerprint(heads) if some else ""}
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if optimizer is not self.wrapper:
+        if optimizer is not self.wrapper or is_child():
             return
         self.within, self.steps = False, self.steps + 1
         if self.steps == STEPS:

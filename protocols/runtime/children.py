@@ -33,6 +33,7 @@ EVENTS_MAX = 100_000  # lines that wait to be shown: then their writers wait
 PIPES_END_S = 2.0  # a process that a child left behind may keep its pipes open for ever
 FORK_S = 30.0  # a fork takes milliseconds, and on a machine that swaps longer
 NURSERY = -9  # in place of a child's index
+STARTED_BY = "NARROWS_STARTED_BY"  # the parent of a child: of what that starts in turn, another process is
 GONE = "the process that forks them has ended"
 
 Event = tuple[int, str, Any]
@@ -191,7 +192,7 @@ class Children:
     ) -> tuple[Child, Callable[[], int | None]]:
         process = subprocess.Popen(
             [sys.executable, *words],
-            env={**env, **{name: str(fd) for name, fd in handed.items()}},
+            env={**env, STARTED_BY: str(os.getpid()), **{name: str(fd) for name, fd in handed.items()}},
             stdin=standard[0],
             stdout=standard[1],
             stderr=standard[2],
@@ -212,7 +213,9 @@ class Children:
         """A child of the nursery, or None where it does not fork."""
         # As exec hands them down.
         ignored = [number for number in signals.TO_ALL if signal.getsignal(number) is signal.SIG_IGN]
-        request = launch.Request([*words], dict(env), os.getcwd(), name, [*handed], ignored, nests)
+        assert self.nursery is not None
+        own = {**env, STARTED_BY: str(self.nursery.pid)}
+        request = launch.Request([*words], own, os.getcwd(), name, [*handed], ignored, nests)
         try:
             asked = json.dumps(["fork", asdict(request)]).encode()
             socket.send_fds(self.port, [asked], [*standard, *handed.values()])

@@ -142,7 +142,7 @@ def alone() -> Iterator[session.Alone]:
     """The session of a script that runs as plain python."""
     with pytest.MonkeyPatch.context() as patch:
         only = session.Alone()
-        patch.setattr(session, "current", lambda: only)
+        patch.setattr(session, "_session", only)
         yield only
 
 

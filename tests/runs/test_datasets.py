@@ -169,10 +169,10 @@ def test_with_steps_one_pass_is_the_whole_run() -> None:
         epochs = [whole[:8], whole[8:16], whole[16:]]
         assert all(len({*epoch}) == len(epoch) for epoch in epochs) and epochs[0] != epochs[1]
         assert whole[:10] != list(sampler(range(10), 4)) and whole[:8] == list(sampler(range(10), 4, drop_last=True))
-        session.clock = 3
+        session.stepped_count = 3
         late = sampler(range(10), 4, steps=5)
         assert len(late) == 8 and list(late) == whole[12:]
-        session.clock = 5
+        session.stepped_count = 5
         assert len(late) == 0 and list(late) == []
 
 

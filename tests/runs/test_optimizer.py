@@ -21,11 +21,12 @@ from kit.in_process import store_of
 from kit.scripts import BATCH, Array, Run, alone, batch, build, distance, flat, loss_of, run, seeded
 from torch import nn
 from torch.optim import lr_scheduler as lrs
+from torch.utils.data import DataLoader
 
 from narrows.protocols.errors import NarrowsError, UsageError
 from narrows.protocols.modes import ELEMENTWISE
 from narrows.protocols.settings import Settings
-from narrows.worker import DistributedOptimizer, clock, rank, session, step_count, world_size
+from narrows.worker import DistributedOptimizer, clock, ranges, rank, sampler, session, step_count, world_size
 from narrows.worker.gradients import Gradients
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -903,7 +904,7 @@ def test_a_run_has_one_optimizer_and_its_groups_are_set_before_it() -> None:
     with run(BSP1):
         net = build()
         optimizer = DistributedOptimizer(SGD(net.parameters()), net)
-        with pytest.raises(NarrowsError, match="one DistributedOptimizer"):
+        with pytest.raises(NarrowsError, match="a run has one: give it all optimizers"):
             DistributedOptimizer(SGD(net.parameters()), net)
         with pytest.raises(UsageError, match="add_param_group after the run has begun"):
             optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
@@ -1261,6 +1262,48 @@ def test_a_script_alone_is_the_inner_optimizer() -> None:
                 assert np.array_equal(flat(net), reference)
             optimizer.finish()
         extra.clear()
+
+
+def trained_once(steps: int, data: Any) -> tuple[list[float], list[int]]:
+    """The rates and the steps of one training, as a sweep or a cell of a notebook has it."""
+    net = build()
+    inner = torch.optim.SGD(net.parameters(), lr=1.0)
+    optimizer = DistributedOptimizer(inner, net, schedule=(schedule := lrs.ExponentialLR(inner, 0.5)))
+    rates, seen = list[float](), list[int]()
+    for indices in DataLoader(range(64), 4, sampler=data):  # type: ignore[arg-type]
+        rates.append(inner.param_groups[0]["lr"])
+        seen.append(step_count())
+        loss_of(net, int(indices[0])).backward()
+        optimizer.step()
+        schedule.step()
+    assert optimizer.clock == steps and optimizer._trains is False, "after its last step the model is shown"
+    return rates, seen
+
+
+def test_each_training_of_a_script_alone_begins_anew() -> None:
+    """Its loader may be made before its optimizer, after that, or once for all trainings."""
+    with alone():
+        once = sampler(range(64), 4, steps=5)
+        for steps, data in ((5, once), (3, None), (5, once), (7, None)):
+            own = sampler(range(64), 4, steps=steps) if data is None else data
+            assert trained_once(steps, own) == ([0.5**step for step in range(steps)], list(range(steps)))
+        first, second = (DistributedOptimizer(SGD((net := build()).parameters()), net) for _ in range(2))
+        for optimizer, clocks in ((first, 1), (second, 1), (first, 2), (first, 3), (second, 2)):
+            optimizer.step()
+            assert optimizer.clock == clock() == clocks, "the one that steps counts"
+        assert [*ranges(8, 4)][1].numel() == 4 and second.clock == 2
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_second_training_in_a_run_is_refused_with_the_way_out(ends: bool) -> None:
+    with run(Settings(sync="ssp", workers=1)):
+        net = build()
+        optimizer = DistributedOptimizer(SGD(net.parameters()), net)
+        optimizer.step()
+        if ends:
+            optimizer.finish()
+        with pytest.raises(UsageError, match=r"start ps-worker (again|once) for (the next|each) training"):
+            DistributedOptimizer(SGD(net.parameters()), net)
 
 
 @pytest.mark.parametrize(("spec", "named"), [("topk:0.003", 1), ("topk:0.5", 0)])

@@ -25,6 +25,7 @@ from narrows.protocols.runtime import plans
 from narrows.protocols.runtime.keys import Secret
 from narrows.protocols.runtime.peers import Peers
 from narrows.worker import session
+from narrows.worker.child_process import ChildProcess, NotAWorkerError, only_here
 from narrows.worker.pipelining.group import WAIT_LIMIT_S, PipelineGroup, register
 from narrows.worker.telling import complain as say
 
@@ -88,7 +89,10 @@ def pipeline() -> dist.ProcessGroup:
     layout, ours = _place()
     if dist.is_initialized():
         raise UsageError("this process has a process group: call narrows.worker.pipeline() before anything makes one")
-    link = session.current().link
+    current = session.current()
+    if isinstance(current, ChildProcess):
+        raise NotAWorkerError("pipeline()")
+    link = current.link
     key = link.key if link is not None else None
     _check_key(ours, key)
     processes = layout.pipeline(ours.replica)
@@ -107,14 +111,14 @@ def pipeline() -> dist.ProcessGroup:
 
 def _close_at_end(peers: Peers) -> None:
     """Before the session leaves its run, and at once where the script fails: the other stages need not wait for a lease."""
-    before = sys.excepthook
+    before, close = sys.excepthook, only_here(peers.close)
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        peers.close(failed=True)
+        close(failed=True)
         before(kind, error, trace)
 
     sys.excepthook = hook
-    atexit.register(peers.close)
+    atexit.register(close)
 
 
 def _check_key(ours: Process, key: Secret | None) -> None:
