@@ -247,3 +247,10 @@ def test_limits_are_found() -> None:
         + LINES_MAX * "\n"
     )
     assert [*over_the_limits("ps/long.py", source)] == ["ps/long.py", "Long", "Wide"]
+
+
+def test_the_oldest_torch_loads_files_without_running_code_of_them() -> None:
+    """CVE-2025-32434: torch.load(weights_only=True) could be got round before 2.6."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (floor,) = [each.removeprefix("torch>=") for each in project["dependencies"] if each.startswith("torch>=")]
+    assert tuple(map(int, floor.split("."))) >= (2, 6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 import click
@@ -108,7 +109,9 @@ def init(folder: str) -> None:
     from narrows.protocols.runtime.keys import make
 
     make(folder)
-    click.echo(f"{folder} has the keys of a server. For each machine: ps-serve keys add NAME --keys {folder}")
+    click.echo(
+        f"{folder} has the keys of a server. For each machine: ps-serve keys add NAME --keys {shlex.quote(folder)}"
+    )
 
 
 @keys.command()

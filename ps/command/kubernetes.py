@@ -7,7 +7,9 @@ from __future__ import annotations
 import shlex
 from textwrap import indent
 
-from narrows.ps.command.recipe import END_S, READY, SCRIPT, Recipe, listed
+from narrows.ps.command.recipe import END_S, READY, SCRIPT, Expanded, Recipe, listed
+
+VARIABLES = "$("  # of a command: $(NAME); "$$(" is no variable
 
 CLAIM = """\
 # A PersistentVolumeClaim named narrows, ReadWriteMany, keeps checkpoints and the states of the workers' optimizers. A server
@@ -33,8 +35,8 @@ def _pod(name: str, command: list[str], args: list[str], named: bool, more: str,
             "  containers:",
             f"  - name: {name}",
             "    image: narrows:latest  # ps-serve --print dockerfile",
-            f"    command: {listed(command)}",
-            *([f"    args: {listed(args)}"] if args else []),
+            f"    command: {listed(command, VARIABLES)}",
+            *([f"    args: {listed(args, VARIABLES)}"] if args else []),
             *(
                 [f'    env:\n    - {{name: JOBSET_NAME, valueFrom: {{fieldRef: {{fieldPath: "{label}"}}}}}}']
                 if named
@@ -56,8 +58,9 @@ def _replicated_jobs(recipe: Recipe, name: str, folder: str, workers: str, conta
     numbers = [*range(recipe.port, recipe.port + recipe.shards), *(port for _, port in recipe.sites.values())]
     ports = "\n".join(f"- containerPort: {port}" for port in dict.fromkeys(numbers))
     ready = f"ports:\n{ports}\nreadinessProbe:\n  exec: {{command: [test, -e, {READY}]}}\n  periodSeconds: 2"
+    folder, server_host = Expanded(folder), Expanded(f"{name}-server-0-0.{name}")
     serve = recipe.serve(folder, "--ready-file", READY, keys="/keys")
-    work = recipe.work(f"{name}-server-0-0.{name}", folder, script=[], keys="/keys")
+    work = recipe.work(server_host, folder, script=[], keys="/keys")
     keys, named = bool(recipe.keys), name.startswith("$")
     server = indent(_pod("ps-serve", serve, [], named, ready, keys, "server"), " " * 8)
     node = indent(_pod(container, work, SCRIPT, named, "", keys, "worker"), " " * 8)

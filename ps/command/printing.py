@@ -20,17 +20,17 @@ from narrows.protocols.modes import Rule
 from narrows.protocols.runtime.flags import RUN_FLAGS, given
 from narrows.protocols.settings import Settings
 from narrows.ps.command.kubernetes import jobset, kubeflow
-from narrows.ps.command.recipe import END_S, PORT, READY, SCRIPT, Recipe, listed, shell
+from narrows.ps.command.recipe import END_S, PORT, READY, SCRIPT, Expanded, Recipe, listed, shell
 from narrows.ps.command.serve import checked
 from narrows.ps.glance.watch import site_address
 
 
 def slurm(recipe: Recipe) -> str:
     """A heterogeneous job: the server on the node of the batch script, the workers as one step of the second component."""
-    server = recipe.host or "$(hostname)"
+    server = shlex.quote(recipe.host) if recipe.host else "$(hostname)"
     workers = f"{recipe.workers} worker{'s' * (recipe.workers > 1)}"
-    serve = shell(recipe.serve("$folder", "--ready-file", "$folder.ready"))
-    work = shell(recipe.work("$server", "$folder", script=['"$@"']))
+    serve = shell(recipe.serve(Expanded("$folder"), "--ready-file", Expanded("$folder.ready")))
+    work = shell(recipe.work(Expanded("$server"), Expanded("$folder"), script=[Expanded("$@")]))
     return f"""#!/bin/bash
 # Narrows on Slurm: a server, and {workers}. Run it with: sbatch FILE {SCRIPT[0]} ARGS...
 # 120 s before its time is over the server writes a checkpoint, and the job is queued again: it goes on from there.
@@ -104,7 +104,7 @@ RUN pip install --no-cache-dir . && python -P -m narrows.compression
 def _everywhere(recipe: Recipe, server: str, rank: str, folder: str) -> str:
     """One script for all machines: that of rank 0 has the server, too."""
     head = shell(recipe.serve(folder, keys="/keys"))
-    work = shell(recipe.work("$server", folder, keys="/keys"))
+    work = shell(recipe.work(Expanded("$server"), folder, keys="/keys"))
     return f"""server={server}
 if [ "{rank}" = 0 ]; then
   {head} &
@@ -131,7 +131,7 @@ run: |
 
 
 def dstack(recipe: Recipe) -> str:
-    keys = f"files: [{json.dumps(recipe.keys + ':/keys')}]\n" if recipe.keys else ""
+    keys = f"files: [{{local_path: {json.dumps(recipe.keys)}, path: /keys}}]\n" if recipe.keys else ""
     run = "chmod -R go= /keys\n" if recipe.keys else ""
     run += _everywhere(recipe, "$DSTACK_MASTER_NODE_IP", "$DSTACK_NODE_RANK", "/checkpoints")
     return f"""# Narrows on dstack: dstack apply -f FILE, on a fleet with placement: cluster.
@@ -177,7 +177,7 @@ def compose(recipe: Recipe) -> str:
     key = ["--parent-key", "/keys/{}.key"] if recipe.keys else ["--insecure"]
     parent = ["--parent", f"tcp://above:{recipe.port}", *key]
     names = ("leipzig", "jena")
-    disk = ["./narrows:/run/narrows", *([f"{recipe.keys}:/keys:ro"] if recipe.keys else [])]
+    disk = [("./narrows", "/run/narrows"), *([(recipe.keys, "/keys")] if recipe.keys else [])]
     sites = dict.fromkeys(f"{host}:{port}:{port}" for host, port in recipe.sites.values())
     cities = ""
     for name in names:
@@ -185,7 +185,7 @@ def compose(recipe: Recipe) -> str:
         serve = inside.serve("/run/narrows", "--ready-file", READY, *(word.format(name) for word in parent), run=city)
         serve += [] if "--insecure" in serve else ["--insecure"]  # inside a city, where only its workers are
         work = inside.work(name, "", "-n", str(recipe.workers))
-        own = [f"{recipe.keys}/{name}.key:/keys/{name}.key:ro"] if recipe.keys else []
+        own = [(f"{recipe.keys}/{name}.key", f"/keys/{name}.key")] if recipe.keys else []
         cities += _service(name, serve, [name, "between"], own, [], "above")
         cities += _service(f"{name}-workers", work, [name], [], [], name)
     together = " && ".join(
@@ -207,10 +207,20 @@ def compose(recipe: Recipe) -> str:
 
 
 def _service(
-    name: str, command: list[str], networks: list[str], volumes: list[str], ports: list[str], after: str
+    name: str, command: list[str], networks: list[str], volumes: list[tuple[str, str]], ports: list[str], after: str
 ) -> str:
-    lines = [f"{name}:", "  image: narrows:latest", f"  command: {listed(command)}", f"  networks: {listed(networks)}"]
-    lines += [f"  {key}: {listed(values)}" for key, values in {"volumes": volumes, "ports": ports}.items() if values]
+    lines = [
+        f"{name}:",
+        "  image: narrows:latest",
+        f"  command: {listed(command, '$')}",
+        f"  networks: {listed(networks)}",
+    ]
+    lines += ["  volumes:"] if volumes else []
+    for source, target in volumes:  # not SOURCE:TARGET, for a path may have a colon
+        where = f"type: bind, source: {json.dumps(source.replace('$', '$$'))}, target: {target}"
+        more = "read_only: true" if target.startswith("/keys") else "bind: {create_host_path: true}"
+        lines.append(f"  - {{{where}, {more}}}")
+    lines += [f"  ports: {listed(ports, '$')}"] if ports else []
     if after:
         lines.append(f"  depends_on: {{{after}: {{condition: service_healthy}}}}")
     if READY in command:
@@ -250,6 +260,9 @@ def printed(form: str, told: Collection[str], bind: str, keys: str, insecure: bo
     sites = {f"--{name}": _site(name, flags[name], bool(keys or insecure)) for name in sorted(SITES) if flags[name]}
     known = host if "bind" in told and host not in ANY_HOSTS else ""
     folder = os.path.abspath(keys) if keys else ""
+    for flag, value in {"--keys": folder, **{flag: site for flag, (site, _) in sites.items()}}.items():
+        if not value.isprintable():  # a comment ends with its line
+            raise UsageError(f"{flag} {value!r}: a character of it cannot be printed; choose another name")
     resume = settings.mode().rule is not Rule.MIX
     journal = ("--journal" if flags["journal"] else "--no-journal") if "journal" in told else ""
     return write(Recipe(known, port or PORT, settings.workers, settings.shards, run, folder, resume, sites, journal))

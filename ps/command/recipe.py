@@ -56,7 +56,7 @@ class Recipe:
         self, server: str, folder: str, *more: str, script: list[str] = SCRIPT, keys: str | None = None
     ) -> list[str]:
         """Workers of the server at this host, which keep their optimizers' states in `folder`; "": the server has them."""
-        address = f"tcp://{server}:{self.port}"
+        address = type(server)(f"tcp://{server}:{self.port}")
         key = ["--key", f"{self.keys if keys is None else keys}/worker.key"] if self.keys else []
         own = ["--checkpoint-dir", folder] if folder else []
         own += ["--connect-timeout", str(WAIT_S)]
@@ -70,11 +70,19 @@ class Recipe:
         return "# Without keys anyone who reaches the port can join. --print with --keys DIR makes a file with keys."
 
 
+class Expanded(str):
+    """A word of ours with variables, which a shell or Kubernetes replaces. Words that a user gave stay as they are."""
+
+
 def shell(words: list[str]) -> str:
-    """One line of sh; $NAME and "$@" stay what they are."""
-    return " ".join(word if word == '"$@"' else f'"{word}"' if "$" in word else shlex.quote(word) for word in words)
+    """One line of sh."""
+    return " ".join(f'"{word}"' if isinstance(word, Expanded) else shlex.quote(word) for word in words)
 
 
-def listed(words: list[str]) -> str:
-    """A list of YAML."""
-    return json.dumps(words)
+def listed(words: list[str], variables: str = "") -> str:
+    """A list of YAML. `variables`: how the reader of the file begins a variable, which a word of a user has none of."""
+    if not variables:
+        return json.dumps(words)
+    return json.dumps(
+        [word if isinstance(word, Expanded) else word.replace(variables, "$" + variables) for word in words]
+    )

@@ -33,8 +33,8 @@ FLAGS = "--workers 4 --shards 2 --sync local --local-steps 8 --compress topk:0.1
 VARIANTS = [FLAGS, f"{FLAGS} --keys /srv/run/KEYS", "--sync gossip --workers 3"]
 
 
-def printed(form: str, flags: str) -> str:
-    result = CliRunner().invoke(serve.command, ["--print", form, *flags.split()], standalone_mode=False)
+def printed(form: str, flags: str, *more: str) -> str:
+    result = CliRunner().invoke(serve.command, ["--print", form, *flags.split(), *more], standalone_mode=False)
     assert result.exception is None and result.return_value == 0, result
     return result.output
 
@@ -107,6 +107,50 @@ def test_each_command_is_one_that_our_parsers_take(form: str, flags: str) -> Non
             assert params["checkpoint_dir"] == ("" if form == "compose" else folder)
     for script in scripts(form, text):
         subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+
+
+ODD = """/tmp/a b$(touch x)`touch x`"$HOME'q:c"""  # a folder of keys, whose name each reader must take as it is
+
+
+@pytest.mark.parametrize("form", [form for form, (_, taken) in FORMATS.items() if "keys" in taken])
+def test_a_value_of_the_user_stays_what_it_is(form: str, tmp_path: Path) -> None:
+    text = printed(form, "", "--keys", ODD)
+    for comment in re.findall("^ *# *(?:Keys, once: )?((?:ps-serve|kubectl) .*)", text, re.M):
+        echo = "ps-serve() { printf '%s\\n' \"$@\"; }; kubectl() { printf '%s\\n' \"${@##*=}\"; }; "
+        told = subprocess.run(["bash", "-c", echo + comment], capture_output=True, text=True, cwd=tmp_path).stdout
+        assert ODD in told.replace("/members\n", "\n").splitlines()
+    if form == "slurm":
+        for words, flag in zip(commands(form, text), ("--keys", "--key"), strict=True):
+            (line,) = [line for line in text.splitlines() if f"{words[0]} --" in line]
+            line = line.strip().removeprefix("srun --het-group=1 ").removesuffix(" &").removeprefix(words[0])
+            told = subprocess.run(["bash", "-c", f"printf '%s\\n' {line}"], capture_output=True, text=True).stdout
+            assert f"{flag}\n{ODD}" in told
+    elif form == "compose":
+        mounts = [each for service in yaml.safe_load(text)["services"].values() for each in service.get("volumes", ())]
+        sources = [each["source"] for each in mounts if each["target"].startswith("/keys")]
+        assert [re.sub(r"[$][$]", "$", each) for each in sources] == [ODD, f"{ODD}/leipzig.key", f"{ODD}/jena.key"]
+        assert not any(re.search(r"(?<![$])[$](?![$])", each) for each in sources), "an engine would replace it"
+    elif form == "sky":
+        assert yaml.safe_load(text)["file_mounts"]["/keys"] == ODD
+    elif form == "dstack":
+        assert yaml.safe_load(text)["files"] == [{"local_path": ODD, "path": "/keys"}]
+
+
+@pytest.mark.parametrize("form", ["slurm", "jobset", "compose"])
+def test_a_host_of_a_page_is_no_variable(form: str) -> None:
+    text = printed(form, "--insecure", "--metrics", "$(id):9100")
+    (server, *_) = commands(form, text)
+    told = server[next(i for i, word in enumerate(server) if word.startswith("--metrics="))]
+    expected = {"slurm": "--metrics=$(id):9100", "jobset": "--metrics=$$(id):9100", "compose": "--metrics=0.0.0.0:9100"}
+    assert told == expected[form]
+    assert form != "slurm" or "'--metrics=$(id):9100'" in text
+
+
+def test_a_folder_of_keys_whose_name_ends_a_comment_is_refused() -> None:
+    with pytest.raises(UsageError, match="cannot be printed"):
+        CliRunner().invoke(
+            serve.command, ["--print", "slurm", "--keys", "a\nid"], standalone_mode=False, catch_exceptions=False
+        )
 
 
 def test_a_warning_of_slurm_is_another_signal_than_that_of_scancel() -> None:
