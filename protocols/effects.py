@@ -203,6 +203,14 @@ class RangeTold:
 
 
 @dataclass(frozen=True, slots=True)
+class AgreedTold:
+    """Member: the answer to ask `number` for a value that all agree on."""
+
+    number: int
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """Member: the session is over. `code` is a `RefuseCode`."""
 
@@ -312,6 +320,7 @@ OfRun = (
     | BuffersWanted
     | BuffersTold
     | RangeTold
+    | AgreedTold
     | LinkSeen
     | ServerGone
     | Failed

@@ -287,13 +287,14 @@ class Follow(Message):
 
 @dataclass(frozen=True, slots=True)
 class Pull(Message):
-    """Worker to shard: the master copy itself, whole, as soon as all my updates before `clock` are in: evaluation, and the end
-    of a run."""
+    """Worker to shard: the master copy itself, whole, as soon as all my updates before `clock` are in. `last`: this worker has
+    done its last step, and waits for the model that all workers end with."""
 
     worker: int
     epoch: int
     request: int  # from 1 on
     clock: int
+    last: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -420,6 +421,8 @@ class HeartbeatAck(Message):
     received_ns: int
     sent_ns: int
     tree: str = ""  # for a cluster: all levels, from the root down, a line each
+    clock: int = 0  # of the run
+    waits: Name = ""  # for which members the run waits, a clause; "": for none
 
 
 @dataclass(frozen=True, slots=True)
@@ -483,6 +486,31 @@ class Range(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class AgreeAsk(Message):
+    """Worker to coordinator: my script calls agree(value) at its step `at`. Asked again under the same number, it has the same
+    answer."""
+
+    worker: int
+    epoch: int
+    number: int  # of this ask, from 1 on
+    at: int
+    call: int  # which of the calls at that step this is, from 0 on
+    clock: int  # of the next update of this worker
+    value: float
+    weight: int  # workers that are behind it: more than one of a cluster
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed(Message):
+    """Coordinator to worker: the answer to that ask, the mean of all values."""
+
+    worker: int
+    epoch: int
+    number: int
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
 class Refuse(Message):
     """Server to worker, one sentence. `epoch` is the one refused (0: none), so that a late refusal is known as such."""
 
@@ -511,11 +539,13 @@ class Ledger(Message):
     over: bool
     report_seen: int
     plan: bytes  # empty once the shard has it
+    finishes: int = (
+        0  # times that all workers were done since it has its place above, the last at clock `finish_at`; a root: 1
+    )
+    finish_at: int = 0
     # In a cluster with a server above:
     above: bytes = b""  # its place in that run (ps/above.py), empty while it has none
     weights: int = -1  # the worker whose first weights are on every shard, to be handed up
-    finishes: int = 0  # times that all workers were done since it has this place, the last at clock `finish_at`
-    finish_at: int = 0
     roster: bytes = b""  # the newest Roster of that run, encoded (gossip among clusters)
     alone: bool = False  # the server above is gone, and the run goes on without it (gossip)
     shared: int = -1  # the newest checkpoint that all shards have, -1: none
@@ -548,10 +578,10 @@ class Report(Message):
     arrived: Pairs  # worker, clock: updates of it that are here whole
     norms: Weights  # clock, squared L2 norm of the folded mean on this shard
     checkpoints: Ints  # clocks of the checkpoints on disk
-    # In a cluster with a server above:
-    from_above: int = 0  # epoch of the place whose first state is here
     finishing: Ints = ()  # workers that wait for the last model
     finishes: int = 0  # of the ledger's, that are done here
+    # In a cluster with a server above:
+    from_above: int = 0  # epoch of the place whose first state is here
     at_rest: bool = True  # the server above has all that this shard has for it
     ended: bool = False  # it has done its last round with other clusters, but for that of all (gossip)
     trouble: str = ""  # what ended the session of this shard
@@ -814,6 +844,8 @@ KINDS: dict[int, type[Message]] = {
     18: BuffersAsk,
     60: RangeAsk,
     61: Range,
+    62: AgreeAsk,
+    63: Agreed,
     24: Ledger,
     25: Report,
     26: Roster,
@@ -839,7 +871,7 @@ KINDS: dict[int, type[Message]] = {
 }
 # These messages of a member go over a connection of their own: behind a large push a heartbeat would come after its
 # lease. They keep one order: the last buffers of a worker come before its Leave.
-CONTROL = (Hello, Declare, Heartbeat, Buffers, Leave, Vote, RangeAsk, Beat)
+CONTROL = (Hello, Declare, Heartbeat, Buffers, Leave, Vote, RangeAsk, AgreeAsk, Beat)
 OF_COPIES = (Copy, Copying, View, Vote)  # between a server, its standby, and the members that choose
 
 

@@ -50,9 +50,13 @@ class Membership:
         self.holding = Holding(coordinator, member)
         self.final = Stop()  # what this process ends with
         coordinator.tree_above, member.figures.rows = self._tree, self._rows
+        coordinator.attendance.says_above = self._waits
 
     def _tree(self) -> str:
         return self.member.tree
+
+    def _waits(self) -> str:
+        return self.member.waits
 
     def _rows(self) -> tuple[Row, ...]:
         """This cluster, and all below it."""
@@ -85,8 +89,23 @@ class Membership:
         upward = replace(coordinator.roster.plan, optimizer="", max_grad_norm=0.0)
         return asks(member.declare(upward.packed(), now_ns))
 
+    def agree(self, now_ns: int) -> list[ServerEffect]:
+        """Ask the server above for the value that all agree on, where our workers wait for one."""
+        upward, member, place = self.coordinator.agreements.upward, self.member, self.place
+        if upward is None or place is None or member.phase is not Phase.RUNNING or upward.said == member.epoch:
+            return []
+        upward.said = member.epoch
+        clock = max(self.shard.above.clock, place.clock)
+        asked = (upward.number, *upward.call, clock, upward.value, upward.weight)
+        return asks(member.say(0, [m.AgreeAsk(member.worker, member.epoch, *asked)], now_ns))
+
     def tick(self, now_ns: int) -> list[ServerEffect]:
-        return [*self._with_the_workers(now_ns), *self.seen(self.member.tick(now_ns), now_ns), *self.hand_on(now_ns)]
+        return [
+            *self._with_the_workers(now_ns),
+            *self.agree(now_ns),
+            *self.seen(self.member.tick(now_ns), now_ns),
+            *self.hand_on(now_ns),
+        ]
 
     def _with_the_workers(self, now_ns: int) -> list[ServerEffect]:
         """Leave while no worker is here, for the run above would wait for us; join again when there are enough."""
@@ -133,6 +152,8 @@ class Membership:
         if isinstance(event, e.BuffersWanted):
             # Its workers' clocks are not those of the run above: what it has is the newest that it can have.
             return asks(self.member.buffers(packed, m.CLOCK_MAX)) if (packed := coordinator.buffers.packed) else []
+        if isinstance(event, e.AgreedTold):
+            return [*self.coordinator.agreements.told_above(event.number, event.value)]
         if isinstance(event, e.Left):
             # All was at rest when we said so. A peer that asks once more, as one does that was killed, finds nobody's repeats.
             return [self.final] if self.leaves else []

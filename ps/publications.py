@@ -6,7 +6,7 @@ Rules
   on it.
 - A publication without an acknowledgement is sent again where the child asks again, no sooner than such bytes may take.
 - With a barrier a state is settled to n for a child once all that it pushed before n is in it.
-- The master copy is sent to who asks for it, once all live workers' updates before its clock are in.
+- The master copy is sent to a child that asks for it, at once; that which all end with, once all have done their last step.
 """
 
 from __future__ import annotations
@@ -117,6 +117,7 @@ class Publications:
         self.index, self.mode, self.store, self.inbox, self.folding = index, mode, store, inbox, folding
         self.codings, self.timing = codings, timing
         self.children: dict[tuple[int, int], Child] = {}  # worker, epoch
+        self.lasts: set[int] = set()  # workers whose pull is of the last model
         self.made: dict[int, Made] = {}
 
     def begin(self, min_clock: int) -> None:
@@ -127,6 +128,7 @@ class Publications:
         """Forget the children that left."""
         live = {(seat.worker, seat.epoch) for seat in self.inbox.seats.values()}
         self.children = {who: child for who, child in self.children.items() if who in live}
+        self.lasts &= {worker for (worker, _), child in self.children.items() if child.pull is not None}
 
     def make(self, keys: Keys | None, min_clock: int) -> list[Log]:
         """Publish the state of `min_clock`, which has changed at `keys`, None: anywhere."""
@@ -191,6 +193,7 @@ class Publications:
         child = self.child(seat)
         if pull.request > child.request:
             child.pull, child.request = pull, pull.request
+            (self.lasts.add if pull.last else self.lasts.discard)(seat.worker)
 
     def repeat_soon(self) -> None:
         """Publications that were sent may not have left: each child is sent its own again when it speaks next."""
@@ -252,6 +255,7 @@ class Publications:
         settled = seat.settled if self.mode.barrier else min_clock
         shown = Shown(child.request, True, False, self.store.publication, min_clock, settled, ())
         child.pull = None
+        self.lasts.discard(seat.worker)
         return [Send(seat.peer, state) for state in _states(seat, pieces, shown, now_ns)]
 
 

@@ -57,7 +57,7 @@ class Pushing(Seated):
         self._sit(place, whole)
         said = self.exchange.go_on(place.worker, place.epoch, place.clock, [before])
         self.exchange.held_at = place.hold
-        again = self.exchange.ask_shared(flushed=True) if self.finishing else []
+        again = self.exchange.ask_shared(last=True) if self.finishing else []
         return self._say([*said, *again], now_ns)
 
     def take(self, events: Iterable[MemberEffect], now_ns: int) -> Asks:
@@ -128,4 +128,4 @@ class Pushing(Seated):
             return [], False
         self.finishing, self.master = True, None
         pushed = self._push(x, now_ns, dense=True)
-        return [*pushed, *self._say(self.exchange.ask_shared(flushed=True), now_ns)], True
+        return [*pushed, *self._say(self.exchange.ask_shared(last=True), now_ns)], True

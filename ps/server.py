@@ -27,7 +27,8 @@ from narrows.ps.reports import COORDINATOR
 from narrows.ps.service import OfWorkers
 from narrows.ps.shard import Shard
 
-FOR_COORDINATOR = (m.Hello, m.Declare, m.Heartbeat, m.Leave, m.Buffers, m.BuffersAsk, m.RangeAsk, m.Report, m.Join)
+OF_MEMBERS = (m.Hello, m.Declare, m.Heartbeat, m.Leave, m.Buffers, m.BuffersAsk, m.RangeAsk, m.AgreeAsk)
+FOR_COORDINATOR = (*OF_MEMBERS, m.Report, m.Join)
 OF_CLUSTERS = (m.Offer, m.OfferAck, m.Ended, m.Adopt, m.Ping)  # that gossip with this one
 
 
@@ -194,7 +195,7 @@ class Server:
             effects = coordinator.handle(peer, message, now_ns, key)
             if isinstance(message, m.Report):
                 effects += self._reported(message, now_ns)
-            effects += above.declare(now_ns) if above is not None else []
+            effects += [*above.declare(now_ns), *above.agree(now_ns)] if above is not None else []
         elif isinstance(message, OF_CLUSTERS):
             if above is not None:
                 effects = above.seen(above.member.receive_peer(message, now_ns), now_ns)

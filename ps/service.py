@@ -20,6 +20,7 @@ from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.modes import Rule
 from narrows.protocols.tables import ASKS_MAX
 from narrows.protocols.wire import FRAME_VALUES, pack
+from narrows.ps.changes import FloatArray
 from narrows.ps.folding import Barrier, unpack_hyper
 from narrows.ps.inbox import Seat, check_part
 from narrows.ps.planned import Planned
@@ -49,19 +50,25 @@ class Service:
         if isinstance(message, m.MomentsAsk):
             return self._moments(seat, message, ledger, now_ns), False
         self.publications.pull(seat, message)
-        # Who waits for the last model needs not be waited for.
+        # A worker that waits for the last model is not waited for.
         return self.serve(seat, ledger, now_ns), self.finishing(seat)
 
     def finishing(self, seat: Seat) -> bool:
-        """It is done, and waits for the model that all clusters end with."""
-        pull = self.publications.child(seat).pull if self.means.child else None
-        return pull is not None and 0 < pull.clock <= seat.clock
+        """This worker has done its last step, all its updates are here, and it waits for the model that all end with."""
+        pull = self.publications.child(seat).pull
+        return pull is not None and pull.last and pull.clock == seat.clock
 
     def all_finishing(self) -> tuple[int, ...]:
-        """Workers that are done, and wait for that model."""
-        return (
-            tuple(seat.worker for seat in self.inbox.seats.values() if self.finishing(seat)) if self.means.child else ()
-        )
+        """Return the workers that are done, and wait for that model."""
+        seats = self.inbox.seats
+        waiting = [seats[worker] for worker in sorted(self.publications.lasts) if worker in seats]
+        return tuple(seat.worker for seat in waiting if self.finishing(seat))
+
+    def _last(self) -> FloatArray | None:
+        """The model that all workers end with, None: it is not known yet."""
+        if self.means.child:
+            return self.planned.above.master
+        return self.store.x if self.planned.upward.finishes else None
 
     def _first_weights(self, seat: Seat, message: m.FirstWeights, ledger: m.Ledger) -> bool:
         if ledger.started or ledger.initialiser != seat.worker or self.planned.weights_from == seat.worker:
@@ -153,10 +160,10 @@ class Service:
             child.asked = True  # each ask costs a whole model on its link
             return [Send(seat.peer, m.NeedWeights(seat.worker, seat.epoch))]
         effects: list[ServerEffect] = [*self.publications.serve(seat, now_ns), *self._rows(seat, now_ns)]
-        settled = seat.settled if planned.mode.barrier else planned.min_clock
-        if child.pull is None or child.pull.clock > settled:
+        if child.pull is None or (child.pull.last and not self.finishing(seat)):
             return effects
-        array = planned.above.master if self.finishing(seat) else store.x if store.shared else store.x.copy()
+        array = self._last() if child.pull.last else store.x
         if array is not None:
-            effects += self.publications.master(seat, array, planned.min_clock, now_ns)
+            lent = array is store.x and not store.shared  # the next fold writes there
+            effects += self.publications.master(seat, array.copy() if lent else array, planned.min_clock, now_ns)
         return effects

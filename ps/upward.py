@@ -99,8 +99,8 @@ class Upward:
         return self.above.hear(message, now_ns)
 
     def finish(self, ledger: m.Ledger, min_clock: int, x: FloatArray, now_ns: int) -> tuple[Asks, bool]:
-        """Push all that is left, where all workers are done; false where that must wait."""
-        if self.finishes == ledger.finishes or min_clock < ledger.finish_at or not self.placed(ledger):
+        """Push all that is left, where all workers are done; false where that must wait. Of a root the last model is here."""
+        if self.finishes == ledger.finishes or min_clock < ledger.finish_at or (self.child and not self.placed(ledger)):
             return [], True
         asked, done = self.above.finish(x, now_ns)
         if done:

@@ -92,8 +92,9 @@ def test_each_public_name_and_argument_is_on_the_page_of_the_api(name: str) -> N
     signature = inspect.signature(public()[name])
     asked = {each.name for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD} - {"self"}
     page = (ROOT / "docs/api.md").read_text("utf-8")
-    (said,) = re.findall(rf"^(?:\| )?`{re.escape(name)}\(([^`]*)\)`", page, re.M)
-    assert asked <= {*re.findall(r"\w+", said)}
+    said = re.findall(rf"^(?:\| )?`{re.escape(name)}\(([^`]*)\)`", page, re.M)
+    # Two classes may have a method of one name.
+    assert any(asked <= {*re.findall(r"\w+", each)} for each in said)
 
 
 @pytest.mark.parametrize("path", pages())

@@ -15,6 +15,7 @@ __all__ = [
     "ScheduleEager1F1B",
     "Subspace",
     "Writer",
+    "agree",
     "clock",
     "device",
     "local_rank",
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from narrows.worker.pipelining.subspace import Subspace, Writer
     from narrows.worker.resuming import resumable
     from narrows.worker.saved import saved_state
-    from narrows.worker.session import clock, rank, record, step_count, world_size
+    from narrows.worker.session import agree, clock, rank, record, step_count, world_size
 else:
     HOMES = {
         **dict.fromkeys(("device", "local_rank"), "machine"),

@@ -19,6 +19,7 @@ from narrows.protocols.effects import MemberEffect
 from narrows.protocols.errors import NarrowsError, UsageError
 from narrows.protocols.modes import Rule
 from narrows.protocols.settings import Settings
+from narrows.worker.agreeing import Agreeing
 from narrows.worker.arrays import SPARE, Arrays
 from narrows.worker.buffers import Buffers
 from narrows.worker.degree import degree_of
@@ -30,7 +31,7 @@ from narrows.worker.home import home_of
 from narrows.worker.merging import Merging
 from narrows.worker.privacy import Privacy
 from narrows.worker.runner import Link
-from narrows.worker.shards import START_LIMIT_S
+from narrows.worker.shards import START_LIMIT_S, Shards
 from narrows.worker.shared import Shared
 from narrows.worker.slices import Cut, Slice
 from narrows.worker.tables import Tables, dense_of
@@ -50,6 +51,8 @@ class Sync(Protocol):
     """The kind of step that a mode has. Its owner hands it events while it waits for something."""
 
     local_step: int  # since the last clock
+    shards: Shards
+    server_gone: bool  # the workers go on among themselves (gossip)
     steps: int  # that the script has taken
     late: int  # rounds that closed without us and that nobody was told of yet (--quorum)
 
@@ -94,8 +97,9 @@ class Sync(Protocol):
     def shared(self) -> Array:
         """The shared model as it is now."""
 
-    def flush(self) -> Array:
-        """Send what is left, and return the model that all end with."""
+    def flush(self, last: bool) -> Array:
+        """Send what is left. `last`: wait until all workers have done their last step, and return the model that all end with;
+        else return the shared model as it is then."""
 
     def residual(self) -> FloatArray | None:
         """A copy of what is still to be sent, float32[size], or None where nothing ever is."""
@@ -138,6 +142,7 @@ class Engine:
         self.slice = self._slice(inner, overlap)
         self.tuning = Tuning(settings, -(-self.flat.size // self.mode.fragments))
         self.finished = self.left = self._started = False
+        self.agreeing = Agreeing(self)
         self.shared = Shared(self)
         gradients = self.mode.rule is Rule.OPTIMIZER
         declared = (rebuilt_by(self.dense), max_grad_norm) if gradients else ("", 0.0)
@@ -213,10 +218,10 @@ class Engine:
 
     # Events.
 
-    def wait(self, done: Callable[[], bool], limit_s: float, what: str) -> None:
+    def wait(self, done: Callable[[], bool], limit_s: float, what: str, others: bool = False) -> None:
         """See Waiting.until."""
         began = time.monotonic()
-        self.waiting.until(done, limit_s, what)
+        self.waiting.until(done, limit_s, what, others)
         self.tuning.waited(time.monotonic() - began)
 
     def _handle(self, event: MemberEffect) -> None:
@@ -227,7 +232,7 @@ class Engine:
             self.buffers.load(event.buffers)
             self.sync.begin(event)
         elif isinstance(event, e.BuffersWanted):
-            self._send_buffers()
+            self.send_buffers()
         elif isinstance(event, e.BuffersTold):
             self.shared.heard(event.packed)
         elif isinstance(event, e.RowsArrived):
@@ -235,6 +240,7 @@ class Engine:
         elif isinstance(event, e.Left):
             self.left = True
         else:
+            self.agreeing.handle(event)
             self.sync.handle(event)
 
     def _change(self, settings: Settings) -> None:
@@ -244,7 +250,8 @@ class Engine:
             self.tuning.change(settings)
         self.settings = settings
 
-    def _send_buffers(self) -> None:
+    def send_buffers(self) -> None:
+        """To the coordinator, which hears those of the live worker with the lowest rank."""
         if packed := self.buffers.packed():
             self.link.buffers(packed, self.sync.buffers_clock)
 
@@ -324,16 +331,17 @@ class Engine:
 
     # The shared model and the end.
 
-    def finish(self) -> None:
-        """Send what is left, take the model that all end with, and leave."""
+    def finish(self, last: bool = True) -> None:
+        """Send what is left, take the model that all end with, and leave. Not `last`: take the shared model as it is, and wait
+        for no other worker."""
         if self.finished:
             return
         self.waiting.poll()
-        self.meet("finish()")
+        self.meet("finish()" if last else "leave()")
         if isinstance(self.sync, Updates):
             self.sync.taking.give_back()
-        self.shared.end(self.sync.flush())  # what the others flush included
-        self._send_buffers()
+        self.shared.end(self.sync.flush(last), own=self.mode.rule is Rule.MIX and not last)
+        self.send_buffers()
         self.leave(self.sync.final_clock)
 
     def leave(self, clock: int) -> None:

@@ -193,8 +193,11 @@ class Gossiping:
         """Under gossip each worker has a model of its own: that, as last mixed."""
         return self.driver.mixing.model
 
-    def flush(self) -> Array:
-        """Mix with whoever asks until all are done, then take the mean of all models."""
+    def flush(self, last: bool) -> Array:
+        """Mix with whoever asks until all are done, then take the mean of all models; not `last`: keep this worker's own."""
+        if not last:
+            self._wait(self._going, START_LIMIT_S, "the other workers")
+            return self._with_steps()
         self._wait(self._going, START_LIMIT_S, "the other workers")
         self._say(self.driver.finish(self._moved(), self._now()))
         self.finishing = True
@@ -203,6 +206,13 @@ class Gossiping:
         self._wait(lambda: self.driver.delivered, WAIT_LIMIT_S, "the peers to have it")
         self._hand_over()
         return self.driver.mixing.model
+
+    def _with_steps(self) -> Array:
+        """This worker's model, with the steps since the last round."""
+        model = self.engine.home.empty(self.engine.flat.size)
+        self.engine.home.copy(self.driver.mixing.model, model)
+        model += self._moved()
+        return model
 
     def _hand_over(self) -> None:
         """The last model, to the server: by the one with the lowest id, for all."""

@@ -172,11 +172,11 @@ class Gradients(Updates):
                 self.shards.send_part(shard, part, count, piece)
         self.shards.pushed()
 
-    def flush(self) -> Array:
+    def flush(self, last: bool) -> Array:
         """No gradient is left, and residuals of gradients are nothing to end with."""
         self.shards.wait_window()
         self.resume()
-        return self.shards.master(flushed=True, resume=self.shards.wait_ready)
+        return self.end(last)
 
     def load_residual(self, whole: FloatArray) -> None:
         if not self.shards.tuning.up_lossless:  # else it is of another mode: an update is no gradient

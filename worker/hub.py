@@ -34,7 +34,18 @@ from narrows.worker.telling import complain as say
 
 # A rank learns of these, each with what it says but for messages, which follow as frames of their own.
 EVENTS: tuple[type[Any], ...] = (
-    *(e.Started, e.Moved, e.Held, e.BuffersWanted, e.BuffersTold, e.RangeTold, e.Left, e.LinkSeen, e.Failed),
+    *(
+        e.Started,
+        e.Moved,
+        e.Held,
+        e.BuffersWanted,
+        e.BuffersTold,
+        e.RangeTold,
+        e.AgreedTold,
+        e.Left,
+        e.LinkSeen,
+        e.Failed,
+    ),
     *(e.GiveWeights, e.StatePart, e.StateArrived, e.MasterArrived, e.PushSettled, e.MomentsArrived),
 )
 OF_SHARD = (e.GiveWeights, e.StatePart, e.StateArrived, e.MasterArrived, e.PushSettled, e.MomentsArrived)

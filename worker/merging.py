@@ -74,7 +74,7 @@ class Merging(Updates):
             self.arrays.merge(exchange, exchange.turn(clock), self.mode.merge_alpha)
         return True
 
-    def flush(self) -> Array:
+    def flush(self, last: bool) -> Array:
         self.resume()
         while self.unmerged and self._merge():
             pass
@@ -86,4 +86,4 @@ class Merging(Updates):
             self.push(dense=True)
             self.shards.wait_settled(self.shards.clock)
             self.resume()  # what was in flight is given up, as ever; the residuals are not
-        return self.shards.master(flushed=True, resume=self.shards.wait_ready)
+        return self.end(last)

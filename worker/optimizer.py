@@ -230,12 +230,27 @@ class DistributedOptimizer(torch.optim.Optimizer):
             engine.load_residual(left.detach().cpu().numpy())
 
     def finish(self) -> None:
-        """End this worker's part: send what is left, wait until it is folded, leave. The module then holds the model that all
-        workers end with. At exit it is called for you."""
+        """End this worker's part: send what is left, wait until all workers have done their last step, and leave.
+
+        The module then holds the model that all workers end with, which is that of model.safetensors. Under gossip it is the
+        mean of the models of those that call finish(). At exit it is called for you. A worker that dies or that calls leave()
+        is not waited for.
+        """
+        self._end(last=True)
+
+    def leave(self) -> None:
+        """End this worker's part at once: send what is left, and wait for no other worker to end.
+
+        Its updates stay in the run. The module then holds the shared model as it is at that moment; under gossip, this worker's
+        own.
+        """
+        self._end(last=False)
+
+    def _end(self, last: bool) -> None:
         if self._trains is False:
             self.train()
         if self._engine is not None:
-            self._engine.finish()
+            self._engine.finish(last)
 
     def eval(self) -> None:
         """Show the shared model in the module until `train()`: the server's parameters, and the module buffers of the run.

@@ -75,6 +75,9 @@ class Events:
 class Commands:
     """The commands that an engine gives the I/O thread."""
 
+    run_clock = 0  # of the run, as the server has told last
+    waits = ""  # for which members the run waits, a clause; "": for none
+
     def call(self, command: Command) -> None:
         raise NotImplementedError
 
@@ -91,6 +94,9 @@ class Commands:
         self.call(lambda member, now: member.ask_buffers(clock))
 
     def ask_range(self, ask: m.RangeAsk) -> None:
+        self.call(lambda member, now: member.say(0, [ask], now))
+
+    def ask_agreed(self, ask: m.AgreeAsk) -> None:
         self.call(lambda member, now: member.say(0, [ask], now))
 
     def leave(self, clock: int) -> None:
@@ -142,6 +148,14 @@ class Link(Events, Commands):
         self.call(lambda member, now: member.join(now))
 
     # Any thread.
+
+    @property
+    def run_clock(self) -> int:  # type: ignore[override]
+        return self.member.run_clock
+
+    @property
+    def waits(self) -> str:  # type: ignore[override]
+        return self.member.waits
 
     def call(self, command: Command) -> None:
         """Have the I/O thread run `command` and carry out its effects. Raises NotAWorkerError in a child process."""

@@ -81,7 +81,7 @@ class ServerState:
 
     def _once(self) -> dict[int, State] | None:
         """None where this worker has another place by now."""
-        shards = self.engine.sync.shards  # type: ignore[attr-defined]
+        shards = self.engine.sync.shards
         if not self.engine.mode.barrier:  # where there is one, the state that this clock needs has come
             folded = lambda: not any(x.in_flight for x in shards.exchanges)  # noqa: E731
             self.engine.wait(folded, WAIT_LIMIT_S, "own updates")
@@ -113,7 +113,7 @@ class ServerState:
         self, asks: Iterable[Ask], out: Mapping[str, FloatArray] | None = None, first: int = 0
     ) -> dict[Ask, bytes] | None:
         """The answers to all; those to names go to `out`, whose keys begin at `first`. None: this worker has another place."""
-        shards, todo = self.engine.sync.shards, deque(asks)  # type: ignore[attr-defined]
+        shards, todo = self.engine.sync.shards, deque(asks)
         place, found = shards.place, dict[Ask, bytes]()
         self.asked.clear()
         self.answers.clear()

@@ -417,6 +417,33 @@ def step_count() -> int:
     return current().step_count
 
 
+def agree(value: float) -> float:
+    """Return one number for all workers that call this at the same step of their scripts: the mean of what they say.
+
+    It is how all stop at the same step: `if agree(worse > patience) > 0.5: break`. It waits for each live worker that has not
+    gone past this step; under ssp, async and gossip too. A worker that dies is not waited for, and one that joins later begins
+    after this step. In a group each process calls it.
+
+    Args:
+        value: what this worker says: a loss, or a bool.
+
+    Returns:
+        The mean of the values of all workers, of all cities too; `value` itself where the script runs alone, after finish(),
+        and under gossip once the server is gone.
+
+    Raises:
+        UsageError: before DistributedOptimizer is made in a run.
+    """
+    session = current()
+    if isinstance(session, Alone):
+        return float(value)
+    if session.engine is None:
+        raise UsageError("agree() before DistributedOptimizer is made: this worker has no place in the run yet")
+    if session.engine.finished:
+        return float(value)
+    return session.engine.agreeing.agree(float(value), session.step_count)
+
+
 def record(**values: float) -> None:
     """Feed named figures (loss=..., accuracy=...) to the record of the run, its progress line and its page, and to the
     SummaryWriter, W&B run or MLflow run that the script has open. `total_steps`: how many the script will take."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from narrows.compression import NonFiniteError
 from narrows.compression.home import Feedback
@@ -28,7 +29,12 @@ from narrows.worker.tuning import Tuning
 
 START_LIMIT_S = 600.0  # the other workers of a run come within this
 WAIT_LIMIT_S = 3600.0  # no barrier is waited for longer; a dead worker costs a lease, a dead server is found sooner
-Wait = Callable[[Callable[[], bool], float, str], None]  # done, at most so many seconds, for what
+
+
+class Wait(Protocol):
+    """Waiting.until."""
+
+    def __call__(self, done: Callable[[], bool], limit_s: float, what: str, others: bool = False) -> None: ...
 
 
 def _place(event: e.Started | e.Moved) -> tuple[int, int, int]:
@@ -54,7 +60,7 @@ class Shards:
         self.samples = 1 if group is None else group.size  # of a push
         self.samples_pending = 0  # and of the next one alone
         self.wait_s = 0.0  # in the newest step
-        self.pulls: bool | None = None  # the master copy is awaited, and whether all is to be in it
+        self.pulls: bool | None = None  # the master copy is awaited, and whether it is the last one
 
     @property
     def whole(self) -> bool:
@@ -130,9 +136,14 @@ class Shards:
         if self.pulls is not None:
             self._pull(self.pulls)
 
-    def _pull(self, flushed: bool) -> None:
+    def _pull(self, last: bool) -> None:
         for shard, exchange in self._each:
-            self.say(shard, exchange.ask_shared(flushed))
+            self.say(shard, exchange.ask_shared(last))
+
+    @property
+    def master_clock(self) -> int:
+        """The run's clock of the master copy that is here."""
+        return max((x.shared_clock for x in self.exchanges), default=0)
 
     def _feedbacks(self, begin: int, end: int, seed: int) -> list[tuple[tuple[int, int], Feedback[Array]]]:
         """One for each fragment. They may share a seed: the clocks that they encode at differ."""
@@ -170,7 +181,7 @@ class Shards:
         """Until every shard's state may be computed on with the present clock."""
         before = time.monotonic()
         ready = lambda: self.count > 0 and all(x.may_compute for x in self.exchanges)  # noqa: E731
-        self.wait(ready, limit_s, f"a state for clock {self.clock}, which the slowest worker decides")
+        self.wait(ready, limit_s, f"a state for clock {self.clock}")
         self.wait_s = time.monotonic() - before
 
     def wait_window(self) -> None:
@@ -261,9 +272,9 @@ class Shards:
 
     # The shared model.
 
-    def master(self, flushed: bool, resume: Callable[[], object]) -> Array:
-        """The server's own state, whole; `flushed`: once all that live workers pushed before this clock is in it. `resume`
-        is called where this worker had to join again meanwhile."""
+    def master(self, last: bool, resume: Callable[[], object]) -> Array:
+        """The server's own state, whole; `last`: once all workers have done their last step. `resume` is called where this
+        worker had to join again meanwhile."""
         while True:
             epoch = self.epoch
 
@@ -275,9 +286,10 @@ class Shards:
             else:
                 self.wait_settled(self.clock)
             if self.epoch == epoch:
-                self.pulls = flushed
-                self._pull(flushed)
-                self.wait(here(lambda x: x.shared is not None), WAIT_LIMIT_S, "the shared model")
+                self.pulls = last
+                self._pull(last)
+                what = "the other workers to do their last step" if last else "the shared model"
+                self.wait(here(lambda x: x.shared is not None), WAIT_LIMIT_S, what, others=last)
                 self.pulls = None
             if self.epoch == epoch:
                 return self.arrays.joined([x.shared for x in self.exchanges if x.shared is not None])

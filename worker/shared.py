@@ -51,10 +51,10 @@ class Shared:
             self.engine.slice.refresh()
         self.changes.ours()
 
-    def end(self, model: Array) -> None:
-        """The model that all workers end with."""
+    def end(self, model: Array, own: bool) -> None:
+        """The model that this worker ends with; `own` as in `_set`."""
         self.put_back()
-        self._set(model)
+        self._set(model, own)
 
     def heard(self, packed: bytes) -> None:
         """These are the run's module buffers; b"": this worker's own are."""

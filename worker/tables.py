@@ -122,7 +122,7 @@ class Tables:
                 "the rows of an embedding table are on the servers, and this worker has no part in the run any more: evaluate "
                 "inside `with optimizer.shared():`, before finish(), or load model.safetensors"
             )
-        shards: Shards = self.engine.sync.shards  # type: ignore[attr-defined]
+        shards: Shards = self.engine.sync.shards
         return shards
 
     # Looking up.

@@ -65,6 +65,8 @@ class Updates:
         self.moved = False  # a step was taken since all of the replica was composed
         self.composed = 0  # the epoch of the life that the replica is of
         self.missed = 0  # rounds that closed without us, in this life
+        self.ended_at = -1  # the run's clock of the last model, once it is here
+        self.server_gone = False  # who trains with a server ends with it
         self.late = 0  # and those that nobody was told of yet
 
     @property
@@ -193,10 +195,10 @@ class Updates:
     # The shared model and the end.
 
     def shared(self) -> Array:
-        return self.shards.master(flushed=False, resume=self.shards.wait_ready)
+        return self.shards.master(last=False, resume=self.shards.wait_ready)
 
-    def flush(self) -> Array:
-        """Send what is left, local steps and residual, and take the model that all end with."""
+    def flush(self, last: bool) -> Array:
+        """Send what is left: local steps and residual."""
         self.shards.wait_window()
         self.resume()
         if self.local_step or self.owes:
@@ -204,7 +206,17 @@ class Updates:
             if self.mode.barrier:
                 self.shards.wait_ready()
                 self.seen_missed()
-        return self.shards.master(flushed=True, resume=self.shards.wait_ready)
+        return self.end(last)
+
+    def end(self, last: bool) -> Array:
+        """All is sent: take the shared model. `last`: once all workers have done their last step; the buffers are then of the
+        run's clock."""
+        if not last:
+            return self.shared()
+        self.engine.send_buffers()  # other workers may ask for them while this one waits
+        model = self.shards.master(last=True, resume=self.shards.wait_ready)
+        self.ended_at = self.shards.master_clock
+        return model
 
     @property
     def owes(self) -> bool:
@@ -217,7 +229,7 @@ class Updates:
 
     @property
     def buffers_clock(self) -> int:
-        return self.final_clock
+        return max(self.final_clock, self.ended_at)
 
     def residual(self) -> FloatArray | None:
         return self.arrays.residual(self.shards.replicas)

@@ -30,6 +30,8 @@ CALLS = (
     "state_dict()",
     "load_state_dict()",
     "finish()",
+    "leave()",
+    "agree()",
 )
 HEARD_LIMIT_S = 60.0  # what one rank has heard all have heard within this
 SAY_S = 10.0  # from one line about a wait to the next
@@ -51,19 +53,22 @@ class Waiting:
         """The script has called this; the next agreement of the ranks is about it."""
         self._call = CALLS.index(what)
 
-    def until(self, done: Callable[[], bool], limit_s: float, what: str) -> None:
+    def until(self, done: Callable[[], bool], limit_s: float, what: str, others: bool = False) -> None:
         """Handle events until `done`, on all ranks of a group. Raises NarrowsError after `limit_s`, and the error that ended
-        the session."""
-        began = said = time.monotonic()
+        the session. `others`: other workers train meanwhile, and the limit begins anew with each clock of the run."""
+        began = moved = said = time.monotonic()
+        clock = self.link.run_clock
         while True:
             while not done() and not self._of_run:
                 now = time.monotonic()
-                left = began + limit_s - now
+                if others and self.link.run_clock != clock:
+                    clock, moved = self.link.run_clock, now
+                left, whom = moved + limit_s - now, self.link.waits
                 if left <= 0:
-                    raise NarrowsError(f"waited {limit_s:.0f} s for {what}")
+                    raise NarrowsError(f"waited {limit_s:.0f} s for {what}{f': {whom}' if whom else ''}")
                 if now - said >= SAY_S:
                     said = now
-                    say(f"waiting for {what}, {now - began:.0f} s so far ...")
+                    say(f"{whom or f'waiting for {what}'}, {now - began:.0f} s so far ...")
                 if self.group is not None:
                     self.group.waits()
                 self._take(min(left, 1.0))

@@ -1,9 +1,10 @@
-"""A cluster's part in the run of the server above. A root has none: it is the only cluster of its run.
+"""A cluster's part in the run of the server above, and when all its workers are done. A root is the only cluster of its run.
 
 Rules
 - Workers are welcomed once the run above knows this cluster, and are members once it has a place there.
-- When all wait for the last model, that is a finish: each shard pushes what is left and asks for the model above. One after
-  the other: a shard that saw two at once would push once less than the others.
+- When all members wait for the last model, that is a finish. Each shard of a cluster then pushes what is left and asks for the
+  model above. Finishes follow one another: a shard that saw two at once would push once less than the others.
+- A root finishes once. From then on its shards give each worker the last model, and no worker joins: it would change it.
 """
 
 from __future__ import annotations
@@ -61,9 +62,14 @@ class Above(Decision):
         """All shards have done every finish so far."""
         return all((r.from_above, r.finishes) == (self.epoch, self.finishes) for r in self.run.reports.values())
 
+    @property
+    def closed(self) -> bool:
+        """The run has its last model: no worker joins any more."""
+        return not self.child and self.finishes > 0
+
     def decide(self, now_ns: int) -> bool:
         """Finish, where all workers are done, and not as they were at the last finish."""
-        if not self.child or self.run.over or not self._idle():
+        if self.run.over or self.closed or not self._idle():
             return False
         done = set(self.rounds.resting.items())
         if len(done) < len(self.rounds.progress) or done <= self.finished:

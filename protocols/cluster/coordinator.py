@@ -14,6 +14,8 @@ from typing import Any
 
 from narrows.protocols import messages as m
 from narrows.protocols.cluster.above import Above
+from narrows.protocols.cluster.agreements import Agreements
+from narrows.protocols.cluster.attendance import Attendance
 from narrows.protocols.cluster.buffers import RunBuffers
 from narrows.protocols.cluster.generations import Generations
 from narrows.protocols.cluster.guests import Guest, Guests
@@ -73,9 +75,11 @@ class Coordinator:
         self.ranges = Ranges(run, rounds, self.generations, above)
         self.roster = Roster(run, rounds, above, self.meeting, keys_max)
         self.moves = moves = Moves(run, rounds, above, self.generations, self.roster, away or {})
+        self.agreements = Agreements(run, rounds, above, self.meeting)
         self.guests, self.replans = Guests(run, moves), Replans(run, rounds, self.roster, moves, coded or {})
+        self.attendance = Attendance(run, rounds, above, self.generations, self.meeting)
         first = (self.generations, self.ranges, rounds, self.meeting, above, self.roster)
-        self.decisions: tuple[Decision, ...] = (*first, moves, self.guests, self.replans)
+        self.decisions: tuple[Decision, ...] = (*first, moves, self.guests, self.replans, self.agreements)
 
     # For a runner, or a machine beside it.
 
@@ -126,7 +130,7 @@ class Coordinator:
             return [*self._settle(now_ns), Send(peer, self.guests.room(message.token, self.version))]
         if isinstance(message, m.Leave):
             return [Send(peer, m.LeaveAck(message.token)), *self._leave(message, key, now_ns)]
-        if not isinstance(message, (m.Declare, m.Heartbeat, m.Buffers, m.BuffersAsk, m.RangeAsk)):
+        if not isinstance(message, (m.Declare, m.Heartbeat, m.Buffers, m.BuffersAsk, m.RangeAsk, m.AgreeAsk)):
             raise RemoteProtocolError(f"a coordinator takes no {type(message).__name__}")
         rows = unpacked(message.summary) if isinstance(message, m.Heartbeat) else ()
         seat = self.roster.seated(peer, message, now_ns)
@@ -138,6 +142,8 @@ class Coordinator:
             return [*self._heartbeat(seat, message, now_ns), *self._seen(seat, rows)]
         if isinstance(message, m.RangeAsk):
             return self.ranges.hear(seat, message)
+        if isinstance(message, m.AgreeAsk):
+            return [*self.agreements.hear(seat, message), *self._settle(now_ns)]
         return self.buffers.hear(seat, message, now_ns)
 
     def _declare(self, seat: Seat, declare: m.Declare, now_ns: int) -> list[ServerEffect]:
@@ -156,7 +162,8 @@ class Coordinator:
 
     def _heartbeat(self, seat: Seat, beat: m.Heartbeat, now_ns: int) -> list[ServerEffect]:
         shown = self.tree_above() or self.tree() if beat.below else ""
-        ack = m.HeartbeatAck(seat.worker, seat.epoch, beat.sent_ns, now_ns, now_ns, shown)
+        known = (shown, self.min_clock, self.attendance.clause(now_ns)[: m.TEXT_MAX])
+        ack = m.HeartbeatAck(seat.worker, seat.epoch, beat.sent_ns, now_ns, now_ns, *known)
         settled = self._settle(now_ns) if beat.ended and self.meeting.end(seat) else []
         settled += self._settle(now_ns) if self.moves.knows(seat, beat.move) else []
         news = self.meeting.rosters([seat]) if beat.roster != self.meeting.epoch else []
@@ -309,7 +316,8 @@ class Coordinator:
             effects += self._broadcast(now_ns)
         if (guest := self.guests.lost(now_ns)) is not None:
             effects += self._lose(guest, now_ns)
-        effects += [*self._settle(now_ns), *self.roster.probes(now_ns), *self.rounds.stalls(now_ns)]
+        effects += [*self._settle(now_ns), *self.roster.probes(now_ns)]
+        effects += [*self.rounds.stalls(now_ns), *self.attendance.tick(now_ns)]
         for shard, report in sorted(self.reports.items()):
             line = self.lines[shard]
             unseen = report.ledger_seen < self.version or report.generation != self.run.generation
@@ -331,6 +339,7 @@ class Coordinator:
         effects = [effect for seat in self.roster.done() for effect in self._remove(seat, "left", now_ns)]
         if self.version != version:
             effects += self._broadcast(now_ns)
+        effects += self.agreements.answers()
         return [*effects, Stop()] if self.generations.at_rest else effects
 
     def _broadcast(self, now_ns: int) -> list[ServerEffect]:

@@ -49,6 +49,11 @@ class Roster(Decision):
         self.gone: dict[str, None] = {}  # tokens that left; bounded by WAITING_MAX
         self.lost = 0  # workers that went before they were done
 
+    @property
+    def closed(self) -> bool:
+        """All workers have done their last step."""
+        return self.meeting.closed or self.above.closed
+
     # Hello.
 
     def hello(self, peer: bytes, hello: m.Hello, now_ns: int, key: Key = NO_KEY) -> list[ServerEffect]:
@@ -81,7 +86,7 @@ class Roster(Decision):
     def _unwelcome(self, hello: m.Hello, seat: Seat | None) -> tuple[int, str]:
         if self.run.over:
             return RefuseCode.OVER, ENDED
-        if self.meeting.closed and seat is None:
+        if self.closed and seat is None:
             return RefuseCode.OVER, ENDING
         expect = unpack(hello.expect) if hello.expect else {}
         conflict = contradiction(expect, self.run.settings) if isinstance(expect, dict) else "the flags are no map"
@@ -112,7 +117,7 @@ class Roster(Decision):
 
     def refusal(self, seat: Seat, declare: m.Declare) -> m.Refuse | None:
         """Why this worker cannot be a member; where it can, its plan is that of the run."""
-        if self.meeting.closed:
+        if self.closed:
             return m.Refuse(RefuseCode.OVER, seat.worker, 0, ENDING)
         if conflict := self._unfit(Plan.unpacked(declare.plan)) or self.meeting.mismatch(declare.address):
             return m.Refuse(RefuseCode.INCOMPATIBLE, seat.worker, 0, conflict)
@@ -162,7 +167,10 @@ class Roster(Decision):
     # Those who are here, and those who go.
 
     def seated(
-        self, peer: bytes, message: m.Declare | m.Heartbeat | m.Buffers | m.BuffersAsk | m.RangeAsk, now_ns: int
+        self,
+        peer: bytes,
+        message: m.Declare | m.Heartbeat | m.Buffers | m.BuffersAsk | m.RangeAsk | m.AgreeAsk,
+        now_ns: int,
     ) -> Seat | None:
         """Who sent this, and lives. Worker numbers begin anew in each life of the coordinator. Raises RemoteProtocolError."""
         seat = self.run.seats.get(message.worker)

@@ -1,7 +1,7 @@
 """When a clock closes, and over whose updates.
 
 Rules
-- min_clock advances when every member's update has arrived at every shard. Who waits for the last model is not waited for.
+- min_clock advances when every member's update has arrived at every shard. A member that waits for the last model is left out.
 - With a barrier the clock has a set: the oldest open update, on all shards and in no set yet, of each member and of those who
   left since. So a worker that died between two shards is in the set of all of them or of none.
 - With a quorum it also advances when so many have an open update and the grace after them is over. Who comes later is in the
@@ -85,6 +85,11 @@ class Rounds(Decision):
     def clock(self, seat: Seat) -> int:
         return min(self.progress[seat.worker].arrived)
 
+    def reached(self, seat: Seat) -> int:
+        """Its own clock, as the shards know it: with a quorum it has passed the rounds that closed without it too."""
+        progress = self.progress[seat.worker]
+        return progress.due + min(progress.arrived) - progress.taken if self.mode.barrier else min(progress.arrived)
+
     def closed(self, worker: int) -> int:
         """Updates of it below this are in closed sets; without a barrier: are on all shards."""
         progress = self.progress.get(worker)
@@ -119,6 +124,10 @@ class Rounds(Decision):
         """Members that are waited for."""
         resting = self.resting
         return [seat for seat in self.run.declared if seat.worker not in resting] if resting else self.run.declared
+
+    def late(self) -> list[Seat]:
+        """Members that are waited for, whose update of the present clock is not on all shards."""
+        return [seat for seat in self._going() if not self._open(seat)]
 
     def _open(self, seat: Seat) -> bool:
         """An update of it is on all shards that no closed clock has."""

@@ -43,6 +43,7 @@ class Exchange(Generic[A]):
         self.asked = False  # for a whole state, which has not come
         self.coding = ""  # what published states are to be coded with, where that is ours to say
         self.shared: A | None = None  # the master copy, once it has come
+        self.shared_clock = -1  # the run's clock that it is of
 
     def begin(self, worker: int, epoch: int, clock: int) -> Says:
         """A place in the run, or another one: what was in flight is given up, the residual is not."""
@@ -92,10 +93,10 @@ class Exchange(Generic[A]):
             return []
         return self._follow(settled + (self.mode.bound or 0))
 
-    def ask_shared(self, flushed: bool) -> Says:
-        """Ask for the master copy; `flushed`: once all that live workers pushed before this clock is in it."""
+    def ask_shared(self, last: bool) -> Says:
+        """Ask for the master copy; `last`: for the one that all children end with, once all have done their last step."""
         self.shared = None
-        return [m.Pull(self.worker, self.epoch, 0, self.clock if flushed else 0)]
+        return [m.Pull(self.worker, self.epoch, 0, self.clock if last else 0, last)]
 
     # Own updates.
 
@@ -164,7 +165,7 @@ class Exchange(Generic[A]):
             return []
         self._check(event.parts)
         if isinstance(event, e.MasterArrived):
-            self.shared = self.replica.master(event.parts)
+            self.shared, self.shared_clock = self.replica.master(event.parts), event.parts[-1].min_clock
             return []
         last = event.parts[-1]
         self.replica.absorb(event.parts, last.add)

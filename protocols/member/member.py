@@ -82,6 +82,7 @@ class Member:
         self.plan = b""
         self.again = False  # we had a place before
         self.address = self.tree = ""  # all levels, as the server above has told last
+        self.run_clock, self.waits = 0, ""  # and the run's clock, and for which members it waits
         self.peers: Peers | None = None  # from Ready on, in a run of gossip
         self.ended = False  # we have done our last step there
         self.views = Views(-1, 0)  # of who serves
@@ -285,6 +286,8 @@ class Member:
         if message.worker == self.worker:
             self.meter.beat(message.echo_ns, message.received_ns, message.sent_ns, now_ns)
             self.tree = message.tree or self.tree
+            if message.echo_ns:  # else it was sent to find out whether we live
+                self.run_clock, self.waits = message.clock, message.waits
         return []
 
     def _refused(self, refuse: m.Refuse, now_ns: int) -> list[MemberEffect]:

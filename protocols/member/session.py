@@ -71,8 +71,8 @@ class Session:
         self.pull_ns = 0  # when it was last asked for, or a part of it came
         self.heard_ns = 0  # the same, of the next publication
         self.asks: dict[tuple[type[m.Message], int], Asked] = {}  # by kind and request
-        self.wanted: m.RangeAsk | None = None  # a range that was asked for
-        self.wanted_ns = 0  # and when
+        self.wanted: dict[type[m.Message], m.RangeAsk | m.AgreeAsk] = {}  # of the coordinator, and not answered yet
+        self.wanted_ns = 0  # when it was last asked
 
     @property
     def at_rest(self) -> bool:
@@ -122,8 +122,8 @@ class Session:
         self.asks[type(ask), ask.request] = Asked(ask, now_ns)
         return ask
 
-    def _want(self, ask: m.RangeAsk, now_ns: int) -> m.Message:
-        self.wanted, self.wanted_ns = ask, now_ns
+    def _want(self, ask: m.RangeAsk | m.AgreeAsk, now_ns: int) -> m.Message:
+        self.wanted[type(ask)], self.wanted_ns = ask, now_ns
         return ask
 
     # Messages.
@@ -131,13 +131,15 @@ class Session:
     def receive(self, message: m.Message, now_ns: int) -> list[MemberEffect]:
         """The effects of an answer of the shard; none for one of an earlier epoch."""
         if (
-            not isinstance(message, (m.NeedWeights, m.PushAck, m.State, m.Buffers, m.Range, m.Rows, m.Moments))
+            not isinstance(
+                message, (m.NeedWeights, m.PushAck, m.State, m.Buffers, m.Range, m.Agreed, m.Rows, m.Moments)
+            )
             or message.epoch != self.epoch
         ):
             return []
         if isinstance(message, m.Buffers):
             return [*([e.BuffersWanted()] if message.clock < 0 else []), e.BuffersTold(bytes(message.payload))]
-        if isinstance(message, m.Range):
+        if isinstance(message, (m.Range, m.Agreed)):
             return self._told(message)
         if isinstance(message, m.PushAck):
             return self._acked(message, now_ns)
@@ -148,11 +150,14 @@ class Session:
         # A late one may come to a member that has had a state since.
         return [e.GiveWeights(self.shard)] if self.waits and self.have < 0 else []
 
-    def _told(self, told: m.Range) -> list[MemberEffect]:
-        if self.wanted is None or told.number != self.wanted.number:
+    def _told(self, told: m.Range | m.Agreed) -> list[MemberEffect]:
+        kind: type[m.Message] = m.RangeAsk if isinstance(told, m.Range) else m.AgreeAsk
+        if kind not in self.wanted or told.number != self.wanted[kind].number:
             return []
-        self.wanted = None
-        return [e.RangeTold(told.number, told.index, told.over)]
+        del self.wanted[kind]
+        if isinstance(told, m.Range):
+            return [e.RangeTold(told.number, told.index, told.over)]
+        return [e.AgreedTold(told.number, told.value)]
 
     def _acked(self, ack: m.PushAck, now_ns: int) -> list[MemberEffect]:
         effects: list[MemberEffect] = [e.BuffersWanted()] if ack.want_buffers else []
@@ -261,8 +266,8 @@ class Session:
             if now_ns - asked.sent_ns >= min(asked.times, PATIENCE_MAX) * self.timing.answer_ns(FRAME_BYTES):
                 asked.sent_ns, asked.times = now_ns, asked.times + 1
                 effects.append(Send(self.shard, asked.ask))
-        if self.wanted is not None and now_ns - self.wanted_ns >= self.timing.join_retry_ns:
-            effects += self.say([self.wanted], now_ns)
+        if self.wanted and now_ns - self.wanted_ns >= self.timing.join_retry_ns:
+            effects += self.say([*self.wanted.values()], now_ns)
         if self.pull is not None:
             # Each copy of the answer is a model: from one to the next it is waited for longer.
             wait_ns = min(len(self.pulled), PATIENCE_MAX) * self.timing.answer_ns(FRAME_BYTES)
@@ -278,4 +283,5 @@ PREPARE: dict[type[m.Message], Callable[[Session, Any, int], m.Message]] = {
     m.RowsAsk: Session._ask,
     m.MomentsAsk: Session._ask,
     m.RangeAsk: Session._want,
+    m.AgreeAsk: Session._want,
 }

@@ -1173,7 +1173,7 @@ def test_a_joiner_starts_from_the_buffers_of_the_lowest_rank() -> None:
             optimizer: Any = DistributedOptimizer(SGD(net.parameters()), net)
             each_step(net, optimizer, worker, 2)
             if worker == 0:
-                optimizer._engine._send_buffers()  # at the end of a lease's half, or of the run
+                optimizer._engine.send_buffers()  # at the end of a lease's half, or of the run
 
         started.together(script)
         started.join()
@@ -1212,7 +1212,7 @@ def test_a_model_is_compiled_before_or_after_it_is_wrapped() -> None:
             inner: Any = compiled(net) if before else net
             optimizer: Any = DistributedOptimizer(ADAMW(net.parameters()), inner)
             assert distance(steps(inner if before else compiled(net), optimizer), expected) < EQUAL
-            optimizer._engine._send_buffers()
+            optimizer._engine.send_buffers()
             started.join()
             joiner = normed(seed=5)
             DistributedOptimizer(ADAMW(joiner.parameters()), joiner)

@@ -203,7 +203,7 @@ def test_buffers_are_those_of_before_the_run(monkeypatch: pytest.MonkeyPatch) ->
         assert engine is not None and float(net.get_buffer("seen")) != 0
         member = Catching()
         monkeypatch.setattr(engine.link, "call", lambda say, member=member: say(member, 0))
-        engine._send_buffers()
+        engine.send_buffers()
         (packed,) = member.sent
         assert (np.frombuffer(packed[-4:], np.float32)[0] != 0) == told
 

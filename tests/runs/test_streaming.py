@@ -117,7 +117,7 @@ def test_an_exchange_has_a_fragment_of_the_bytes_both_ways(spec: str) -> None:
             model = Flat()
             optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=RATE), model)
             engine = engine_of(optimizer)
-            shards = engine.sync.shards  # type: ignore[attr-defined]
+            shards = engine.sync.shards
             say, take = shards.say, shards.handle
 
             def says(shard: int, messages: Sequence[m.Message]) -> None:
@@ -129,7 +129,7 @@ def test_an_exchange_has_a_fragment_of_the_bytes_both_ways(spec: str) -> None:
                     downs.append(sum(len(part.payload) for part in event.parts))
                 take(event)
 
-            shards.say, shards.handle = says, takes
+            shards.say, shards.handle = says, takes  # type: ignore[method-assign]
             for step in range(1, 26):
                 optimizer.zero_grad()
                 model.loss(0, step).backward()

@@ -872,4 +872,4 @@ class Worker:
         for shard, exchange in enumerate(self.exchanges):
             if shard not in self.asked:
                 self.asked.add(shard)
-                self._say(shard, exchange.ask_shared(flushed=True))
+                self._say(shard, exchange.ask_shared(last=True))

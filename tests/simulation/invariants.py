@@ -33,6 +33,7 @@ from narrows.protocols import effects as e
 from narrows.protocols import messages as m
 from narrows.protocols.cluster.coordinator import Coordinator
 from narrows.protocols.cluster.rounds import GRACE_MAX_NS, GRACE_MIN_NS
+from narrows.protocols.cluster.run import Seat
 from narrows.protocols.effects import NS, ServerEffect
 from narrows.protocols.runtime.clock import TURN_NS
 from narrows.protocols.settings import Settings
@@ -339,7 +340,7 @@ class Checker:
         self._moved(f"min_clock {coordinator.min_clock}")
         late = len(self.late)
         for clock in range(self.min_clock, coordinator.min_clock):
-            workers = [member.worker for member in coordinator.declared if member.start <= clock]
+            workers = [member.worker for member in self._going(coordinator) if member.start <= clock]
             updates = [(worker, clock) for worker in workers]
             if coordinator.run.mode.barrier:
                 updates = list(self.given.sets.get((coordinator.run.generation, clock), ()))
@@ -349,12 +350,18 @@ class Checker:
         said = [x.values for x in effects if isinstance(x, e.Log) and x.event == "late"]
         if [(v["worker"], v["clock"], v["age"]) for v in said] != self.late[late:]:
             raise Violation(f"late are {self.late[late:]}, and the record says {said}")
-        for member in coordinator.declared if self.quorum < 0 else ():
+        for member in self._going(coordinator) if self.quorum < 0 else ():
             made = self.made.get((member.worker, member.epoch), member.start)
             if not self.min_clock < coordinator.min_clock <= made:
                 raise Violation(
                     f"min_clock goes from {self.min_clock} to {coordinator.min_clock}, worker {member.worker} has {made}"
                 )
+
+    def _going(self, coordinator: Coordinator) -> list[Seat]:
+        """Live members, without those that have asked all shards for the last model: no clock waits for these."""
+        workers = self.run.workers.values()
+        done = {each.worker for each in workers if len(each.asked) >= coordinator.run.shards}
+        return [member for member in coordinator.declared if member.worker not in done]
 
     def _open(self, coordinator: Coordinator) -> set[int]:
         """Live workers with an update on all shards that no set has, as the shards have reported."""
@@ -366,7 +373,7 @@ class Checker:
 
     def _on_set(self, coordinator: Coordinator, clock: int, updates: Sequence[tuple[int, int]]) -> None:
         """All live members, or with a quorum all that have pushed; of each the first update that no set has."""
-        live = {member.worker for member in coordinator.declared if member.start <= clock}
+        live = {member.worker for member in self._going(coordinator) if member.start <= clock}
         inside, pushed = {worker for worker, _ in updates}, self._open(coordinator)
         if not (live if self.quorum < 0 else pushed) <= inside:
             raise Violation(f"clock {clock} is closed over {updates}, and {live} are live, {pushed} have pushed")

@@ -122,10 +122,9 @@ class Level:
     def child_asks(self, shard: int, pull: m.Pull) -> None:
         child = (pull.worker, pull.epoch)
         self.pulls[shard, *child, pull.request] = pull.clock
-        if self.node.parent is not None:
-            self.done.add(child)
-            for front in (*self.sent, *self.taken):
-                front.leave(child)
+        self.done.add(child)
+        for front in (*self.sent, *self.taken):
+            front.leave(child)
 
     def worker_started(self, worker: Worker) -> None:
         self.child_started((worker.worker, worker.epoch), worker.clock)

@@ -165,6 +165,7 @@ SAID = [
     e.BuffersWanted(),
     e.BuffersTold(b"buffers"),
     e.RangeTold(3, 7, False),
+    e.AgreedTold(3, 0.5),
     e.Left(),
     e.LinkSeen(1, 2, 3, 4, 5),
     e.Failed(5, "why"),

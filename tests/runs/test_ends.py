@@ -1,0 +1,299 @@
+"""How a run ends where its workers do not take as many steps: all that wait end with one model, the one of the checkpoint."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kit.in_process import Cluster, store_of
+from kit.scripts import Array, alone, build, flat, loss_of, run, seeded, tree
+from torch import nn
+
+from narrows.protocols import messages as m
+from narrows.protocols.effects import Send
+from narrows.protocols.settings import Settings
+from narrows.worker import DistributedOptimizer, agree, rank, step_count, world_size
+
+MODES: dict[str, dict[str, Any]] = {
+    "bsp": {"sync": "bsp"},
+    "bsp, updates": {"sync": "bsp", "push": "update", "compress": "topk:0.2+int8"},
+    "ssp": {"sync": "ssp", "staleness": 2, "compress": "topk:0.2+int8"},
+    "async": {"sync": "async", "compress": "topk:0.2+int8"},
+    "async, gradients": {"sync": "async", "push": "gradient"},
+    "local": {"sync": "local", "local_steps": 3},
+    "fragments": {"sync": "local", "local_steps": 4, "fragments": 2},
+    "quorum": {"sync": "local", "local_steps": 2, "quorum": 1},
+    "two shards": {"sync": "ssp", "staleness": 1, "shards": 2},
+}
+
+
+def steps(model: nn.Module, optimizer: DistributedOptimizer, count: int) -> None:
+    for step in range(count):
+        optimizer.zero_grad()
+        loss_of(model, step, rank(), world_size()).backward()
+        optimizer.step()
+
+
+def begun() -> tuple[nn.Module, DistributedOptimizer]:
+    model = build()
+    return model, DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), model)
+
+
+def of_the_server(cluster: Cluster) -> Array:
+    return np.concatenate([store_of(server).x for server in cluster.servers])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_workers_with_fewer_steps_wait_and_all_end_with_one_model(mode: str) -> None:
+    last = threading.Event()  # worker 1 has taken its last step
+    halted = threading.Event()
+    with run(Settings(**MODES[mode], workers=2)) as started:
+
+        def work(worker: int) -> tuple[Array, bool]:
+            model, optimizer = begun()
+            steps(model, optimizer, 4)
+            if worker:
+                assert halted.wait(30.0)
+                steps(model, optimizer, 9)
+                last.set()
+            else:
+                halted.set()
+            optimizer.finish()
+            return flat(model), last.is_set()
+
+        (first, late), (second, _) = started.together(work)
+        assert late, "worker 0 ended before the last step of worker 1"
+        np.testing.assert_array_equal(first, second)
+        np.testing.assert_array_equal(first, of_the_server(started.cluster))
+        assert started.cluster.stopped is not None
+
+
+def test_cities_with_fewer_steps_wait_for_the_others() -> None:
+    root = Cluster(Settings(sync="ssp", staleness=1, workers=2))
+    cities = [Cluster(Settings(sync="bsp", push="update", workers=1), root, name) for name in ("a", "b")]
+    with tree(root, *cities) as started:
+
+        def work(worker: int) -> Array:
+            model, optimizer = begun()
+            steps(model, optimizer, 11 if worker else 3)
+            optimizer.finish()
+            return flat(model)
+
+        first, second = started.together(work)
+        np.testing.assert_array_equal(first, second)
+        np.testing.assert_array_equal(first, of_the_server(root))
+
+
+def test_module_buffers_are_one_too_where_the_lowest_rank_ends_first() -> None:
+    def normed() -> nn.Module:
+        return seeded(lambda: nn.Sequential(nn.Linear(9, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, 5)))
+
+    with run(Settings(sync="ssp", staleness=1, workers=2)) as started:
+
+        def work(worker: int) -> list[bytes]:
+            model = normed()
+            optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), model)
+            steps(model, optimizer, 9 if worker else 3)
+            with optimizer.shared():  # the lowest rank may be done by now, and answers all the same
+                pass
+            optimizer.finish()
+            return [buffer.numpy().tobytes() for buffer in model.buffers()]
+
+        first, second = started.together(work)
+        assert first == second
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_leave_waits_for_no_other_worker_to_end(mode: str) -> None:
+    left = threading.Event()
+    with run(Settings(**MODES[mode], workers=2)) as started:
+
+        def work(worker: int) -> Array:
+            model, optimizer = begun()
+            steps(model, optimizer, 4)
+            if worker == 0:
+                optimizer.leave()
+                left.set()
+                return flat(model)
+            steps(model, optimizer, 5)  # at a barrier the clock of worker 0's last update closes with one of these
+            assert left.wait(30.0)
+            steps(model, optimizer, 3)
+            optimizer.finish()
+            return flat(model)
+
+        first, second = started.together(work)
+        assert not np.array_equal(first, second)
+        np.testing.assert_array_equal(second, of_the_server(started.cluster))
+
+
+def test_under_gossip_a_worker_that_leaves_keeps_its_model_and_the_others_end_with_the_mean_of_theirs() -> None:
+    with run(Settings(sync="gossip", staleness=1, workers=3)) as started:
+        left = threading.Event()
+        before: dict[int, Array] = {}
+
+        def work(worker: int) -> Array:
+            model, optimizer = begun()
+            steps(model, optimizer, 3)
+            if worker == 2:
+                before[2] = flat(model)
+                optimizer.leave()
+                left.set()
+                np.testing.assert_array_equal(flat(model), before[2])
+                return flat(model)
+            assert left.wait(30.0)
+            steps(model, optimizer, 4 + 3 * worker)
+            optimizer.finish()
+            return flat(model)
+
+        first, second, third = started.together(work)
+        np.testing.assert_array_equal(first, second)
+        assert not np.array_equal(first, third)
+        np.testing.assert_array_equal(first, of_the_server(started.cluster))
+
+
+def test_a_worker_that_dies_is_not_waited_for_and_none_joins_once_all_have_ended() -> None:
+    with run(Settings(sync="async", workers=2)) as started:
+        halted = threading.Event()
+
+        def work(worker: int) -> Array | None:
+            model, optimizer = begun()
+            steps(model, optimizer, 3)
+            if worker:
+                assert halted.wait(30.0)
+                optimizer._engine.leave(-1)  # type: ignore[union-attr]
+                return None
+            halted.set()
+            optimizer.finish()
+            return flat(model)
+
+        model, _ = started.together(work)
+        np.testing.assert_array_equal(model, of_the_server(started.cluster))
+    decided = Cluster(Settings(sync="ssp", workers=2))
+    coordinator = decided.servers[0].coordinator
+    assert coordinator is not None
+    coordinator.above.finishes = 1
+    effects = coordinator.handle(b"late", m.Hello("late", "here"), decided.now())
+    (refused,) = (effect.message for effect in effects if isinstance(effect, Send))
+    assert isinstance(refused, m.Refuse) and refused.code == m.RefuseCode.OVER and "last step" in refused.text
+
+
+# Agreeing on a number, as early stopping does.
+
+
+AGREE: dict[str, dict[str, Any]] = {**MODES, "gossip": {"sync": "gossip"}}
+
+
+@pytest.mark.parametrize("mode", AGREE)
+def test_all_workers_stop_at_the_same_step(mode: str) -> None:
+    with run(Settings(**AGREE[mode], workers=3)) as started:
+
+        def work(worker: int) -> tuple[int, list[float], Array]:
+            model, optimizer = begun()
+            said: list[float] = []
+            for step in range(40):
+                optimizer.zero_grad()
+                loss_of(model, step, rank(), world_size()).backward()
+                optimizer.step()
+                if step % 4 == 3:
+                    said += [agree(worker + step), agree(step > 9 + 4 * worker)]
+                    if said[-1] > 0.5:  # two of three: worker 0 from step 11 on, worker 1 from 15
+                        break
+            optimizer.finish()
+            return step, said, flat(model)
+
+        (step, said, model), *others = started.together(work)
+        assert step == 15
+        assert said == pytest.approx([4, 0, 8, 0, 12, 1 / 3, 16, 2 / 3])
+        for other, told, same in others:
+            assert (other, told) == (step, said)
+            np.testing.assert_array_equal(same, model)
+
+
+def test_who_does_not_call_or_dies_or_has_ended_is_not_waited_for() -> None:
+    with run(Settings(sync="bsp", workers=4)) as started:
+        died = threading.Event()
+
+        def work(worker: int) -> float:
+            model, optimizer = begun()
+            steps(model, optimizer, 2)
+            if worker == 3:
+                died.set()
+                optimizer._engine.leave(-1)  # type: ignore[union-attr]
+                return 0.0
+            assert died.wait(30.0)
+            if worker == 2:
+                optimizer.finish()
+                return 0.0
+            said = agree(5.0) if worker == 0 else 0.0  # worker 1 goes on: its next update passes this step
+            steps(model, optimizer, 2)
+            said += 10 * agree(worker)
+            optimizer.finish()
+            return said
+
+        assert started.together(work)[:2] == [10.0, 5.0]
+
+
+def test_a_worker_that_comes_late_agrees_from_where_it_begins() -> None:
+    with run(Settings(sync="ssp", staleness=1, workers=2)) as started:
+        came = threading.Event()
+        first: list[float] = []  # that the late one hears
+
+        def script(says: float, said: list[float]) -> list[float]:
+            model, optimizer = begun()
+            if says == 9:
+                came.set()
+            while step_count() < 24:
+                steps(model, optimizer, 1)
+                if step_count() % 8 == 0:
+                    said.append(agree(says))
+                if step_count() == 9 and says < 9:
+                    assert came.wait(30.0)
+            optimizer.finish()
+            return said
+
+        def work(worker: int) -> list[float]:
+            return script(1.0 + worker, [])
+
+        results: list[Any] = []
+
+        def both() -> None:
+            results.extend(started.together(work))
+
+        main = threading.Thread(target=both, name="in-process", daemon=True)
+        main.start()
+        until = time.monotonic() + 30.0
+        while time.monotonic() < until and started.cluster.servers[0].coordinator.min_clock < 8:  # type: ignore[union-attr]
+            time.sleep(0.01)
+        started.join()
+        started.aside(lambda: script(9.0, first)).join(60.0)
+        main.join(60.0)
+        assert results[0] == results[1] == [1.5, 4.0, 4.0] and first == [4.0, 4.0]
+
+
+def test_cities_agree_over_all_workers() -> None:
+    root = Cluster(Settings(sync="ssp", staleness=1, workers=2))
+    cities = [
+        Cluster(Settings(sync="bsp", push="update", workers=2), root, "a"),
+        Cluster(Settings(sync="bsp", push="update", workers=2), root, "b"),
+    ]
+    with tree(root, *cities) as started:
+
+        def work(worker: int) -> list[float]:
+            model, optimizer = begun()
+            said = []
+            for _ in range(3):
+                steps(model, optimizer, 2)
+                said.append(agree(rank()))
+            optimizer.finish()
+            return said
+
+        assert started.together(work) == [[1.5] * 3] * 4
+
+
+def test_alone_it_is_what_it_says() -> None:
+    with alone():
+        assert agree(0.25) == 0.25
