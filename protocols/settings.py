@@ -14,6 +14,7 @@ from narrows.protocols.wire import pack, unpack
 
 SHARDS_MAX = 256
 PRIVACY_MAX = 1e6  # of --dp-clip and --dp-noise: beyond it float32 has no place for both an update and its noise
+NOT_GIVEN = -1  # of a numeric flag: the mode decides
 STALENESS_MAX = 1 << 20
 FRAGMENTS_MAX = 1024  # more than models have layers; a shard keeps a list of them
 REPLAN = ("off", "say", "change")  # what comes of another way that would gain (protocols/cluster/replans.py)

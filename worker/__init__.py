@@ -36,6 +36,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    __version__: str
     from narrows.worker.datasets import ranges, sampler
     from narrows.worker.embedding import Embedding
     from narrows.worker.machine import device, local_rank
@@ -62,6 +63,8 @@ else:
 
     def __getattr__(name):
         """On first use: ps-worker is in this package too, and need not wait for torch."""
+        if name == "__version__":
+            return import_module("importlib.metadata").version("narrows")
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return getattr(import_module(f"{__name__}.{HOMES.get(name, 'session')}"), name)

@@ -20,7 +20,18 @@ from narrows.protocols.modes import ELEMENTWISE
 def as_one(
     inner: torch.optim.Optimizer | Iterable[torch.optim.Optimizer], model: torch.nn.Module
 ) -> torch.optim.Optimizer:
-    """One optimizer is itself. Raises UsageError for several that cannot step together; `model` names their parameters."""
+    """One optimizer is itself. Raises UsageError for several that cannot step together, and for arguments that are no
+    optimizer and no module; `model` names the parameters."""
+    signature = "DistributedOptimizer(optimizer, model)"
+    if isinstance(inner, torch.nn.Module):
+        raise UsageError(f"{signature}: the optimizer is a {type(inner).__name__}, a module; give the optimizer first")
+    if not isinstance(model, torch.nn.Module):
+        raise UsageError(
+            f"{signature}: the model is a {type(model).__name__}; give the torch.nn.Module that is trained"
+        )
+    for one in inner if isinstance(inner, Iterable) else (inner,):
+        if not hasattr(one, "param_groups"):
+            raise UsageError(f"{signature}: a {type(one).__name__} is no torch optimizer; give one, or a list of them")
     if not isinstance(inner, Iterable):  # a container of optimizers, such as torchtitan's, is one too
         return inner
     each = tuple(inner)

@@ -10,6 +10,7 @@ import errno
 import re
 import sys
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import fields
 from typing import Any, NoReturn
 
 import click
@@ -18,6 +19,7 @@ from narrows.protocols.errors import NarrowsError, UsageError
 from narrows.protocols.gossip.topology import RANDOM, TOPOLOGIES, TOPOLOGY
 from narrows.protocols.modes import MODES
 from narrows.protocols.runtime import output
+from narrows.protocols.settings import NOT_GIVEN, Settings
 
 # How glibc is to keep memory in the processes that ps-serve and ps-worker start, unless the user says otherwise: messages
 # of a few MiB come and go at every step, and giving their pages back to the kernel each time costs more than copying them.
@@ -178,9 +180,18 @@ def as_given(values: Mapping[str, Any], switches: Collection[str] = ()) -> dict[
 
 
 def given(values: dict[str, Any]) -> dict[str, Any]:
-    """Those of `values` that are run flags and were given."""
-    names = {name for name, *_ in RUN_FLAGS}
-    return {name: value for name, value in values.items() if name in names and value is not None}
+    """Those of `values` that are run flags and were given.
+
+    Raises UsageError for -1 where Settings has -1 for a flag that was not given: the run would take its default in silence.
+    """
+    unset = {field.name for field in fields(Settings) if field.default == NOT_GIVEN}
+    found = {name: values[name] for name, *_ in RUN_FLAGS if values.get(name) is not None}
+    for name in sorted(unset & found.keys()):
+        if found[name] == NOT_GIVEN:
+            raise UsageError(
+                f"--{name.replace('_', '-')} {found[name]}: give a value that is not negative, or leave it out"
+            )
+    return found
 
 
 def run(command: click.Command, name: str) -> NoReturn:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shlex
+import stat
+import sys
 from typing import Any
 
 import click
@@ -120,12 +124,24 @@ def init(folder: str) -> None:
 @click.option("--role", type=click.Choice(["worker", "cluster"]), default="worker", show_default=True,
               help="cluster: of a ps-serve below")  # fmt: skip
 def add(name: str, folder: str, role: str) -> None:
-    """Let NAME in; print the one file to hand over. A running server knows it at once."""
+    """Let NAME in; print the name of the one file to hand over. A running server knows it at once.
+
+    Where the output goes to a file (ps-serve keys add NAME > NAME.key), that file is the key.
+    """
     from narrows.protocols.runtime.keys import add as added
 
     flag = "ps-worker --key" if role == "worker" else "ps-serve --parent-key"
+    with contextlib.suppress(OSError, ValueError):  # no stdout, or one that is no file of the system
+        output = sys.stdout.fileno()
+        if stat.S_ISREG(os.fstat(output).st_mode):
+            os.fchmod(output, 0o600)
+            path = added(folder, name, role)
+            click.echo(path.read_text(), nl=False)
+            return click.echo(
+                f"{path} and this output are the key of {name}, for {flag}: hand it over by a safe way", err=True
+            )
     path = added(folder, name, role)
-    click.echo(f"{path}\nhand it to {name} by a safe way, for {flag} {path.name}; it is a secret", err=False)
+    click.echo(f"{path}\nhand it to {name} by a safe way, for {flag} {path.name}; it is a secret")
 
 
 @keys.command()

@@ -11,23 +11,34 @@ from narrows.protocols.runtime.flags import COMMAND, run
 
 
 @click.command(context_settings=COMMAND)
-@click.argument("record", metavar="FILE")
-@click.option("--out", default="", help="the picture; its ending says which kind [FILE with .png]")
+@click.argument("records", metavar="FILE...", nargs=-1, required=True)
+@click.option(
+    "--out", default="", help="the picture; its ending says which kind [FILE with .png; of several, compared.png]"
+)
 @click.version_option(package_name="narrows", allow_from_autoenv=False)
-def command(record: str, out: str) -> None:
-    """Draw the record FILE of ps-serve or of ps-worker: loss by steps, seconds and bytes, time of steps, links."""
+def command(records: tuple[str, ...], out: str) -> None:
+    """Draw the record FILE of ps-serve or of ps-worker: loss by steps, seconds and bytes, time of steps, links.
+
+    Several files are compared: one curve of the loss for each. The axis of the loss is logarithmic where all losses are
+    above 0.
+    """
     from narrows.ps.glance.reading import Record
 
     try:
-        from narrows.ps.glance.plot import plot
+        from narrows.ps.glance.plot import compared, plot
     except ImportError:
         raise UsageError("matplotlib is missing here: pip install 'narrows[plot]'") from None
-    read, path = Record(record), Path(out or Path(record).with_suffix(".png"))
-    read.read()
-    if not read.history.lanes:
-        raise UsageError(f"{record}: no member has said anything in it yet")
+    histories = {}
+    for record in records:
+        read = Record(record)
+        read.read()
+        if not read.history.lanes:
+            raise UsageError(f"{record}: no member has said anything in it yet")
+        histories[record] = read.history
+    path = Path(out or (Path(records[0]).with_suffix(".png") if len(records) == 1 else "compared.png"))
+    figure = plot(histories[records[0]], records[0]) if len(records) == 1 else compared(histories)
     try:
-        plot(read.history).savefig(path, dpi=120)
+        figure.savefig(path, dpi=120)
     except (OSError, ValueError) as error:
         raise UsageError(f"--out {path}: {error}") from None
     click.echo(path)

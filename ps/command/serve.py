@@ -137,6 +137,9 @@ def serve(
         if resume and (why := checkpoints.why_anew(folder)):
             say(f"--resume: {why}")
         scratch = None if folder else Scratch()  # a shard that dies goes on from there
+        if scratch and cluster.settings.checkpoint_every > 0:
+            every = f"--checkpoint-every {cluster.settings.checkpoint_every:g}"
+            say(f"{every}: without --checkpoint-dir checkpoints serve shards that die, and are removed at the end")
         cluster.ready_file, cluster.lives.keeps = ready_file, journal
         if record:
             cluster.glance.record = open_record(record, say)
@@ -230,7 +233,9 @@ def announce(cluster: Cluster) -> None:
     else:
         noun = "shard" if cluster.settings.shards == 1 else "shards"
         key = "--key NAME.key " if cluster.told["keys"] else ""
-        say(f"serves {cluster.settings.shards} {noun}, --sync {cluster.settings.sync}; on a worker machine:")
+        say(f"serves {cluster.settings.shards} {noun}, {cluster.settings.summary()}")
+        folder = f"to {cluster.told['checkpoint_dir']}" if cluster.told["keeps"] else "nowhere"
+        say(f"checkpoints and the final model go {folder}; on a worker machine:")
         OUT.line(f"    ps-worker --server {address} {key}SCRIPT.py")
     if seals := cluster.told["seals"]:
         say(f"messages are encrypted; a core of this machine seals {seals / 1e6:,.0f} MB/s")

@@ -34,6 +34,16 @@ PARTED = {  # how members below a cluster went, said of one and of several
     "gone": ("is gone", "are gone"),
 }
 SILENT = ("summary", "step", "server", "counted", "tree")  # events that are figures, and no news
+REPEATED = (
+    "checkpoint",
+    "compress",
+    "void",
+    "long",
+    "against",
+    "hyper",
+    "late",
+    "disk",
+)  # of which the newest is shown
 DIED = ("died", "restart")  # a shard was started again, or the run went back to a checkpoint
 
 
@@ -67,6 +77,7 @@ class History:
         self.hidden: dict[tuple[int, ...], int] = {}  # of a member of this server, how many of its rows have no lane
         self.curve = Curve()
         self.events: deque[list[Any]] = deque(maxlen=EVENTS)
+        self.repeated: dict[tuple[Any, ...], tuple[list[Any], int]] = {}  # of REPEATED: the event, and which time it is
         self.seconds = 0.0  # of the newest event
         self.moved = 0.0  # when the clock moved last
         self.parameters = 0
@@ -93,12 +104,23 @@ class History:
             self.over = True
         self.died += name in DIED
         if name not in SILENT and (text := event.get("text") or sentence(name, event)):
-            self._say(name, str(text))
+            member = event.get("worker", event.get("local_rank", -1))
+            self._say(name, str(text), -1 if name == "checkpoint" else member)
 
-    def _say(self, name: str, text: str) -> None:
-        if name == "checkpoint" and self.events and self.events[-1][1] == name:
-            self.events.pop()  # the newest of a row is enough
-        self.events.append([self.seconds, name, text[:TEXT]])
+    def _say(self, name: str, text: str, member: Any = -1) -> None:
+        """Add an event. One of REPEATED takes the place of the one before of the same kind and member, and counts it."""
+        text, times = text[:TEXT], 0
+        if name in REPEATED:
+            before, times = self.repeated.pop((name, member), ([], 0))
+            if before in self.events:
+                self.events.remove(before)
+            times += 1
+        entry = [self.seconds, name, text if times < 2 or name == "checkpoint" else f"{text} ({times} times)"]
+        if times:
+            self.repeated[name, member] = entry, times
+            if len(self.repeated) > EVENTS:
+                del self.repeated[next(iter(self.repeated))]
+        self.events.append(entry)
 
     def _started(self, event: Mapping[str, Any]) -> None:
         self.run = {name: value for name, value in event.items() if name not in ("event", "seconds", "text")}

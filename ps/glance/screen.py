@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Group
+from rich.console import Console, ConsoleOptions, Group
 from rich.table import Table
 from rich.text import Text
 
@@ -12,9 +14,11 @@ from narrows.ps.command.console import printable
 from narrows.ps.glance.cells import LEVELS
 
 BARS = " ▁▂▃▄▅▆▇█"
-STRIP = 40  # characters
+STRIP, STRIP_LEAST = 40, 10  # characters
 EVENTS = 6
 MEMBERS = 200
+COLUMNS = ("step", "compute", "encode", "wait", "behind", "stale", "up", "down", "round trip", "busy")
+LEFT_OUT = ("busy", "round trip", "encode", "compute", "stale", "wait", "behind")  # on a narrow terminal, in this order
 
 
 def screen(frame: dict[str, Any]) -> Group:
@@ -33,46 +37,75 @@ def screen(frame: dict[str, Any]) -> Group:
         *([f"{frame['left_seconds']:.0f} s left"] if frame["left_seconds"] is not None else []),
         *(["over"] if frame["over"] else []),
     ]
-    table = Table(box=None, padding=(0, 1), header_style="dim")
-    table.add_column("member", no_wrap=True)
-    table.add_column(f"steps in {frame['cells'] * frame['cell_seconds']:.0f} s", no_wrap=True)
-    for name in ("step", "compute", "encode", "wait", "behind", "stale", "up", "down", "round trip", "busy"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for member in frame["members"][:MEMBERS]:
-        table.add_row(*_row(member, frame["cells"]), style="" if member["live"] else "dim")
     hidden = len(frame["members"]) - MEMBERS
     more = [Text(f"and {hidden} more", style="dim")] if hidden > 0 else []
     events = [
         Text(f"{seconds:8.1f} s  {printable(text)}", style="dim") for seconds, _, text in frame["events"][-EVENTS:]
     ]
     head = [Text(printable(about), style="dim"), Text("   ".join(figures), style="bold")]
-    return Group(*head, Text(), table, *more, Text(), *events)
+    return Group(*head, Text(), Members(frame), *more, Text(), *events)
 
 
-def _row(member: dict[str, Any], cells: int) -> list[Text]:
-    step = sum(member["step_seconds"])
-    shares = [f"{seconds / step:.0%}" if step else "-" for seconds in member["step_seconds"]]
+@dataclass(frozen=True)
+class Members:
+    """The table of members, as wide as the terminal: a narrow one has a shorter strip, then fewer columns; no head is cut."""
+
+    frame: dict[str, Any]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
+        members, cells = self.frame["members"][:MEMBERS], self.frame["cells"]
+        names = [_name(member) for member in members]
+        figures = [_figures(member) for member in members]
+        kept = list(COLUMNS)
+        widths = {name: max(map(len, (name, *(row[name] for row in figures)))) for name in kept}
+
+        def room(strip_width: int) -> int:
+            """Characters left over beside the columns that are kept; each has a space on both sides."""
+            taken = max(map(len, ("member", *names))) + strip_width + sum(widths[name] for name in kept)
+            return options.max_width - taken - 2 * (len(kept) + 2)
+
+        for name in LEFT_OUT:
+            if room(STRIP_LEAST) < 0:
+                kept.remove(name)
+        width = max(STRIP_LEAST, min(STRIP, STRIP + room(STRIP)))
+        table = Table(box=None, padding=(0, 1), header_style="dim")
+        table.add_column("member", no_wrap=True)
+        shown = min(width, cells) * self.frame["cell_seconds"]
+        table.add_column(f"steps, {shown:.0f} s"[:width], no_wrap=True)
+        for name in kept:
+            table.add_column(name, justify="right", no_wrap=True)
+        for member, name, row in zip(members, names, figures, strict=True):
+            texts = [Text(name), Text(strip(member["strip"], cells, width)), *(Text(row[each]) for each in kept)]
+            table.add_row(*texts, style="" if member["live"] else "dim")
+        yield table
+
+
+def _name(member: dict[str, Any]) -> str:
     indent, kind = "  " * (len(member["path"]) - 1), "cluster of rank" if member["runs"] else "rank"
     name = f"{indent}{kind} {'.'.join(map(str, member['path']))} {printable(member['host'])}"
-    texts = [
-        f"{name} {member['how']}".rstrip(),
-        strip(member["strip"], cells),
+    return f"{name} {member['how']}".rstrip()
+
+
+def _figures(member: dict[str, Any]) -> dict[str, str]:
+    """The text of each column for one member."""
+    step = sum(member["step_seconds"])
+    texts = (
         f"{1e3 * step:.3g} ms" if step else "-",
-        *shares,
+        *(f"{seconds / step:.0%}" if step else "-" for seconds in member["step_seconds"]),
         str(member["lag"]),
         str(member["staleness"]),
         *(f"{8 * each / 1e6:.3g} Mbit/s" if each else "-" for each in member["rate"]),
         f"{1e3 * member['round_trip_seconds']:.3g} ms",
         f"{max(member['busy']):.0%}",
-    ]
-    return [Text(text) for text in texts]
+    )
+    return dict(zip(COLUMNS, texts, strict=True))
 
 
-def strip(cells: dict[str, str] | None, count: int) -> str:
+def strip(cells: dict[str, str] | None, count: int, width: int = STRIP) -> str:
     """The newest cells, as bars: a gap where no step was taken."""
     if cells is None:
         return ""
-    steps = cells["steps"].ljust(count, "0")[:count][-STRIP:]
+    steps = cells["steps"].ljust(count, "0")[:count][-width:]
     return "".join(BARS[-(-8 * LEVELS.index(each) // 35)] for each in steps)
 
 

@@ -175,6 +175,9 @@ def machine(process: Process, port: int, lent: Callable[[], bool], own: Secret |
         coordinator = Coordinator(settings, first_epoch, restart, child, keys_that_fit(), dict(process.away), priced)
         if not process.again:
             coordinator.generations.resumed()
+            if restart >= 0:
+                text = f"goes on from the checkpoint of clock {restart}"
+                emit("log", name="resumed", values={"clock": restart, "text": text})
         if facts:
             coordinator.roster.adopt(facts["plan"])
             coordinator.buffers.packed = facts["buffers"]

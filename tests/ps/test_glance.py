@@ -16,6 +16,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import zmq
 from click.testing import CliRunner
@@ -407,6 +408,10 @@ def test_commands_show_a_record(tmp_path: Path) -> None:
     assert told.exit_code == 0 and "clock 80" in told.output and "the run is over" in told.output
     drawn = CliRunner().invoke(ps_plot, [str(file)])
     assert drawn.exit_code == 0 and (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+    other = tmp_path / "other.jsonl"
+    other.write_bytes(file.read_bytes())
+    compared = CliRunner().invoke(ps_plot, [str(file), str(other), "--out", str(tmp_path / "both.png")])
+    assert compared.exit_code == 0 and (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
     for words in (["--record", str(file), "127.0.0.1:1"], ["--dashboard=1"], ["--record", str(tmp_path / "none")]):
         error = CliRunner().invoke(ps_top, words).exception
         assert isinstance(error, UsageError) and "--" in str(error)
@@ -477,11 +482,54 @@ def test_each_command_has_a_version() -> None:
         assert CliRunner().invoke(command, ["--version"], prog_name=name).output.startswith(f"{name}, version ")
 
 
-def shown(frame: dict[str, Any]) -> str:
+def test_several_records_are_compared_on_logarithmic_axes() -> None:
+    """The mode of each run is in the legend; seconds count from the first step, since starting takes what it takes."""
+    from narrows.ps.glance.plot import compared, plot
+
+    early, late = (history_of({**RUN, "seconds": at}, *beats(at + 20, 0, 10)) for at in (0.0, 50.0))
+    figure = compared({"runs/a.jsonl": early, "runs/b.jsonl": late})
+    assert [axes.get_yscale() for axes in figure.axes] == ["log"] * 3
+    steps, seconds, _ = figure.axes
+    assert len(steps.lines) == 2 and [np.asarray(line.get_xdata())[0] for line in seconds.lines] == [0, 0]
+    (legend,) = figure.legends
+    assert [text.get_text().partition(":")[0] for text in legend.get_texts()] == ["a.jsonl", "b.jsonl"]
+    alone = plot(early, "runs/a.jsonl")
+    assert alone.axes[0].get_yscale() == "log" and alone.get_suptitle().startswith("a.jsonl: --sync ")
+
+
+def test_an_event_that_comes_again_and_again_is_one_line() -> None:
+    void = [
+        {"event": "void", "seconds": 5.0 * n, "worker": n % 2, "text": f"update {n} of {n % 2}"} for n in range(1, 100)
+    ]
+    joined = [
+        {
+            "event": "member",
+            "seconds": 1.0,
+            "worker": n,
+            "rank": n,
+            "live": n,
+            "how": "joined",
+            "text": f"worker {n} joined",
+        }
+        for n in range(3)
+    ]
+    texts = [text for _, _, text in history_of(RUN, *joined, *void).frame()["events"]]
+    assert texts[-2:] == ["update 98 of 0 (49 times)", "update 99 of 1 (50 times)"]
+    assert texts[-5:-2] == ["worker 0 joined", "worker 1 joined", "worker 2 joined"]
+
+
+@pytest.mark.parametrize("width", [70, 80, 100, 120])
+def test_no_head_of_the_table_is_cut_on_a_narrow_terminal(width: int) -> None:
+    text = shown(history_of(*beats(20, 0, 10), *beats(20, 1, 10)).frame(), width)
+    assert "…" not in text and "member" in text and "step" in text and max(map(len, text.splitlines())) <= width
+    assert ("busy" in text) == (width >= 120)
+
+
+def shown(frame: dict[str, Any], width: int = 180) -> str:
     """The text of this frame in a terminal."""
     from rich.console import Console
 
-    console = Console(width=180, record=True, file=io.StringIO())
+    console = Console(width=width, record=True, file=io.StringIO())
     console.print(screen(frame))
     return console.export_text()
 

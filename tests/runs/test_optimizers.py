@@ -448,6 +448,27 @@ REFUSED: dict[str, tuple[Make, str]] = {
 }
 
 
+SWAPPED: dict[str, Callable[[nn.Module], Any]] = {
+    "the optimizer is a Sequential, a module; give the optimizer first": lambda net: (
+        net,
+        torch.optim.AdamW(net.parameters()),
+    ),
+    "the model is a generator; give the torch.nn.Module": lambda net: (
+        torch.optim.AdamW(net.parameters()),
+        net.parameters(),
+    ),
+    "a Linear is no torch optimizer": lambda net: ([nn.Linear(1, 1)], net),
+    "the model is a list; give the torch.nn.Module": lambda net: (torch.optim.AdamW(net.parameters()), [net]),
+}
+
+
+@pytest.mark.parametrize("words", SWAPPED)
+def test_arguments_that_are_no_optimizer_and_no_module_are_named(words: str) -> None:
+    net = build()
+    with alone(), pytest.raises(UsageError, match=words):
+        DistributedOptimizer(*SWAPPED[words](net))
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_step_together_is_refused_in_one_sentence(name: str) -> None:
     make, words = REFUSED[name]

@@ -84,6 +84,8 @@ def test_a_server_that_nobody_stands_by_for_says_so_once(tmp_path: Path) -> None
     ("--sync bsp --staleness 2", "--staleness: --sync bsp has no staleness bound to set"),
     ("--sync async --staleness 2", "--staleness: --sync async has no staleness bound to set"),
     ("--staleness two", "'two' is not a valid integer"),
+    ("--staleness -1", "--staleness -1: give a value that is not negative"),
+    ("--outer-lr -1", "--outer-lr -1.0: give a value that is not negative"),
     ("--shards 0", "--shards 0: give a value from 1"),
     ("--shardz 2", "--shardz"),
     ("--bind 127.0.0.1:5555", "tcp://HOST:PORT"),
@@ -136,6 +138,8 @@ def test_two_servers_in_one_folder(tmp_path: Path) -> None:
     """The second is refused while the first lives; one that was killed has left no lock."""
     folder = str(tmp_path / "run")
     with serving("--checkpoint-dir", folder) as first:
+        assert "ps-serve: serves 1 shard, --sync ssp, staleness 1, --compress dense" in first.command.out
+        assert f"ps-serve: checkpoints and the final model go to {folder}; on a worker machine:" in first.command.out
         with started("ps-serve", "--bind", "tcp://127.0.0.1:0", "--checkpoint-dir", folder, "--resume") as second:
             until(lambda: second.process.poll() is not None or "serves" in second.err, "the second to end")
             assert second.process.poll() == 2, second

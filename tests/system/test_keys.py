@@ -58,7 +58,8 @@ def test_what_is_handed_over_is_one_file_that_nobody_else_can_read(tmp_path: Pat
     code, out, _ = finished("ps-serve", "keys", "init", "K", cwd=tmp_path)
     assert code == 0 and "ps-serve keys add NAME --keys K" in out
     code, out, _ = finished("ps-serve", "keys", "add", "leipzig", cwd=tmp_path, env={"NARROWS_KEYS": "K"})
-    path = tmp_path / out.splitlines()[0]
+    path = tmp_path / "K" / "leipzig.key"
+    assert out == path.read_text()  # the output goes to a file here
     assert code == 0 and path.stat().st_mode & 0o777 == 0o600
     assert keys.member_key(str(path), "--key").name == "leipzig"
     assert finished("ps-serve", "keys", "list", "--keys", "K", cwd=tmp_path)[1] == "leipzig\n"

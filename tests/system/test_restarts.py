@@ -291,4 +291,5 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(tmp_path: Pat
     path.write_bytes(path.read_bytes()[:-5])
     with serving(*flags, "--resume") as server, Worker(server.address) as again:
         assert f"{path} is damaged" in server.command.out
+        assert f"ps-serve: goes on from the checkpoint of clock {before}\n" in server.command.out
         assert again.clock == before
