@@ -23,7 +23,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from narrows.protocols.runtime import launch, signals
@@ -217,8 +216,7 @@ class Children:
         own = {**env, STARTED_BY: str(self.nursery.pid)}
         request = launch.Request([*words], own, os.getcwd(), name, [*handed], ignored, nests)
         try:
-            asked = json.dumps(["fork", asdict(request)]).encode()
-            socket.send_fds(self.port, [asked], [*standard, *handed.values()])
+            request.send(self.port, [*standard, *handed.values()])
             answer = self.answers.get(timeout=FORK_S)
         except (OSError, queue.Empty) as error:
             answer = str(error) or f"no answer came within {FORK_S:.0f} s"

@@ -6,7 +6,8 @@ Rules
 - It ends with the socket to its command. Its children end by their own pipes.
 - A child that is a command with children of its own gets a nursery too, which is forked from it as it begins: what is imported
   is imported once for all of them.
-- Its command says JSON lists to it: ["need", needs], ["fork", fields of a Request].
+- Its command says JSON lists to it: ["need", needs], ["fork"]. Beside "fork" come descriptors. The first is of memory with
+  the fields of a Request as JSON: an environment may be longer than any message of a socket.
 - It says JSON lists to its command: ["say", text], ["ready", why not], ["pid", number], ["refused", why],
   ["ended", pid, code].
 """
@@ -23,7 +24,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -39,9 +40,10 @@ SOCKET = "NARROWS_NURSERY_FD"
 GIVEN = "NARROWS_NURSERY"  # to a command that was forked: socket, pid and hash seed of its nursery
 _told = os.environ.get("PYTHONHASHSEED", "")
 HASH_SEED = _told if _told.isdigit() else ""  # that this interpreter began with, where it is known
-MESSAGE_BYTES_MAX = 1 << 17  # of a request, most of it the environment; the kernel's buffer holds one of them
-DESCRIPTORS_MAX = 16
-POSSIBLE = sys.platform == "linux" and hasattr(os, "pidfd_open")
+MESSAGE_BYTES_MAX = 1 << 16  # of a line between a nursery and its command; the kernel's buffer holds one of them
+REQUEST_BYTES_MAX = 1 << 26  # exec takes 6 MB of words and environment at most, and a character is 6 in JSON
+DESCRIPTORS_MAX = 17
+POSSIBLE = sys.platform == "linux" and hasattr(os, "pidfd_open") and hasattr(os, "memfd_create")
 DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
 
 
@@ -74,6 +76,19 @@ class Request:
     ignored: Sequence[int]  # signals
     nests: bool  # it is a command, and has children of its own
 
+    def send(self, port: socket.socket, fds: Sequence[int]) -> None:
+        """Ask the nursery at the other end of `port`. `fds`: see above. Raises OSError."""
+        with open(os.memfd_create("narrows-request"), "w+b") as memory:
+            memory.write(json.dumps(asdict(self)).encode())
+            memory.seek(0)
+            socket.send_fds(port, [json.dumps(["fork"]).encode()], [memory.fileno(), *fds])
+
+    @staticmethod
+    def taken(fd: int) -> Request:
+        """The request in this memory, which is closed."""
+        with open(fd, "rb") as memory:
+            return Request(**json.loads(memory.read(REQUEST_BYTES_MAX)))
+
 
 Begins = Callable[[], Any]  # what a child is to do; it returns the same of a child of its own, or None
 
@@ -101,10 +116,10 @@ class Nursery:
                     )
                     if not raw:
                         os._exit(0)  # the command has ended
-                    kind, asked = json.loads(raw)
+                    kind, *asked = json.loads(raw)
                     if kind == "need":
-                        self.prepare(asked)
-                    elif begins := self._fork(fds, Request(**asked)):
+                        self.prepare(*asked)
+                    elif begins := self._fork(fds[1:], Request.taken(fds[0])):
                         return begins
         os._exit(0)
 

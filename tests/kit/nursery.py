@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
@@ -82,7 +81,7 @@ class Nursery:
         request = launch.Request(["-m", FORKED[words[0]], *words[1:]], {**env}, folder, words[0], [], [], nests=True)
         with self.asking, open(os.devnull) as nothing:
             fds = [file.fileno() for file in (nothing, *files)]
-            socket.send_fds(self.port, [json.dumps(["fork", asdict(request)]).encode()], fds)
+            request.send(self.port, fds)
             kind, pid = self._answer(FORK_S)
         assert kind == "pid", pid
         return self.running[pid]
