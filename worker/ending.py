@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections import Counter
+
+from narrows.worker.telling import find
 
 DEFAULTS = {
     signal.SIGINT: signal.default_int_handler,
@@ -16,14 +19,15 @@ DEFAULTS = {
 def leave_when_told() -> None:
     """SIGTERM and SIGHUP end this script as Ctrl-C does: it leaves the run. A handler of the script's own stays.
 
-    A manager may send them to each process of a job, and ps-worker, which was told too, sends SIGINT: the first one counts, and
-    another one is of the same end. The same one again does not wait.
+    A manager may send them to each process of a job, and ps-worker, which was told too, passes its own on: the first one counts
+    and another one is of the same end. So is a second of its kind where there is a ps-worker. Once more does not wait.
     """
-    worker, heard = os.getpid(), set[int]()
+    worker, heard = os.getpid(), Counter[int]()
+    passed_on = 1 if find() else 0
 
     def interrupt(number: int, frame: object) -> None:
-        again, first = number in heard, not heard
-        heard.add(number)
+        again, first = heard[number] > passed_on, not heard
+        heard[number] += 1
         if number != signal.SIGINT and (again or os.getpid() != worker):  # a process that the script has forked is none
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

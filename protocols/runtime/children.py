@@ -65,6 +65,18 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
+    def pass_on(self, number: int) -> None:
+        """Send this signal where the process handles it, else SIGINT: Python then leaves `with` and `finally` in order."""
+        self.signal(number if self._handles(number) else signal.SIGINT)
+
+    def _handles(self, number: int) -> bool:
+        try:
+            with open(f"/proc/{self.pid}/status") as status:
+                caught = next(line.split()[1] for line in status if line.startswith("SigCgt:"))
+        except (OSError, StopIteration):
+            return False
+        return bool(int(caught, 16) >> (number - 1) & 1)
+
     def kill(self) -> None:
         """It and whatever it started. A nursery that was given to us leads no group."""
         try:

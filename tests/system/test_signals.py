@@ -91,6 +91,40 @@ def test_a_terminal_that_is_closed_ends_ps_serve_with_a_checkpoint(tmp_path: Pat
     assert (folder / "model.safetensors").exists()
 
 
+HANDLES = """
+import signal, torch
+from narrows.worker import DistributedOptimizer
+told = []
+if BEFORE:
+    signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
+model = torch.nn.Linear(4, 2)
+optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model)
+if not BEFORE:
+    signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
+for step in range(100_000):
+    optimizer.zero_grad()
+    model(torch.ones(3, 4)).square().sum().backward()
+    optimizer.step()
+    if step == 5:
+        print("trains", flush=True)
+    if told:
+        print("saves at", *told, flush=True)
+        break
+"""
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_handler_of_the_script_is_called(before: bool, tmp_path: Path) -> None:
+    """As under plain python, whether it was set before the session was there or after that."""
+    script = tmp_path / "script.py"
+    script.write_text(HANDLES.replace("BEFORE", str(before)))
+    with started("ps-worker", str(script)) as command:
+        until(lambda: command.out == "trains\n" or command.process.poll() is not None, command)
+        os.kill(command.pid, signal.SIGTERM)
+        assert command.wait(GONE_S) == 128 + signal.SIGTERM, command
+        assert command.out == f"trains\nsaves at {signal.SIGTERM:d}\n" and "Traceback" not in command.err, command
+
+
 LEAVES = """
 import os, time, torch
 from narrows.worker import DistributedOptimizer

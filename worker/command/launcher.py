@@ -215,7 +215,7 @@ class Launcher:
             if self.signals and stop_by == float("inf"):
                 stop_by = time.monotonic() + CHILD_END_S
                 for worker in self.workers.values():
-                    worker.signal(signal.SIGINT)
+                    worker.pass_on(self.signals[0])
             self._take(0.2)
             if self.broken:
                 break
