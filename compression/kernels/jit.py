@@ -1,13 +1,25 @@
-"""How kernels are compiled: nogil, cached on disk, no parallel=True, and IEEE float32 exactly as NumPy does it."""
+"""How kernels are compiled: nogil, cached on disk, no parallel=True, and IEEE float32 exactly as NumPy does it.
 
+The cache is beside the source, where `make install` compiles kernels. Where that cannot be written, as in a container whose
+packages are read-only, it is a folder of this user's own, which begins with a copy of what is beside the source. Where no
+folder can be written there is no cache, and each command compiles.
+"""
+
+import os
+import shutil
+import stat
+import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 
 import numba
 import numpy as np
 from llvmlite import ir
+from numba.core import caching
 from numba.core.event import Listener, install_listener
 from numba.extending import intrinsic
 
@@ -16,14 +28,73 @@ R = TypeVar("R")
 
 
 def kernel(function: Callable[P, R]) -> Callable[P, R]:
-    """Compiles `function` on its first call and caches it beside the source.
+    """Compiles `function` on its first call and caches it on disk.
 
     No fastmath: without it LLVM neither reorders nor contracts a multiply and an add, so results are NumPy's, bit for
     bit. error_model="numpy": a division that may raise cannot be vectorised. No parallel=True: two Python threads may
     call the same kernel, and Numba's workqueue layer aborts the process then.
     """
-    compiled = numba.njit(nogil=True, cache=True, fastmath=False, error_model="numpy")(function)
+    compiled = numba.njit(nogil=True, fastmath=False, error_model="numpy")(function)
+    with suppress(RuntimeError):  # there is no folder for it
+        compiled._cache = Cache(function)  # type: ignore[no-untyped-call, attr-defined]
     return cast(Callable[P, R], compiled)
+
+
+@cache
+def own_folder() -> Path | None:
+    """Return a folder of this user's own for compiled kernels, None where none can be made. A cache is code, so a folder that
+    another user has made, or can write to, is left alone."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    places = [Path(place) for place in (os.environ.get("TMPDIR", ""), "/tmp", "/var/tmp", "/dev/shm") if place]
+    for folder in (home / "narrows", *(place / f"narrows-kernels-{os.getuid()}" for place in places)):
+        with suppress(OSError):
+            if not folder.is_absolute():
+                continue  # ~ of a user without a name
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            found = folder.lstat()
+            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022:
+                tempfile.TemporaryFile(dir=folder).close()
+                return folder
+    return None
+
+
+class OwnFolder(caching._SourceFileBackedLocatorMixin, caching._CacheLocator):
+    """The place of one function's cache in `own_folder`."""
+
+    def __init__(self, function: Callable[..., Any], source: str) -> None:
+        self._py_file, self._lineno = source, function.__code__.co_firstlineno
+        folder = own_folder()
+        self.folder = folder and folder / self.get_suitable_cache_subpath(source)  # type: ignore[no-untyped-call]
+        self.name = f"{Path(source).stem}.{function.__qualname__}-{self._lineno}"
+
+    def get_cache_path(self) -> str:
+        return str(self.folder)
+
+    def ensure_cache_path(self) -> None:
+        """Raises OSError where there is no folder. What is compiled beside the source is copied: it is of this installation."""
+        if self.folder is None:
+            raise FileNotFoundError
+        super().ensure_cache_path()  # type: ignore[no-untyped-call]
+        for compiled in sorted(
+            Path(self._py_file).parent.glob(f"__pycache__/{self.name}.*.nb[ci]")
+        ):  # code before index
+            ours = self.folder / compiled.name
+            if not ours.exists() or ours.stat().st_mtime < compiled.stat().st_mtime:
+                new = self.folder / f"{compiled.name}.{os.getpid()}.tmp"
+                shutil.copy2(compiled, new)
+                os.replace(new, ours)
+
+
+class Places(caching.CompileResultCacheImpl):
+    """Where caches may be: NUMBA_CACHE_DIR, beside the source, or in a folder of our own."""
+
+    _locator_classes = [*caching.CacheImpl._locator_classes[:2], OwnFolder]  # noqa: RUF012
+
+
+class Cache(caching.FunctionCache):
+    """The cache of one kernel."""
+
+    _impl_class = Places
 
 
 class Compilations(Listener):

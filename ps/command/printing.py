@@ -98,6 +98,9 @@ FROM python:3.12-slim
 WORKDIR /job
 COPY . .
 RUN pip install --no-cache-dir . && python -P -m narrows.compression
+# It runs as any user, and where nothing but /tmp can be written.
+ENV HOME=/tmp
+USER 1000:1000
 """
 
 
@@ -212,6 +215,7 @@ def _service(
     lines = [
         f"{name}:",
         "  image: narrows:latest",
+        '  user: "0:0"',  # for ./narrows, which the engine makes, and for keys of whoever starts it
         f"  command: {listed(command, '$')}",
         f"  networks: {listed(networks)}",
     ]
