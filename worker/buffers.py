@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from narrows.protocols.plan import BUFFERS_BYTES_MAX, DTYPES, NamedArray, pack_arrays, unpack_arrays
@@ -10,6 +12,10 @@ from narrows.worker.telling import say
 
 LONG_BUFFERS = (
     "the module buffers take {:.0f} MB, more than {:.0f} MB: each worker keeps its own, and no checkpoint has them"
+)
+MISFIT = (
+    "the module buffer {!r} of another worker is {}, and here it is {}: it is left out; register the same buffers in each "
+    "worker, before DistributedOptimizer is made"
 )
 NOT_CARRIED = "the module buffer {!r} is {}, which is not sent: each worker keeps its own, and no checkpoint has it"
 
@@ -21,6 +27,7 @@ class Buffers:
         self.model, self.hidden = model, hidden
         self._before = pack_buffers(model) if hidden else b""
         self._told = False  # that they are too long to be sent
+        self._misfits: set[str] = set()  # of other workers, that were named
         for name, buffer in _persistent(model).items():
             if not _travels(buffer):
                 say(NOT_CARRIED.format(name, _kind(buffer)))
@@ -30,14 +37,17 @@ class Buffers:
         """Whether the model has some that are sent."""
         return bool(self.packed())
 
-    def kept(self) -> list[torch.Tensor]:
-        """Copies, for `put_back`."""
-        return [buffer.detach().clone() for buffer in self.model.buffers()]
+    def kept(self) -> dict[str, torch.Tensor]:
+        """Copies of those that `load` may set, by name, for `put_back`. Caches that a script does not save stay its own."""
+        return {name: each.detach().clone() for name, each in _persistent(self.model).items() if _travels(each)}
 
     @torch.no_grad()
-    def put_back(self, kept: list[torch.Tensor]) -> None:
-        for buffer, values in zip(self.model.buffers(), kept, strict=True):
-            buffer.copy_(values)
+    def put_back(self, kept: Mapping[str, torch.Tensor]) -> None:
+        """Each buffer that is there under its name has the values of `kept` again. A script may have made some longer, deleted
+        some or added some meanwhile: these are as it left them."""
+        for name, buffer in _persistent(self.model).items():
+            if name in kept and _shape(buffer) == _shape(kept[name]):
+                buffer.copy_(kept[name])
 
     def packed(self) -> bytes:
         """Pack the buffers that are sent; b"" where they are too long."""
@@ -50,8 +60,11 @@ class Buffers:
         return b""
 
     def load(self, packed: bytes) -> None:
-        if packed:
-            load_buffers(self.model, packed)
+        """Set the buffers that `packed` has. One that does not fit is left out, and named once. Raises RemoteProtocolError."""
+        for name, text in load_buffers(self.model, packed).items() if packed else ():
+            if name not in self._misfits:
+                self._misfits.add(name)
+                say(text)
 
 
 def pack_buffers(model: torch.nn.Module) -> bytes:
@@ -70,6 +83,10 @@ def _persistent(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {plain(name): each for name, each in model.named_buffers(remove_duplicate=False) if name in kept}
 
 
+def _shape(buffer: torch.Tensor) -> str:
+    return f"{_kind(buffer)}{list(buffer.shape)}"
+
+
 def _travels(buffer: torch.Tensor) -> bool:
     return _kind(buffer) in DTYPES and bool(DTYPES[_kind(buffer)].file)
 
@@ -79,11 +96,21 @@ def _kind(buffer: torch.Tensor) -> str:
     return dtype_of(buffer) if buffer.layout == torch.strided else str(buffer.layout).removeprefix("torch.")
 
 
-def load_buffers(model: torch.nn.Module, packed: bytes) -> None:
-    """Set the buffers of `model` that `packed` has under the same name and shape. Raises RemoteProtocolError."""
-    mine = {plain(name): buffer for name, buffer in model.named_buffers(remove_duplicate=False)}
+def load_buffers(model: torch.nn.Module, packed: bytes) -> dict[str, str]:
+    """Set the buffers of `model` that `packed` has under the same name, shape and dtype. Raises RemoteProtocolError.
+
+    Returns:
+        For the name of each buffer that does not fit, a sentence.
+    """
+    mine, misfits = _persistent(model), dict[str, str]()
     with torch.no_grad():
         for name, (dtype, shape, raw) in unpack_arrays(packed).items():
-            if name in mine and tuple(mine[name].shape) == shape and raw:
+            theirs = f"{dtype}{list(shape)}"
+            if name not in mine:
+                misfits[name] = MISFIT.format(name, theirs, "not there")
+            elif (here := _shape(mine[name])) != theirs:
+                misfits[name] = MISFIT.format(name, theirs, here)
+            elif raw:
                 flat = torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(getattr(torch, dtype))
                 mine[name].copy_(flat.reshape(shape))
+    return misfits

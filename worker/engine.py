@@ -267,6 +267,7 @@ class Engine:
         self.shared.changes.look()
         loss = self.sync.step(closure)
         self.sync.steps += 1
+        self.shared.changes.owned.look(self.sync.steps)
         self._spread()
         return loss
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from narrows.protocols.errors import UsageError
@@ -198,6 +200,11 @@ class FlatModel(Flat):
     """Parameters of `model` that `optimizer` steps, but for those whose ids are `apart`: the tables that servers hold."""
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, apart: Collection[int] = ()) -> None:
+        for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+            if is_lazy(tensor):
+                raise UsageError(
+                    f"{name!r} has no shape yet: call the model on a batch before DistributedOptimizer is made"
+                )
         groups = [[p for p in group["params"] if id(p) not in apart] for group in optimizer.param_groups]
         position = {id(p): g for g, group in enumerate(groups) for p in group}
         named = [(plain(name), p) for name, p in model.named_parameters() if id(p) in position and p.requires_grad]

@@ -1,5 +1,6 @@
-"""Keeps the state of a worker's own optimizer, such as the moments of Adam, in a folder, and takes it from there where
-the worker begins in a run that is under way.
+"""Keeps what a worker alone has, in a folder, and takes it from there where the worker begins in a run that is under way:
+the state of its own optimizer, such as the moments of Adam, and parameters that its script changes and no optimizer steps, such
+as a teacher.
 
 Rules
 - A rank has one file, whole or absent. A new one replaces it. A run at clock 0 begins without any.
@@ -38,6 +39,7 @@ from narrows.worker.telling import say
 if TYPE_CHECKING:
     from narrows.worker.engine import Engine
 
+OWNED = "owned"  # of a file: parameters that the script changes
 END_S = 8.0  # the last file is written within it: ps-worker waits longer, also where taking leave takes its time
 AHEAD = 1000  # clocks, and as many as the run has: no run goes back by more, and a file from there is another run's
 
@@ -61,12 +63,11 @@ class Moments:
             began_unix: when this worker's session began, in seconds. In a run at clock 0 an older file is of an earlier run.
 
         Returns:
-            None without a folder, or where the servers have the moments, or where an optimizer has weights in its state, as
-            schedule-free ones do: they would lead the run back to their clock.
+            None without a folder, or where there is nothing to keep: the servers may have the moments, and an optimizer that
+            has weights in its state, as schedule-free ones do, would lead the run back to their clock.
         """
         folder = os.environ.get(FOLDER, "")
-        holds_weights = any(hasattr(each, "eval") for each in each_of(engine.inner))
-        if folder in ("", "none") or engine.mode.rule is Rule.OPTIMIZER or holds_weights:
+        if folder in ("", "none") or not (_has_moments(engine) or engine.shared.changes.owned.tensors):
             return None
         moments = Moments(engine, Path(folder), rank)
         moments.begin(began_unix)
@@ -74,6 +75,8 @@ class Moments:
 
     def __init__(self, engine: Engine, folder: Path, rank: int) -> None:
         self.engine, self.folder, self.path = engine, folder, folder / state_file(rank)
+        self.steps = _has_moments(engine)  # else the script's own tensors alone are kept
+        engine.shared.changes.owned.kept_in = str(folder)
         self.at_ns, self.took_ns = time.monotonic_ns(), 0  # of the newest copy: when, and with writing how long
         self.clock = engine.sync.clock  # of that
         self.kept = True  # no step was taken since
@@ -98,10 +101,13 @@ class Moments:
             found, why = None, why or "another process of this group has none"
         if found is None:
             self._set_aside(self.path)
-            say(f"the optimizer of rank {self.path.stem.rpartition('-')[2]} begins anew: {why}")
+            if self.steps:
+                say(f"the optimizer of rank {self.path.stem.rpartition('-')[2]} begins anew: {why}")
             return
         self._take(found["state"])
-        say(f"optimizers go on with their states in {self.folder}")
+        if self.steps:
+            say(f"optimizers go on with their states in {self.folder}")
+        self.engine.shared.changes.owned.load(found.get(OWNED, {}))
 
     def _set_aside(self, path: Path, before_unix: float = math.inf) -> None:
         """Keep a file that was last written before `before_unix` under another name. Another worker may do so first."""
@@ -176,16 +182,19 @@ class Moments:
 
     def _copy(self) -> None:
         self.at_ns, self.clock, self.kept = time.monotonic_ns(), self.engine.sync.clock, True
-        state = self.engine.inner.state
+        state = self.engine.inner.state if self.steps else {}
         found = {name: tree_map(_host, dict(state[ours])) for name, ours in self._tensors() if ours in state}
-        self.idle.clear()
-        self.todo.put_nowait({"of": self._of(), "clock": self.clock, "state": found})
+        owned = self.engine.shared.changes.owned.state()
+        if self.steps or owned:
+            self.idle.clear()
+            self.todo.put_nowait({"of": self._of(), "clock": self.clock, "state": found, OWNED: owned})
 
     def _main(self) -> None:
         while True:
             content = self.todo.get()
             try:
-                if all(map(_finite, tree_leaves(content["state"]))):  # else whoever takes it over would fail at once
+                kept = tree_leaves((content["state"], content[OWNED]))
+                if all(map(_finite, kept)):  # else whoever takes it over would fail at once
                     write_whole(self.path, content)
                 self.failed = False
             except Exception as error:  # torch makes a RuntimeError of a full disk, and any of what it cannot write
@@ -210,6 +219,12 @@ class Moments:
             except RuntimeError as error:  # of a GPU that has failed
                 self._say(error)
         self.idle.wait(max(0.0, stop_by - time.monotonic()))
+
+
+def _has_moments(engine: Engine) -> bool:
+    """Whether this worker's optimizers have a state that another process goes on with."""
+    holds_weights = any(hasattr(each, "eval") for each in each_of(engine.inner))
+    return engine.mode.rule is not Rule.OPTIMIZER and not holds_weights
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

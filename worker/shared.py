@@ -25,9 +25,9 @@ class Shared:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.changes = Changes(engine.flat, engine.settings)  # that the script makes
-        self.kept: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
-        self.told = False  # the run's module buffers are here
+        self.changes = Changes(engine.flat, engine.tables.weights, engine.settings)  # that the script makes
+        self.kept: tuple[list[torch.Tensor], dict[str, torch.Tensor]] | None = None
+        self.asks = self.told = False  # the run's module buffers are asked for; they are here
 
     def show(self) -> None:
         """The shared model, until `put_back`. After the run it is there for good."""
@@ -58,8 +58,9 @@ class Shared:
 
     def heard(self, packed: bytes) -> None:
         """These are the run's module buffers; b"": this worker's own are."""
-        self.engine.buffers.load(packed)
-        self.told = True
+        if self.asks or self.kept is not None:  # else they come late: this worker computes on its own again
+            self.engine.buffers.load(packed)
+            self.told = True
 
     def _set(self, model: Array, own: bool = False) -> None:
         """`own`: this is a model of this worker alone, whose own buffers go with it."""
@@ -72,12 +73,14 @@ class Shared:
 
     def _take_buffers(self) -> None:
         engine, group = self.engine, self.engine.group
-        self.told = False
+        self.asks, self.told = True, False
         for _ in range(BUFFERS_LIMIT_S):
             if group is None or group.leads:
                 engine.link.ask_buffers(engine.sync.buffers_clock)
             by = time.monotonic() + ASK_S
             engine.wait(lambda by=by: self.told or time.monotonic() > by, HEARD_LIMIT_S, "the module's buffers")  # type: ignore[misc]
             if self.told if group is None else group.least(self.told)[0]:
+                self.asks = False
                 return
+        self.asks = False
         say(f"the run's module buffers did not come within {BUFFERS_LIMIT_S} s: this worker shows its own")

@@ -55,6 +55,7 @@ class Watch:
         self.steps = self.beside = 0
         self.within = False  # a step of the wrapper
         self.over = False
+        self.known: dict[int, torch.Tensor] = {}  # parameters of the model when it was wrapped
         self.absent: set[str] = set()  # parameters that have had no gradient yet
         self.before: FloatArray | None = None  # the weights before the first step
         self.lost_s = 0.0  # on looking, since the step before
@@ -92,6 +93,7 @@ class Watch:
         owned = {id(p) for group in inner.param_groups for p in group["params"]}
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad and id(p) not in apart}
         self.absent = {name for name, p in trained.items() if id(p) in owned}
+        self.known = {id(p): p for p in model.parameters()}  # which keeps them: no other has that id
         self._say(
             "model",
             trainable=sum(p.numel() for p in trained.values()),
@@ -188,7 +190,9 @@ class Watch:
         if self.steps == STEPS:
             self.over = True
             touched = sum(len(numbers) for _, numbers in self.rows)
-            done = {"without": sorted(self.absent), "lost_seconds": self.lost_s, "touched": touched}
+            named = self.model.named_parameters()
+            late = [name for name, p in named if p.requires_grad and id(p) not in self.known]
+            done = {"without": sorted(self.absent), "late": late, "lost_seconds": self.lost_s, "touched": touched}
             self._say("done", encoded=self._encoded(), **done)
             raise Checked(0)
         self.lost_s, self.loss = 0.0, None

@@ -484,6 +484,12 @@ def test_who_asks_for_module_buffers_gets_those_of_the_newest_updates() -> None:
     assert ask(lowest, 3) == [(lowest.peer, -1, b"")]  # its own are those of the run
     assert send(lowest, 3, packed[0]) == [(other.peer, 3, packed[0])]  # who had waited
     assert ask(other, 3) == [(other.peer, 3, packed[0])]
+    assert send(lowest, 3, packed[0]) == []
+    ours.buffers.heard_ns = NS
+    assert not ours.buffers.wanted(lowest.worker, 2 * NS), (
+        "each half of a lease is enough where checkpoints are adaptive"
+    )
+    assert ours.buffers.wanted(lowest.worker, 6 * NS)
     ours.rounds.progress[lowest.worker].arrived = [5] * ours.run.shards
     assert ask(other, 3) == [(other.peer, 3, packed[0])]  # as new as its own updates
     assert ask(other, 9) == []  # the lowest rank is at 5 by now

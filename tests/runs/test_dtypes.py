@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from narrows.protocols.errors import RemoteProtocolError, UsageError
-from narrows.protocols.plan import DTYPES, TRAINED, Plan, TensorSpec, pack_arrays, unpack_arrays
+from narrows.protocols.plan import DTYPES, Plan, TensorSpec, pack_arrays, unpack_arrays
 from narrows.protocols.settings import Settings
 from narrows.ps.process import checkpoints, model
 from narrows.worker import DistributedOptimizer, Embedding, saved_state
@@ -233,17 +233,11 @@ def test_a_plan_of_a_dtype_that_is_not_trained_is_refused() -> None:
 
 
 def _kinds() -> dict[str, torch.Tensor]:
-    """A tensor of each dtype that travels as a buffer, with each of its bits in it."""
-    made = {}
-    for name, dtype in DTYPES.items():
-        if dtype.file:
-            raw = (
-                torch.arange(2 * dtype.bytes, dtype=torch.uint8) * 37 % 2
-                if name == "bool"
-                else torch.arange(2 * dtype.bytes)
-            )
-            made[name] = raw.to(torch.uint8).view(getattr(torch, name))
-    return made
+    """Two values of each dtype that travels as a buffer."""
+    sizes = {name: (size, file) for name, (size, file, *_) in DTYPES.items() if file}
+    assert {"bool", "int64", "float8_e4m3fn", "float64", "complex64"} <= sizes.keys()
+    codes = {name: torch.arange(2 * size, dtype=torch.uint8) for name, (size, _) in sizes.items()}
+    return {name: raw.view(getattr(torch, name)) for name, raw in codes.items()}
 
 
 def test_each_buffer_arrives_bit_for_bit() -> None:
@@ -314,4 +308,3 @@ def test_the_docs_have_the_table_of_dtypes() -> None:
         assert parameter.startswith("refused" if not dtype.keys else "rounded" if dtype.rounded else "exact"), name
         assert ("two keys" in parameter) == (dtype.keys == 2), name
         assert buffer.startswith("exact" if dtype.file else "stays"), name
-    assert "float32" in TRAINED

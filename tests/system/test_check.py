@@ -185,6 +185,7 @@ RULES: list[tuple[list[Told], str]] = [
     ),
     ([worker(costs=[{"loss": float("nan")}]), OTHER], "local rank 0 recorded a loss of nan"),
     ([worker(done={"without": ["head"]}), OTHER], "head had no gradient in 2 steps"),
+    ([worker(done={"without": [], "late": ["head.weight"]}), OTHER], "head.weight came into the model after"),
     ([worker(code=1), OTHER], "local rank 0 failed before step 2 was over"),
     ([worker(error="no such key"), OTHER], "no such key"),
 ]

@@ -136,6 +136,14 @@ def unowned(workers: Workers) -> str:
     )
 
 
+def late(workers: Workers) -> str:
+    names = _names(next((told.done["late"] for told in workers if told.done.get("late")), []))
+    return names and (
+        f"{names} came into the model after DistributedOptimizer was made, and no optimizer steps what is new: add and replace "
+        "modules before that"
+    )
+
+
 def not_finite(workers: Workers) -> str:
     for i, told in enumerate(workers):
         if told.broken:
@@ -237,7 +245,7 @@ def ended_early(workers: Workers) -> str:
 
 
 FAULTS: tuple[Rule, ...] = (
-    *(errors, failed, not_distributed, wrapped_steps, beside, unowned, not_finite, uneven, never),
+    *(errors, failed, not_distributed, wrapped_steps, beside, unowned, late, not_finite, uneven, never),
     *(same_samples, same_gradients),
 )
 NOTICES: tuple[Rule, ...] = (whole_datasets, same_randomness, without_gradient, ended_early)
