@@ -10,7 +10,7 @@ from typing import Any
 Values = Mapping[str, float]
 
 
-STEP = "step_count"  # the name of the run's step at W&B
+STEP = "step_count"  # the name of the run's step at W&B, which is no name of a value (telling.FIGURES)
 
 
 class Forwarding:

@@ -26,14 +26,13 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from narrows.protocols.errors import NarrowsError
 from narrows.protocols.runtime.output import STDERR
 from narrows.worker.command.cities import Bounds, Limits, cities_of, command_of, run_flags
-from narrows.worker.command.recording import STEP
+from narrows.worker.command.recording import OURS
 from narrows.worker.keeper import END_S, THREADS, WAITERS, Facts, Keeper
 
 LOOPBACK = ("127.", "localhost", "[::1]")
 ANSWER_S = 0.5  # for how far the actors are, each time
 LAST_S = 10.0  # the same, once the run is over: nobody asks again
 SILENT_S = 30.0  # an actor that does not answer for so long has no node
-OURS = ("seconds", "local_rank", *STEP)  # of a row of the record; the rest is the script's
 
 
 @dataclass(frozen=True)

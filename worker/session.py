@@ -33,7 +33,7 @@ from narrows.protocols.settings import Settings
 from narrows.protocols.timing import Timing
 from narrows.worker import child_process, home, telling
 from narrows.worker.admission import let_in
-from narrows.worker.child_process import ChildProcess, only_here
+from narrows.worker.child_process import ChildProcess, NotAWorkerError, only_here
 from narrows.worker.ending import leave_when_told
 from narrows.worker.engine import Engine
 from narrows.worker.figures import Figures
@@ -432,11 +432,13 @@ def agree(value: float) -> float:
         and under gossip once the server is gone.
 
     Raises:
-        UsageError: before DistributedOptimizer is made in a run.
+        UsageError: before DistributedOptimizer is made in a run, and in a child process of a worker.
     """
     session = current()
     if isinstance(session, Alone):
         return float(value)
+    if isinstance(session, ChildProcess):
+        raise NotAWorkerError("agree()")
     if session.engine is None:
         raise UsageError("agree() before DistributedOptimizer is made: this worker has no place in the run yet")
     if session.engine.finished:
@@ -446,7 +448,11 @@ def agree(value: float) -> float:
 
 def record(**values: float) -> None:
     """Feed named figures (loss=..., accuracy=...) to the record of the run, its progress line and its page, and to the
-    SummaryWriter, W&B run or MLflow run that the script has open. `total_steps`: how many the script will take."""
+    SummaryWriter, W&B run or MLflow run that the script has open. `total_steps`: how many the script will take.
+
+    Raises UsageError for a name that the run has itself.
+    """
+    telling.check_names(values)
     session, plain = current(), {name: float(value) for name, value in values.items()}
     session.record(plain)
     _forwarding.forward(plain, session.step_count)

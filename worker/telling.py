@@ -4,10 +4,31 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from typing import Any, TextIO
 
+from narrows.protocols.errors import UsageError
 from narrows.protocols.runtime.output import STDERR
 from narrows.worker.child_process import is_child
+
+# What a line of the record has of the run, by name: record() takes no such name. Other names are the script's, `loss` and
+# `total_steps` among them, which the page shows.
+FIGURES = {
+    "event": "the kind of a line",
+    "seconds": "the time of a line",
+    "local_rank": "the worker",
+    "clock": "the worker's clock",
+    "push_bytes": "bytes sent in the step",
+    "pull_bytes": "bytes received in the step",
+    "step_seconds": "seconds of the step",
+    "encode_seconds": "seconds of it that went to encoding",
+    "wait_seconds": "seconds of it that the worker waited",
+    "staleness": "clocks that the step was ahead of its state",
+    "gain": "by how much updates are scaled",
+    "agreement": "how alike the updates of the workers are",
+    "held_back": "updates that compression holds back",
+    "step_count": "the axis of the run at W&B",
+}
 
 _pipe: TextIO | None = None
 _pid = 0  # of the process that has opened it
@@ -21,8 +42,8 @@ def find() -> bool:
     return _pipe is not None and _pid == os.getpid()
 
 
-def tell(event: str, **values: Any) -> None:
-    """One line of JSON to ps-worker."""
+def tell(event: str, /, **values: Any) -> None:
+    """One line of JSON to ps-worker. A script may have given any names of `values` but those of FIGURES."""
     global _pipe
     if find() and _pipe is not None:
         try:
@@ -30,6 +51,16 @@ def tell(event: str, **values: Any) -> None:
             _pipe.flush()
         except OSError:
             _pipe = None  # it is gone
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Raise UsageError for a name of record() that is a figure of the run."""
+    for name in names:
+        if name in FIGURES:
+            raise UsageError(
+                f"record({name}=...): {name!r} is {FIGURES[name]} in the record of the run; give the value another name, for "
+                f"example script_{name}"
+            )
 
 
 def complain(text: str) -> None:

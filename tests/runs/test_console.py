@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import re
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
+from kit.scripts import alone, build, loss_of, run
 
-from narrows.protocols.errors import NarrowsError
-from narrows.worker import waiting
+from narrows.protocols.errors import NarrowsError, UsageError
+from narrows.protocols.settings import Settings
+from narrows.worker import DistributedOptimizer, record, session, waiting
 from narrows.worker.command import console
 from narrows.worker.command.recording import Recording
 from narrows.worker.runner import Link
+from narrows.worker.telling import FIGURES
 
 
 def test_progress_goes_by_the_workers_that_are_there() -> None:
@@ -65,7 +72,55 @@ def test_who_waits_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(waiting, "time", SimpleNamespace(monotonic=lambda: now_s, sleep=time.sleep))
     monkeypatch.setattr(waiting, "say", said.append)
-    link: Any = SimpleNamespace(take=take)
+    link: Any = SimpleNamespace(take=take, run_clock=0)
     with pytest.raises(NarrowsError, match="waited 35 s for the others"):
         waiting.Waiting(cast(Link, link), None, print).until(lambda: False, 35.0, "the others")
     assert said == [f"waiting for the others, {seconds} s so far ..." for seconds in (10, 20, 30)]
+
+
+ODD = ("self", "kind", "what", "text", "values", "name", "index", "loss", "total_steps", "my/metric", "from", "class")
+
+
+@pytest.mark.parametrize("compress", ["dense", "topk:0.1"])
+def test_what_a_script_records_has_any_name_but_those_of_the_run(
+    compress: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recording = Recording(str(tmp_path / "record"), print)
+
+    def hear(event: str, /, **values: Any) -> None:
+        recording.take(0, json.loads(json.dumps({"event": event, **values})))
+
+    monkeypatch.setattr(session, "_tell", hear)
+    with run(Settings(sync="ssp", compress=compress, workers=1)):
+        model = build()
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        for step in range(4):
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            optimizer.step()
+            record(**dict.fromkeys(ODD, 1.5))
+            for name in FIGURES:
+                with pytest.raises(UsageError, match=f"{name!r} is .* give the value another name"):
+                    record(**{name: 7.0})
+        optimizer.finish()
+    recording.close()
+    steps = [
+        line for line in map(json.loads, (tmp_path / "record").read_text().splitlines()) if line["event"] == "step"
+    ]
+    assert [line["clock"] for line in steps] == [1, 2, 3, 4], "no figure of the run is replaced"
+    for line in steps:
+        assert {name: line[name] for name in ODD} == dict.fromkeys(ODD, 1.5)
+        assert {*line} - {*ODD} <= {*FIGURES}, "the run has no name that a script may take"
+        assert 7.0 not in line.values()
+    assert recording.averages() == dict.fromkeys({*ODD} - {"total_steps"}, 1.5)
+
+
+def test_a_script_alone_is_told_of_such_a_name_too() -> None:
+    with alone(), pytest.raises(UsageError, match=r"record\(clock=...\): 'clock' is the worker's clock"):
+        record(clock=1)
+
+
+def test_the_docs_name_each() -> None:
+    text = (Path(__file__).parents[2] / "docs/reference.md").read_text()
+    (told,) = re.findall(r"takes any name but those that a line of .*? has itself: (.*?)\.\s", text, re.S)
+    assert {*re.findall(r"`(\w+)`", told)} == {*FIGURES}

@@ -11,11 +11,9 @@ from importlib.metadata import version
 from typing import Any
 
 from narrows.protocols.runtime.output import open_record
+from narrows.worker.telling import FIGURES
 
-MERGING = ("gain", "agreement", "held_back")
-# Our keys of a step's event; the rest is the script's.
-TIMES = ("step_seconds", "encode_seconds", "wait_seconds")
-STEP = ("clock", "push_bytes", "pull_bytes", *TIMES, "staleness", "total_steps", *MERGING)
+OURS = {*FIGURES, "total_steps"}  # of a step's line; the rest is what record() was given
 
 
 class Recording:
@@ -45,7 +43,7 @@ class Recording:
     def seconds(self) -> float:
         return time.monotonic() - self.began
 
-    def note(self, event: str, **values: Any) -> None:
+    def note(self, event: str, /, **values: Any) -> None:
         if self.file is not None:
             self.file.line(json.dumps({"event": event, "seconds": round(self.seconds, 6), **values}))
 
@@ -75,7 +73,7 @@ class Recording:
                 self.up[local_rank] += event["push_bytes"]
                 self.down[local_rank] += event["pull_bytes"]
                 self.note("step", local_rank=local_rank, **event)
-            figures = {name: value for name, value in event.items() if name not in STEP}
+            figures = {name: value for name, value in event.items() if name not in OURS}
             self.last.setdefault(local_rank, {}).update(figures)
 
     def _joined(self, local_rank: int, parameters: int, clock: int) -> None:
