@@ -203,6 +203,11 @@ class RangeTold:
 
 
 @dataclass(frozen=True, slots=True)
+class ServerStops:
+    """Member: the server is being stopped, and takes the models of its workers until then (gossip)."""
+
+
+@dataclass(frozen=True, slots=True)
 class AgreedTold:
     """Member: the answer to ask `number` for a value that all agree on."""
 
@@ -321,6 +326,7 @@ OfRun = (
     | BuffersTold
     | RangeTold
     | AgreedTold
+    | ServerStops
     | LinkSeen
     | ServerGone
     | Failed

@@ -47,6 +47,13 @@ class PushStatus(IntEnum):
     FOLDED = 2
 
 
+class HandOver(IntEnum):
+    """Under gossip, the `samples` of a push: whose model it is."""
+
+    STOPPED = 1  # of a worker that is stopped before its last step, or whose server is
+    LAST = 2  # the mean of all, which they end with
+
+
 class Wish(IntEnum):
     """The wish of a guest, which is a ps-serve on another machine with shards of this server."""
 
@@ -423,6 +430,7 @@ class HeartbeatAck(Message):
     tree: str = ""  # for a cluster: all levels, from the root down, a line each
     clock: int = 0  # of the run
     waits: Name = ""  # for which members the run waits, a clause; "": for none
+    stops: bool = False  # the server is being stopped: hand over your model (gossip)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,14 @@ class FirstWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class Joined:
+    """Under gossip: x = the mean of the models of `count` workers that were stopped, of which these pieces are the newest."""
+
+    pieces: Update
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class Fold:
     """x += weight * update, of one after the other. `of`: of each, the worker (or gain.GONE) and its share of the mean. Rows of
     tables are stepped along the sum of share * gradient; `rates`: with these hyper-parameters, b"": not at all."""
@@ -82,4 +90,4 @@ class Load:
     publication: int
 
 
-Change = FirstWeights | Fold | Outer | Step | Rebase | Publish | Load
+Change = FirstWeights | Joined | Fold | Outer | Step | Rebase | Publish | Load

@@ -21,7 +21,7 @@ from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.keys import Keys
 from narrows.protocols.modes import Mode, Rule
 from narrows.protocols.wire import unpack
-from narrows.ps.changes import Change, FirstWeights, Fold, Outer, Step, Terms
+from narrows.ps.changes import Change, FirstWeights, Fold, Joined, Outer, Step, Terms
 from narrows.ps.gain import GONE, Gain
 from narrows.ps.hyper import Hypers, most_agreed
 from narrows.ps.inbox import Inbox, Seat, Update
@@ -77,6 +77,7 @@ class AtOnce:
         self.mode, self.inbox, self.keys, self.gain, self.screen = mode, inbox, keys, gain, screen
         self.folded: dict[int, deque[tuple[int, float, int]]] = {}  # by worker: clock, weight, publication that has it
         self.hypers, self.rates = Hypers(), Hypers()  # of keys, and of rows
+        self.stopped = 0  # workers that were stopped and have handed over their model (gossip)
 
     def accept(self, seat: Seat, update: Update, publication: int) -> list[Change]:
         (factor,) = self.screen.factors([(seat.worker, seat.clock, update)])
@@ -100,11 +101,19 @@ class AtOnce:
         if rule is Rule.OUTER:
             return Outer(((weight, update),), self.keys)
         if rule is Rule.MIX:
-            return FirstWeights(update)  # the last model, of one worker for all
+            return self._handed_over(seat, update)
         said, absent, _ = unpack_hyper(update[0].hyper)
         hyper = self._hold(self.hypers, seat, said)
         # The optimizer's state sees what is shortened.
         return Step(((factor, update),), hyper, absent, scale=share, rates=rates)
+
+    def _handed_over(self, seat: Seat, update: Update) -> FirstWeights | Joined:
+        """The last model, of one worker for all, or that of a worker that is stopped: of these, the mean."""
+        last = update[0].samples >= m.HandOver.LAST
+        self.stopped += not last
+        told: dict[str, object] = {"worker": seat.worker, "shard": self.screen.index}
+        self.screen.logs.append(Log("handed over", told | {"last": last, "stopped": self.stopped}))
+        return FirstWeights(update) if last or self.stopped == 1 else Joined(update, self.stopped)
 
     def _hold(self, hypers: Hypers, seat: Seat, said: bytes) -> bytes:
         """Those that this update is stepped with; it is told where they are not its own."""

@@ -312,6 +312,8 @@ class Planned:
         self.apply(changes)
         if changes:
             self.above.moved()
+        if self.mode.rule is Rule.MIX:
+            self.written = -1  # no clock closes, and the checkpoint of this one has the model before
         seat.clock += 1
         told = self.screen.take()
         if self.mode.bound is not None:

@@ -24,7 +24,7 @@ from narrows.compression import Memory, NonFiniteError, accumulate, codecs, pars
 from narrows.protocols.keys import Keys
 from narrows.protocols.messages import CREDIT_MAX
 from narrows.protocols.saved import OPTIMIZER
-from narrows.ps.changes import Change, FirstWeights, FloatArray, Fold, Load, Outer, Publish, Rebase, Step, Terms
+from narrows.ps.changes import Change, FirstWeights, FloatArray, Fold, Joined, Load, Outer, Publish, Rebase, Step, Terms
 from narrows.ps.gain import Gain
 from narrows.ps.mean import Mean, Trimmed
 from narrows.ps.tables import Tables
@@ -132,6 +132,13 @@ class Store:
         x = np.zeros(self.size, np.float32)
         for piece in change.pieces:
             codecs.put(piece, 1.0, x, self.begin)
+        self._begin(x, x, 0)
+
+    def _joined(self, change: Joined) -> None:
+        x = np.zeros(self.size, np.float32)
+        for piece in change.pieces:
+            codecs.put(piece, 1.0, x, self.begin)
+        x = self.x + (x - self.x) / np.float32(change.count)
         self._begin(x, x, 0)
 
     def _begin(self, x: FloatArray, p: FloatArray, publication: int) -> None:
@@ -273,6 +280,7 @@ class Store:
 
 APPLY: dict[type[Change], Callable[[Store, Any], None]] = {
     FirstWeights: Store._first_weights,
+    Joined: Store._joined,
     Fold: Store._fold,
     Outer: Store._outer,
     Step: Store._step,

@@ -345,6 +345,12 @@ class Engine:
         self.send_buffers()
         self.leave(self.sync.final_clock)
 
+    def stopped(self) -> None:
+        """This worker was told to stop before its last step: leave."""
+        if isinstance(self.sync, Gossiping):
+            self.sync.stopped()
+        self.leave(-1)
+
     def leave(self, clock: int) -> None:
         """Tell the coordinator, and wait a little for its answer."""
         self.finished, self.left = True, False

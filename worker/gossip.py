@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from narrows.compression import Memory, parse
 from narrows.compression.sampling import gossip_sample
 from narrows.protocols import effects as e
+from narrows.protocols import messages as m
 from narrows.protocols.effects import NS, Log, MemberEffect, PeerSay
 from narrows.protocols.errors import NarrowsError
 from narrows.protocols.gossip.driver import Driver, Phase, Says
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from narrows.worker.engine import Engine
 
 HAND_OVER_LIMIT_S = 60.0  # the last model is on the server within this, where there is one
+STOPPED_LIMIT_S = 8.0  # and that of a worker that is stopped: ps-worker waits twice as long
 
 
 class Gossiping:
@@ -52,7 +54,7 @@ class Gossiping:
         self.wait_s = 0.0
         self.staleness = 0
         self.kept: Array | None = None  # our model, while the first weights are on their way to us again
-        self.finishing = self.server_gone = self.handed_over = False
+        self.finishing = self.server_gone = False
 
     def _gain(self) -> Gain | None:
         """Make the gain of updates of one step; None for a round of several, which is averaged as under `local`."""
@@ -79,7 +81,7 @@ class Gossiping:
 
     @property
     def final_clock(self) -> int:
-        return self.shards.clock + self.handed_over
+        return self.shards.clock
 
     @property
     def buffers_clock(self) -> int:
@@ -115,6 +117,8 @@ class Gossiping:
         if isinstance(event, e.ServerGone):
             self.server_gone = True
             self._tell("the server is gone; the workers go on among themselves")
+        if isinstance(event, e.ServerStops) and self._going():
+            self._push(self._with_steps(), m.HandOver.STOPPED)
         self.shards.handle(event)
         here = all(exchange.settled >= 0 for exchange in self.shards.exchanges)
         if isinstance(event, e.StateArrived) and self.driver.phase is Phase.EMPTY and here:
@@ -208,31 +212,47 @@ class Gossiping:
         return self.driver.mixing.model
 
     def _with_steps(self) -> Array:
-        """This worker's model, with the steps since the last round."""
+        """A copy of this worker's model, with the steps since the last round."""
         model = self.engine.home.empty(self.engine.flat.size)
         self.engine.home.copy(self.driver.mixing.model, model)
-        model += self._moved()
+        if self.driver.may_step and not self.finishing:  # else these steps are in it
+            model += self._moved()
         return model
+
+    def stopped(self) -> None:
+        """This worker is stopped before its last step: hand over its model, which nobody else has."""
+        if self._going() and not self.shards.clock:  # else the server had asked for it
+            self._give(self._with_steps(), m.HandOver.STOPPED, STOPPED_LIMIT_S)
 
     def _hand_over(self) -> None:
         """The last model, to the server: by the one with the lowest id, for all."""
-        worker, epoch, model = self.shards.worker, self.shards.epoch, self.driver.mixing.model
-        if self.server_gone or any(peer < worker for peer in self.driver.exchanges.pairs):
+        if not any(peer < self.shards.worker for peer in self.driver.exchanges.pairs):
+            self._give(self.driver.mixing.model, m.HandOver.LAST, HAND_OVER_LIMIT_S)
+
+    def _push(self, model: Array, kind: m.HandOver) -> None:
+        """Give the server this model, where it is still there."""
+        if self.server_gone or any(not exchange.may_push for exchange in self.shards.exchanges):
             return
+        self.shards.samples_pending = kind
         for shard, replica in enumerate(self.shards.replicas):
             pieces = self.engine.home.raw_pieces(
                 model[replica.begin : replica.end], replica.begin, parts(replica.begin, replica.end)
             )
             for part, piece in enumerate(pieces):
                 self.shards.send_part(shard, part, len(pieces), piece)
+        self.shards.handed_over()
+
+    def _give(self, model: Array, kind: m.HandOver, limit_s: float) -> None:
+        """Give the server this model, and wait until it has it."""
+        epoch = self.shards.epoch
+        self._push(model, kind)
 
         def taken() -> bool:
             gone = self.server_gone or self.shards.epoch != epoch
             return gone or not any(exchange.in_flight for exchange in self.shards.exchanges)
 
         try:
-            self._wait(taken, HAND_OVER_LIMIT_S, "the server to take the last model")
-            self.handed_over = not self.server_gone and self.shards.epoch == epoch
+            self._wait(taken, limit_s, "the server to take the model")
         except NarrowsError as error:
             self._tell(f"{error}; it is here only")
 

@@ -42,6 +42,7 @@ EVENTS: tuple[type[Any], ...] = (
         e.BuffersTold,
         e.RangeTold,
         e.AgreedTold,
+        e.ServerStops,
         e.Left,
         e.LinkSeen,
         e.Failed,

@@ -242,12 +242,14 @@ class Connected:
             _tell("step" if "clock" in self._pending else "last", **self._pending)
             self._pending = {}
 
-    def close(self, failed: bool) -> None:
-        """At exit."""
+    def close(self, failed: bool, stopped: bool = False) -> None:
+        """At exit. `stopped`: by a signal."""
         engine = self.engine
         try:
             if engine is not None and not engine.finished:
-                if failed:
+                if stopped:
+                    engine.stopped()
+                elif failed:
                     engine.leave(-1)
                 else:
                     engine.finish()
@@ -275,7 +277,7 @@ Session = Alone | Connected | ChildProcess
 _session: Session | None = None
 _forwarding = Forwarding()
 watch = Watch.of_environment(_tell)  # of a script that ps-worker --check looks at
-_failed = False
+_failed = _stopped = False
 _orphaned = threading.Event()  # that ps-worker has ended
 
 
@@ -361,11 +363,11 @@ def _install_hook() -> None:
     before, pid = sys.excepthook, os.getpid()
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        global _failed
+        global _failed, _stopped
         if os.getpid() != pid:
             before(kind, error, trace)
             return
-        _failed = True
+        _failed, _stopped = True, isinstance(error, KeyboardInterrupt)
         if isinstance(error, NarrowsError):
             if isinstance(_session, Connected):
                 _session.link.close()
@@ -380,7 +382,7 @@ def _install_hook() -> None:
 def _at_exit() -> None:
     if isinstance(_session, Connected):
         try:
-            _session.close(_failed)
+            _session.close(_failed, _stopped)
         except NarrowsError as error:
             _end(error)
 

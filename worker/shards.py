@@ -248,6 +248,12 @@ class Shards:
             self.say(shard, exchange.pushed(coding))
         self._said()
 
+    def handed_over(self) -> None:
+        """The model of this worker is on its way in the place of an update, and nothing of the server is asked for (gossip)."""
+        for exchange in self.exchanges:
+            exchange.clock += 1
+        self.clock, self.samples_pending = self.clock + 1, 0
+
     def skip(self) -> None:
         """An update without values: this worker takes part in the present clock, and has computed nothing."""
         coding = self._next_coding()

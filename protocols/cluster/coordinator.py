@@ -35,6 +35,7 @@ from narrows.protocols.settings import Settings
 from narrows.protocols.summary import Row, unpacked
 
 LEDGER_RETRY_NS = NS // 5  # unseen ledgers are sent again this often
+HAND_OVER_NS = 12 * NS  # under gossip workers hand over their models within this, where the server is stopped
 TREE_CHARACTERS_MAX = m.TEXT_MAX - 64  # one string of a message, with the line that ends it
 
 
@@ -64,6 +65,7 @@ class Coordinator:
         away: Mapping[int, str] | None = None,
         coded: Mapping[str, Coded] | None = None,
     ) -> None:
+        self.stop_ns = -1  # when the server was stopped, while workers hand over their models (gossip)
         self.version, self.lines = 1, {0: Line(b"")}  # shard 0 is in our process
         self.tree_above: Callable[[], str] = str  # all levels, as the server above tells them
         self.run = run = Run(settings, first_epoch, restart_clock)
@@ -302,14 +304,27 @@ class Coordinator:
     # Time.
 
     def stop(self, now_ns: int) -> list[ServerEffect]:
-        """Ctrl-C: checkpoint at the clock reached, and end."""
+        """Ctrl-C: checkpoint at the clock reached, and end. Under gossip the workers have the model: they are asked for it."""
+        if self.stop_ns < 0 and (asked := self._handing_over()):
+            self.stop_ns = now_ns
+            acks = [(seat, m.HeartbeatAck(seat.worker, seat.epoch, 0, now_ns, now_ns, stops=True)) for seat in asked]
+            return [Send(seat.peer, ack) for seat, ack in acks]
+        self.stop_ns = -1
         self.above.take(b"", 0)
         refuse = self.roster.refuse_all(m.RefuseCode.SERVER_LOST, f"the server was stopped at clock {self.min_clock}")
         self.generations.end(self.version + 1)
         return [*refuse, *self._broadcast(now_ns)]
 
+    def _handing_over(self) -> list[Seat]:
+        """Workers of a run of gossip that have not handed over their model."""
+        if self.run.mode.rule is not Rule.MIX or not self.run.started or self.run.over:
+            return []
+        return [s for s in self.declared if not s.leaving and not s.below and not self.rounds.clock(s)]
+
     def tick(self, now_ns: int) -> list[ServerEffect]:
         """Expire leases, ask for checkpoints, send unseen ledgers again."""
+        if self.stop_ns >= 0 and not (self._handing_over() and now_ns - self.stop_ns < HAND_OVER_NS):
+            return self.stop(now_ns)
         self.generations.wake(now_ns)
         effects = [effect for seat in self.roster.expired(now_ns) for effect in self._remove(seat, "expired", now_ns)]
         if self.generations.tick(now_ns, self.version + 1):

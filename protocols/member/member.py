@@ -286,6 +286,8 @@ class Member:
         if message.worker == self.worker:
             self.meter.beat(message.echo_ns, message.received_ns, message.sent_ns, now_ns)
             self.tree = message.tree or self.tree
+            if message.stops:
+                return [e.ServerStops()]
             if message.echo_ns:  # else it was sent to find out whether we live
                 self.run_clock, self.waits = message.clock, message.waits
         return []

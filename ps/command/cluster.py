@@ -30,6 +30,7 @@ from narrows.ps.glance.watch import Watch
 from narrows.ps.process.main import JOURNAL
 
 START_S = 120.0  # a cold machine compiles kernels first
+ONE_STOPPED = "the model of a worker that was stopped"
 END_S = 40.0  # a shard that does not end within this after the stop is killed
 LIFE_EPOCHS = 1 << 32  # more than shard 0 has in one life
 NEEDS = [("loading kernels ...", "narrows.compression:warm_up"), ("", "narrows.ps.process.runner")]
@@ -66,6 +67,7 @@ class Cluster:
         self.errors: list[tuple[int, int, str]] = []  # shard, exit code, sentence
         self.checkpoint = -1  # clock of the newest
         self.disk: dict[int, str] = {}  # by shard, why its newest could not be written
+        self.handed: dict[str, Any] = {}  # under gossip, whose model the newest checkpoint has
         self.signals: list[int] = []
         self.asked: list[int] = []  # to show the tree
         self.moving = Moving(self)
@@ -266,6 +268,8 @@ class Cluster:
                 if name == "checkpoint":
                     self.checkpoint = values["clock"] if index == 0 else self.checkpoint
                     self.disk.pop(index, None)
+                elif name == "handed over":
+                    self.handed = values
                 elif name == "journal":  # it has none any more
                     self.lives.forget(index)
                 elif name == "standby":
@@ -318,8 +322,18 @@ class Cluster:
             except OSError as error:
                 why = f"{error.strerror or error}; --checkpoint-dir {folder} --resume has its checkpoints, of clock {clock}"
                 raise NotSavedError(f"the run was trained, but {folder / model.NAME} is missing: {why}") from None
-            at = "that the workers ended with" if self.settings.mode().rule is Rule.MIX else f"at clock {clock}"
-            say(f"the model {at} is in {path}")
+            say(f"{self._whose(clock)} is in {path}")
+
+    def _whose(self, clock: int) -> str:
+        """Name the model of the last checkpoint."""
+        if self.settings.mode().rule is not Rule.MIX:
+            return f"the model at clock {clock}"
+        if self.handed.get("last"):
+            return "the model that the workers ended with"
+        stopped = self.handed.get("stopped", 0)
+        if not stopped:
+            return "no worker has handed over its model: what the run began with"
+        return f"the mean of the models of {stopped} workers that were stopped" if stopped > 1 else ONE_STOPPED
 
     def kill(self) -> None:
         """End what is left."""

@@ -12,7 +12,7 @@ from narrows.ps.glance.events import sentence
 EMBEDDED = os.environ.get("NARROWS_EMBEDDED") == "1"  # in a ps-worker, which ends us by closing our stdin
 NAME = "ps-worker" if EMBEDDED else "ps-serve"
 
-FIGURES = ("worker", "summary", "waits")
+FIGURES = ("worker", "summary", "waits", "handed over")
 NOTED = ("void", "long", "against", "worker", "epoch")  # what members send, and which samples are done
 # A user of ps-worker must know of these.
 SHOWN_EMBEDDED = ("discarded", "restart", "lost", "refused", "hyper", "dropped", "disk", "damaged", "journal", "void", "long",

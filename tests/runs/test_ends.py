@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,8 +15,10 @@ from kit.scripts import Array, alone, build, flat, loss_of, run, seeded, tree
 from torch import nn
 
 from narrows.protocols import messages as m
+from narrows.protocols.cluster.coordinator import HAND_OVER_NS
 from narrows.protocols.effects import Send
 from narrows.protocols.settings import Settings
+from narrows.ps.command.cluster import Cluster as Served
 from narrows.worker import DistributedOptimizer, agree, rank, step_count, world_size
 
 MODES: dict[str, dict[str, Any]] = {
@@ -297,3 +300,76 @@ def test_cities_agree_over_all_workers() -> None:
 def test_alone_it_is_what_it_says() -> None:
     with alone():
         assert agree(0.25) == 0.25
+
+
+# A run of gossip that is stopped before its end: the workers have the model.
+
+
+def gossips(started: Any, rounds: int, then: Callable[[int, nn.Module], Any]) -> list[Array]:
+    def work(worker: int) -> Array:
+        model, optimizer = begun()
+        steps(model, optimizer, rounds)
+        shown = optimizer._engine.sync.shared().copy()  # type: ignore[union-attr]
+        then(worker, model)
+        return np.asarray(shown)
+
+    return cast(list[Array], started.together(work))
+
+
+def test_workers_that_are_stopped_hand_over_and_the_server_has_their_mean() -> None:
+    with run(Settings(sync="gossip", workers=3, shards=2)) as started:
+        ready = threading.Barrier(3, timeout=30.0)
+
+        def stop(worker: int, model: nn.Module) -> None:
+            ready.wait()
+            started.sessions[worker].close(failed=True, stopped=True)
+
+        models = gossips(started, 5, stop)
+        assert not np.array_equal(models[0], models[1])
+        np.testing.assert_allclose(of_the_server(started.cluster), np.mean(models, axis=0), atol=1e-6)
+        told = [log.values for log in started.cluster.logs if log.event == "handed over" and log.values["shard"] == 0]
+        assert [(each["last"], each["stopped"]) for each in told] == [(False, 1), (False, 2), (False, 3)]
+
+
+def test_a_server_that_is_stopped_asks_its_workers_for_their_models() -> None:
+    with run(Settings(sync="gossip", workers=2)) as started:
+        cluster, ready = started.cluster, threading.Barrier(2, timeout=30.0)
+        given: list[Array] = [np.zeros(0, np.float32)] * 2
+
+        def stop(worker: int, model: nn.Module) -> None:
+            if ready.wait() == 0:
+                with cluster.changed:
+                    cluster._apply(0, cluster.servers[0].stop(cluster.now()))
+                assert cluster.stopped is None, "the server ends before it has the models"
+            ready.wait()
+            given[worker] = np.asarray(started.sessions[worker].engine.sync.shared().copy())  # type: ignore[union-attr]
+            started.sessions[worker].engine.waiting.poll()  # type: ignore[union-attr]  # as the next step does
+
+        gossips(started, 4, stop)
+        with cluster.changed:
+            cluster._apply(0, cluster.servers[0].tick(cluster.now()))
+        assert cluster.stopped is not None
+        np.testing.assert_allclose(of_the_server(cluster), np.mean(given, axis=0), atol=1e-6)
+
+
+def test_a_server_that_is_stopped_waits_for_no_worker_for_ever() -> None:
+    with run(Settings(sync="gossip", workers=2)) as started:
+        cluster = started.cluster
+        gossips(started, 2, lambda worker, model: None)
+        with cluster.changed:
+            cluster._apply(0, cluster.servers[0].stop(cluster.now()))
+            assert cluster.stopped is None
+            cluster._apply(0, cluster.servers[0].tick(cluster.now() + HAND_OVER_NS))
+        assert cluster.stopped is not None
+
+
+def test_the_console_says_whose_model_it_is() -> None:
+    of = Served(Settings(sync="gossip"))
+    assert of._whose(0).startswith("no worker has handed over its model: what the run began with")
+    of.handed = {"last": False, "stopped": 1}
+    assert of._whose(0) == "the model of a worker that was stopped"
+    of.handed = {"last": False, "stopped": 3}
+    assert of._whose(0) == "the mean of the models of 3 workers that were stopped"
+    of.handed = {"last": True, "stopped": 1}
+    assert of._whose(0) == "the model that the workers ended with"
+    assert Served(Settings(sync="bsp"))._whose(7) == "the model at clock 7"

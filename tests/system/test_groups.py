@@ -166,6 +166,7 @@ SAID = [
     e.BuffersTold(b"buffers"),
     e.RangeTold(3, 7, False),
     e.AgreedTold(3, 0.5),
+    e.ServerStops(),
     e.Left(),
     e.LinkSeen(1, 2, 3, 4, 5),
     e.Failed(5, "why"),

@@ -9,8 +9,10 @@ import signal
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
-from kit.processes import BIN, GONE_S, Worker, alive, descendants, environment, serving, started, until
+from kit.processes import BIN, GONE_S, SCRIPT, Worker, alive, descendants, environment, serving, started, until
+from safetensors import safe_open
 
 from narrows.protocols.errors import ServerLostError
 
@@ -161,3 +163,17 @@ def test_a_worker_that_is_told_to_end_with_all_others_leaves_the_run(tmp_path: P
         until(lambda: not any(map(alive, pids)), "all processes to be gone", GONE_S)
         assert command.out == f"trains\ntold {-signal.SIGTERM}\n" and "Traceback" not in command.err, command
     assert (folder / "model.safetensors").exists(), command
+
+
+def test_a_run_of_gossip_that_is_stopped_ends_with_the_models_of_its_workers(tmp_path: Path) -> None:
+    script, folder = tmp_path / "script.py", tmp_path / "kept"
+    script.write_text(SCRIPT % "if step_count() > 20: print('trains', flush=True)")
+    words = ("-n", "2", "--sync", "gossip", "--checkpoint-dir", str(folder), str(script))
+    with started("ps-worker", *words, cwd=tmp_path) as command:
+        until(lambda: command.out.count("trains") > 20, command)
+        os.kill(command.pid, signal.SIGINT)
+        assert command.wait() == 128 + signal.SIGINT
+        assert "the mean of the models of 2 workers that were stopped is in" in command.err, command
+    with safe_open(folder / "model.safetensors", framework="numpy") as file:
+        loss = np.square(file.get_tensor("weight").sum(1) + file.get_tensor("bias")).sum()
+    assert loss < 0.1, "these are the weights that the run began with"
