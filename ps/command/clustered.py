@@ -12,7 +12,7 @@ from narrows.protocols.planning.deciding import decides
 from narrows.protocols.planning.layout import Layout
 from narrows.protocols.planning.levels import Work
 from narrows.protocols.planning.network import Network, named
-from narrows.protocols.planning.subsets import GAIN, Kept, keep, restricted
+from narrows.protocols.planning.subsets import Kept, keep, restricted
 from narrows.ps.coded import coded
 from narrows.ps.command.figures import seconds, table
 from narrows.ps.tried import tried
@@ -97,7 +97,7 @@ def left_out(network: Network, kept: Kept, batch: bool) -> list[str]:
         lines.append(
             f"without {names[host]}, the host that is missed least, a loss takes {cost / kept.cost:.2f} times as long"
         )
-    if kept.by_speed and kept.by_speed * GAIN < kept.cost:
+    if kept.by_speed and kept.by_speed < kept.cost:
         part = kept.by_speed / kept.cost
         lines.append(
             f"--batch, with {written.SAMPLES} in --script, shares a step by speed: a loss takes {part:.2f} times as long"

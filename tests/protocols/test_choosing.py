@@ -29,7 +29,6 @@ from narrows.protocols.planning.looks import partitions
 from narrows.protocols.planning.measured import parse as measured
 from narrows.protocols.planning.network import Network
 from narrows.protocols.planning.places import placed
-from narrows.protocols.planning.subsets import GAIN, keep
 from narrows.protocols.planning.ways import BELOW, WAYS, Way
 from narrows.protocols.settings import Settings
 from narrows.protocols.timeline import Stream, Timeline, Wire
@@ -419,33 +418,40 @@ def test_a_city_behind_a_satellite_is_left_out(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", ["straggler", "dial-up"])
 @pytest.mark.parametrize("count", [4, 9])
-def test_a_host_that_costs_more_than_it_adds_is_left_out(count: int, case: str) -> None:
+def test_a_host_that_costs_more_than_it_adds_is_left_out(tmp_path: Path, count: int, case: str) -> None:
     """The last one is ten times as slow, or has a modem."""
     network, slow = cities([count], 20, 60), count - 1
-    compute, rates, delay_s = np.ones(count), network.rates.copy(), network.delay_s.copy()
     if case == "straggler":
-        compute[slow] = 0.1
+        network.compute[slow] = 0.1
     else:
-        rates[0, slow], rates[0, :, slow], delay_s[slow], delay_s[:, slow] = 7e3, 7e3, 0.2, 0.2
-    far = replace(network, compute=compute, rates=rates, delay_s=delay_s, places=None)
-    kept = keep(far, WORK)
-    assert kept.hosts == tuple(range(slow)) and kept.cost * GAIN < kept.whole
-    assert (kept.by_speed is not None and kept.by_speed < kept.whole) is (case == "straggler")
-    whole = keep(far, WORK, all_hosts=True)
-    assert whole.hosts == tuple(range(count)) and whole.missed and whole.missed[0] == slow
-    assert whole.missed[1] == pytest.approx(kept.cost, rel=0.01)
-    assert keep(network, WORK).hosts == tuple(range(count))
+        for table, value in ((network.rates[0], 7e3), (network.delay_s, 0.2)):
+            table[slow], table[:, slow] = value, value
+    output, plan = planned(tmp_path, network, "--insecure")
+    assert [*plan["hosts"]] == [*network.hosts[:slow]] and f"left out: {network.hosts[slow]}; with all hosts" in output
+    assert ("--batch, with {samples} in --script, shares a step by speed" in output) is (case == "straggler")
+    output, plan = planned(tmp_path, network, "--insecure", "--all-hosts")
+    gain = re.search(
+        rf"without {network.hosts[slow]}, the host that is missed least, a loss takes (0\.\d+) times", output
+    )
+    assert len(plan["hosts"]) == count and gain and float(gain[1]) < 0.95
+    assert len(planned(tmp_path, cities([count], 20, 60), "--insecure")[1]["hosts"]) == count
 
 
 @pytest.mark.parametrize("count", [6, 9])
-def test_hosts_that_nobody_reaches_over_two_links_are_left_out(count: int) -> None:
+def test_hosts_that_nobody_reaches_over_two_links_are_left_out(tmp_path: Path, count: int) -> None:
     """Of a chain five hosts in a row have a plan."""
-    apart = [(a, b) for a, b in permutations(range(count), 2) if abs(a - b) > 1]
-    network = without(cities([1] * count, 100, 1), *apart)
-    kept = keep(network, WORK)
-    assert [*np.diff(kept.hosts)] == [1] * 4 and "measure both ways of" in kept.lacking
+
+    def chain(value: float) -> list[list[float | None]]:
+        return [[value if abs(a - b) < 2 else None for b in range(count)] for a in range(count)]
+
+    document = {"format": 1, "hosts": [f"h{number}" for number in range(count)], "delay_s": chain(0.001),
+                "rates": [{"message_bytes": 1, "bits_per_second": chain(1e8)}]}  # fmt: skip
+    words = ("--insecure", "--step", "0.1")
+    output, plan = planned(tmp_path, cities([2], 20, 60), *words, document=document)
+    assert [*np.diff([int(name[1:]) for name in plan["hosts"]])] == [1] * 4
+    assert "with all hosts there is no plan: no host reaches all others" in output and "measure both ways of" in output
     with pytest.raises(UsageError, match="measure both ways of"):
-        keep(network, WORK, all_hosts=True)
+        planned(tmp_path, cities([2], 20, 60), *words, "--all-hosts", document=document)
 
 
 def test_one_machine_alone_is_a_plan(tmp_path: Path) -> None:
@@ -498,13 +504,14 @@ def together(network: Network) -> list[Groups]:
     return found
 
 
-def measured_alike(network: Network, rates: dict[tuple[int, int], float], ms: dict[tuple[int, int], float]) -> Network:
-    """The network, of which nobody has named places, with other rates (Mbit/s) and delays between some hosts."""
-    found = replace(network, places=None, rates=network.rates.copy(), delay_s=network.delay_s.copy())
-    for pairs, table, unit in ((rates, found.rates[0], 1e6 / 8), (ms, found.delay_s, 1e-3)):
-        for (a, b), value in pairs.items():
-            table[a, b] = table[b, a] = unit * value
-    return found
+def unnamed(network: Network, rates: dict[tuple[int, int], float] | None = None) -> Network:
+    """The network, of which nobody has named places, with other rates (Mbit/s) between some hosts."""
+    table = 8 * network.rates[0]
+    for (a, b), value in (rates or {}).items():
+        table[a, b] = table[b, a] = 1e6 * value
+    np.fill_diagonal(table, 1.0)
+    document = {"format": 1, "hosts": network.hosts, "delay_s": network.delay_s}
+    return Network.parse(document | {"rates": [{"message_bytes": 1, "bits_per_second": table}]})
 
 
 def test_places_are_branches_each_with_a_gap_of_its_own() -> None:
@@ -512,10 +519,10 @@ def test_places_are_branches_each_with_a_gap_of_its_own() -> None:
     uneven = Network.parse(json.loads((NETWORKS / "uneven-lans.json").read_text()))
     assert together(uneven) == [((0, 1), (2, 3, 4, 5))]
     racks = {(a, b): 10_000.0 if a // 2 == b // 2 else 1000.0 for a, b in combinations(range(4), 2)}
-    nested = measured_alike(cities([1] * 6, 20, 20), racks | {(4, 5): 1000.0}, {})
+    nested = unnamed(cities([1] * 6, 20, 20), racks | {(4, 5): 1000.0})
     assert together(nested) == [((0, 1, 2, 3), (4, 5)), ((0, 1), (2, 3))]
-    assert together(measured_alike(cities([3], 20, 60), {(0, 1): 950, (0, 2): 912, (1, 2): 959}, {})) == [()]
-    assert together(measured_alike(cities([2, 1, 2], 20, 60), {}, {})) == [((0, 1), (3, 4))]
+    assert together(unnamed(cities([3], 20, 60), {(0, 1): 950, (0, 2): 912, (1, 2): 959})) == [()]
+    assert together(unnamed(cities([2, 1, 2], 20, 60))) == [((0, 1), (3, 4))]
 
 
 @pytest.mark.parametrize(
@@ -523,7 +530,7 @@ def test_places_are_branches_each_with_a_gap_of_its_own() -> None:
 )
 def test_a_wire_that_is_nearly_as_fast_as_a_city_is_shared_too(mbits: float, ms: float, shared: bool) -> None:
     """1000 Mbit/s inside two cities. Where rates say little, delays tell."""
-    network = replace(cities([2, 2], mbits, ms), places=None)
+    network = unnamed(cities([2, 2], mbits, ms))
     assert together(network) == [((0, 1), (2, 3)) if shared else ()]
 
 
