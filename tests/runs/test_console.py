@@ -72,7 +72,7 @@ def test_who_waits_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(waiting, "time", SimpleNamespace(monotonic=lambda: now_s, sleep=time.sleep))
     monkeypatch.setattr(waiting, "say", said.append)
-    link: Any = SimpleNamespace(take=take, run_clock=0)
+    link: Any = SimpleNamespace(take=take, run_clock=0, waits="")
     with pytest.raises(NarrowsError, match="waited 35 s for the others"):
         waiting.Waiting(cast(Link, link), None, print).until(lambda: False, 35.0, "the others")
     assert said == [f"waiting for the others, {seconds} s so far ..." for seconds in (10, 20, 30)]
