@@ -103,6 +103,7 @@ def test_what_a_script_records_has_any_name_but_those_of_the_run(
                 with pytest.raises(UsageError, match=f"{name!r} is .* give the value another name"):
                     record(**{name: 7.0})
         optimizer.finish()
+        record(loss=1.5)  # with the newest step
     recording.close()
     steps = [
         line for line in map(json.loads, (tmp_path / "record").read_text().splitlines()) if line["event"] == "step"
