@@ -241,15 +241,18 @@ class FlatModel(Flat):
 
     @torch.no_grad()
     def hold(self) -> None:
-        """Make the parameters views of one tensor, float32[size], where all of them can be. Then no copy of keys is of many
-        tensors. The layers of a recurrent net have one tensor of their own already, which cuDNN asks for."""
+        """Have the parameters lie in one tensor, float32[size], where all of them can. Then no copy of keys is of many tensors.
+        The layers of a recurrent net have one tensor of their own already, which cuDNN asks for.
+
+        Each parameter has a storage of its own, which is its part of that memory. As views of one storage each of them, and any
+        module of the model, would be saved with the memory of all; safetensors refuses such tensors."""
         of_recurrent = {id(p) for m in self.model.modules() if isinstance(m, torch.nn.RNNBase) for p in m.parameters()}
         devices = {p.device for p in self.parameters}
         if len(devices) > 1 or any(not _dense(p) or id(p) in of_recurrent for p in self.parameters):
             return
         held = torch.cat([parameter.detach().view(-1) for parameter in self.parameters])
         for i, parameter in enumerate(self.parameters):
-            parameter.data = held[self.offsets[i] : self.offsets[i + 1]].view(parameter.shape)
+            parameter.data = torch.from_dlpack(held[self.offsets[i] : self.offsets[i + 1]]).view(parameter.shape)
         self.held, self._places = held, [parameter.data_ptr() for parameter in self.parameters]
 
     def plan(self, optimizer: str, max_grad_norm: float, degree: float = 1.0) -> Plan:

@@ -4,6 +4,7 @@ tests/system/test_groups.py."""
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from kit.in_process import Cluster
 from kit.on_disk import OnDisk
 from kit.scripts import BATCH, batch, build, distance, flat, loss_of, seeded
 from kit.specs import MODES, MODES_WITH_SPECS
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from narrows.compression.auto import Auto, Switch
@@ -586,3 +588,39 @@ def test_what_a_group_cannot_do_is_refused(flags: dict[str, Any], more: dict[str
 
     with groups(Settings(workers=1, **flags).validated(), [2]) as started:
         started.together(script)
+
+
+@pytest.mark.parametrize("device", [False, True], ids=["a group", "a device"])
+def test_a_layer_is_saved_with_its_own_bytes_alone(
+    device: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parameters lie in one tensor there. What a script saves or copies of the model is not all of it."""
+    if device:
+        monkeypatch.setenv("NARROWS_ARRAYS", "device")
+
+    def script(member: int, own: int) -> tuple[int, Any, Any]:
+        net: Any = seeded(lambda: nn.Sequential(nn.Linear(9, 4000), nn.Linear(4000, 5)))
+        optimizer: Any = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.05), net)
+        for step in range(2):
+            optimizer.zero_grad()
+            loss_of(net, step, own, 2).backward()
+            optimizer.step()
+        assert optimizer._engine.flat.memory(0, 4) is not None, "they still lie in one tensor"
+        with optimizer.shared():
+            file = io.BytesIO()
+            torch.save(net[1].bias, file)
+            save_file(net.state_dict(), path := tmp_path / f"{own}.safetensors")
+            copied = copy.deepcopy(net[1])
+            found = (
+                len(file.getvalue()),
+                load_file(path),
+                {name: each.clone() for name, each in net.state_dict().items()},
+            )
+            assert copied.bias.untyped_storage().nbytes() == 20
+        optimizer.finish()
+        return found
+
+    with groups(Settings(sync="ssp", shards=2), [1 if device else 2]) as started:
+        for size, loaded, state in started.together(script).values():
+            assert size < 4000 and loaded.keys() == state.keys()
+            assert all(torch.equal(loaded[name], each) for name, each in state.items())
