@@ -11,7 +11,8 @@ from torch.utils.data import Sampler
 from narrows.protocols.errors import UsageError
 from narrows.worker import session
 from narrows.worker.child_process import ChildProcess, NotAWorkerError
-from narrows.worker.session import rank, step_count, world_size
+from narrows.worker.schedules import Schedule, catch_up
+from narrows.worker.session import rank, world_size
 from narrows.worker.telling import say
 
 PASSES_MAX = 100  # passes over the data without a step of the run: a loader that gives no batch would be read for ever
@@ -20,6 +21,8 @@ PASSES_MAX = 100  # passes over the data without a step of the run: a loader tha
 class RunSampler(Sampler[int]):
     """Indices of `dataset`, for a DataLoader. Each epoch is a permutation of its own, cut into one share for each worker. No
     index is in two shares. The shares are of one length, so the last few indices of a permutation may be left out.
+
+    A loop over epochs asks `epochs()` for their numbers: range() would begin at 0 in a run that goes on.
 
     batch: samples of this worker in an optimizer step. A worker that begins in the middle, or again, leaves out what its share
     of the run's steps has used already. One that comes on top of those that the run was started for has a share with another.
@@ -48,6 +51,7 @@ class RunSampler(Sampler[int]):
         self.ended: tuple[int, int, int] | None = None  # the newest whole pass: the run's step, its first step, its end
         self.idle = 0  # whole passes since the newest step
         self.told = False
+        self.told_epoch = -1  # that epochs() has given, and passes read
         if batch < 1:
             raise UsageError(f"batch={batch}: give the samples of this worker in a step")
         if steps is not None:
@@ -71,18 +75,22 @@ class RunSampler(Sampler[int]):
     def __len__(self) -> int:
         """Samples of a whole epoch here; with `steps`, of the steps that the run has yet to make."""
         if self.steps is not None:
-            return max(0, self.steps - step_count()) * self.batch
+            return max(0, self.steps - session.current().step_count) * self.batch
         return self.epoch_steps * self.batch if self.drop_last else self.share
 
     def __iter__(self) -> Iterator[int]:
-        ours = session.current()
-        now, each, ours.batch = step_count(), self.epoch_steps, self.batch
+        ours, each = session.current(), self.epoch_steps
+        now, ours.batch = ours.step_count, self.batch
         if ours.training != self.training:  # another one than that of the pass before
             self.training, self.ended, self.idle = ours.training, None, 0
             if self.steps is not None:
                 session.makes(self.steps)
         first = self._first(now)
-        end = (first // each + 1) * each if self.steps is None else self.steps
+        if self.told_epoch >= 0:  # a further pass over an epoch that is done reads all of it
+            begin, end = self.told_epoch * each, (self.told_epoch + 1) * each
+            first = max(now, begin) if now < end else begin
+        else:
+            end = (first // each + 1) * each if self.steps is None else self.steps
         own: list[int] = []
         for step in range(first, end):
             epoch, place = divmod(step, each)
@@ -90,6 +98,59 @@ class RunSampler(Sampler[int]):
                 own = self._own(epoch)
             yield from own[place * self.batch : (place + 1) * self.batch]
         self.ended = now, first, end
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that a pass reads now, from 0. Raises UsageError before DistributedOptimizer was made."""
+        return self.told_epoch if self.told_epoch >= 0 else self._step() // self.epoch_steps
+
+    def _step(self) -> int:
+        """Return the run's step, which is known once DistributedOptimizer was made."""
+        ours = session.current()
+        if ours.link is not None and ours.engine is None:
+            raise UsageError(
+                "an epoch of sampler() was asked for before DistributedOptimizer was made: the run's step is unknown until then"
+            )
+        return ours.step_count
+
+    def epochs(self, count: int, schedule: Schedule | None = None) -> Iterator[int]:
+        """Numbers of the epochs that the run has yet to make, in place of range(count).
+
+            for epoch in share.epochs(10, schedule):
+                for x, y in loader:
+                    ...
+                schedule.step()
+
+        A run that goes on in the middle of an epoch begins with its number, and a pass reads what is left of it. A body that
+        leaves its pass early is followed by the next epoch.
+
+        Args:
+            count: epochs of the whole run. After the last step of them the module shows the shared model, as with `steps`.
+            schedule: a new scheduler that the script steps once an epoch. It is brought to the epoch that begins.
+
+        Raises:
+            UsageError: `steps` was given too, the schedule follows a metric, or DistributedOptimizer was not made before.
+        """
+        if count < 0 or self.steps is not None:
+            told = f"epochs({count})" if self.steps is None else f"epochs() and steps={self.steps}"
+            raise UsageError(f"{told}: give the epochs of the whole run, or its steps")
+        session.makes(count * self.epoch_steps)
+        return self._epochs(count, schedule)
+
+    def _epochs(self, count: int, schedule: Schedule | None) -> Iterator[int]:
+        ours, each, stepped = session.current(), self.epoch_steps, 0
+        epoch = self._step() // each
+        try:
+            while epoch < count:
+                if schedule is not None:
+                    catch_up(schedule, epoch - stepped)
+                self.told_epoch, began, stepped = epoch, ours.step_count, max(epoch, stepped) + 1
+                yield epoch
+                now = ours.step_count
+                # Below, the run has gone back to a checkpoint. A schedule cannot.
+                epoch = now // each if now < began else max(epoch + 1, now // each)
+        finally:
+            self.told_epoch = -1
 
     def _own(self, epoch: int) -> list[int]:
         """This worker's share of an epoch."""
@@ -147,6 +208,7 @@ class Ranges(Iterator[torch.Tensor]):
         ours = session.current()
         if isinstance(ours, ChildProcess):
             raise NotAWorkerError("ranges()")
+        session.follows("end")
         index = self._alone(ours) if isinstance(ours, session.Alone) else self._of_run(ours)
         if index < 0:
             raise StopIteration

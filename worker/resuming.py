@@ -26,7 +26,7 @@ from narrows.protocols.runtime.output import set_aside
 from narrows.worker import session
 from narrows.worker.child_process import ChildProcess, NotAWorkerError
 from narrows.worker.moments import write_whole
-from narrows.worker.session import rank, step_count, world_size
+from narrows.worker.session import rank, world_size
 from narrows.worker.telling import say
 
 
@@ -65,7 +65,7 @@ def _read(loader: Any, folder: Path, steps: float, batches: int, every: int) -> 
         raise UsageError(
             "resumable was read before DistributedOptimizer was made: nobody knows the run's step until then"
         )
-    step, states = step_count(), States(folder)
+    step, states = ours.step_count, States(folder)
     at = states.load(step, loader)
     passing = (step - at) * batches
     while step < steps:
@@ -76,7 +76,7 @@ def _read(loader: Any, folder: Path, steps: float, batches: int, every: int) -> 
                 passing -= 1
                 continue
             yield batch
-            before, step = step, step_count()
+            before, step = step, ours.step_count
             if step // every > before // every:
                 states.save(step, loader.state_dict())
             if step >= steps:

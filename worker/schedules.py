@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from narrows.protocols.errors import UsageError
+from narrows.worker import session
 
 
 class Schedule(Protocol):
@@ -17,7 +18,7 @@ class Schedule(Protocol):
 
 
 def catch_up(schedule: Schedule, steps: int) -> None:
-    """Step a new `schedule` so often. Most schedules know no other way: their rate follows from the one before.
+    """Step `schedule` so often. Most schedules know no other way to go on: their rate follows from the one before.
 
     Raises UsageError for ReduceLROnPlateau, which follows a metric.
     """
@@ -25,8 +26,10 @@ def catch_up(schedule: Schedule, steps: int) -> None:
         raise UsageError(
             "schedule=ReduceLROnPlateau(...) follows a metric and no steps, so each worker's begins anew: leave it out"
         )
-    if steps and (optimizer := getattr(schedule, "optimizer", None)) is not None:
-        optimizer._opt_called = True  # torch warns of a schedule that steps first; here the other workers have stepped
+    session.follows("schedule")
+    if (optimizer := getattr(schedule, "optimizer", None)) is not None:
+        # Torch warns of a schedule that steps before its optimizer. Here other workers have stepped, or the server steps.
+        optimizer._opt_called = True
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         for _ in range(steps):

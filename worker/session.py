@@ -401,13 +401,21 @@ def world_size() -> int:
 def clock() -> int:
     """The run's clock: updates that this worker has completed, and with a quorum the rounds that closed without it. A script
     sets epoch and schedule from it."""
+    follows("step")
     return current().clock
+
+
+def follows(what: str) -> None:
+    """Tell a check what of the script follows the run: its "step", which it asks for, its "end" or its "schedule"."""
+    if watch is not None:
+        watch.follows.add(what)
 
 
 def makes(steps: int) -> None:
     """A loader ends once the run has made so many steps. The one that goes furthest counts. Raises UsageError."""
     if steps < 0:
         raise UsageError(f"steps={steps}: give the steps of the whole run")
+    follows("end")
     ours = current()
     ours.steps = max(ours.steps, steps)
     if isinstance(ours, Alone):
@@ -416,6 +424,7 @@ def makes(steps: int) -> None:
 
 def step_count() -> int:
     """Optimizer steps of this run so far: the clock times the local steps, plus those since."""
+    follows("step")
     return current().step_count
 
 

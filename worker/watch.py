@@ -61,6 +61,7 @@ class Watch:
         self.lost_s = 0.0  # on looking, since the step before
         self.loss: float | None = None  # that a backward pass since the step before began at, where it is not finite
         self.rows: list[tuple[int, Any]] = []  # of each table that the newest step touched: how many it has, and which
+        self.follows = set[str]()  # what of the script follows the run: session.follows
         self.forward = Forward()
         self.backward, self.iterate = torch.autograd.backward, DataLoader.__iter__
         torch.autograd.backward = self._backward
@@ -193,9 +194,15 @@ class Watch:
             named = self.model.named_parameters()
             late = [name for name, p in named if p.requires_grad and id(p) not in self.known]
             done = {"without": sorted(self.absent), "late": late, "lost_seconds": self.lost_s, "touched": touched}
+            done |= {"follows": sorted(self.follows), "scheduled": self._scheduled()}
             self._say("done", encoded=self._encoded(), **done)
             raise Checked(0)
         self.lost_s, self.loss = 0.0, None
+
+    def _scheduled(self) -> bool:
+        """Whether a scheduler of torch was made on an optimizer of the run: it wraps step()."""
+        every = [self.wrapper, getattr(self.wrapper, "inner", None), *self.parts]
+        return any(hasattr(getattr(each, "step", None), "_wrapped_by_lr_sched") for each in every)
 
     def _beside(self, optimizer: torch.optim.Optimizer) -> None:
         """A step that is not shared."""

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -25,25 +26,28 @@ ACCURACY_LEAST = -0.01  # beside that alone
 # Batch of a worker: alone it has that of two.
 BATCHES = {
     "hf_trainer": 16, "accelerate_loop": 8, "lightning_module": 32, "lora": 16, "gpt": 8, "cnn": 32, "litdata_stream": 16,
-    "titan": 8, "clicks": 256,
+    "titan": 8, "clicks": 256, "epochs": 32,
 }  # fmt: skip
+LENGTHS = {"epochs": ["--epochs", "5"]}  # else steps
 MORE = {"litdata_stream": ["--rank-variables"], "titan": ["--push", "update"]}  # flags
 # Lines that a script in plain torch, or of the trainer, does not have: what names Narrows, and calls of the wrapped optimizer.
-LINES = dict.fromkeys(BATCHES, 3) | {"hf_trainer": 2}
+LINES = dict.fromkeys(BATCHES, 3) | {"hf_trainer": 2, "epochs": 6}
 # torch.nn has an Embedding of the same arguments: the import is the line.
 CALLED = [name for name in (*worker.__all__, "distributed", "NarrowsCallback") if name not in ("clock", "Embedding")]
 SAME, SAME_DROPOUT = "all workers draw the same random numbers in the forward pass", ("lora", "accelerate_loop")
 OURS = re.compile(
-    rf"\bnarrows\b|(?<![.\w])({'|'.join(CALLED)})\(|\boptimizers?\.(eval|train|shared|finish|step_samples)\("
+    rf"\bnarrows\b|(?<![.\w])({'|'.join(CALLED)})\(|\boptimizers?\.(eval|train|shared|finish|step_samples)\(|\.epochs\("
 )
 
 
 def ends(words: list[str], workers: int, name: str) -> tuple[list[float], str]:
     """The figure that each worker printed, and all that was said."""
-    script = [str(EXAMPLES / f"{name}.py"), "--steps", str(STEPS), "--batch", str(2 * BATCHES[name] // workers)]
+    script = [str(EXAMPLES / f"{name}.py"), *LENGTHS.get(name, ["--steps", str(STEPS)])]
+    script += ["--batch", str(2 * BATCHES[name] // workers)]
     # One thread, as each of two workers on two cores has: several that share busy cores wait for each other for minutes.
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*words, *script], capture_output=True, text=True, timeout=LIMIT_S, env=env)
+    with tempfile.TemporaryDirectory() as folder:  # for what it writes
+        done = subprocess.run([*words, *script], capture_output=True, text=True, timeout=LIMIT_S, env=env, cwd=folder)
     assert done.returncode == 0, done.stderr
     return [float(value) for value in re.findall(r"^(?:loss|accuracy) ([0-9.]+)", done.stdout, re.M)], done.stderr
 

@@ -176,6 +176,89 @@ def test_with_steps_one_pass_is_the_whole_run() -> None:
         assert len(late) == 0 and list(late) == []
 
 
+def trained(count: int, leave: int = -1) -> tuple[list[tuple[int, list[int], float]], bool]:
+    """Of each epoch that this worker trained: number, indices and rate; it leaves in its step `leave`. And whether the module
+    shows the run's model."""
+    model, data = build(), cast(Any, list(range(SAMPLES)))
+    inner = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.StepLR(inner, 1, gamma=0.5)
+    optimizer = DistributedOptimizer(inner, model)
+    share = sampler(data, BATCH)
+    loader: Any = DataLoader(data, BATCH, sampler=share)
+    seen: list[tuple[int, list[int], float]] = []
+    step = 0
+    for epoch in share.epochs(count, schedule):
+        seen.append((epoch, [], inner.param_groups[0]["lr"]))
+        assert share.epoch == epoch
+        for batch in loader:
+            if step == leave:
+                return seen, optimizer._ended
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            optimizer.step()
+            seen[-1][1].extend(batch.tolist())
+            step += 1
+        schedule.step()
+    return seen, optimizer._ended
+
+
+@pytest.mark.parametrize("left", [13 + 4, 2 * 13], ids=["in an epoch", "between two"])
+def test_a_loop_over_epochs_goes_on_with_the_epoch_and_the_rate_of_the_run(left: int) -> None:
+    """13 steps an epoch. The second worker has the rest of the epoch, and no epoch that was made."""
+    with run(Settings(sync="async", workers=1)):
+        whole, shown = trained(3)
+    assert shown and [epoch for epoch, _, _ in whole] == [0, 1, 2]
+    assert [rate for _, _, rate in whole] == [1.0, 0.5, 0.25]
+    assert len({tuple(indices) for _, indices, _ in whole}) == 3
+    with run(Settings(sync="async", workers=1)) as started:
+        begun, _ = trained(3, leave=left)
+        started.expire(0)
+        started.join()
+        again, shown = trained(3)
+        assert trained_after(started) == []
+    assert shown and [(epoch, rate) for epoch, _, rate in again] == [
+        (epoch, 0.5**epoch) for epoch in range(left // 13, 3)
+    ]
+    read, unbroken = ([index for _, indices, _ in each for index in indices] for each in (begun + again, whole))
+    assert read == unbroken
+
+
+def test_nobody_knows_the_epoch_before_the_run_is_joined() -> None:
+    with run(Settings(sync="async", workers=1)) as started:
+        started.become(0)
+        share = sampler(range(10), 4)
+        asks: list[Callable[[], int]] = [lambda: share.epoch, lambda: next(share.epochs(3))]
+        for ask in asks:
+            with pytest.raises(UsageError, match="before DistributedOptimizer was made"):
+                ask()
+
+
+def trained_after(started: Run) -> list[tuple[int, list[int], float]]:
+    """Epochs of a worker that comes once the run has made all."""
+    started.expire(1)
+    started.join()
+    return trained(3)[0]
+
+
+def test_epochs_end_each_after_its_share_however_the_body_reads_it() -> None:
+    with alone() as session:
+        share = sampler(range(10), 4, shuffle=False)
+        lengths = []
+        for epoch in share.epochs(3):
+            lengths.append(len(list(share)))  # looks at the data
+            for place, _ in enumerate(share):
+                session.stepped_count += place % 4 == 3 or place == 9
+                if epoch == 1:
+                    break
+            lengths.append(len(list(share)))  # evaluates on what it has trained
+        assert lengths == [10, 10, 10, 10, 10, 10] and session.steps == 9
+        assert list(share.epochs(0)) == [] and share.epoch == session.stepped_count // 3
+        with pytest.raises(UsageError, match=r"epochs\(-1\): give the epochs of the whole run"):
+            share.epochs(-1)
+        with pytest.raises(UsageError, match=r"epochs\(\) and steps=9"):
+            sampler(range(10), 4, steps=9).epochs(3)
+
+
 def test_a_batch_that_is_no_step_is_told_of_once(capsys: pytest.CaptureFixture[str]) -> None:
     with alone():
         alone_loop(9, 40, 8, False, {"batch": 2})

@@ -102,8 +102,45 @@ def test_a_broken_script_is_told_why(
 def test_a_whole_dataset_in_another_order_is_noticed(check: Callable[..., tuple[int, list[str], str]]) -> None:
     """Each worker has its own seed. An evaluation is no matter."""
     code, lines, err = check(sampler="shuffle=True")
-    (notice,) = told(lines, "notice")
-    assert code == 0 and notice.startswith("each worker shuffles the whole dataset of 64 samples"), (lines, err)
+    notices = told(lines, "notice")
+    assert code == 0 and notices[0].startswith("each worker shuffles the whole dataset of 64 samples"), (lines, err)
+    assert len(notices) == 2 and notices[1].startswith("the loop counts by itself")
+
+
+EPOCHS = """
+import torch
+from torch.utils.data import DataLoader
+from narrows.worker import DistributedOptimizer, sampler
+
+data = torch.randn(64, 4)
+model = torch.nn.Linear(4, 2)
+inner = torch.optim.SGD(model.parameters(), lr=0.1)
+schedule = torch.optim.lr_scheduler.StepLR(inner, 1)
+optimizer = DistributedOptimizer(inner, model)
+share = sampler(data, 4)
+for epoch in {epochs}:
+    for x in DataLoader(data, 4, sampler=share):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    schedule.step()
+"""
+
+
+@pytest.mark.parametrize(("epochs", "notices"), [
+    ("range(9)", ["the loop counts by itself, so after --resume, and in a worker that comes late, it begins at 0",
+                  "the scheduler begins anew after --resume"]),
+    ("share.epochs(9, schedule)", []),
+])  # fmt: skip
+def test_a_loop_that_begins_at_0_in_a_run_that_goes_on_is_noticed(
+    epochs: str, notices: list[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(EPOCHS.format(epochs=epochs))
+    code, out, err = finished("ps-worker", "--check", str(path))
+    found = told(out.splitlines(), "notice")
+    assert code == 0 and len(found) == len(notices), (out, err)
+    assert all(line.startswith(notice) for line, notice in zip(found, notices, strict=True))
 
 
 @pytest.mark.parametrize(("words", "why"), [
@@ -143,10 +180,13 @@ def test_a_script_without_a_wrapped_optimizer_ends() -> None:
 # The rules.
 
 
+DONE: dict[str, Any] = {"without": [], "follows": ["end"], "scheduled": False}
+
+
 def worker(**other: Any) -> Told:
     model: dict[str, Any] = {"unowned": []}
     steps = [{"number": 1 + i, "inputs": ["a"], "random": "", "gradients": "g"} for i in range(STEPS)]
-    return Told(**{"model": model, "steps": steps, "done": {"without": []}} | other)
+    return Told(**{"model": model, "steps": steps, "done": DONE} | other)
 
 
 def first(**other: Any) -> list[dict[str, Any]]:
@@ -184,8 +224,10 @@ RULES: list[tuple[list[Told], str]] = [
         "each worker shuffles the whole dataset of 9 samples",
     ),
     ([worker(costs=[{"loss": float("nan")}]), OTHER], "local rank 0 recorded a loss of nan"),
-    ([worker(done={"without": ["head"]}), OTHER], "head had no gradient in 2 steps"),
-    ([worker(done={"without": [], "late": ["head.weight"]}), OTHER], "head.weight came into the model after"),
+    ([worker(done=DONE | {"without": ["head"]}), OTHER], "head had no gradient in 2 steps"),
+    ([worker(done=DONE | {"follows": []}), OTHER], "the loop counts by itself, so after --resume"),
+    ([worker(done=DONE | {"scheduled": True}), OTHER], "the scheduler begins anew after --resume"),
+    ([worker(done=DONE | {"late": ["head.weight"]}), OTHER], "head.weight came into the model after"),
     ([worker(code=1), OTHER], "local rank 0 failed before step 2 was over"),
     ([worker(error="no such key"), OTHER], "no such key"),
 ]
@@ -194,6 +236,8 @@ RULES: list[tuple[list[Told], str]] = [
 def test_all_is_well() -> None:
     """Where each shuffles what is cut for it, too, and where nobody can say whether it is."""
     assert not found(FAULTS + NOTICES, [worker(), OTHER]) and STEPS == watch.STEPS
+    for follows in (["schedule", "step"], ["end", "schedule"], ["step"]):
+        assert not found(NOTICES, [worker(done=DONE | {"follows": follows, "scheduled": True}), OTHER])
     for firsts in (("e", "f"), ("", "")):
         cut = [
             worker(steps=each.steps, shuffled=[{"samples": 9, "first": one}])

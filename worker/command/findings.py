@@ -235,6 +235,29 @@ def without_gradient(workers: Workers) -> str:
     )
 
 
+def counts_itself(workers: Workers) -> str:
+    """A check sees the first steps alone, so it goes by what the script has asked."""
+    if not any(told.done and not {"step", "end"} & {*told.done["follows"]} for told in workers):
+        return ""
+    return (
+        "the loop counts by itself, so after --resume, and in a worker that comes late, it begins at 0 and makes all its steps "
+        "again: end it by sampler(dataset, batch, steps=N), or go over epochs by share.epochs(N) of share = sampler(dataset, "
+        "batch) in place of range(N)"
+    )
+
+
+def counts_rates(workers: Workers) -> str:
+    alone = [
+        told.done["scheduled"] and not {"step", "schedule"} & {*told.done["follows"]} for told in workers if told.done
+    ]
+    if not any(alone):
+        return ""
+    return (
+        "the scheduler begins anew after --resume, and in a worker that comes late: give it to DistributedOptimizer(..., "
+        "schedule=schedule) if it steps once a step, to share.epochs(N, schedule) if once an epoch"
+    )
+
+
 def ended_early(workers: Workers) -> str:
     counts = {len(told.steps) for told in workers}
     if counts in ({0}, {STEPS}) or len(counts) > 1 or not _undisturbed(workers):
@@ -248,7 +271,10 @@ FAULTS: tuple[Rule, ...] = (
     *(errors, failed, not_distributed, wrapped_steps, beside, unowned, late, not_finite, uneven, never),
     *(same_samples, same_gradients),
 )
-NOTICES: tuple[Rule, ...] = (whole_datasets, same_randomness, without_gradient, ended_early)
+NOTICES: tuple[Rule, ...] = (
+    *(whole_datasets, same_randomness, without_gradient, counts_itself, counts_rates),
+    ended_early,
+)
 
 
 def found(rules: Sequence[Rule], workers: Workers) -> list[str]:
