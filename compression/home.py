@@ -1,5 +1,6 @@
 """Where the arrays of a child of a server live, and what is done with them there: on the host. On a GPU: device/home.py."""
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -174,7 +175,9 @@ class HostHome:
         return bool(values.any())
 
     def finite(self, values: FloatArray) -> bool:
-        return bool(np.isfinite(values).all())
+        with np.errstate(over="ignore", invalid="ignore"):
+            length = float(np.dot(values, values))  # one pass; it overflows of finite values too
+        return math.isfinite(length) or bool(np.isfinite(values).all())
 
     def code(self, compressor: Compressor, values: FloatArray, memory: Memory) -> memoryview:
         return compressor.encode(values, memory)

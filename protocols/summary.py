@@ -50,6 +50,7 @@ class Summary:
     left_steps: int = (
         0  # until the script has taken as many as record() was told of; 0: it has not said, or they are over
     )
+    skipped: int = 0  # counter: steps that were left out, since their gradient was not finite
     hidden: int = 0  # members below that found no room in the heartbeat
     lost: int = 0  # counter: of a cluster, members of its own that went before they were done
 

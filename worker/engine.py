@@ -29,6 +29,8 @@ from narrows.worker.gradients import Gradients, rebuilt_by
 from narrows.worker.group import Group
 from narrows.worker.home import home_of
 from narrows.worker.merging import Merging
+from narrows.worker.nonfinite import Named, Skips, first_not_finite, unscale
+from narrows.worker.optimizers import needs_closure
 from narrows.worker.privacy import Privacy
 from narrows.worker.runner import Link
 from narrows.worker.shards import START_LIMIT_S, Shards
@@ -37,7 +39,7 @@ from narrows.worker.slices import Cut, Slice
 from narrows.worker.tables import Tables, dense_of
 from narrows.worker.telling import say
 from narrows.worker.tuning import Tuning
-from narrows.worker.updates import Updates, clipped_step
+from narrows.worker.updates import Updates, clipped_step, evaluated
 from narrows.worker.waiting import Waiting
 
 LEAVE_LIMIT_S = 5.0
@@ -120,9 +122,10 @@ class Engine:
         max_grad_norm: float,
         overlap: int = 0,
         group: Group | None = None,
+        rank: int = 0,
     ) -> None:
         """`overlap`: backward passes of a step whose gradients leave during the last one; 0: they leave at step(). `group`: of
-        which this process is one rank."""
+        which this process is one rank. `rank`: of this process in the run, for what it says."""
         self.link, self.settings, self.mode = link, settings, settings.mode()
         self.waiting = Waiting(link, group, self._handle)
         self.model, self.inner, self.max_grad_norm = model, inner, max_grad_norm
@@ -140,9 +143,12 @@ class Engine:
         if self.home is not HOST:
             self.told = f"device {self.home.name}: --compress {settings.compress} is computed there"
         self.slice = self._slice(inner, overlap)
+        if self.slice is not None:
+            self.slice.finite = self._finite
         self.tuning = Tuning(settings, -(-self.flat.size // self.mode.fragments))
         self.finished = self.left = self._started = False
         self.agreeing = Agreeing(self)
+        self.skips = Skips.of_environment(rank)
         self.shared = Shared(self)
         gradients = self.mode.rule is Rule.OPTIMIZER
         declared = (rebuilt_by(self.dense), max_grad_norm) if gradients else ("", 0.0)
@@ -265,33 +271,66 @@ class Engine:
         self.waiting.calls("step()")
         self.waiting.poll()
         self.shared.changes.look()
+        self.skips.begin()
         loss = self.sync.step(closure)
         self.sync.steps += 1
+        self.skips.stepped()
         self.shared.changes.owned.look(self.sync.steps)
         self._spread()
         return loss
 
     def optimize(self, closure: Callable[[], Any] | None) -> Any:
-        """One step of the script's optimizer, along the gradients of all ranks of a group."""
+        """One step of the script's optimizer, along the gradients of all ranks of a group; none where one is not finite."""
         if self.slice is not None:
-            loss = self.slice.step(closure, self.max_grad_norm)
-            self._count()
+            loss = evaluated(closure)
+            if self.reduce():
+                self.slice.step(self.max_grad_norm)
             return loss
-        return clipped_step(self.inner, self.flat.parameters, self.max_grad_norm, closure)
+        again = closure is not None and needs_closure(
+            self.inner
+        )  # it may call it again, once it has moved the parameters
+        before = self.flat.kept() if again else None
+        loss = clipped_step(self.inner, self.flat.parameters, self.max_grad_norm, closure, self._finite)
+        if before is not None and self.skips.newest:
+            self.flat.put_back(before)
+            self.flat.written()
+        return loss
 
     def reduce(self) -> bool:
-        """The gradients are those of all ranks of a group. False: one has overflowed, and there is none."""
+        """The gradients are those of all ranks of a group. False: one is not finite, and there is none."""
         if self.slice is None:
+            return self._finite()
+        if self.slice.reduce():
+            if self.slice.counted:  # the next push weighs as the samples of all ranks
+                self.sync.weigh(self.slice.counted)
             return True
-        usable = self.slice.reduce()
-        if usable:
-            self._count()
-        return usable
+        names = [name.decode() for name in self.slice.group.told(self.skips.newest.encode())]
+        self.skips.newest = next(f"{name} of process {rank}" for rank, name in enumerate(names) if name)
+        return False
 
-    def _count(self) -> None:
-        """The next push weighs as the samples of all ranks."""
-        if self.slice is not None and self.slice.counted:
-            self.sync.weigh(self.slice.counted)
+    # Gradients that are not finite.
+
+    def _finite(self) -> bool:
+        """Whether the gradients of this process are. Those that a GradScaler has scaled are unscaled then."""
+        gradients = [(repr(n), p.grad) for n, p in zip(self.flat.names, self.flat.parameters, strict=True)]
+        named = [(name, gradient) for name, gradient in gradients if gradient is not None]
+        self.skips.quiet, scale = self.skips.told()
+        if self.slice is not None:
+            self.slice.scale = scale
+        elif self.skips.scale is not None and not self.skips.quiet:
+            unscale([gradient for _, gradient in named], self.skips.scale)
+        if self.skips.overflow is not None and not self.skips.quiet:
+            return True
+        return self.looked([*named, *self.tables.gradients()], "some tensor" if self.skips.quiet else "")
+
+    def looked(self, gradients: Named, unless: str = "") -> bool:
+        """Whether these gradients of a step are finite; else nothing is left of them. `unless`: that is so where all are."""
+        self.skips.newest = first_not_finite(gradients) or unless
+        if self.skips.newest:
+            self.tables.drop()
+            for _, gradient in gradients if self.hides else ():
+                gradient.zero_()
+        return not self.skips.newest
 
     def take(self, samples: int, size: int, limit: int) -> tuple[int, int]:
         """See Taking.take; and how many the next step has now. Raises UsageError for a mode whose updates do not say which

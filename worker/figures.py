@@ -94,5 +94,6 @@ class Figures:
             dropped=sum(self.link.drops.counts.values()),
             loss=self.shown.get("loss"),
             left_steps=self.left_steps,
+            skipped=self.engine.skips.steps,
         )
         return (Row((), "", "", summary),)

@@ -30,7 +30,6 @@ from narrows.worker.degree import degree_of
 from narrows.worker.flat import Array, FloatArray
 from narrows.worker.shards import START_LIMIT_S, WAIT_LIMIT_S, Shards
 from narrows.worker.telling import complain
-from narrows.worker.updates import clipped_step
 
 if TYPE_CHECKING:
     from narrows.worker.engine import Engine
@@ -51,6 +50,7 @@ class Gossiping:
         self.gain, self.outer = self._gain(), outer(engine.settings)
         self.driver = self._driver(-1, 0)
         self.local_step = self.steps = 0
+        self.taken = 0  # of the local steps of this round, those that were not left out
         self.wait_s = 0.0
         self.staleness = 0
         self.kept: Array | None = None  # our model, while the first weights are on their way to us again
@@ -145,7 +145,7 @@ class Gossiping:
             if self.finishing and self.driver.may_step:  # at a new place
                 self._say(self.driver.finish(self.engine.home.zeros(self.engine.flat.size), self._now()))
             if self.driver.trouble:
-                raise NarrowsError(self.driver.trouble)
+                raise NarrowsError(f"rank {self.engine.skips.rank}: {self.driver.trouble}")
             return done()
 
         self.engine.wait(now, limit_s, what)
@@ -176,19 +176,21 @@ class Gossiping:
     def step(self, closure: Callable[[], Any] | None) -> Any:
         engine = self.engine
         self._wait(self._going, START_LIMIT_S, "the other workers")
-        loss = clipped_step(engine.inner, engine.flat.parameters, engine.max_grad_norm, closure)
+        loss = engine.optimize(closure)
         self.local_step += 1
+        self.taken += not engine.skips.newest
         if self.local_step >= self.mode.local_steps:
             self._round()
         return loss
 
     def _round(self) -> None:
         before, number = time.monotonic(), self.driver.round
-        self._say(self.driver.step(self._moved(), self._now()))
+        moved = self._moved() if self.taken or self.engine.flat.overwritten() else None  # it may be the script that has
+        self._say(self.driver.step(moved, self._now()))
         self._wait(lambda: self.driver.may_step, WAIT_LIMIT_S, "a peer's model")
         self.wait_s = time.monotonic() - before
         self.staleness = number + 1 - min(self.driver.exchanges.under_way, default=number + 1)
-        self.local_step = 0
+        self.local_step = self.taken = 0
         self._compose()
 
     # The shared model and the end.

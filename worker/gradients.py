@@ -26,7 +26,7 @@ from narrows.worker.optimizers import each_of, why_whole
 from narrows.worker.overlap import Overlap
 from narrows.worker.server_state import ServerState
 from narrows.worker.shards import WAIT_LIMIT_S
-from narrows.worker.updates import Updates
+from narrows.worker.updates import Updates, evaluated
 
 if TYPE_CHECKING:
     from narrows.worker.engine import Engine
@@ -128,28 +128,31 @@ class Gradients(Updates):
             self.shards.wait_window()
         if self.resume() and self.drops(closure):
             return None
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         if self.overlap is not None:
             self._close(self.overlap)
-        elif self.engine.reduce():
+        elif self.engine.reduce() or self.engine.hides:  # where noise hides what is pushed, it hides a step without
             self._push()
+        else:
+            self.shards.skip()
         self.ready()
         return loss
 
     def _close(self, overlap: Overlap) -> None:
         gradient, absent = overlap.close()
+        flat, values = self.engine.flat, torch.from_numpy(gradient)
+        cuts_of = zip(flat.names, flat.offsets, flat.offsets[1:], strict=False)
+        counts = self.engine.looked([(repr(name), values[begin:end]) for name, begin, end in cuts_of])
         hyper = pack([hyper_of(self.engine.inner), absent])
         for shard, cuts in enumerate(overlap.cuts):
-            self._landed(shard, 0, len(cuts), cuts[0], gradient[slice(*cuts[0])], hyper)
+            (piece,) = raw_pieces(gradient[slice(*cuts[0])], cuts[0][0], cuts[:1])
+            self.shards.send_part(shard, 0, len(cuts), piece, hyper, counts)
         self.shards.pushed()
 
-    def _landed(self, shard: int, part: int, count: int, keys: Keys, values: FloatArray, hyper: bytes = b"") -> None:
+    def _landed(self, shard: int, part: int, count: int, keys: Keys, values: FloatArray) -> None:
         """A part is on the host, and may leave."""
         (piece,) = raw_pieces(values, keys[0], [keys])
-        self.shards.send_part(shard, part, count, piece, hyper)
+        self.shards.send_part(shard, part, count, piece)
 
     def _push(self) -> None:
         clock, absent = self.shards.clock, self.arrays.flat.absent()

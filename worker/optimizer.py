@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -13,6 +14,7 @@ from narrows.worker import session
 from narrows.worker.child_process import ChildProcess, NotAWorkerError
 from narrows.worker.engine import Engine
 from narrows.worker.gradients import Gradients
+from narrows.worker.nonfinite import unscale
 from narrows.worker.optimizers import as_one, each_of
 from narrows.worker.schedules import Schedule, catch_up
 from narrows.worker.server_state import as_state_dict
@@ -65,7 +67,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._building = False
         self._trains: bool | None = None  # of train() and eval(), what the inner optimizer was told last
         self._ended = False  # the newest step was the last that a loader counts, so the shared model is shown
-        self._scales, self._skipped = False, 0  # a GradScaler is about to step; steps that it has left out
         self.state = self.inner.state
         self.max_grad_norm = max_grad_norm
         if session.watch is not None:
@@ -111,18 +112,22 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._ended:  # this loop goes on
             self.train()
         loss = self._step(closure)
-        self._scales = False
-        self._ended = 0 < self._session.steps <= self._session.step_count + self._skipped
+        self._ended = 0 < self._session.steps <= self._session.step_count
         if self._ended:
             self.eval()
         return loss
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         parameters = [p for group in self.param_groups for p in group["params"]]
+        scale, overflow = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)  # of a GradScaler
         if self._engine is None:
             if isinstance(self._session, ChildProcess):
                 raise NotAWorkerError("step()")
-            loss = clipped_step(self.inner, parameters, self.max_grad_norm or 0.0, closure)
+            loss = None
+            if overflow is None or not overflow:
+                if scale is not None:
+                    unscale([p.grad for p in parameters if p.grad is not None], scale)
+                loss = clipped_step(self.inner, parameters, self.max_grad_norm or 0.0, closure)
             assert isinstance(self._session, session.Alone)
             self._session.stepped()
             return loss
@@ -132,8 +137,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "a parameter that was frozen when the run began now requires a gradient, and no other worker has it: "
                 "freeze parameters after DistributedOptimizer was made, not before"
             )
-        if self._engine.slice is not None:
-            self._engine.slice.scaled(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
+        self._engine.skips.scaled(scale, overflow)
         loss = self._engine.step(closure)
         assert isinstance(self._session, session.Connected)
         self._session.stepped()
@@ -141,10 +145,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """GradScaler.step asks for it, and unscales p.grad without a trace in its version counter. Where gradients are not
-        finite it does not call step()."""
-        self._skipped += self._scales
-        self._scales = True
+        """GradScaler.step asks for it. So step() is called where gradients have overflowed as well: the clock of a step that is
+        left out is closed. Lightning asks too, and refuses to clip then; it is told no, and unscales before it clips."""
+        if sys._getframe(1).f_globals.get("__name__", "").startswith(("lightning.", "pytorch_lightning.")):
+            return False
         if self._engine is not None and self._engine.overlaps:
             raise UsageError(
                 "a GradScaler changes gradients between backward() and step(), but with overlap=True they have left "
@@ -155,7 +159,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "a GradScaler does not find the gradients of an embedding table on the servers: train in bfloat16, which "
                 "needs no scaler"
             )
-        return self._engine is not None and self._engine.slice is not None  # where each rank unscales its own
+        return True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Rows of embedding tables are parameters of no optimizer, but their gradients go too."""

@@ -140,11 +140,16 @@ class States(MutableMapping[Any, Any]):
         return sum(len(optimizer.state) for optimizer in self.optimizers)
 
 
-def _check_takes_no_closure(optimizer: torch.optim.Optimizer) -> None:
-    """Raise UsageError for an optimizer, such as LBFGS, that cannot step without a closure."""
-    name = type(optimizer).__name__
+def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer, such as LBFGS, cannot step without a closure."""
     _, *arguments = inspect.signature(type(optimizer).step).parameters.values()
-    if any(a.default is a.empty and a.kind in (a.POSITIONAL_ONLY, a.POSITIONAL_OR_KEYWORD) for a in arguments):
+    return any(a.default is a.empty and a.kind in (a.POSITIONAL_ONLY, a.POSITIONAL_OR_KEYWORD) for a in arguments)
+
+
+def _check_takes_no_closure(optimizer: torch.optim.Optimizer) -> None:
+    """Raise UsageError for an optimizer that cannot step without a closure."""
+    if needs_closure(optimizer):
+        name = type(optimizer).__name__
         raise UsageError(
             f"{name} calls its closure itself, and several optimizers step after one evaluation of it: wrap {name} alone"
         )

@@ -173,7 +173,7 @@ class Connected:
             raise UsageError(SECOND_AFTER if self.engine.finished else SECOND)
         if self.settings.mode().rule is Rule.MIX and self.group is None:
             self.link.listen()
-        self.engine = Engine(self.link, self.settings, model, inner, max_grad_norm, overlap, self.group)
+        self.engine = Engine(self.link, self.settings, model, inner, max_grad_norm, overlap, self.group, self.rank)
         self.moments = Moments.of(self.engine, self.rank, self.began_unix)
         self.tell_children()
         if not self.tells:
@@ -193,6 +193,13 @@ class Connected:
         assert engine is not None
         if self.moments is not None:
             self.moments.stepped()
+        skips = engine.skips
+        if self.tells and skips.newest:
+            _tell("skipped", rank=self.rank, clock=engine.sync.clock, tensor=skips.newest)
+            if first := skips.first(self.step_count):
+                _say(first)
+        if ends := skips.too_many():
+            raise NarrowsError(ends)
         if not self.tells:
             return
         sync, took = engine.sync, self.figures.stepped(self.batch)

@@ -214,21 +214,24 @@ class Shards:
         rows: Sequence[Sequence[Piece]] = (),
     ) -> None:
         """Send the update of the present clock: of each shard, the keys whose turn it is, and after them `rows` of tables.
-        Raises NonFiniteError, with nothing sent and nothing changed, for values that cannot be coded; GroupEndedError where
-        they are another rank's."""
+        Raises NonFiniteError, with nothing sent and nothing changed, for values that are not finite; GroupEndedError where they
+        are another rank's."""
         began = time.monotonic()
         encoded: list[Sequence[Piece]] = []
         error: Exception = GroupEndedError("another process of this group has values that are not finite")
         try:
             for exchange, update in zip(self.exchanges, updates, strict=True):
+                if self.tuning.up_lossless and not self.arrays.home.finite(update):  # else the coder looks
+                    raise NonFiniteError("it has values that are NaN or infinite")
                 encoded.append(exchange.replica.encode(update, self.clock, dense))  # all before the first leaves
             finite = True
         except NonFiniteError as own:
             error, finite = own, False
-        if self.group is not None and not self.tuning.up_lossless:
+        if self.group is not None:
             finite = bool(self.group.least(finite)[0])
         if not finite:
-            for exchange, pieces in zip(self.exchanges, encoded, strict=False):
+            # A lossless coder has kept nothing back.
+            for exchange, pieces in zip(self.exchanges, [] if self.tuning.up_lossless else encoded, strict=False):
                 exchange.replica.give_back(pieces, self.clock)
             raise error
         self.tuning.encoded(time.monotonic() - began)
@@ -237,9 +240,12 @@ class Shards:
             self.say(shard, exchange.push(pieces, samples, coding, hyper, more))
         self._said()
 
-    def send_part(self, shard: int, index: int, count: int, piece: Piece, hyper: bytes = b"") -> None:
-        """One part of the update of the present clock; under overlap from autograd's threads."""
-        samples = self.samples_pending or self.samples
+    def send_part(
+        self, shard: int, index: int, count: int, piece: Piece, hyper: bytes = b"", counts: bool = True
+    ) -> None:
+        """One part of the update of the present clock; under overlap from autograd's threads. The first part says whether the
+        update `counts`: one of no samples does not, whatever its other parts hold."""
+        samples = (self.samples_pending or self.samples) if counts else 0
         self.say(shard, [self._with(shard).part(index, count, piece, samples, hyper)])
 
     def pushed(self) -> None:
@@ -255,7 +261,9 @@ class Shards:
         self.clock, self.samples_pending = self.clock + 1, 0
 
     def skip(self) -> None:
-        """An update without values: this worker takes part in the present clock, and has computed nothing."""
+        """An update without values: this worker takes part in the present clock, and has computed nothing, or nothing that
+        may count."""
+        self.samples_pending = 0
         coding = self._next_coding()
         for shard, exchange in self._each:
             self.say(shard, exchange.skip(coding))

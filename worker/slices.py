@@ -42,7 +42,8 @@ class Slice(Flat):
         self.lacking: list[int] = []  # tensors that had no gradient on any rank
         self.samples = 0  # of this rank's gradient; 0 counts for nothing where another rank has some
         self.counted = 0  # of all ranks' newest gradients, 0: nobody has counted
-        self.scale, self.overflow = 1.0, False  # of this rank's gradient (torch.amp.GradScaler)
+        self.scale = 1.0  # of this rank's gradient (torch.amp.GradScaler)
+        self.finite: Callable[[], bool] = lambda: True  # whether this rank's gradient is
 
     def _check_same(self) -> None:
         """Raise UsageError where the ranks have different models."""
@@ -69,40 +70,29 @@ class Slice(Flat):
 
     # Steps.
 
-    def step(self, closure: Callable[[], Any] | None, norm: float) -> Any:
-        """One step of the optimizer along the mean of the ranks' gradients, clipped to the L2 norm `norm` (0: not at all)."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        if self.reduce():
-            if norm > 0:
-                self._clip(norm)
-            with self.stepped():
-                self.inner.step()
-        return loss
+    def step(self, norm: float) -> None:
+        """One step of the optimizer along the gradients of this slice, clipped to the L2 norm `norm` (0: not at all)."""
+        if norm > 0:
+            self._clip(norm)
+        with self.stepped():
+            self.inner.step()
 
     def stepped(self) -> AbstractContextManager[None]:
         """Inside, the optimizer steps the slice."""
         return nullcontext()
 
-    def scaled(self, scale: torch.Tensor | None, overflow: torch.Tensor | None) -> None:
-        """Take what a GradScaler has multiplied this rank's gradients by, and whether they have overflowed."""
-        self.scale = 1.0 if scale is None else float(scale)
-        self.overflow = overflow is not None and bool(overflow)
-
     def reduce(self) -> bool:
-        """The gradients of these keys become the mean over the ranks. False: a rank's gradient has overflowed, and there is
+        """The gradients of these keys become the mean over the ranks. False: a rank's gradient is not finite, and there is
         none."""
         raise NotImplementedError
 
     def tallied(self) -> bool:
-        """Have all ranks know which tensors have a gradient, and of how many samples. Whether none has overflowed."""
+        """Have all ranks know which tensors have a gradient, and of how many samples. Whether each rank's is finite."""
         missing = set(self.flat.absent())
         present = [int(tensor not in missing) for tensor in range(len(self.flat.parameters))]
-        self.counted, overflows, *ranks = self.group.sums([self.samples, int(self.overflow), *present])
+        self.counted, wrong, *ranks = self.group.sums([self.samples, int(not self.finite()), *present])
         self.lacking = [tensor for tensor, count in enumerate(ranks) if not count]
-        return not overflows
+        return not wrong
 
     def _clip(self, norm: float) -> None:
         """As torch.nn.utils.clip_grad_norm_, of all ranks' slices."""
@@ -204,7 +194,7 @@ class Cut(Slice):
 
     def reduce(self) -> bool:
         """The gradients of these keys become the mean over the ranks, by samples where they were counted. False: a rank's
-        gradient has overflowed, and there is none."""
+        gradient is not finite, and there is none."""
         usable, total = self.tallied(), self.counted
         weight = (self.samples / total if total else 1.0) / self.scale
         self.samples = 0

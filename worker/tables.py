@@ -220,6 +220,11 @@ class Tables:
         """The gradient of these rows, of one forward pass."""
         self.touched[number].append((numbers, gradient))
 
+    def gradients(self) -> list[tuple[str, torch.Tensor]]:
+        """Those that were collected since the last push, each with the name of its table."""
+        each = zip(self.specs, self.touched, strict=True)
+        return [(repr(spec.name), gradient) for spec, touched in each for _, gradient in touched]
+
     def pending(self) -> list[tuple[int, Numbers]]:
         """For each table, how many rows it has, and which of them have a gradient: int64[n], rising."""
         none = np.empty(0, np.int64)

@@ -23,6 +23,7 @@ from narrows.protocols.member.replica import Piece
 from narrows.protocols.wire import pack
 from narrows.worker.arrays import Arrays
 from narrows.worker.flat import Array, FloatArray
+from narrows.worker.nonfinite import NotFiniteError
 from narrows.worker.shards import WAIT_LIMIT_S, Shards
 from narrows.worker.taking import Taking
 
@@ -32,25 +33,42 @@ if TYPE_CHECKING:
 IDLE_S = 0.1  # from one ask for samples to the next, where none are left and nobody waits
 
 
+def evaluated(closure: Callable[[], Any] | None) -> Any:
+    """The loss of a closure that is called once, with gradients; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
 def clipped_step(
     optimizer: torch.optim.Optimizer,
     parameters: Sequence[torch.Tensor],
     norm: float,
     closure: Callable[[], Any] | None,
+    usable: Callable[[], bool] = lambda: True,
 ) -> Any:
-    """`optimizer.step(closure)`; each gradient that it steps along is clipped to the L2 norm `norm`, 0: not at all."""
+    """`optimizer.step(closure)`; each gradient that it steps along is clipped to the L2 norm `norm`, 0: not at all. Where a
+    gradient is not `usable` the optimizer does not step along it."""
     if closure is None:
+        if not usable():
+            return None
         if norm > 0:
             torch.nn.utils.clip_grad_norm_(parameters, norm)
         return optimizer.step()
 
     def clipped() -> Any:
         loss = closure()
+        if not usable():
+            raise NotFiniteError(loss)
         if norm > 0:
             torch.nn.utils.clip_grad_norm_(parameters, norm)
         return loss
 
-    return optimizer.step(clipped)
+    try:
+        return optimizer.step(clipped)
+    except NotFiniteError as error:
+        return error.loss
 
 
 class Updates:
@@ -61,6 +79,8 @@ class Updates:
         self.shards = Shards(engine.link, engine.mode, arrays, engine.tuning, engine.wait, engine.group)
         engine.waiting.missing = lambda: self.shards.missed
         self.local_step = self.steps = 0
+        self.taken = 0  # of the local steps since the last clock, those that were not left out
+        self.samples = 0  # that those were computed on, where the script has said so
         self.taking = Taking(self)
         self.moved = False  # a step was taken since all of the replica was composed
         self.composed = 0  # the epoch of the life that the replica is of
@@ -119,7 +139,7 @@ class Updates:
         """Whether this worker had to join again since its replica was composed; then begin anew from the run's clock."""
         if self.composed == self.shards.epoch:
             return False
-        self.local_step = self.shards.samples_pending = 0
+        self.local_step = self.taken = self.samples = self.shards.samples_pending = 0
         self.engine.tables.drop()
         self.ready()
         return True
@@ -155,17 +175,29 @@ class Updates:
     def inner_step(self, closure: Callable[[], Any] | None) -> Any:
         self.local_step += 1
         self.moved = True
-        return self.engine.optimize(closure)
+        loss = self.engine.optimize(closure)
+        if self.engine.skips.newest:
+            self.shards.samples_pending = self.samples
+        else:
+            self.taken, self.samples = self.taken + 1, self.shards.samples_pending
+        return loss
 
     def push(self, dense: bool = False) -> None:
-        """Push what the keys whose turn it is have moved by."""
+        """End the present clock: push what the keys whose turn it is have moved by, or an update of weight 0 where all steps
+        were left out. Where noise hides what is pushed, it hides that too."""
+        engine, hidden = self.engine, self.local_step and self.engine.hides
+        moved = self.taken > 0 or self.mode.streams
+        moved |= engine.group is None and engine.flat.overwritten() != ""  # by the script
+        self.local_step = self.taken = self.samples = 0
+        if not (moved or hidden or (dense and self.owes)):
+            self.shards.skip()
+            return
         clock, turn = self.shards.clock, self.shards.clock // self.mode.fragments
         keys = [exchange.turn(clock) for exchange in self.shards.exchanges]
         tables = self.engine.tables
         hyper = pack([b"", [], rates]) if not dense and (rates := tables.rates()) else b""  # the last update is no step
         values = [self.arrays.moved(each, turn) for each in keys]
         self.send("update", keys, values, dense=dense, hyper=hyper, rows=[] if dense else tables.pieces())
-        self.local_step = 0
 
     def send(
         self,
@@ -177,7 +209,7 @@ class Updates:
         rows: Sequence[Sequence[Piece]] = (),
     ) -> None:
         """Push these values of the keys of each shard, clipped and with noise where that is asked for. Raises NarrowsError
-        where they cannot be coded."""
+        where one is not finite: its gradients were, so it is the weights or the optimizer's state that are lost."""
         clock, privacy = self.shards.clock, self.engine.privacy
         try:
             if privacy is not None:
@@ -186,10 +218,10 @@ class Updates:
         except NonFiniteError as error:
             tensors = [self.arrays.where_not_finite(each[0], ours) for each, ours in zip(keys, values, strict=True)]
             named = [tensor for tensor in tensors if tensor != "the residual"]
-            flag = "--dp-clip" if privacy is not None else f"--compress {self.engine.settings.compress}"
+            where = (named or tensors)[0]
             raise NarrowsError(
-                f"the {what} of clock {clock} is not finite, first in {(named or tensors)[0]} ({error}): it was not sent; "
-                f"lower the learning rate or clip, {flag} can only send finite values"
+                f"rank {self.engine.skips.rank}: the {what} of clock {clock} is not finite, first in {where} ({error}): it was "
+                "not sent; lower the learning rate or clip"
             ) from None
 
     # The shared model and the end.

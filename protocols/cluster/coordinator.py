@@ -25,7 +25,7 @@ from narrows.protocols.cluster.ranges import Ranges
 from narrows.protocols.cluster.replans import Replans
 from narrows.protocols.cluster.roster import Roster
 from narrows.protocols.cluster.rounds import Rounds
-from narrows.protocols.cluster.run import NO_KEY, Decision, Key, Run, Seat
+from narrows.protocols.cluster.run import NO_KEY, Decision, Key, Run, Seat, skips
 from narrows.protocols.effects import NS, Log, Send, ServerEffect, Stop
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.modes import Rule
@@ -175,11 +175,13 @@ class Coordinator:
         """Hand on what a member says of itself and of those below it, for whoever watches."""
         if not rows or not seat.epoch:
             return []
+        skipped = seat.skipped
         self.replans.heard(seat, tuple(row.below(seat.rank, seat.host) for row in rows))
         size, mixes = self.roster.plan.size if self.roster.plan is not None else 0, self.run.mode.rule is Rule.MIX
         clock = 0 if mixes else self.min_clock  # under gossip none closes here
         told = {"worker": seat.worker, "clock": clock, "parameters": size, "rows": [row.told() for row in seat.rows]}
-        return [Log("summary", told)]
+        news = [skips(seat, self.min_clock)] if seat.skipped and not skipped else []
+        return [Log("summary", told), *news]
 
     def _leave(self, leave: m.Leave, key: Key, now_ns: int) -> list[ServerEffect]:
         seat = self.run.named(leave.token)
@@ -201,7 +203,8 @@ class Coordinator:
         self._decide(now_ns)
         if self.generations.deserted:
             self.generations.end(self.version + 1)
-        return [self.roster.event(how, seat), *self._broadcast(now_ns)]
+        news = [skips(seat, self.min_clock)] if seat.skipped else []
+        return [*news, self.roster.event(how, seat), *self._broadcast(now_ns)]
 
     def _report(self, peer: bytes, report: m.Report, now_ns: int) -> list[ServerEffect]:
         index = report.shard

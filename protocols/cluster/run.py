@@ -79,6 +79,11 @@ class Seat:
     road_ns: int = 0  # the longest round trip to it of late, as it says
 
     @property
+    def skipped(self) -> int:
+        """Steps that it has left out, since their gradients were not finite."""
+        return self.rows[0].summary.skipped if self.rows else 0
+
+    @property
     def leaving(self) -> bool:
         return self.phase is SeatPhase.LEAVING
 
@@ -92,6 +97,12 @@ class Seat:
     def finish(self, clock: int, now_ns: int) -> None:
         self.phase = SEAT_LIFE[self.phase]["finish"]
         self.last, self.seen_ns = clock, now_ns
+
+
+def skips(seat: Seat, clock: int) -> Log:
+    """Tell the steps that a member has left out by this clock of the run, since their gradients were not finite."""
+    told: dict[str, object] = {"worker": seat.worker, "rank": seat.rank, "host": seat.host, "clock": clock}
+    return Log("skipped", told | {"steps": seat.skipped})
 
 
 class Run:

@@ -191,9 +191,10 @@ class Driver:
         if not self.mixing.finite:
             self._not_finite()
 
-    def step(self, moved: Array, now_ns: int) -> Says:
-        """The steps of a round are done, and have moved the model by so much; it `may_step` now."""
-        self._absorb(moved, whole=True)
+    def step(self, moved: Array | None, now_ns: int) -> Says:
+        """The steps of a round are done, and have moved the model by so much, None: all were left out; it `may_step` now."""
+        if moved is not None:
+            self._absorb(moved, whole=True)
         self._go("stepped")
         return self.go_on(now_ns)
 

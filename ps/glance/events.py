@@ -13,6 +13,7 @@ SHOWN = {
     "start": "--sync {mode}, --compress {compress}, {workers} workers, {shards} shards",
     "late": "{age} rounds closed without worker {worker} before clock {clock}",
     "compress": "worker {worker} codes with {to}, not {from}, from clock {clock} on: {reason}",
+    "skipped": "steps that rank {rank} ({host}) has skipped by clock {clock}, for a gradient that was not finite: {steps:,}",
     "privacy": "worker {worker} has spent epsilon {epsilon:.4g} at delta {delta:g}",
 }
 OF_WORKERS = {  # in a record of ps-worker, which knows no ids

@@ -33,7 +33,7 @@ PARTED = {  # how members below a cluster went, said of one and of several
     "lost": ("is lost", "are lost"),
     "gone": ("is gone", "are gone"),
 }
-SILENT = ("summary", "step", "server", "counted", "tree")  # events that are figures, and no news
+SILENT = ("summary", "step", "server", "counted", "tree", "skipped")  # events that are figures, and no news
 REPEATED = (
     "checkpoint",
     "compress",
@@ -94,6 +94,8 @@ class History:
             self._heard(event["rows"], event["clock"])
         elif name == "step":
             self._stepped(event)
+        elif name == "skipped" and "local_rank" in event:  # of ps-worker; a server has it from the summaries
+            self.steppers.setdefault(event["local_rank"], _blank(event["local_rank"]))["skipped"] += 1
         elif name in ("run", "start"):
             self._started(event)
         elif name == "replan" and "summary" in event:  # the plan has changed
@@ -138,6 +140,9 @@ class History:
                 lane.hear(row, self.seconds, self.width)
                 if lane.lost_loss:
                     self._not_finite(lane)
+                if lane.total["skipped"] and not lane.skips:
+                    lane.skips = True
+                    self._say("skipped", f"{lane} skips steps whose gradient is not finite")
         first = next(iter(told))
         if first in self.lanes:
             slowest = clock or min(each.newest["clock"] for each in self.near if each.live)
@@ -330,6 +335,7 @@ class History:
             "step_bytes": [round(lane.each("bytes_up")), round(lane.each("bytes_down"))],
             "bytes": [lane.total["bytes_up"], lane.total["bytes_down"]],
             "dropped": lane.total["dropped"],
+            "skipped": lane.total["skipped"],
             "strip": strip,
         }
 

@@ -19,7 +19,7 @@ from narrows.ps.glance.cells import ROWS, Cells
 
 COUNTERS = (
     *("steps", "updates", "samples", "compute_seconds", "encode_seconds", "wait_seconds", "bytes_up", "bytes_down"),
-    *("busy_up_seconds", "busy_down_seconds", "dropped", "seconds"),
+    *("busy_up_seconds", "busy_down_seconds", "dropped", "skipped", "seconds"),
 )
 NAMES = ("host", "runs", *(each.name for each in fields(Summary)))
 TIMES = ROWS[1:]
@@ -47,6 +47,7 @@ class Lane:
         self.lost_loss = (
             False  # the newest summary has none, and the one before, of the same life, had: it is not finite
         )
+        self.skips = False  # it has left out steps, and that was said
         self.odd = False  # its newest loss was not finite, and that was said
         self.cells = Cells()
 

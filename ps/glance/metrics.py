@@ -59,7 +59,11 @@ class _Collector:
         samples = CounterMetricFamily(
             "narrows_samples", "Samples of the steps, where a script says how many", labels=PEER
         )
+        skipped = CounterMetricFamily(
+            "narrows_skipped_steps", "Steps left out, since their gradient was not finite", labels=PEER
+        )
         for lane in workers:
+            skipped.add_metric(_peer(lane), lane.total["skipped"])
             for phase, name in PHASES.items():
                 steps.add_metric([*_peer(lane), phase], int(lane.total["steps"]), lane.total[name])
             samples.add_metric(_peer(lane), lane.total["samples"])
@@ -70,7 +74,7 @@ class _Collector:
             # A step above the last bucket counts with the least staleness that it can have had.
             total = sum(least * more for least, more in zip((*STALE, STALE[-1] + 1), lane.stale, strict=True))
             stale.add_metric(_peer(lane), buckets, total)
-        yield from (steps, stale, samples)
+        yield from (steps, stale, samples, skipped)
         gauges: dict[str, tuple[str, Callable[[Lane], float]]] = {
             "narrows_peer_clock": ("Clock of a member", lambda lane: lane.newest["clock"]),
             "narrows_peer_live": ("1 where a member is live", lambda lane: lane.live),

@@ -83,7 +83,8 @@ class Members:
 def _name(member: dict[str, Any]) -> str:
     indent, kind = "  " * (len(member["path"]) - 1), "cluster of rank" if member["runs"] else "rank"
     name = f"{indent}{kind} {'.'.join(map(str, member['path']))} {printable(member['host'])}"
-    return f"{name} {member['how']}".rstrip()
+    skipped = f"({member['skipped']:.0f} skipped)" if member["skipped"] else ""
+    return " ".join(filter(None, (name, member["how"], skipped)))
 
 
 def _figures(member: dict[str, Any]) -> dict[str, str]:

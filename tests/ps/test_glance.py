@@ -30,7 +30,7 @@ from narrows.ps.command.plot import command as ps_plot
 from narrows.ps.command.probe import command as ps_probe
 from narrows.ps.command.top import command as ps_top
 from narrows.ps.glance import history as bounds
-from narrows.ps.glance import reading
+from narrows.ps.glance import metrics, reading
 from narrows.ps.glance.cells import CELLS, LEVELS
 from narrows.ps.glance.history import History
 from narrows.ps.glance.reading import Record, frames
@@ -192,6 +192,25 @@ def test_a_loss_that_is_not_finite_is_an_event_and_no_figure(tmp_path: Path) -> 
     assert [event[1:] for event in live.events] == [["loss", "the loss of rank 0 (host) is not finite"]]
     live.take(summary(40.0, 0, 0, life_s=1.0, loss=None))  # another life, that has recorded none yet
     assert len(live.events) == 1
+
+
+def test_skipped_steps_are_an_event_and_a_figure(tmp_path: Path) -> None:
+    """Of a heartbeat, whose counter begins anew with another life, and in a record of ps-worker."""
+    live = history_of(*beats(20, 0, 10), summary(25.0, 0, 250, skipped=2), summary(30.0, 0, 300, skipped=3))
+    live.take(summary(40.0, 0, 10, life_s=1.0, skipped=1))
+    (member,) = live.frame()["members"]
+    assert member["skipped"] == 4
+    assert [event[1:] for event in live.events] == [
+        ["skipped", "rank 0 (host) skips steps whose gradient is not finite"]
+    ]
+    assert b'narrows_skipped_steps_total{level="1",peer="0"} 4.0' in metrics.text(live, 0.0)
+    step = {"event": "step", "local_rank": 1, "wait_seconds": 0.1, "push_bytes": 1, "pull_bytes": 1, "staleness": 0}
+    skip = {"event": "skipped", "local_rank": 1, "rank": 5, "clock": 1, "tensor": "'0.bias'"}
+    lines = [RUN, step | {"seconds": 1, "clock": 1}, skip | {"seconds": 2}, step | {"seconds": 2, "clock": 2}]
+    (tmp_path / "record").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    read = Record(str(tmp_path / "record"))
+    read.read()
+    assert read.history.frame()["members"][0]["skipped"] == 1
 
 
 def test_a_rate_does_not_jump_where_a_heartbeat_sees_one_step_or_two() -> None:

@@ -44,6 +44,15 @@ def test_progress_goes_by_the_workers_that_are_there() -> None:
     assert "clock 8" in recording.progress()
 
 
+def test_the_last_line_counts_skipped_steps_by_rank() -> None:
+    recording = Recording("", print)
+    for local_rank, rank in ((0, 4), (1, 5), (1, 5)):
+        recording.take(local_rank, {"event": "skipped", "rank": rank, "clock": 3, "tensor": "'0.bias'"})
+    said = recording.done([0, 0])
+    assert said.endswith("; 3 steps skipped, for a gradient that was not finite: 1 by rank 4, 2 by rank 5")
+    assert "skipped" not in Recording("", print).done([0])
+
+
 def test_what_several_workers_say_is_said_once_and_again_later(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -253,7 +253,7 @@ def test_what_is_not_finite_is_named_on_a_device_too(monkeypatch: pytest.MonkeyP
         with torch.no_grad():
             script.model[2].weight[3] = float("nan")  # type: ignore[index]
         with pytest.raises(
-            NarrowsError, match=r"the update of clock 1 is not finite, first in '0.weight' \(294 of 294 values"
+            NarrowsError, match=r"the update of clock 1 is not finite, first in '2.weight' \(1 of 294 values"
         ):
             script.step(1)
 

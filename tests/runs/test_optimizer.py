@@ -27,7 +27,6 @@ from narrows.protocols.errors import NarrowsError, UsageError
 from narrows.protocols.modes import ELEMENTWISE
 from narrows.protocols.settings import Settings
 from narrows.worker import DistributedOptimizer, clock, ranges, rank, sampler, session, step_count, world_size
-from narrows.worker.gradients import Gradients
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -617,7 +616,7 @@ def test_a_grad_scaler_unscales_before_anything_is_sent(settings: Settings) -> N
 
 
 def test_a_grad_scaler_that_skips_a_step_skips_it_for_its_worker_alone() -> None:
-    """The others wait at the barrier, and the skipped worker is a batch behind: nobody hangs, nothing is sent."""
+    """It closes its clock without values: nobody waits for it, and it is no batch behind."""
 
     def loop(net: nn.Module, optimizer: Any, worker: int, of: int) -> None:
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -639,7 +638,7 @@ def test_a_grad_scaler_that_skips_a_step_skips_it_for_its_worker_alone() -> None
     with run(BSP) as started:
         started.together(script)
         assert np.isfinite(master(started)).all()
-    assert sorted(clocks) == [STEPS - 1, STEPS]
+    assert clocks == [STEPS, STEPS]
 
 
 # Overlap.
@@ -829,31 +828,29 @@ def test_sparse_gradients_are_refused_as_gradients_and_work_as_updates() -> None
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
-@pytest.mark.parametrize(
-    "settings", [TOPK1, Settings(sync="bsp", compress="int8", shards=2)], ids=["update", "gradient"]
-)
-def test_what_is_not_finite_is_named_and_not_sent_through_a_lossy_compressor(settings: Settings, poison: float) -> None:
+@pytest.mark.parametrize("settings", [TOPK1, Settings(sync="ssp", shards=2)], ids=["lossy", "dense"])
+def test_an_update_that_is_not_finite_is_named_and_not_sent(settings: Settings, poison: float) -> None:
+    """Its gradients were, so the weights are lost."""
     with run(settings) as started:
         net = build()
         optimizer = DistributedOptimizer(SGD(net.parameters()), net)
         each_step(net, optimizer, 0, 1)
         optimizer.zero_grad()
         loss_of(net, 0).backward()
-        bias = net.get_parameter("3.bias").grad
-        assert bias is not None
-        bias[1] = poison
+        with torch.no_grad():
+            net.get_parameter("3.bias")[1] = poison
         assert optimizer._engine is not None
         sync: Any = optimizer._engine.sync
         before = sync.residual()
-        with pytest.raises(NarrowsError, match=f"of clock {STEPS} is not finite, first in '3.bias'") as caught:
+        text = f"rank 0: the update of clock {STEPS} is not finite, first in '3.bias'"
+        with pytest.raises(NarrowsError, match=text) as caught:
             optimizer.step()
-        end, after = sync.shards.replicas[0].end, sync.residual()
-        assert before is not None and after is not None
-        given = (sync.arrays.gradients if isinstance(sync, Gradients) else sync.arrays.moved)((0, end), 0)
-        # The shard before the last had coded its share, which was not sent: it is still to be.
-        np.testing.assert_allclose(after[:end] - before[:end], given, rtol=1e-5, atol=1e-6)
-        assert np.isfinite(after).all() and np.array_equal(after[end:], before[end:])
-        assert "\n" not in str(caught.value) and settings.compress in str(caught.value)
+        assert "\n" not in str(caught.value)
+        if before is not None:
+            end, after = sync.shards.replicas[0].end, sync.residual()
+            # The shard before the last had coded its share, which was not sent: it is still to be.
+            np.testing.assert_allclose(after[:end] - before[:end], sync.arrays.moved((0, end), 0), rtol=1e-5, atol=1e-6)
+            assert np.isfinite(after).all() and np.array_equal(after[end:], before[end:])
         for server in started.cluster.servers:
             assert np.isfinite(store_of(server).x).all()
 

@@ -512,7 +512,17 @@ def test_the_record_is_what_the_design_says(tmp_path: Path) -> None:
                 *(["accuracy"] if event["clock"] == 20 else []),
             }
             assert 0 <= event["staleness"] <= 1 and event["wait_seconds"] >= 0
-    told = ("steps", "bytes_up", "bytes_down", "raw_bytes_up", "raw_bytes_down", "dropped", "exit_codes", "last")
+    told = (
+        "steps",
+        "bytes_up",
+        "bytes_down",
+        "raw_bytes_up",
+        "raw_bytes_down",
+        "dropped",
+        "skipped",
+        "exit_codes",
+        "last",
+    )
     assert done.keys() == {*told} and done["dropped"] == {}
     assert done["steps"] == 40 and done["exit_codes"] == [0, 0] and done["raw_bytes_up"] == 40 * 10 * 4
     assert done["bytes_up"] >= sum(event.get("push_bytes", 0) for event in between) > 0

@@ -30,6 +30,8 @@ from narrows.worker.command.options import checked
 @click.option("--host", default="", help="name of this machine in --plan [its hostname]")
 @click.option("--connect-timeout", type=float, default=30.0, help="seconds until a server must have answered [30]")
 @click.option("--server-timeout", type=float, default=30.0, help="seconds of silence until a server is lost [30]")
+@click.option("--skip-limit", type=int, default=50, help="a worker skips steps whose gradient is not finite, and ends after "
+              "so many in a row [50]")  # fmt: skip
 @click.option("--checkpoint-dir", default="", help="where workers keep their optimizers' states, and the embedded server its "
               "checkpoints [none]")  # fmt: skip
 @click.option("--resume", is_flag=True, help="go on from the newest checkpoint in --checkpoint-dir, if it has one")

@@ -173,6 +173,7 @@ class Launcher:
             "NARROWS_EXPECT": pack(options.run).hex() if options.run else "",
             "NARROWS_CONNECT_TIMEOUT": str(options.connect_timeout),
             "NARROWS_SERVER_TIMEOUT": str(options.server_timeout),
+            "NARROWS_SKIP_LIMIT": str(options.skip_limit),
             **surroundings.device(options.device, index, options.nproc, options.group, there, options.place),
             **(options.parts[index] if options.parts else {}),
         }

@@ -36,6 +36,7 @@ class Options:
     record: str
     connect_timeout: float
     server_timeout: float
+    skip_limit: int
     checkpoint_dir: str
     resume: bool
     fresh: bool
@@ -143,6 +144,8 @@ def checked(
         raise UsageError(f"-n {options.nproc}: give at least 1")
     if options.restarts < 0:
         raise UsageError(f"--restarts {options.restarts}: give 0 or more")
+    if options.skip_limit < 1:
+        raise UsageError(f"--skip-limit {options.skip_limit}: give the number of steps, at least 1")
     for name in ("connect_timeout", "server_timeout"):
         if not 0 < getattr(options, name) < 1e6:
             flag = name.replace("_", "-")

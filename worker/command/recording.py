@@ -15,6 +15,8 @@ from narrows.worker.telling import FIGURES
 
 OURS = {*FIGURES, "total_steps"}  # of a step's line; the rest is what record() was given
 
+RANKS_MAX = 8  # that the last line names
+
 
 class Recording:
     """Events in, one JSON object a line out (design: "The commands"). Without a path only the figures are kept."""
@@ -34,6 +36,7 @@ class Recording:
         self.before: dict[int, tuple[int, int]] = {}  # bytes of the lives before this one
         self.privacy = (0.0, 0.0)  # epsilon of the worker that sent most, and its delta
         self.dropped: Counter[str] = Counter()  # messages for which there was no room, by name
+        self.skipped: Counter[int] = Counter()  # steps whose gradient was not finite, by rank
 
     def close(self) -> None:
         if self.file is not None:
@@ -62,6 +65,9 @@ class Recording:
             self.privacy = max(self.privacy, (event["epsilon"], event["delta"]))
             self.note(kind, local_rank=local_rank, **event)
         elif kind in ("compress", "late"):
+            self.note(kind, local_rank=local_rank, **event)
+        elif kind == "skipped":
+            self.skipped[event["rank"]] += 1
             self.note(kind, local_rank=local_rank, **event)
         elif kind in ("step", "last"):
             if kind == "step":
@@ -122,6 +128,7 @@ class Recording:
             raw_bytes_up=raw,
             raw_bytes_down=raw,
             dropped=self.dropped,
+            skipped=self.skipped,
             exit_codes=codes,
             last=self.averages(),
             **({"epsilon": self.privacy[0], "delta": self.privacy[1]} if self.privacy[1] else {}),
@@ -132,8 +139,17 @@ class Recording:
                 f"{codes.count(0)} of {len(codes)} workers done in {self.seconds:.1f} s",
                 *([_figures(self.averages(), ", ")] if self.averages() else []),
                 f"up {up / 1e6:.2f} MB{less}, down {down / 1e6:.2f} MB",
+                *([self._skipped()] if self.skipped else []),
                 *([f"epsilon {self.privacy[0]:.4g} at delta {self.privacy[1]:g}"] if self.privacy[1] else []),
             )
+        )
+
+    def _skipped(self) -> str:
+        total, shown = sum(self.skipped.values()), sorted(self.skipped.items())[:RANKS_MAX]
+        ranks = [f"{count} by rank {rank}" for rank, count in shown]
+        more = ["others"] if len(self.skipped) > len(shown) else []
+        return (
+            f"{total} step{'s' * (total > 1)} skipped, for a gradient that was not finite: {', '.join([*ranks, *more])}"
         )
 
 

@@ -4,7 +4,7 @@
 
 const $ = (id) => document.getElementById(id);
 const LEVELS = "0123456789abcdefghijklmnopqrstuvwxyz";
-const WARN = ["died", "restart", "lost", "refused", "dropped", "disk", "damaged", "void", "long", "against", "discarded", "hyper", "stranger"];
+const WARN = ["died", "restart", "lost", "refused", "dropped", "disk", "damaged", "void", "long", "against", "discarded", "hyper", "stranger", "skipped"];
 const COLORS = ["--compute", "--encode", "--wait", "--line", "--faint"];
 
 const scaled = (value, units, base = 1000) => {
@@ -101,6 +101,7 @@ function showMember(member, frame) {
   row.className = [member.runs && "cluster", !member.live && "gone"].filter(Boolean).join(" ");
   row.firstChild.dataset.how = member.how;
   row.title = [member.runs, `clock ${member.clock}`, member.loss !== null && `loss ${member.loss.toPrecision(4)}`,
+    member.skipped && `${member.skipped} steps skipped: gradient not finite`,
     member.dropped && `${member.dropped} messages dropped`].filter(Boolean).join("\n");
   put(cell.name, `${member.runs ? "cluster of rank" : "rank"} ${member.path.join(".")} `);
   put(cell.host, member.host);
