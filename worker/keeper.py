@@ -47,6 +47,7 @@ class Facts:
     node: str
     starts: int
     last: Mapping[str, float] = field(default_factory=dict)
+    waits: str = ""  # of a server: for which members its run waits, a clause
 
 
 class Keeper:
@@ -74,6 +75,7 @@ class Keeper:
         self.said: deque[str] = deque(maxlen=LINES_MAX)
         self.state = threading.Condition()
         self.serves = ""  # the address, while it does
+        self.waits = ""  # as in Facts
         self.over = False
         self.gauges = {
             name: Gauge(f"narrows_{name}", description=text, tag_keys=("actor",))
@@ -95,7 +97,9 @@ class Keeper:
         self.heard_s = time.monotonic()
         running = self.process is not None and self.process.poll() is None
         process = self.process.pid if running and self.process is not None else 0
-        return Facts(os.getpid(), process, ray.get_runtime_context().get_node_id(), self.starts, dict(self.last))
+        return Facts(
+            os.getpid(), process, ray.get_runtime_context().get_node_id(), self.starts, dict(self.last), self.waits
+        )
 
     def address(self) -> str:
         """Return the address of the server kept here, "" once that has ended for good. Waits until it serves."""
@@ -171,7 +175,7 @@ class Keeper:
         code = self.process.wait()
         heard.join(PAUSE_S)
         with self.state:
-            self.serves = ""
+            self.serves = self.waits = ""
         return code
 
     def _locked(self) -> int:
@@ -203,6 +207,8 @@ class Keeper:
                     gauge.set(self.last[name], tags=self.tags)
             elif kind == "done":
                 self.last |= event["last"]  # with what its script recorded after the last step
+            elif kind == "noted" and event["what"] == "waits":
+                self.waits = event["values"]["waits"]
             elif kind == "err":
                 self._say(event)
 

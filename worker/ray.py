@@ -44,10 +44,21 @@ class Progress:
     workers: Mapping[int, Facts]
     servers: Mapping[int, Facts]
     values: Mapping[str, float]
+    nodeless: int = 0  # workers that no node has room for so far
+
+    @property
+    def waits(self) -> str:
+        """For whom the run waits, a clause; "": for nobody."""
+        said = dict.fromkeys(facts.waits for facts in self.servers.values() if facts.waits)
+        without = (
+            [f"{self.nodeless} worker{'s have' if self.nodeless > 1 else ' has'} no node"] if self.nodeless else []
+        )
+        return "; ".join([*said, *(without if said else [])])  # a run that has begun goes on without more workers
 
     def __str__(self) -> str:
         told = "  ".join(f"{name} {value:.4f}" for name, value in self.values.items())
-        return f"[{self.seconds:6.1f} s] clock {self.clock}  {len(self.workers)} workers  {told}".rstrip()
+        waits = f"  {self.waits}" if self.waits else ""
+        return f"[{self.seconds:6.1f} s] clock {self.clock}  {len(self.workers)} workers{waits}  {told}".rstrip()
 
 
 @dataclass(frozen=True)
@@ -141,6 +152,7 @@ class Actors:
             workers,
             servers,
             {name: _mean(step[name] for step in steps if name in step) for name in names} or before.values,
+            sum(kept.silent(now) for kept in self.workers),
         )
 
     def close(self) -> None:

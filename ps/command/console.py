@@ -13,7 +13,14 @@ EMBEDDED = os.environ.get("NARROWS_EMBEDDED") == "1"  # in a ps-worker, which en
 NAME = "ps-worker" if EMBEDDED else "ps-serve"
 
 FIGURES = ("worker", "summary", "waits", "handed over")
-NOTED = ("void", "long", "against", "worker", "epoch")  # what members send, and which samples are done
+NOTED = (
+    "void",
+    "long",
+    "against",
+    "worker",
+    "epoch",
+    "waits",
+)  # what members send, which samples are done, who is missing
 # A user of ps-worker must know of these.
 SHOWN_EMBEDDED = ("discarded", "restart", "lost", "refused", "hyper", "dropped", "disk", "damaged", "journal", "void", "long",
                   "against", "epoch", "replan", "stalled")  # fmt: skip

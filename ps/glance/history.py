@@ -33,7 +33,7 @@ PARTED = {  # how members below a cluster went, said of one and of several
     "lost": ("is lost", "are lost"),
     "gone": ("is gone", "are gone"),
 }
-SILENT = ("summary", "step", "server", "counted", "tree", "skipped")  # events that are figures, and no news
+SILENT = ("summary", "step", "server", "counted", "tree", "skipped", "waits")  # events that are figures, and no news
 REPEATED = (
     "checkpoint",
     "compress",
@@ -83,6 +83,7 @@ class History:
         self.parameters = 0
         self.died = 0
         self.over = False
+        self.waits = ""  # for which members the run waits, as its coordinator says
         self.clock = 0
         self.steppers: dict[int, dict[str, Any]] = {}  # of a record of ps-worker: the summary of each worker so far
 
@@ -102,6 +103,8 @@ class History:
             self.run |= {each: event[each] for each in ("mode", "compress", "summary")}
         elif name == "member":
             self._member(event)
+        elif name == "waits":
+            self.waits = str(event.get("waits", ""))[:TEXT]
         elif name == "done":
             self.over = True
         self.died += name in DIED
@@ -293,6 +296,7 @@ class History:
             "run": self.run,
             "seconds": round(self.seconds, 3),
             "over": self.over,
+            "waits": "" if self.over else self.waits,
             "clock": self.clock,
             "loss": self.loss,
             "samples_rate": self.samples_rate,

@@ -43,6 +43,7 @@ def screen(frame: dict[str, Any]) -> Group:
         Text(f"{seconds:8.1f} s  {printable(text)}", style="dim") for seconds, _, text in frame["events"][-EVENTS:]
     ]
     head = [Text(printable(about), style="dim"), Text("   ".join(figures), style="bold")]
+    head += [Text(printable(frame["waits"]), style="bold yellow")] if frame["waits"] else []
     return Group(*head, Text(), Members(frame), *more, Text(), *events)
 
 

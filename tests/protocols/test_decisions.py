@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit.in_process import Cluster, Link
 
 from narrows.protocols import messages as m
 from narrows.protocols.cluster import coordinator
 from narrows.protocols.cluster.above import Above
+from narrows.protocols.cluster.attendance import FRESH_NS, Attendance
 from narrows.protocols.cluster.coordinator import Coordinator
 from narrows.protocols.cluster.generations import EVERY_LEAST_NS, Generations
 from narrows.protocols.cluster.meeting import Meeting
@@ -806,3 +808,88 @@ def test_a_report_of_a_machine_that_has_lost_its_shards_counts_no_more() -> None
     before = ours.reports[2]
     ours.handle(b"old", replace(before, host="elsewhere", incarnation=before.incarnation + 9), 0)
     assert ours.reports[2] is before and ours.run.shards == 3
+
+
+# Whom a run waits for.
+
+
+def attendance(child: bool = False, **flags: Any) -> Attendance:
+    run = run_of(**flags)
+    rounds = Rounds(run)
+    above = Above(run, rounds, child)
+    return Attendance(run, rounds, above, Generations(run, rounds, above), Meeting(run))
+
+
+def test_a_run_says_how_many_workers_have_joined_and_how_many_are_missing() -> None:
+    for needed, joined, says in (
+        (1, 0, "0 of 1 worker joined; waiting for 1"),
+        (3, 2, "2 of 3 workers joined; waiting for 1"),
+        (3, 3, ""),
+    ):
+        waits = attendance(workers=needed)
+        for _ in range(joined):
+            member(waits.run, waits.rounds)
+        assert waits.clause(0) == says
+    waits.run.sit(m.Hello("late", "here"), b"", 0)
+    waits = attendance(workers=2)
+    member(waits.run, waits.rounds)
+    waits.run.sit(m.Hello("no model", "here"), b"", 0)
+    assert waits.clause(0) == "2 of 2 workers joined; waiting for the model of 1"
+
+
+def test_a_run_that_is_resumed_waits_for_as_many_and_says_so() -> None:
+    waits = attendance(workers=3)
+    waits.run.restart_clock = 40
+    waits.generations.resumed()
+    waits.generations.wake(0)
+    member(waits.run, waits.rounds)
+    assert waits.clause(0) == "1 of 3 workers joined; waiting for 2"
+
+
+def test_a_cluster_whose_workers_are_there_says_what_the_server_above_waits_for() -> None:
+    waits = attendance(child=True, workers=1)
+    waits.says_above = lambda: "1 of 2 clusters joined; waiting for 1"
+    assert waits.clause(0) == "0 of 1 worker joined; waiting for 1"
+    waits.above.undeclared[0] = m.Declare(waits.run.sit(m.Hello("one", "here"), b"", 0).worker, 1, b"")
+    assert waits.clause(FRESH_NS) == "in the run above: 1 of 2 clusters joined; waiting for 1"
+
+
+def test_a_run_names_who_is_late_and_counts_who_is_done() -> None:
+    waits = attendance(sync="bsp", workers=3)
+    first, second, third = (member(waits.run, waits.rounds) for _ in range(3))
+    waits.run.move("start")
+    waits.rounds.open(0)
+    push(waits.rounds, first, 1)
+    push(waits.rounds, second, 1)
+    assert waits.clause(0) == "waiting for rank 2 (here), at clock 0"
+    push(waits.rounds, third, 1)
+    assert waits.rounds.decide(0) and waits.clause(FRESH_NS) == ""
+    for shard in range(2):
+        report(waits.run, shard, finishing=(first.worker,), min_clock=1)
+    assert waits.clause(2 * FRESH_NS) == "1 of 3 workers has done its last step; waiting for 2, at clock 1"
+
+
+def test_a_console_has_it_after_a_while_and_then_less_often_and_a_page_at_each_change() -> None:
+    waits, told = attendance(workers=2), list[tuple[int, dict[str, Any]]]()
+    for second in range(100):
+        if second == 45:
+            member(waits.run, waits.rounds)
+        told += [(second, log.values) for log in waits.tick(second * NS)]
+    none, one = "0 of 2 workers joined; waiting for 2", "1 of 2 workers joined; waiting for 1"
+    assert told == [
+        (0, {"waits": none}),
+        (10, {"waits": none, "text": f"{none}, 10 s so far"}),
+        (30, {"waits": none, "text": f"{none}, 30 s so far"}),
+        (45, {"waits": one}),
+        (70, {"waits": one, "text": f"{one}, 70 s so far"}),
+    ]
+    member(waits.run, waits.rounds)
+    assert [log.values for log in waits.tick(200 * NS)] == [{"waits": ""}]
+
+
+def test_each_member_is_told_with_its_heartbeats() -> None:
+    cluster = Cluster(Settings(workers=3))
+    link = Link(cluster, "one")
+    link.declare(Plan((TensorSpec("w", (4,), "float32"),), "", ((0,),)).packed())
+    link.call(lambda each, now: [each.beat(now)])
+    assert link.member.waits == "1 of 3 workers joined; waiting for 2"

@@ -30,7 +30,7 @@ from narrows.ps.command.plot import command as ps_plot
 from narrows.ps.command.probe import command as ps_probe
 from narrows.ps.command.top import command as ps_top
 from narrows.ps.glance import history as bounds
-from narrows.ps.glance import metrics, reading
+from narrows.ps.glance import metrics, reading, web
 from narrows.ps.glance.cells import CELLS, LEVELS
 from narrows.ps.glance.history import History
 from narrows.ps.glance.reading import Record, frames
@@ -56,6 +56,17 @@ def test_steps_are_shown_where_no_script_says_how_many_samples_they_have() -> No
     for samples, rate, told in ((200, 40.0, "40 samples/s"), (0, None, "10 steps/s")):
         frame = history_of(*(summary(5 * at, 0, 50 * at, samples=samples * at) for at in (1, 2))).frame()
         assert frame["samples_rate"] == rate and told in shown(frame)
+
+
+def test_whom_a_run_waits_for_is_shown_while_it_does() -> None:
+    waits: dict[str, Any] = {"event": "waits", "seconds": 1.0, "waits": "2 of 3 workers joined; waiting for 1"}
+    frame = history_of(waits | {"text": "2 of 3 workers joined; waiting for 1, 10 s so far"}).frame()
+    assert frame["waits"] == waits["waits"] and waits["waits"] in shown(frame)
+    assert not frame["events"], "it is shown once"
+    assert history_of(waits, waits | {"waits": ""}).frame()["waits"] == ""
+    assert history_of(waits, {"event": "done", "seconds": 2.0}).frame()["waits"] == ""
+    page = Path(web.__file__).parent / "page"
+    assert all('"waits"' in (page / name).read_text() for name in ("index.html", "glance.js"))
 
 
 def test_a_run_that_has_not_begun_has_a_frame() -> None:

@@ -85,6 +85,27 @@ def test_who_waits_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NarrowsError, match="waited 35 s for the others"):
         waiting.Waiting(cast(Link, link), None, print).until(lambda: False, 35.0, "the others")
     assert said == [f"waiting for the others, {seconds} s so far ..." for seconds in (10, 20, 30)]
+    now_s, link.waits = 0.0, "2 of 3 workers joined; waiting for 1"
+    with pytest.raises(NarrowsError, match="waited 15 s for the others: 2 of 3 workers joined; waiting for 1"):
+        waiting.Waiting(cast(Link, link), None, print).until(lambda: False, 15.0, "the others")
+    assert said[3:] == ["2 of 3 workers joined; waiting for 1, 10 s so far ..."]
+
+
+def test_a_wait_for_workers_that_train_has_no_end_while_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    link: Any = SimpleNamespace(run_clock=0, waits="")
+
+    def take(timeout_s: float) -> None:
+        nonlocal now_s
+        now_s += timeout_s
+        link.run_clock = int(min(now_s, 1000.0) // 20)  # a clock in 20 s, and none after a while
+
+    link.take = take
+    monkeypatch.setattr(waiting, "time", SimpleNamespace(monotonic=lambda: now_s, sleep=time.sleep))
+    monkeypatch.setattr(waiting, "say", lambda text: None)
+    with pytest.raises(NarrowsError, match="waited 35 s"):
+        waiting.Waiting(cast(Link, link), None, print).until(lambda: False, 35.0, "the others", others=True)
+    assert now_s == 1035.0
 
 
 ODD = ("self", "kind", "what", "text", "values", "name", "index", "loss", "total_steps", "my/metric", "from", "class")

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -323,6 +323,13 @@ def test_a_worker_without_a_node_is_done_without_while_enough_are_left(cities: C
     actors.check(late, 200.0)
     with pytest.raises(NarrowsError, match=r"^worker 3 has had no node for 60 s: "):
         actors.check(late, 60.0)
+
+
+def test_a_report_says_whom_the_run_waits_for() -> None:
+    server = Facts(1, 2, "node", 1, waits="2 of 3 workers joined; waiting for 1")
+    waits = Progress(42.0, 0, {}, {0: server}, {}, 1)
+    assert str(waits).endswith("0 workers  2 of 3 workers joined; waiting for 1; 1 worker has no node")
+    assert Progress(42.0, 9, {}, {0: replace(server, waits="")}, {}, 1).waits == ""  # it has begun without
 
 
 def test_scripts_are_waited_for_until_after_s(cities: Cities, capsys: pytest.CaptureFixture[str]) -> None:

@@ -62,6 +62,8 @@ function showRun(frame) {
   });
   document.title = `${frame.clock} · Narrows`;
   put($("span"), `${long(frame.first_cell * frame.cell_seconds)} – ${long(frame.seconds)}`);
+  $("waits").hidden = !frame.waits;
+  put($("waits"), frame.waits);
   $("hidden").hidden = !frame.hidden;
   put($("hidden"), `and ${frame.hidden} more`);
 }
