@@ -102,7 +102,7 @@ class Process:
 @dataclass(frozen=True)
 class Layout:
     """A plan, checked. hosts: name -> address. guests: servers that have shards of the root. samples: of a step, by replica.
-    keys: the folder of the root's keys, or of each stage's; beside it are those of clusters, and a file for each host."""
+    keys: the folder of the root's keys, or of each stage's. Beside it is a folder for each cluster."""
 
     hosts: dict[str, str]
     stages: list[Stage]
@@ -167,9 +167,40 @@ class Layout:
         """That of its cluster, else of its stage."""
         return next((c for c in self.clusters if process.replica in c.replicas), self.stages[process.stage])
 
-    def key_of(self, host: str) -> str:
-        """The file of a worker's key there, "" without keys."""
-        return f"{host}.key" if self.keys else ""
+    def key_of(self, process: Process) -> str:
+        """The file of the key of a process, in the folder of the server that lets it in; "" without keys."""
+        at = self.server_of(process)
+        folder = self.keys_of(self.clusters.index(at), self.keys) if isinstance(at, Cluster) else self.keys
+        return f"{folder}/{process.host}.key" if self.keys else ""
+
+    def cluster_name(self, index: int) -> str:
+        """The name of a cluster's key in the folder of the root, by the host of its server."""
+        host = self.clusters[index].host
+        before = sum(cluster.host == host for cluster in self.clusters[:index])
+        return f"{host}-cluster{before + 1 if before else ''}"
+
+    def keys_of(self, index: int, keys: str) -> str:
+        """The folder of a cluster's keys, where `keys` is the root's. Each cluster has its own: hosts may share a home."""
+        return f"{keys}-{self.cluster_name(index)}"
+
+    def handed_over(self) -> list[tuple[str, str, str]]:
+        """Return (path, from host, to host) of the keys that are needed on another host than that of their server. A guest
+        needs the whole folder. Keys of a pipeline are made before the plan: by "", and each server needs the folder."""
+        found, cut, root = list[tuple[str, str, str]](), len(self.stages) > 1, self.stages[0]
+        for server in self.servers() if self.keys else ():
+            owner, here = ("", "") if cut else (server.place.host, root.host)
+            if cut or not server.children:
+                found.append((server.keys, here, server.place.host))
+            homes = {name: name for name, _ in server.children}
+            if server.place is root:
+                homes |= {self.cluster_name(number): cluster.host for number, cluster in enumerate(self.clusters)}
+            found += [(f"{server.keys}/{name}.key", owner, host) for name, host in homes.items()]
+        whole = {(path, host) for path, _, host in found if not path.endswith(".key")}
+        return [
+            (path, owner, host)
+            for path, owner, host in dict.fromkeys(found)
+            if owner != host and not (path.endswith(".key") and (path.rpartition("/")[0], host) in whole)
+        ]
 
     def with_flags(self, flags: dict[str, Any]) -> Layout:
         """The plan in which every run has these flags, too; a guest takes the root's."""
@@ -185,14 +216,15 @@ class Layout:
     def servers(self, keys: str = "") -> Iterator[Server]:
         """All, those above first. `keys`: in place of the plan's own."""
         keys, root = keys or self.keys, self.address(self.stages[0])
-        below = [(f"{cluster.host}-cluster", "cluster") for cluster in self.clusters]
+        below = [(self.cluster_name(index), "cluster") for index in range(len(self.clusters))]
         for index, stage in enumerate(self.stages):
             workers = [(p.host, "worker") for p in self.processes if self.server_of(p) is stage]
             yield self._server(f"stage {index}", stage, [*workers, *below], keys)
         for index, (cluster, (name, _)) in enumerate(zip(self.clusters, below, strict=True)):
             workers = [(p.host, "worker") for p in self.processes if p.replica in cluster.replicas]
-            more = ["--parent", root, *(["--parent-key", f"{name}.key"] if keys else [])]
-            yield self._server(f"cluster {index}", cluster, workers, f"{keys}-cluster" if keys else "", more, root)
+            more = ["--parent", root, *(["--parent-key", f"{keys}/{name}.key"] if keys else [])]
+            own = self.keys_of(index, keys) if keys else ""
+            yield self._server(f"cluster {index}", cluster, workers, own, more, root)
         for index, guest in enumerate(self.guests):
             yield self._server(f"guest {index}", guest, [], keys, ["--join", root], root)
 

@@ -139,11 +139,18 @@ def long_commands(plan: Layout, script: str) -> Lines:
     for process in plan.processes:
         samples = str(plan.samples[process.replica]) if plan.samples else ""
         words = [word.replace(SAMPLES, samples) for word in split]
-        key = ["--key", plan.key_of(process.host)] if plan.keys else []
+        key = ["--key", plan.key_of(process)] if plan.keys else []
         found[process.host].append(
             shlex.join(["ps-worker", "--server", plan.address(plan.server_of(process)), *key, *words])
         )
     return found
+
+
+def handing_over(plan: Layout) -> list[str]:
+    """Lines that say which keys go to which hosts, before these begin."""
+    found = [f"    {path} {f'from {owner} ' if owner else ''}to {host}" for path, owner, host in plan.handed_over()]
+    return ["hand over, each to the same path where the commands of its host are started (one folder for all needs nothing):",
+            *found] if found else []  # fmt: skip
 
 
 def making_keys(plan: Layout) -> Lines:

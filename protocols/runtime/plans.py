@@ -22,3 +22,14 @@ def this_host(layout: Layout, host: str) -> str:
     name = host or socket.gethostname()
     layout.known(name)
     return name
+
+
+def key_file(path: str, flag: str) -> str:
+    """The file of a key of a plan: where `ps-serve keys add` has made it, or its name in this folder. Raises UsageError."""
+    given = Path(path)
+    for each in (given, Path(given.name)):
+        if each.exists():
+            return str(each)
+    raise UsageError(
+        f"{flag}: neither {path} nor {given.name} is here; ps-serve keys add made it where its server is: hand it over"
+    )

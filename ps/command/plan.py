@@ -112,6 +112,8 @@ def command(context: click.Context, /, network: str, places: str, machines: str,
     for host, words in commands.items():
         if words:
             click.echo("\n".join([f"on {host}:", *(f"    {line}" for line in words)]))
+    if keys := written.handing_over(layout):
+        click.echo("\n".join(keys))
     click.echo(f"\n{out} has the plan{'' if long else '; each host needs a copy'}")
 
 

@@ -58,7 +58,10 @@ def serve(
             more += [*(["--checkpoint-dir", folder] if folder else []), *["--resume"] * resume]
         more += ["--ready-file", f"{ready_file}.{name}"] if ready_file else []
         more += watched.get(name, [])
-        return ["-m", "narrows.ps.command.cli", *server.flags, *more]
+        flags = [*server.flags]
+        for at in [at for at, flag in enumerate(flags, 1) if flag == "--parent-key"]:
+            flags[at] = plans.key_file(flags[at], "--parent-key")
+        return ["-m", "narrows.ps.command.cli", *flags, *more]
 
     return Servers(servers, [words(server) for server in servers], environment).watch()
 

@@ -107,13 +107,21 @@ def test_servers_below_one_another_know_who_is_above_and_which_keys_they_let_in(
     workers = [("c", "worker"), ("a-cluster", "cluster")]
     assert (root.name, root.above, root.children, root.keys) == ("stage 0", "", workers, "KEYS")
     assert root.flags[:6] == ["--bind", "tcp://0.0.0.0:5555", "--keys", "KEYS", "--sync", "ssp"]
-    assert (cluster.name, cluster.above, cluster.keys) == ("cluster 0", "tcp://10.0.0.0:5555", "KEYS-cluster")
+    assert (cluster.name, cluster.above, cluster.keys) == ("cluster 0", "tcp://10.0.0.0:5555", "KEYS-a-cluster")
     assert cluster.children == [("a", "worker"), ("b", "worker")]
-    assert " --parent tcp://10.0.0.0:5555 --parent-key a-cluster.key " in " ".join(cluster.flags)
+    assert " --parent tcp://10.0.0.0:5555 --parent-key KEYS/a-cluster.key " in " ".join(cluster.flags)
     assert [plan.address(plan.server_of(process)) for process in plan.processes] == [
         "tcp://10.0.0.0:5556", "tcp://10.0.0.0:5556", "tcp://10.0.0.0:5555",
     ]  # fmt: skip
+    assert [plan.key_of(process) for process in plan.processes] == [
+        "KEYS-a-cluster/a.key", "KEYS-a-cluster/b.key", "KEYS/c.key",
+    ]  # fmt: skip
+    assert plan.handed_over() == [("KEYS/c.key", "a", "c"), ("KEYS-a-cluster/b.key", "a", "b")]
     with_guest = parse(json.dumps(tree() | {"clusters": [], "guests": [{"host": "b", "port": 5555}]}))
+    assert with_guest.handed_over() == [("KEYS/c.key", "a", "c"), ("KEYS", "a", "b")]
+    twice = [{"host": "a", "port": 5556 + i, "flags": {"sync": "bsp"}, "replicas": [i]} for i in range(2)]
+    names = [server.keys for server in parse(json.dumps(tree() | {"clusters": twice})).servers()]
+    assert names == ["KEYS", "KEYS-a-cluster", "KEYS-a-cluster2"]
     *_, guest = with_guest.servers("OTHER")
     assert guest.flags == [
         *("--bind", "tcp://0.0.0.0:5555", "--keys", "OTHER", "--join", "tcp://10.0.0.0:5555", "--shards", "1"),

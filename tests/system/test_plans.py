@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import random
+import re
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +17,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from kit.planned import cities, planned
 from kit.processes import GONE_S, LIMIT_S, SCRIPT, Command, descendants, finished, free_ports, started, until
 
 from narrows.protocols.errors import NarrowsError, UsageError
@@ -214,3 +219,54 @@ def test_a_host_without_a_server_is_told_what_it_has_instead(tmp_path: Path) -> 
     words = ["--plan", plan(tmp_path), "--host", "c"]
     with pytest.raises(UsageError, match="no server stands on c; its workers are started with ps-worker --plan"):
         CliRunner().invoke(serve.command, words, catch_exceptions=False, standalone_mode=False)
+
+
+@pytest.mark.parametrize(("form", "shared"), [("short", True), ("long", False)])
+def test_what_ps_plan_prints_runs_as_it_is_printed_with_its_keys(tmp_path: Path, form: str, shared: bool) -> None:
+    """Two clusters of two. All hosts have one home, or each has a folder of its own, to which the keys are handed over that the
+    output names."""
+    place, network = random.SystemRandom().randrange(1 << 14), cities([2, 2], 20, 20)
+    address = {name: f"127.{64 + place // 256}.{place % 256}.{i + 1}" for i, name in enumerate(network.hosts)}
+    homes = {name: tmp_path if shared else tmp_path / name for name in network.hosts}
+    output, document = planned(
+        tmp_path, network, "--script", "script.py", "--step", "3", "--commands", form,
+        *(word for each in address.items() for word in ("--address", "=".join(each))),
+    )  # fmt: skip
+    assert len(document["clusters"]) == 2 and len({cluster["host"] for cluster in document["clusters"]}) == 2
+    for home in homes.values():
+        home.mkdir(exist_ok=True)
+        (home / "script.py").write_text(f"import sys\n{SCRIPT % 'if step_count() > 3: break'}")
+    blocks = re.findall(r"^on (.+):\n((?:    .+\n)+)", output, re.MULTILINE)
+    commands = [(homes[host], shlex.split(line)) for host, lines in blocks for line in lines.splitlines()]
+    for home, words in commands:
+        if words[1] == "keys":
+            code, _, said = finished(*words, cwd=home)
+            assert code == 0, said
+    for path, source, target in re.findall(r"^    (\S+) from (\S+) to (\S+)$", output, re.MULTILINE):
+        if not shared:
+            (there := homes[target] / path).parent.mkdir(mode=0o700, exist_ok=True)
+            shutil.copy2(homes[source] / path, there)
+    with ExitStack() as stack:
+        running = [
+            stack.enter_context(
+                started(words[0], *["--checkpoint-dir", "none"] * (words[0] == "ps-serve"), *words[1:], cwd=home)
+            )
+            for home, words in commands
+            if words[1] != "keys"
+        ]
+        for command in sorted(running, key=lambda command: command.words[0], reverse=True):  # workers first
+            assert command.wait() == 0, "\n".join(map(str, running))
+
+
+def test_a_key_that_was_not_handed_over_is_named_with_both_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (script := tmp_path / "script.py").touch()
+    clusters = [{"host": "c", "flags": {"sync": "ssp"}, "replicas": [0]}]
+    file = plan(tmp_path, keys="KEYS", hosts={name: f"10.0.0.{i}" for i, name in enumerate("abc")}, clusters=clusters)
+    for command, host, missing in ((work.command, "b", "KEYS-c-cluster/b"), (serve.command, "c", "KEYS/c-cluster")):
+        words = ["--plan", file, "--host", host, *([str(script)] if host == "b" else [])]
+        name = missing.rpartition("/")[2]
+        with pytest.raises(UsageError, match=rf"neither {missing}\.key nor {name}\.key is here; .* hand it over"):
+            CliRunner().invoke(command, words, catch_exceptions=False, standalone_mode=False)

@@ -90,8 +90,8 @@ class Options:
 
 
 def _parts(plan: str, host: str, folder: str) -> tuple[list[dict[str, str]], str, Layout]:
-    """Variables of each process that this host has in the plan, the file of its key, and the plan.
-    `folder`: has one for each server, as that of ps-serve --plan has. Raises UsageError."""
+    """Variables of each process that this host has in the plan, the file of its key, and the plan. `folder`: has one for each
+    server, as that of ps-serve --plan has. Raises UsageError."""
     from narrows.protocols.runtime import plans
 
     layout = plans.read(plan)
@@ -110,7 +110,7 @@ def _parts(plan: str, host: str, folder: str) -> tuple[list[dict[str, str]], str
     ]
     if not found:
         raise UsageError(f"--plan {plan}: {here} has no worker and no process of a stage")
-    return found, layout.key_of(here), layout
+    return found, layout.key_of(layout.on(here)[0]), layout
 
 
 def checked(
@@ -120,7 +120,11 @@ def checked(
     run, here = given(flags), place(os.environ)
     flags["checkpoint_dir"] = "" if flags["checkpoint_dir"] == "none" else flags["checkpoint_dir"]
     parts, key, layout = _parts(plan, host, flags["checkpoint_dir"]) if plan else ([], "", None)
-    flags["key"], run = flags["key"] or key, run | ({"plan_digest": layout.digest} if layout else {})
+    if key and not flags["key"]:
+        from narrows.protocols.runtime import plans
+
+        flags["key"] = plans.key_file(key, "--key")
+    run |= {"plan_digest": layout.digest} if layout else {}
     if parts:
         own = {
             "--server": server,
