@@ -22,6 +22,11 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def bracketed(host: str) -> str:
+    """A host as an address of ours has it: IPv6 in brackets."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
 def parse_address(flag: str, address: str, any_port: bool = False) -> tuple[str, int]:
     """(host, port) of tcp://host:port; `any_port`: 0 is one too. Raises UsageError, one sentence that names the flag."""
     host, colon, port = address.removeprefix("tcp://").rpartition(":")

@@ -106,3 +106,19 @@ def test_what_is_not_there_is_found() -> None:
     assert missing("`ps/store.py` and `ps/shop.py`, `worker/`") == ["ps/shop.py"]
     links = "[a](modes.md) [b](mode.md) [c](#one) [d](#two) [e](https://example.org) [f](glossary.md#time)\n# One\n"
     assert broken("docs/made-up.md", links) == ["mode.md", "#one", "#two"]
+
+
+def test_the_servers_of_two_cities_may_share_a_machine() -> None:
+    """README's recipe: the root stands in one of the cities."""
+    lines = re.findall(
+        r"^    (ps-\w+ .*?)(?:  #.*)?$", section((ROOT / "README.md").read_text("utf-8"), "Two cities"), re.M
+    )
+    servers = [line for line in lines if line.startswith("ps-serve")]
+    ports = list[int]()
+    for line in servers:
+        bound, shards = re.search(r"--bind \S+:(\d+)", line), re.search(r"--shards (\d+)", line)
+        begin = int(bound[1]) if bound else 5555
+        ports += range(begin, begin + int(shards[1] if shards else 1))
+    assert len(servers) == 2 and len(set(ports)) == len(ports), ports
+    (worker_line,) = [line for line in lines if line.startswith("ps-worker")]
+    assert re.search(r"--server tcp://127.0.0.1:(\d+)", worker_line)[1] == str(ports[2])  # type: ignore[index]

@@ -44,7 +44,7 @@ RUNNERS = (
         "worker/moments.py",  # files of a worker
         "worker/resuming.py",
     ),
-    "ps/glance/watch.py",  # the process of ps-serve: its record and its pages
+    *("ps/glance/watch.py", "ps/glance/web.py"),  # the process of ps-serve: its record and its pages
 )
 
 # Modules that a deterministic machine cannot use: sockets, threads, clocks, files, processes, randomness, logs.

@@ -20,11 +20,12 @@ from narrows.protocols.errors import BY_EXIT_CODE, AuthenticationError, NarrowsE
 from narrows.protocols.member.member import Member
 from narrows.protocols.runtime.clock import Awake
 from narrows.protocols.runtime.curve import NOBODY, Curve, Dialler, KeyPair, Why
-from narrows.protocols.runtime.hosts import endpoint, own_host
+from narrows.protocols.runtime.hosts import endpoint, own_host, unknown
 from narrows.protocols.runtime.keys import Secret, keyed, refusal
 from narrows.protocols.runtime.sockets import LINGER_MS, Drops, Peer, Receipt, Sockets
 from narrows.protocols.timing import Timing
 from narrows.protocols.wire import decode, encode
+from narrows.worker import telling
 from narrows.worker.child_process import NotAWorkerError
 from narrows.worker.silence import Silence
 from narrows.worker.telling import complain as say
@@ -186,6 +187,8 @@ class Link(Events, Commands):
     def _main(self) -> None:
         ticked = self.clock.turn()
         try:
+            if why := unknown(self.host):  # a manager may give it its name a moment later
+                telling.say(f"{self.address}: {why}; waiting up to {self.member.timing.connect_ns / NS:g} s for it ...")
             while not self._closing or self._commands:
                 for peer, frames in self._sockets.receive(TICK_MS):
                     self._run_commands()  # however much there is to hear
@@ -239,6 +242,8 @@ class Link(Events, Commands):
                 case Turned(address, ports):
                     self._move(address, ports)
                 case Failed(code, text):
+                    if code == m.RefuseCode.UNREACHABLE and (why := unknown(self.host)):
+                        text = f"{why}; check the name"
                     self._fail(BY_EXIT_CODE.get(code, NarrowsError)(f"{self.address}: {text}"))
                 case _:
                     if isinstance(effect, (Joined, Moved)):

@@ -238,7 +238,8 @@ class Layout:
         above: str = "",
     ) -> Server:
         host = self.hosts[place.host]
-        bind = f"tcp://{host if _is_loopback(host) else ANY_HOST}:{place.port}"
+        everywhere = "[::]" if host.startswith("[") else ANY_HOST
+        bind = f"tcp://{host if _is_loopback(host) else everywhere}:{place.port}"
         access = ["--keys", keys] if keys else ["--insecure"] * self.insecure
         flags = self.settings(place, len(children)) if children else {"shards": 1} | place.flags
         words = [word for flag, value in flags.items() for word in ("--" + flag.replace("_", "-"), str(value))]

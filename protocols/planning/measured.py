@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from narrows.protocols.addresses import parted
+from narrows.protocols.addresses import bracketed, parted
 from narrows.protocols.errors import UsageError
 from narrows.protocols.planning.flows import FIRST, PHASES, PINGED, SIZES, STREAM_BYTES, Flow, rates, stream_rate
 from narrows.protocols.planning.network import FORMAT
@@ -41,12 +41,14 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """None: not known. `step_s`: of one step of the script, without waiting. `speed`: as somebody has written it."""
+    """None: not known. `step_s`: of one step of the script, without waiting. `speed`: as somebody has written it. `address`:
+    where the others reach it, "" where that is its name."""
 
     unix_s: float
     memory_bytes: int | None = None
     step_s: float | None = None
     speed: float | None = None
+    address: str = ""
 
 
 @dataclass(slots=True)
@@ -62,7 +64,8 @@ class Measured:
         """Add a host. The older of two entries says what the newest does not know."""
         old, new = sorted((self.hosts.get(name, host), host), key=lambda each: each.unix_s)
         memory, step_s = new.memory_bytes or old.memory_bytes, new.step_s or old.step_s
-        self.hosts[name] = replace(new, memory_bytes=memory, step_s=step_s, speed=new.speed or old.speed)
+        speed, address = new.speed or old.speed, new.address or old.address
+        self.hosts[name] = replace(new, memory_bytes=memory, step_s=step_s, speed=speed, address=address)
 
     def add_link(self, way: Way, link: Link) -> None:
         if (known := self.links.get(way)) is None or known.unix_s <= link.unix_s:
@@ -104,6 +107,7 @@ class Measured:
             ],
             "memory_bytes": [host.memory_bytes for host in self.hosts.values()],
             "step_seconds": steps,
+            "addresses": {name: host.address for name, host in self.hosts.items() if host.address},
             "hosts_measured_unix_s": [host.unix_s for host in self.hosts.values()],
             "links": [
                 {
@@ -131,6 +135,14 @@ def _speeds(steps: Sequence[float | None]) -> list[float | None]:
     return [min(known) / step_s for step_s in known] if len(known) == len(steps) else [None] * len(steps)
 
 
+def addresses(document: Mapping[str, Any]) -> dict[str, str]:
+    """Where hosts of a parsed network.json are reached, by name; others by their names. Raises UsageError."""
+    found = document.get("addresses") or {}
+    if not isinstance(found, dict) or not all(isinstance(each, str) and each for each in found.values()):
+        raise UsageError('network.json: "addresses" has a text for each host that it names')
+    return {str(name): bracketed(address) for name, address in found.items()}
+
+
 FIELDS = ("from", "to", "measured_unix_s", "delay_s", "bits_per_second")
 
 
@@ -147,12 +159,12 @@ def parse(document: Mapping[str, Any]) -> Measured:
             document.get(key, nothing) for key in ("hosts_measured_unix_s", "memory_bytes", "step_seconds", "compute")
         ]
         said = _speeds(columns[2])
+        there = addresses(document)
         for name, at, memory, step_s, speed, found in zip(names, *columns, said, strict=True):
             by_hand = speed is not None and not (found and math.isclose(speed, found))
             at = unix_s if at is None else float(at)
-            made.add_host(
-                name, Host(at, memory and int(memory), step_s and float(step_s), float(speed) if by_hand else None)
-            )
+            given = float(speed) if by_hand else None
+            made.add_host(name, Host(at, memory and int(memory), step_s and float(step_s), given, there.get(name, "")))
         if "price_per_byte" in document:
             rows = zip(names, document["price_per_byte"], strict=True)
             priced = [(a, b, price) for a, row in rows for b, price in zip(names, row, strict=True)]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import sys
 
-from narrows.protocols.addresses import ANY_HOSTS, LOCAL_HOSTS, local_endpoint, parse_address
+from narrows.protocols.addresses import ANY_HOSTS, LOCAL_HOSTS, bracketed, local_endpoint, parse_address
 
 PROBE_S = 1.0  # a Unix socket of this machine answers at once, or not at all
 
@@ -22,13 +23,36 @@ def endpoint(host: str, port: int) -> str:
     return f"tcp://{host}:{port}"
 
 
+def is_ipv6(host: str) -> bool:
+    """True if IPv6 alone leads to `host`: to an address in brackets, and to a name without an IPv4 address. A server listens
+    to IPv4 where nobody says otherwise, so a name with both is dialled by that."""
+    if host.startswith("[") or ":" in host:
+        return True
+    if host in ANY_HOSTS or re.fullmatch("[0-9.]+", host):
+        return False
+    with contextlib.suppress(OSError):
+        return socket.AF_INET not in {row[0] for row in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    return True  # ZeroMQ looks the name up again each time that it dials, and takes either kind then
+
+
+def unknown(host: str) -> str:
+    """Return why the name `host` leads nowhere, in a clause. "" for a name that leads somewhere, and for an address."""
+    try:
+        socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        return f"this machine knows no host {host} ({error.strerror})"
+    except OSError as error:
+        return f"{host} is no host ({error.strerror or error})"
+    return ""
+
+
 def own_host(host: str, port: int) -> str:
     """The address of this machine that leads to `host`: where peers on the same network reach it."""
-    family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    family, kind, protocol, _, target = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(target)  # UDP: nothing is sent
         found = str(probe.getsockname()[0])
-    return f"[{found}]" if ":" in found else found
+    return bracketed(found)
 
 
 def reached(bound: str, parent: str) -> str:

@@ -105,6 +105,8 @@ def _exactly(source: socket.socket, size: int, clock: Clock) -> bytes:
 def open_port(host: str, port: int) -> socket.socket:
     """Raises MeasureError."""
     try:
+        if not host and socket.has_dualstack_ipv6():
+            return socket.create_server(("", port), family=socket.AF_INET6, backlog=16, dualstack_ipv6=True)
         return socket.create_server((host, port), backlog=16)
     except OSError as error:
         raise MeasureError(f"cannot open port {port} on {host or 'this machine'}: {error.strerror}") from None
@@ -162,7 +164,7 @@ def dial(host: str, asked: Dial, stop: threading.Event) -> list[Flow]:
     clock = Clock(time.monotonic() + asked.seconds, stop)
 
     def connect(place: tuple[int, int]) -> socket.socket:
-        made = socket.create_connection((host, asked.port), timeout=clock.turn(CONNECT_S))
+        made = socket.create_connection((host.strip("[]"), asked.port), timeout=clock.turn(CONNECT_S))
         made.sendall(HELLO.pack(MAGIC, asked.token.encode(), *place))
         return made
 

@@ -23,12 +23,13 @@ from typing import Any, Protocol
 import zmq
 import zmq.utils.garbage  # its own exit handler, needed for zero-copy sends, must be registered before our last push at exit
 
-from narrows.protocols.addresses import LOCAL_HOSTS, local_endpoint, parted
+from narrows.protocols.addresses import ANY_HOSTS, LOCAL_HOSTS, local_endpoint, parse_address, parted
 from narrows.protocols.errors import UsageError
 from narrows.protocols.messages import PARTS_MAX, Buffer
 from narrows.protocols.runtime import curve as keys
 from narrows.protocols.runtime.connections import Connections
 from narrows.protocols.runtime.curve import LIBRARY, Curve, Dialler, Door, Failures, Faults, Strangers, Why
+from narrows.protocols.runtime.hosts import is_ipv6
 from narrows.protocols.wire import HEADER_BYTES_MAX, PAYLOAD_BYTES_MAX
 
 QUEUE_MESSAGES_MAX = 4 * PARTS_MAX  # one state of the largest shard, four times: beyond it a slow peer loses messages
@@ -192,6 +193,8 @@ class Sockets:
         Raises UsageError naming the address.
         """
         router = self._open(ROUTER, zmq.ROUTER)
+        bound, _ = parse_address("cannot listen on", address, any_port=True)
+        router.setsockopt(zmq.IPV6, is_ipv6(bound))  # of [::] IPv4 too
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         router.setsockopt(
             zmq.ROUTER_HANDOVER, 1
@@ -206,7 +209,7 @@ class Sockets:
             why = f"{error.strerror}; is another ps-serve running there?"
             raise UsageError(f"cannot listen on {address}: {why}") from None
         host, port = router.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("tcp://").rsplit(":", 1)
-        if sys.platform == "linux" and host in ("0.0.0.0", *LOCAL_HOSTS):
+        if sys.platform == "linux" and host in (*ANY_HOSTS, *LOCAL_HOSTS):
             router.bind(local_endpoint(int(port)))
         return int(port)
 
@@ -218,7 +221,9 @@ class Sockets:
         if self.curve is not None and (there := self.curve.dials(key[0])):
             keys.dials(dealer, *there)
         try:
-            dealer.connect(parted(key[0])[0])
+            if (address := parted(key[0])[0]).startswith("tcp://"):
+                dealer.setsockopt(zmq.IPV6, is_ipv6(address.removeprefix("tcp://").rpartition(":")[0]))
+            dealer.connect(address)
         except zmq.ZMQError:
             self._close(self._opened.pop(key))
             raise

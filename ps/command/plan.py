@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,9 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from narrows.protocols.addresses import bracketed
 from narrows.protocols.errors import UsageError
+from narrows.protocols.planning import measured
 from narrows.protocols.planning.layout import CODINGS, Layout
 from narrows.protocols.planning.network import Network, named, speeds
 from narrows.protocols.planning.places import placed
@@ -51,7 +53,13 @@ FOR_ALL = (
 @click.option(
     "--shards", type=click.IntRange(1, SHARDS_MAX), default=1, show_default=True, help="of each server, on its host"
 )
-@click.option("--address", "addresses", multiple=True, metavar="HOST=ADDR", help="where others reach a host [its name]")
+@click.option(
+    "--address",
+    "addresses",
+    multiple=True,
+    metavar="HOST=ADDR",
+    help="where others reach a host [as the network says, else its name]",
+)
 @click.option("--insecure", is_flag=True, help="the commands go without keys")
 @click.option("--keys", default="KEYS", show_default=True, help="folder of each server's keys, in the commands")
 @click.option("--pipeline", "stages", type=click.IntRange(min=1), help="cut the model into so many stages")
@@ -99,11 +107,13 @@ def command(context: click.Context, /, network: str, places: str, machines: str,
     taken = _taken(context, planned, flags)
     if flags["stages"] and form == "long":
         raise UsageError("--commands long: the stages of a pipeline find each other by the plan alone; leave it out")
-    read, step, unknown = _read(network, places, machines)
+    read, step, unknown, known = _read(network, places, machines)
     step_s = step_s or step
     if step_s is None:
         raise UsageError(f"{network} has no step_seconds: give --step, the seconds of a step of one worker")
-    layout, lines = planned(written.Places(read, _addresses(read, addresses)), parameters, step_s, script, **taken)
+    layout, lines = planned(
+        written.Places(read, _addresses(read, addresses, known)), parameters, step_s, script, **taken
+    )
     layout = layout.with_flags({name: flags[name] for name in ("replan", "replan_after") if flags[name] is not None})
     long = form == "long"
     commands = written.long_commands(layout, script) if long else written.commands(layout, out, script)
@@ -146,8 +156,8 @@ def _taken(context: click.Context, planned: Planner, flags: dict[str, Any]) -> d
     return {name: value for name, value in flags.items() if name in takes}
 
 
-def _read(path: str, places: str = "", machines: str = "") -> tuple[Network, float | None, str]:
-    """The network, the step of its fastest host, and a sentence about hosts whose speed nobody knows."""
+def _read(path: str, places: str = "", machines: str = "") -> tuple[Network, float | None, str, dict[str, str]]:
+    """The network, the step of its fastest host, a sentence about hosts whose speed nobody knows, and addresses of hosts."""
     try:
         document = dict(json.loads(Path(path).read_text("utf-8")))
         steps = [float(seconds) for seconds in document.get("step_seconds") or [] if seconds]
@@ -156,7 +166,8 @@ def _read(path: str, places: str = "", machines: str = "") -> tuple[Network, flo
         network = Network.parse(document) if "hosts" in document else placed(document, places, machines)
         known = speeds(document, len(network.hosts))
         unknown = [name for name, speed in zip(network.hosts, known, strict=True) if speed is None]
-        return network, min(steps, default=None), _taken_for(unknown, len(network.hosts))
+        told = _taken_for(unknown, len(network.hosts))
+        return network, min(steps, default=None), told, measured.addresses(document)
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from None
     except (ValueError, AttributeError, TypeError) as error:
@@ -173,12 +184,14 @@ def _taken_for(unknown: Sequence[str], hosts: int) -> str:
     return f"taken for as fast as the fastest host, for nobody measured it: {named(unknown)}; ps-probe --script measures it"
 
 
-def _addresses(network: Network, given: Sequence[str]) -> dict[str, str]:
+def _addresses(network: Network, given: Sequence[str], known: Mapping[str, str]) -> dict[str, str]:
+    """Return where hosts are reached: `known` to the network, or as --address says."""
     found = dict(each.partition("=")[::2] for each in given)
     for name, address in found.items():
         if name not in network.hosts or not address:
             raise UsageError(f"--address {name}={address}: give HOST=ADDR with one of {', '.join(network.hosts)}")
-    return found
+    known = {name: address for name, address in known.items() if name in network.hosts}
+    return known | {name: bracketed(address) for name, address in found.items()}
 
 
 def _write(out: str, text: str) -> None:

@@ -7,8 +7,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -138,6 +138,17 @@ def _say(text: str) -> None:
     click.echo(f"ps-probe: {''.join(c if c.isprintable() else '?' for c in text)}", err=True)
 
 
+def _towards(hosts: Sequence[str]) -> str:
+    """Return the address of this machine by which it reaches others of these, "" where it reaches none."""
+    from narrows.protocols.runtime.hosts import own_host
+
+    for host in hosts:
+        with suppress(OSError):
+            if host:
+                return own_host(host, 1)
+    return ""
+
+
 def _joins(flags: dict[str, Any], host: str) -> Join:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     name = flags["name"] or socket.gethostname()
@@ -213,9 +224,11 @@ def _direct(hosts: tuple[str, ...], bind: str, out: str, found: Measured, flags:
 
         director.run(flags["wait"], ended)
         now = time.time()
+        here = _towards([machine.join.host for machine in probe.machines])
         for machine in probe.machines:
             join = machine.join
-            found.add_host(join.name, Host(now, join.memory_bytes or None, machine.step_s or None))
+            address = join.host or here
+            found.add_host(join.name, Host(now, join.memory_bytes or None, machine.step_s or None, address=address))
         for way, link in probe.links().items():
             found.add_link(way, replace(link, unix_s=now))
     seconds = (time.monotonic_ns() - (probe.began_ns or 0)) / 1e9

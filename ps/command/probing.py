@@ -16,7 +16,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from narrows.protocols.addresses import ANY_HOSTS, parse_address
+from narrows.protocols.addresses import ANY_HOSTS, bracketed, parse_address
 from narrows.protocols.effects import NS
 from narrows.protocols.errors import (
     AuthenticationError,
@@ -249,7 +249,7 @@ def words_there(there: str, bound: str, port: int, more: Sequence[str]) -> list[
         towards = ""
     here = bound if bound not in ANY_HOSTS else towards
     join = f"tcp://{here}:{port}" if here else f"{BY_SSH}{port}"
-    return ["ps-probe", "--join", join, "--name", there, *(["--host", there] if towards else []), *more]
+    return ["ps-probe", "--join", join, "--name", there, *(["--host", bracketed(there)] if towards else []), *more]
 
 
 def by_ssh(address: str) -> str:
@@ -259,7 +259,7 @@ def by_ssh(address: str) -> str:
     client = os.environ.get("SSH_CONNECTION", "").partition(" ")[0]
     if not client:
         raise UsageError(f"--join {address}: no SSH_CONNECTION says who has started this; give tcp://HOST:PORT")
-    return f"tcp://{f'[{client}]' if ':' in client else client}:{address.removeprefix(BY_SSH)}"
+    return f"tcp://{bracketed(client)}:{address.removeprefix(BY_SSH)}"
 
 
 class Started:

@@ -14,6 +14,7 @@ from narrows.protocols.errors import UsageError
 from narrows.protocols.modes import Rule
 from narrows.protocols.robust import Robust
 from narrows.protocols.runtime.flags import given
+from narrows.protocols.runtime.hosts import unknown
 from narrows.protocols.runtime.output import open_record
 from narrows.protocols.settings import Settings
 from narrows.ps.command.cluster import Cluster
@@ -100,6 +101,9 @@ def serve(
     **flags: Any,
 ) -> int:
     digest = int(os.environ.get(PLAN_DIGEST, "0"))
+    for flag, there in (("--parent", parent), ("--standby", standby), ("--join", join)):
+        if there and (why := unknown(parse_address(flag, there)[0])):
+            say(f"{flag} {there}: {why}; waiting for it ...", error=True)
     if join:
         trusted("--join", join, keys, insecure, bind, "this machine")
         from narrows.ps.command import joining

@@ -22,6 +22,7 @@ from typing import Any
 
 from narrows.protocols.addresses import ANY_HOSTS, is_loopback
 from narrows.protocols.errors import UsageError
+from narrows.protocols.runtime.hosts import is_ipv6
 
 FRAME_S = 0.9  # from one frame to the next: with SHOWN_NS of a heartbeat, a figure is shown within two seconds
 LOOK_S = 0.05  # from one look for a frame to the next
@@ -77,7 +78,7 @@ class Site(ThreadingHTTPServer):
         self.frames, self.metrics = frames, metrics
         self.closing = frames.closing if frames is not None else threading.Event()
         self.places = threading.BoundedSemaphore(VISITORS_MAX)
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.address_family = socket.AF_INET6 if is_ipv6(host) else socket.AF_INET
         self.files = {path: (_read(name), kind) for path, (name, kind) in FILES.items()} if frames is not None else {}
         try:
             super().__init__((host.strip("[]"), port), Visit)
@@ -90,7 +91,7 @@ class Site(ThreadingHTTPServer):
     @property
     def url(self) -> str:
         host, port = str(self.server_address[0]), self.server_address[1]
-        name = socket.gethostname() if host in ANY_HOSTS else host
+        name = socket.gethostname() if host in ("0.0.0.0", "::") else host
         return f"http://{f'[{name}]' if ':' in name else name}:{port}/"
 
     @property

@@ -231,6 +231,7 @@ def serving(
     descriptors: int = 0,
     env: dict[str, str] | None = None,
     into: str = "",
+    host: str = "127.0.0.1",
 ) -> Iterator[Server]:
     """`descriptors`: that each of its processes may have, 0: as many as this one. `into`: a command that reads what it says."""
     limited = ("/bin/sh", "-c", f'ulimit -n {descriptors}; exec "$0" "$@"', str(BIN / "ps-serve"))
@@ -238,7 +239,7 @@ def serving(
     serve = limited if descriptors else piped if into else ("ps-serve",)
     with tempfile.TemporaryDirectory() as folder:
         ready = Path(folder) / "ready"
-        bind = f"tcp://127.0.0.1:{port}"
+        bind = f"tcp://{host}:{port}"
         where = () if "--checkpoint-dir" in flags or cwd else ("--checkpoint-dir", "none")
         words = (*serve, "--bind", bind, "--ready-file", str(ready), *where, *flags)
         with started(*words, env=env, cwd=cwd) as command:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from narrows.protocols.effects import NS
 from narrows.protocols.errors import RemoteProtocolError, UsageError
@@ -42,6 +45,7 @@ from narrows.protocols.planning.probe_messages import (
 )
 from narrows.protocols.summary import Row, Summary
 from narrows.protocols.wire import pack
+from narrows.ps.command import plan
 from narrows.ps.glance.history import History
 
 MB = 10**6
@@ -432,6 +436,29 @@ def test_the_newest_of_each_link_holds() -> None:
         assert merged.links["a", "b"].delay_s == 0.5 and merged.links["b", "c"].unix_s == 200.0
         assert sorted(merged.hosts) == ["a", "b", "c"]
     assert Network.parse(merged.document()).missing == ["a to c"]  # nobody has measured it
+
+
+def test_a_plan_takes_the_addresses_that_machines_were_measured_at(tmp_path: Path) -> None:
+    """Their names may be known to nobody, and then the commands of the plan would end with 3."""
+    found = of_two(("a", "b"), 100.0)
+    found.add_host("a", Host(200.0, address="10.0.0.7"))
+    found.add_host("b", Host(200.0, address="fd00::1"))
+    document = found.document() | {"measured_unix_s": 100.0}
+    again = measured.parse(document)
+    again.add_host("a", Host(300.0))  # seen again, by whom nothing was told of it
+    assert again.hosts["a"].address == "10.0.0.7"
+    (tmp_path / "network.json").write_text(json.dumps(again.document()))
+    for flags, hosts in (
+        ([], {"a": "10.0.0.7", "b": "[fd00::1]"}),
+        (["--address", "b=fd00::2"], {"a": "10.0.0.7", "b": "[fd00::2]"}),
+    ):
+        words = [str(tmp_path / "network.json"), "--parameters", "1e6", "--all-hosts", "--insecure", *flags]
+        ended = CliRunner().invoke(plan.command, [*words, "--out", str(tmp_path / "plan.json")], catch_exceptions=False)
+        assert ended.exit_code == 0, ended.output
+        assert json.loads((tmp_path / "plan.json").read_text())["hosts"] == hosts
+    wrong = document | {"addresses": {"a": 7}}
+    with pytest.raises(UsageError, match="addresses"):
+        measured.parse(wrong)
 
 
 def test_a_file_of_matrices_alone_can_be_merged() -> None:

@@ -15,9 +15,11 @@ from kit.processes import until
 
 from narrows.protocols import messages as m
 from narrows.protocols.addresses import is_address, parse_address
-from narrows.protocols.effects import MemberEffect, Send
-from narrows.protocols.errors import UsageError
-from narrows.protocols.runtime.hosts import endpoint, own_host, reached
+from narrows.protocols.effects import NS, MemberEffect, Send
+from narrows.protocols.errors import UnreachableError, UsageError
+from narrows.protocols.planning.probe_messages import Dial
+from narrows.protocols.runtime import pairs
+from narrows.protocols.runtime.hosts import endpoint, own_host, reached, unknown
 from narrows.protocols.runtime.sockets import (
     BURST,
     FULL,
@@ -30,7 +32,9 @@ from narrows.protocols.runtime.sockets import (
     Peer,
     Sockets,
 )
+from narrows.protocols.runtime.streams import MeasureError
 from narrows.protocols.settings import Settings
+from narrows.protocols.timing import Timing
 from narrows.ps.process.life import totals
 from narrows.ps.process.machine import Process
 from narrows.ps.process.runner import Runner
@@ -79,6 +83,47 @@ def test_frames_go_there_and_back(server: Sockets, child: Sockets) -> None:
     for frames in messages:
         assert not server.send(peer, frames).dropped
     assert hear(child, len(messages)) == [(address, frames) for frames in messages]
+
+
+IPV6 = pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this system has no IPv6")
+
+
+@IPV6
+@pytest.mark.parametrize(("bound", "dialled"), [
+    ("[::1]", ["[::1]"]),
+    ("[::]", ["[::1]", "127.0.0.1", "localhost"]),  # all of a machine, IPv4 too
+    ("0.0.0.0", ["127.0.0.1", "localhost"]),
+])  # fmt: skip
+def test_frames_go_over_ipv6(bound: str, dialled: list[str], server: Sockets, child: Sockets) -> None:
+    port = server.listen(f"tcp://{bound}:0")
+    for host in dialled:
+        address = f"tcp://{host}:{port}"
+        assert not child.send(address, [b"there"]).dropped
+        ((peer, frames),) = hear(server, 1)
+        assert frames == [b"there"] and not server.send(peer, [b"back"]).dropped
+        assert hear(child, 1) == [(address, [b"back"])]
+
+
+@IPV6
+def test_an_address_of_ipv6_has_brackets_wherever_it_goes() -> None:
+    assert own_host("[::1]", 1) == own_host("::1", 1) == "[::1]" and own_host("127.0.0.1", 1) == "127.0.0.1"
+    assert reached("tcp://[::]:1", "tcp://[::1]:2") == "[::1]"
+    with pairs.open_port("", 0) as listener:  # of ps-probe
+        for host in ("::1", "127.0.0.1"):
+            socket.create_connection((host, listener.getsockname()[1]), 5.0).close()
+    with pytest.raises(MeasureError, match="Connection refused"):
+        pairs.dial("[::1]", Dial("0" * 32, "", 1, 5.0, True, 0, 1, 1.0), threading.Event())
+
+
+def test_a_name_that_leads_nowhere_is_named_at_once(capfd: pytest.CaptureFixture[str]) -> None:
+    """Not after the time that a server may take to answer, and not as ports that are closed."""
+    assert not unknown("127.0.0.1") and not unknown("[::1]") and not unknown("localhost")
+    link = Link("tcp://no.such.host.invalid:5555", "token", "here", b"", Timing(connect_ns=NS // 5))
+    why = "this machine knows no host no.such.host.invalid"
+    with closing(link), pytest.raises(UnreachableError, match=rf"{why} .*; check the name"):
+        until(lambda: link.take(0.1), "the end")
+    first, *_ = capfd.readouterr().err.splitlines()
+    assert first.startswith(f"ps-worker: tcp://no.such.host.invalid:5555: {why}")
 
 
 def test_control_has_a_connection_of_its_own(server: Sockets, child: Sockets) -> None:
