@@ -3,9 +3,10 @@ sockets and a world of torch.distributed of its own."""
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,13 +58,18 @@ def peers_of(rank: int, where: list[str], plan: int = 7, lease_s: float = LEASE_
 
 @contextmanager
 def group_of(
-    rank: int, where: list[str], edge: Edge = DENSE, step: Callable[[], int] = lambda: 0, limit_s: float = LIMIT_S
+    rank: int,
+    where: list[str],
+    edge: Edge = DENSE,
+    step: Callable[[], int] = lambda: 0,
+    limit_s: float = LIMIT_S,
+    **more: Any,
 ) -> Iterator[PipelineGroup]:
     peers = peers_of(rank, where)
     failed = True
     try:
         peers.wait(limit_s)
-        group = PipelineGroup(peers, rank, len(where), [edge] * (len(where) - 1), step, limit_s)
+        group = PipelineGroup(peers, rank, len(where), [edge] * (len(where) - 1), step, limit_s, **more)
         with _registering:
             register(group)
         yield group
@@ -279,6 +285,121 @@ def test_pickles_and_other_steps_are_refused() -> None:
         return None
 
     with pytest.raises(IncompatibleError, match="stage 0 is at step 10 of the run, and stage 1 at step 11"):
+        together(stage, 2)
+
+
+def trained(
+    rank: int, module: nn.Module, where: list[str], edge: Edge, rows: Sequence[int], keeps_ties: bool = False,
+    then: Callable[[], None] = lambda: None,
+) -> None:  # fmt: skip
+    """A step of a stage with so many rows after the other, and `then`."""
+    x, y = batch()
+    with group_of(rank, where, edge, parameters=module.named_parameters) as group:
+        group.keeps_ties = keeps_ties
+        cpu, example = torch.device("cpu"), torch.zeros(ROWS // MICRO, WIDTH, requires_grad=True)
+        piece = PipelineStage(module, rank, len(where), cpu, input_args=example, output_args=example, group=group)
+        schedule = Schedule1F1B(piece, MICRO, loss_fn=mean_square)
+        for count in rows:
+            told: dict[str, Any] = {"target": y[:count]} if piece.is_last else {}
+            schedule.step(*([x[:count]] if piece.is_first else []), **told)
+        then()
+        dist.barrier()
+
+
+def ends(stage: Callable[[int], None], stages: int) -> list[str]:
+    """What each stage ends with."""
+
+    def run(rank: int) -> str:
+        try:
+            stage(rank)
+        except NarrowsError as error:
+            return str(error)
+        return ""
+
+    return together(run, stages)
+
+
+@pytest.mark.parametrize(("case", "keeps"), [("tied", False), ("tied", True), ("constant", False)])
+def test_parameters_that_two_stages_begin_with_alike_are_refused(case: str, keeps: bool) -> None:
+    """Of three stages the first and the last, which send each other nothing. Biases that begin at 0 are no tie."""
+    where = addresses(3)
+
+    def stage(rank: int) -> None:
+        module, whole = whole_model()[rank : rank + 1], dict(whole_model().named_parameters())
+        with torch.no_grad():
+            for name, parameter in module.named_parameters():
+                tied = "0.0.weight" if case == "tied" and rank == 2 else name
+                parameter.copy_(whole[tied] if parameter.ndim > 1 else torch.zeros(WIDTH))
+        trained(rank, module, where, DENSE, [ROWS] * 3, keeps)
+
+    told = [
+        re.match(r"\d.0.weight of stage (\d) and \d.0.weight of stage (\d) begin with", text) for text in ends(stage, 3)
+    ]
+    found = {frozenset(each.groups()) for each in told if each}
+    assert found == ({frozenset("02")} if case == "tied" and not keeps else set())
+
+
+def test_what_a_script_sends_itself_is_not_coded() -> None:
+    """Over an int8 edge, both ways, while a schedule's tensors are; in batches of torch as well."""
+    where, (exact, _) = addresses(2), of_whole()
+    sent = torch.randn(1000, generator=torch.Generator().manual_seed(1))
+
+    def stage(rank: int) -> None:
+        module, came, also = whole_model()[rank * 2 : (rank + 1) * 2], torch.zeros(1000), torch.zeros(1000)
+
+        def exchange() -> None:
+            for turn in (rank, 1 - rank):
+                dist.recv(came, 1 - rank) if turn else dist.send(sent, 1 - rank)
+            ops = [dist.P2POp(dist.isend, sent, 1 - rank, tag=3), dist.P2POp(dist.irecv, also, 1 - rank, tag=3)]
+            for work in dist.batch_isend_irecv(ops):
+                work.wait()
+
+        trained(rank, module, where, INT8, [ROWS], then=exchange)
+        assert torch.equal(came, sent) and torch.equal(also, sent)
+        assert not any(torch.equal(a, b) for a in gradients(module) for b in exact)
+
+    assert ends(stage, 2) == ["", ""]
+
+
+@pytest.mark.parametrize(("edge", "rows"), [(DENSE, 8), (INT8, 8), (INT8, 15)])
+def test_a_smaller_last_batch_is_told_with_both_shapes_and_what_to_do(edge: Edge, rows: int) -> None:
+    where = addresses(2)
+    said = ends(lambda rank: trained(rank, whole_model()[rank * 2 : (rank + 1) * 2], where, edge, [ROWS, rows]), 2)[1]
+    assert (
+        said.startswith("stage 0 has sent float32 (1, 12), and float32 (2, 12) is expected")
+        and "drop_last=True" in said
+    )
+
+
+@pytest.mark.parametrize("sent", [torch.zeros(3, 4), torch.zeros(12), torch.zeros(4, 3, dtype=torch.int32)])
+def test_equal_bytes_in_another_shape_or_dtype_are_refused(sent: torch.Tensor) -> None:
+    where = addresses(2)
+
+    def stage(rank: int) -> None:
+        with group_of(rank, where):
+            if rank == 0:
+                dist.send(sent, 1)
+            else:
+                dist.recv(torch.zeros(4, 3), 0)
+
+    with pytest.raises(IncompatibleError, match=r"stage 0 has sent .*, and float32 \(4, 3\) is expected"):
+        together(stage, 2)
+
+
+def test_a_stage_that_makes_no_steps_is_told_that_it_needs_a_parameter() -> None:
+    where = addresses(2)
+
+    def stage(rank: int) -> None:
+        steps = 0
+        with group_of(rank, where, step=lambda: steps):
+            for _ in range(2):
+                if rank == 0:
+                    dist.send(torch.zeros(2), 1)
+                    steps += 1
+                else:
+                    dist.recv(torch.zeros(2), 0)
+
+    with pytest.raises(IncompatibleError, match=r"stage 0 is at step 1 .* so each needs a parameter"):
         together(stage, 2)
 
 

@@ -14,9 +14,11 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+from collections.abc import Iterable
 from functools import cache
 from types import TracebackType
 
+import torch
 import torch.distributed as dist
 
 from narrows.protocols.errors import UsageError
@@ -79,13 +81,23 @@ def _edges(layout: Layout) -> list[Edge]:
     return layout.edges or [Edge()] * (len(layout.stages) - 1)
 
 
-@cache
-def pipeline() -> dist.ProcessGroup:
+def pipeline(keeps_ties: bool = False) -> dist.ProcessGroup:
     """The process group of the stages of this replica, rank = stage(); it becomes the default group of torch.
 
-    Opens the session, and waits until all stages are there. Raises UsageError without keys where hosts are not loopback, with a
+    Opens the session, and waits until all stages are there. What a schedule sends is coded as its edge says; what a script
+    sends itself travels as it is. Parameters that two stages begin with alike end the run, for each stage has an optimizer of
+    its own. keeps_ties: the script keeps such parameters equal itself.
+
+    Raises UsageError without keys where hosts are not loopback, with a
     key that the plan does not name, or where the process has a group already; UnreachableError where a stage does not come.
     """
+    group = _opened()
+    group.keeps_ties = group.keeps_ties or keeps_ties
+    return group
+
+
+@cache
+def _opened() -> PipelineGroup:
     layout, ours = _place()
     if dist.is_initialized():
         raise UsageError("this process has a process group: call narrows.worker.pipeline() before anything makes one")
@@ -103,10 +115,23 @@ def pipeline() -> dist.ProcessGroup:
     _close_at_end(peers)
     peers.wait(WAIT_LIMIT_S)
     group = PipelineGroup(
-        peers, ours.stage, len(processes), _edges(layout), lambda: session.current().step_count, WAIT_LIMIT_S
+        peers,
+        ours.stage,
+        len(processes),
+        _edges(layout),
+        lambda: session.current().step_count,
+        WAIT_LIMIT_S,
+        _parameters,
     )
     register(group)
     return group
+
+
+def _parameters() -> Iterable[tuple[str, torch.Tensor]]:
+    """Of the model that this process trains."""
+    current = session.current()
+    engine = current.engine if isinstance(current, session.Connected) else None
+    return [] if engine is None else engine.model.named_parameters()
 
 
 def _close_at_end(peers: Peers) -> None:

@@ -2,16 +2,19 @@
 
 Rules
 - It has what a pipeline needs: send, recv and barrier, between the stages of one replica. Rank i is stage i.
-- A tensor that is sent to a later stage is an activation, one to an earlier stage a gradient. The edge says how it is coded.
+- A tensor of a schedule of torch.distributed.pipelining to a later stage is an activation, one to an earlier stage a gradient.
+  The edge says how it is coded. What a script sends itself travels as it is, under tags of its own.
+- Parameters that two stages begin with alike are refused (ties.py), unless the script keeps them equal.
 - Every wait ends: with a tensor, after the group's timeout, or with a sentence once a stage is lost.
 - Nothing is unpickled. torch sends a pickle where PipelineStage has no input_args and output_args: that is refused.
 """
 
 from __future__ import annotations
 
+import sys
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -21,11 +24,14 @@ import torch.distributed as dist
 from narrows.compression.value_codings import EDGE_CODINGS, FP32, Key, ValueCoding
 from narrows.protocols.errors import IncompatibleError, UsageError
 from narrows.protocols.planning.layout import Edge
-from narrows.protocols.runtime.peers import Peers
-from narrows.worker.pipelining.coding import BACKWARD, FORWARD, decode, encode
+from narrows.protocols.runtime.peers import NO_STEP, Peers
+from narrows.worker.pipelining import ties
+from narrows.worker.pipelining.coding import BACKWARD, FORWARD, framed, opened
 
 NAME = "narrows"  # of the backend
 BARRIER_TAG = 1 << 40  # no script has it
+SCHEDULE_TAG = 1 << 41  # and what a schedule sends has tags from here on
+SCHEDULES = "torch.distributed.pipelining"
 WAIT_LIMIT_S = 7200.0  # as in a group of one machine: longer than anything that one stage may wait for
 PICKLED = (
     "PipelineStage needs input_args and output_args: without them torch sends pickles, and Narrows unpickles nothing"
@@ -40,6 +46,17 @@ class Done(dist.Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         return True
+
+
+def by_schedule() -> bool:
+    """Whether the newest frame that is neither ours nor torch.distributed's own is of a schedule of torch."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        name = str(frame.f_globals.get("__name__", ""))
+        if name.startswith(SCHEDULES) or not name.startswith(("torch.", __name__, "contextlib")):
+            return name.startswith(SCHEDULES)
+        frame = frame.f_back
+    return False
 
 
 class Receipt(Done):
@@ -65,12 +82,21 @@ class Receipt(Done):
 
 class PipelineGroup(dist.ProcessGroup):
     """The stages of one replica. `edges`: how tensors between stage i and the next are coded. `step`: of the run, which must be
-    the same at both ends of a tensor."""
+    the same at both ends of a tensor. `parameters`: of this stage, by name, that are compared with those of others."""
 
     def __init__(
-        self, peers: Peers, rank: int, size: int, edges: Sequence[Edge], step: Callable[[], int], limit_s: float
+        self,
+        peers: Peers,
+        rank: int,
+        size: int,
+        edges: Sequence[Edge],
+        step: Callable[[], int],
+        limit_s: float,
+        parameters: Callable[[], Iterable[tuple[str, torch.Tensor]]] = tuple,
     ) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # as torch documents it
+        self.parameters, self.keeps_ties = parameters, False
+        self._digests: dict[str, str] | None = None
         self.peers, self.edges, self.step, self.limit_s = peers, list(edges), step, limit_s
         self.place = rank
         self._asked: dict[tuple[int, int], deque[Receipt]] = {}
@@ -79,28 +105,48 @@ class PipelineGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return NAME
 
-    def _coding(self, of: int, to: int) -> ValueCoding:
-        """Between stages that are no neighbours nothing is coded."""
-        if abs(of - to) != 1 or not self.edges:
+    def _coding(self, of: int, to: int, tag: int) -> ValueCoding:
+        """Between stages that are no neighbours nothing is coded, nor what a script sends itself."""
+        if abs(of - to) != 1 or not self.edges or tag < SCHEDULE_TAG:
             return FP32
         edge = self.edges[min(of, to)]
         return EDGE_CODINGS[edge.forward][FORWARD] if to > of else EDGE_CODINGS[edge.backward][BACKWARD]
+
+    def _tag(self, tag: int) -> int:
+        """The tag under which a tensor travels. The first one of a schedule tells the others our parameters."""
+        if not by_schedule():
+            return tag
+        if self._digests is None:
+            self._digests = {} if self.keeps_ties else ties.digests(self.parameters())
+            for other in range(self.size()):
+                if other != self.place:
+                    self.peers.send(other, NO_STEP, ties.TAG, ties.packed(self._digests), self.limit_s)
+        return tag + SCHEDULE_TAG
+
+    def _compare(self) -> None:
+        """With what other stages have told of their parameters by now."""
+        for other in range(self.size()):
+            while self._digests is not None and other != self.place and self.peers.has(other, ties.TAG):
+                ties.compare(self._digests, self.place, self.peers.receive(other, ties.TAG, 0.0).payload, other)
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> dist.Work:
         """The tensor is copied: it may change as soon as this returns."""
         (tensor,) = tensors
         if tensor.dtype is torch.uint8 and tensor.ndim < 2:
             raise UsageError(PICKLED)
+        tag = self._tag(tag)
         self._count += 1
         key = Key(zlib.crc32(b"%d,%d" % (self.place, dst)), self._count & 0xFFFFFFFF)
-        payload = encode(tensor, self._coding(self.place, dst), key)
+        payload = framed(tensor, self._coding(self.place, dst, tag), key)
         self.peers.send(dst, self.step(), tag, payload, self.limit_s)
+        self._compare()
         return Done()
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> dist.Work:
         (tensor,) = tensors
         if tensor.dtype is torch.uint8 and tensor.ndim < 2:
             raise UsageError(PICKLED)
+        tag = self._tag(tag)
         receipt = Receipt(self, tensor, src, tag)
         self._asked.setdefault((src, tag), deque()).append(receipt)
         return receipt
@@ -108,17 +154,20 @@ class PipelineGroup(dist.ProcessGroup):
     def fill_next(self, peer: int, tag: int, limit_s: float) -> None:
         """Fill the tensor of this peer and tag that was asked for first."""
         came = self.peers.receive(peer, tag, limit_s)
+        self._compare()
         receipt = self._asked[peer, tag].popleft()
         if came.step != self.step():
             raise IncompatibleError(
-                f"stage {peer} is at step {came.step} of the run, and stage {self.place} at step {self.step()}: start the "
-                "servers of all stages with ps-serve --plan --resume"
+                f"stage {peer} is at step {came.step} of the run, and stage {self.place} at step {self.step()}: each stage "
+                "makes one step() of its DistributedOptimizer after each of its schedule, so each needs a parameter; after a "
+                "restart, start the servers of all stages with ps-serve --plan --resume"
             )
-        decode(came.payload, self._coding(peer, self.place), receipt.tensor)
+        opened(came.payload, self._coding(peer, self.place, tag), receipt.tensor, f"stage {peer}")
         receipt.filled = True
 
     def barrier(self, opts: Any = None) -> dist.Work:
         self.peers.barrier(BARRIER_TAG, self.limit_s)
+        self._compare()
         return Done()
 
 
