@@ -180,6 +180,7 @@ def train(
     resources: Mapping[str, float] | None = None,
     strategy: str = "PACK",
     checkpoint_dir: str = "",
+    steps: int = 0,
     keys: str = "",
     insecure: bool = False,
     host: str = "",
@@ -201,7 +202,7 @@ def train(
     resources: of each worker, as Ray names them, {"CPU": 1} by default. strategy: of the placement group of a cluster's first
     workers.
     checkpoint_dir: on a disk that all nodes see. A server that is lost goes on from there, and a worker that comes again has
-    its optimizer's state from there.
+    its optimizer's state from there. A run that has ended there is refused, but for one that has made fewer than `steps` steps.
     keys: the folder of ps-serve keys, on such a disk, with members worker and, for each cluster, cluster0 and so on.
     host: where servers listen, the address of the node by default.
     restarts: how often a script that failed is started again.
@@ -227,7 +228,7 @@ def train(
 
     def server(label: str, who: str, more: Sequence[str], where: Mapping[str, str] | None, above: Any = None) -> Any:
         own = folder if above is None else f"{folder}/{label}"
-        words = ["serve", *more, "--checkpoint-dir", own, "--resume"]
+        words = ["serve", *more, "--checkpoint-dir", own, "--resume", "--run-id", name, "--steps", str(steps)]
         options = {"lifetime": "detached", "name": f"{name}-{label}", "label_selector": dict(where or {}) or None}
         actor = _actor(options, {"CPU": 1}, words, "--parent", above, label, own, host, room_s)
         actors.servers.append(Kept(who, actor))

@@ -201,10 +201,15 @@ class Coordinator:
         for decision in self.decisions:
             decision.left(seat, how)
         self._decide(now_ns)
-        if self.generations.deserted:
-            self.generations.end(self.version + 1)
         news = [skips(seat, self.min_clock)] if seat.skipped else []
+        news += self._ended() if self.generations.deserted else []
         return [*news, self.roster.event(how, seat), *self._broadcast(now_ns)]
+
+    def _ended(self) -> list[Log]:
+        """End the run, which its workers have done; they have made so many steps, -1: nobody here counts them (gossip)."""
+        self.generations.end(self.version + 1)
+        steps = -1 if self.run.mode.rule is Rule.MIX else self.min_clock * self.run.mode.local_steps
+        return [Log("ended", {"clock": self.min_clock, "steps": steps})]
 
     def _report(self, peer: bytes, report: m.Report, now_ns: int) -> list[ServerEffect]:
         index = report.shard
@@ -330,7 +335,9 @@ class Coordinator:
             return self.stop(now_ns)
         self.generations.wake(now_ns)
         effects = [effect for seat in self.roster.expired(now_ns) for effect in self._remove(seat, "expired", now_ns)]
-        if self.generations.tick(now_ns, self.version + 1):
+        if self.generations.lapsed(now_ns):
+            effects += [*self._ended(), *self._broadcast(now_ns)]
+        elif self.generations.tick(now_ns):
             effects += self._broadcast(now_ns)
         if (guest := self.guests.lost(now_ns)) is not None:
             effects += self._lose(guest, now_ns)

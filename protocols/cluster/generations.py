@@ -133,11 +133,12 @@ class Generations(Decision):
             self.checkpoint_ns = now_ns
             self.rejoin_ns = now_ns if self.run.restart_clock >= 0 and not self.waits_for_all else self.rejoin_ns
 
-    def tick(self, now_ns: int, version: int) -> bool:
-        """End, or ask for a checkpoint, where it is time for that; `version`: of the ledger that will say so."""
-        if self.deserted and self._waited(now_ns) and not self.run.over:
-            self.end(version)  # all had finished when a shard was restarted: nobody comes back
-            return True
+    def lapsed(self, now_ns: int) -> bool:
+        """Whether all had finished when a shard was restarted, and nobody has come back."""
+        return self.deserted and self._waited(now_ns) and not self.run.over
+
+    def tick(self, now_ns: int) -> bool:
+        """Ask for a checkpoint, where it is time for that."""
         clocks, open_ = self.run.settings.checkpoint_clocks, self.run.started and not self.run.over
         if clocks > 0:
             if not (self.tried(self.checkpoint) and open_):

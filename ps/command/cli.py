@@ -38,6 +38,12 @@ from narrows.ps.command.serve import serve
 @click.option("--checkpoint-dir", default="", help="where checkpoints and the final model.safetensors go; none: nowhere "
               "[checkpoints/DATE-TIME]")  # fmt: skip
 @click.option("--resume", is_flag=True, help="go on from the newest checkpoint in --checkpoint-dir, if it has one")
+@click.option("--run-id", default="", metavar="NAME", help="name of this run: with --resume a manager may start it again after "
+              "its end, and workers that come get its model; under another name an ended run is refused")  # fmt: skip
+@click.option("--steps", type=click.IntRange(0), default=0, metavar="N", help="with --resume: go on with a run that has ended "
+              "after fewer than N steps")  # fmt: skip
+@click.option("--fresh-run", is_flag=True, help="begin anew in --checkpoint-dir: what an earlier run has left there is "
+              "moved to a folder in it")  # fmt: skip
 @click.option("--journal/--no-journal", default=True, show_default=True,
               help="keep in memory what a shard has handled, so that one that is killed goes on where it was; without, it goes "
               "back to its newest checkpoint")  # fmt: skip
@@ -78,7 +84,7 @@ def command(context: click.Context, /, **flags: Any) -> int:
     if plan:
         from narrows.ps.command import stages
 
-        taken = ("keys", "checkpoint_dir", "resume", "journal", "ready_file", *stages.OF_ROOT)
+        taken = ("keys", "checkpoint_dir", "resume", *stages.OF_EACH, "journal", "ready_file", *stages.OF_ROOT)
         if more := sorted(told - {"plan", "host", *taken}):
             raise UsageError(f"--{more[0].replace('_', '-')}: the plan says what servers do; leave it out")
         return stages.serve(plan, host, **{name: flags[name] for name in taken})

@@ -67,6 +67,8 @@ class Cluster:
         self.errors: list[tuple[int, int, str]] = []  # shard, exit code, sentence
         self.checkpoint = -1  # clock of the newest
         self.disk: dict[int, str] = {}  # by shard, why its newest could not be written
+        self.run_id = ""  # as --run-id says
+        self.end: dict[str, Any] = {}  # of the run, once its workers have done it
         self.handed: dict[str, Any] = {}  # under gossip, whose model the newest checkpoint has
         self.signals: list[int] = []
         self.asked: list[int] = []  # to show the tree
@@ -268,6 +270,8 @@ class Cluster:
                 if name == "checkpoint":
                     self.checkpoint = values["clock"] if index == 0 else self.checkpoint
                     self.disk.pop(index, None)
+                elif name == "ended":
+                    self.end = {"steps": values["steps"]}
                 elif name == "handed over":
                     self.handed = values
                 elif name == "journal":  # it has none any more
@@ -318,7 +322,8 @@ class Cluster:
             clock = checkpoints.newest(folder, self.settings.shards)
         if clock >= 0:
             try:
-                path = model.merge(folder, clock, model.buffers(folder, clock), say)
+                end = {**self.end, "run_id": self.run_id} if self.end else None
+                path = model.merge(folder, clock, model.buffers(folder, clock), say, end)
             except OSError as error:
                 why = f"{error.strerror or error}; --checkpoint-dir {folder} --resume has its checkpoints, of clock {clock}"
                 raise NotSavedError(f"the run was trained, but {folder / model.NAME} is missing: {why}") from None

@@ -12,7 +12,7 @@ from narrows.ps.glance.events import sentence
 EMBEDDED = os.environ.get("NARROWS_EMBEDDED") == "1"  # in a ps-worker, which ends us by closing our stdin
 NAME = "ps-worker" if EMBEDDED else "ps-serve"
 
-FIGURES = ("worker", "summary", "waits", "handed over")
+FIGURES = ("worker", "summary", "waits", "handed over", "ended")
 NOTED = (
     "void",
     "long",

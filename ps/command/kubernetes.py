@@ -13,7 +13,8 @@ VARIABLES = "$("  # of a command: $(NAME); "$$(" is no variable
 
 CLAIM = """\
 # A PersistentVolumeClaim named narrows, ReadWriteMany, keeps checkpoints and the states of the workers' optimizers. A server
-# that is lost is started again and goes on from there; a worker that is lost is started again, and joins."""
+# that is lost is started again and goes on from there; a worker that is lost is started again, and joins. Each JobSet has a
+# folder of its own, named by its uid: one that is made anew is another run."""
 
 
 def _pod(name: str, command: list[str], args: list[str], named: bool, more: str, keys: bool, key: str) -> str:
@@ -25,7 +26,11 @@ def _pod(name: str, command: list[str], args: list[str], named: bool, more: str,
     mounts += [("run", "/run/narrows", "persistentVolumeClaim: {claimName: narrows}")]
     volumes = "".join(f"\n  - name: {each}\n    {what}" for each, _, what in mounts)
     mounted = "".join(f"\n    - {{name: {each}, mountPath: {path}}}" for each, path, _ in mounts)
-    label = "metadata.labels['jobset.sigs.k8s.io/jobset-name']"
+    labels = {"RUN_ID": "uid"} | ({"JOBSET_NAME": "name"} if named else {})
+    paths = {each: f"metadata.labels['jobset.sigs.k8s.io/jobset-{what}']" for each, what in labels.items()}
+    variables = "".join(
+        f'\n    - {{name: {each}, valueFrom: {{fieldRef: {{fieldPath: "{path}"}}}}}}' for each, path in paths.items()
+    )
     return "\n".join(
         (
             "spec:",
@@ -37,11 +42,7 @@ def _pod(name: str, command: list[str], args: list[str], named: bool, more: str,
             "    image: narrows:latest  # ps-serve --print dockerfile",
             f"    command: {listed(command, VARIABLES)}",
             *([f"    args: {listed(args, VARIABLES)}"] if args else []),
-            *(
-                [f'    env:\n    - {{name: JOBSET_NAME, valueFrom: {{fieldRef: {{fieldPath: "{label}"}}}}}}']
-                if named
-                else []
-            ),
+            f"    env:{variables}",
             f"    volumeMounts:{mounted}",
             *([indent(more, "    ")] if more else []),
         )
@@ -58,8 +59,8 @@ def _replicated_jobs(recipe: Recipe, name: str, folder: str, workers: str, conta
     numbers = [*range(recipe.port, recipe.port + recipe.shards), *(port for _, port in recipe.sites.values())]
     ports = "\n".join(f"- containerPort: {port}" for port in dict.fromkeys(numbers))
     ready = f"ports:\n{ports}\nreadinessProbe:\n  exec: {{command: [test, -e, {READY}]}}\n  periodSeconds: 2"
-    folder, server_host = Expanded(folder), Expanded(f"{name}-server-0-0.{name}")
-    serve = recipe.serve(folder, "--ready-file", READY, keys="/keys")
+    folder, server_host = Expanded(f"{folder}/$(RUN_ID)"), Expanded(f"{name}-server-0-0.{name}")
+    serve = recipe.serve(folder, Expanded("$(RUN_ID)"), "--ready-file", READY, keys="/keys")
     work = recipe.work(server_host, folder, script=[], keys="/keys")
     keys, named = bool(recipe.keys), name.startswith("$")
     server = indent(_pod("ps-serve", serve, [], named, ready, keys, "server"), " " * 8)

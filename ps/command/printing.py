@@ -29,7 +29,9 @@ def slurm(recipe: Recipe) -> str:
     """A heterogeneous job: the server on the node of the batch script, the workers as one step of the second component."""
     server = shlex.quote(recipe.host) if recipe.host else "$(hostname)"
     workers = f"{recipe.workers} worker{'s' * (recipe.workers > 1)}"
-    serve = shell(recipe.serve(Expanded("$folder"), "--ready-file", Expanded("$folder.ready")))
+    serve = shell(
+        recipe.serve(Expanded("$folder"), Expanded("$SLURM_JOB_ID"), "--ready-file", Expanded("$folder.ready"))
+    )
     work = shell(recipe.work(Expanded("$server"), Expanded("$folder"), script=[Expanded("$@")]))
     return f"""#!/bin/bash
 # Narrows on Slurm: a server, and {workers}. Run it with: sbatch FILE {SCRIPT[0]} ARGS...
@@ -104,9 +106,11 @@ USER 1000:1000
 """
 
 
-def _everywhere(recipe: Recipe, server: str, rank: str, folder: str) -> str:
-    """One script for all machines: that of rank 0 has the server, too."""
-    head = shell(recipe.serve(folder, keys="/keys"))
+def _everywhere(recipe: Recipe, server: str, rank: str, run_id: str) -> str:
+    """One script for all machines: that of rank 0 has the server, too. `run_id`: by which the manager knows the run, also when
+    it starts it again."""
+    folder = Expanded(f"/checkpoints/{run_id}")
+    head = shell(recipe.serve(folder, Expanded(run_id), keys="/keys"))
     work = shell(recipe.work(Expanded("$server"), folder, keys="/keys"))
     return f"""server={server}
 if [ "{rank}" = 0 ]; then
@@ -119,8 +123,9 @@ wait  # for the server, which ends with its last worker
 
 def sky(recipe: Recipe) -> str:
     keys = f"  /keys: {json.dumps(recipe.keys)}\n" if recipe.keys else ""
-    run = _everywhere(recipe, '$(echo "$SKYPILOT_NODE_IPS" | head -n 1)', "$SKYPILOT_NODE_RANK", "/checkpoints")
-    return f"""# Narrows on SkyPilot: sky jobs launch FILE. A job that is recovered goes on from /checkpoints.
+    run = _everywhere(recipe, '$(echo "$SKYPILOT_NODE_IPS" | head -n 1)', "$SKYPILOT_NODE_RANK", "$SKYPILOT_TASK_ID")
+    return f"""# Narrows on SkyPilot: sky jobs launch FILE. A job that is recovered goes on from its own folder in
+# /checkpoints; another job is another run.
 {recipe.note()}
 name: narrows
 num_nodes: {recipe.workers}
@@ -136,8 +141,8 @@ run: |
 def dstack(recipe: Recipe) -> str:
     keys = f"files: [{{local_path: {json.dumps(recipe.keys)}, path: /keys}}]\n" if recipe.keys else ""
     run = "chmod -R go= /keys\n" if recipe.keys else ""
-    run += _everywhere(recipe, "$DSTACK_MASTER_NODE_IP", "$DSTACK_NODE_RANK", "/checkpoints")
-    return f"""# Narrows on dstack: dstack apply -f FILE, on a fleet with placement: cluster.
+    run += _everywhere(recipe, "$DSTACK_MASTER_NODE_IP", "$DSTACK_NODE_RANK", "$DSTACK_RUN_ID")
+    return f"""# Narrows on dstack: dstack apply -f FILE, on a fleet with placement: cluster. Each run has a folder of its own.
 {recipe.note()}
 type: task
 name: narrows
@@ -171,10 +176,13 @@ print(result)
 '''
 
 
+COMPOSED = (Expanded("/run/narrows/${RUN_ID:-first}"), Expanded("${RUN_ID:-first}"))  # folder and name of a run
+
+
 def compose(recipe: Recipe) -> str:
     """Two cities on one machine: a network each, and one between their servers and the one above. A city runs
     bsp: its server has the state of the optimizer."""
-    above = recipe.serve("/run/narrows", "--ready-file", READY, run=dict(recipe.run) | {"workers": 2, "shards": recipe.shards},
+    above = recipe.serve(*COMPOSED, "--ready-file", READY, run=dict(recipe.run) | {"workers": 2, "shards": recipe.shards},
                          keys="/keys", inside=True)  # fmt: skip
     city = {"workers": recipe.workers, "shards": recipe.shards, "sync": "bsp"}
     key = ["--parent-key", "/keys/{}.key"] if recipe.keys else ["--insecure"]
@@ -185,7 +193,7 @@ def compose(recipe: Recipe) -> str:
     cities = ""
     for name in names:
         inside = Recipe(ANY_HOST, recipe.port, recipe.workers, recipe.shards, city, "", journal=recipe.journal)
-        serve = inside.serve("/run/narrows", "--ready-file", READY, *(word.format(name) for word in parent), run=city)
+        serve = inside.serve(*COMPOSED, "--ready-file", READY, *(word.format(name) for word in parent), run=city)
         serve += [] if "--insecure" in serve else ["--insecure"]  # inside a city, where only its workers are
         work = inside.work(name, "", "-n", str(recipe.workers))
         own = [(f"{recipe.keys}/{name}.key", f"/keys/{name}.key")] if recipe.keys else []
@@ -199,6 +207,7 @@ def compose(recipe: Recipe) -> str:
     )
     return dedent(f"""\
         # Two cities on one machine: docker compose -f FILE up. It needs the image of --print dockerfile.
+        # It goes on with the run that RUN_ID names; RUN_ID=second docker compose -f FILE up begins another one.
         {note}
         services:
         """) + _service("above", above, ["between"], disk, [*sites], "") + cities + dedent("""\

@@ -38,19 +38,22 @@ class Recipe:
     def serve(
         self,
         folder: str,
+        run_id: str,
         *more: str,
         run: Mapping[str, Any] | None = None,
         keys: str | None = None,
         inside: bool = False,
     ) -> list[str]:
-        """A server that goes on from `folder`. `run`: instead of these flags. `keys`: where the folder is mounted. `inside`:
+        """A server that goes on from `folder`, which this run has for itself: `run_id` names the run, also where the manager
+        starts it again. `run`: instead of these flags. `keys`: where the folder is mounted. `inside`:
         in a container, of which others reach no loopback."""
         words = ["ps-serve", "--bind", f"tcp://{self.host or ANY_HOST}:{self.port}"]
         words += flags.words({"workers": self.workers, "shards": self.shards} | dict(self.run) if run is None else run)
         words += ["--keys", self.keys if keys is None else keys] if self.keys else [] if self.host else ["--insecure"]
         words += [f"{flag}={ANY_HOST if inside else host}:{port}" for flag, (host, port) in self.sites.items()]
         words += [self.journal] if self.journal else []
-        return [*words, "--checkpoint-dir", folder, *["--resume"] * self.resume, *more]
+        again = ["--resume", "--run-id", run_id] if self.resume else []
+        return [*words, "--checkpoint-dir", folder, *again, *more]
 
     def work(
         self, server: str, folder: str, *more: str, script: list[str] = SCRIPT, keys: str | None = None

@@ -7,6 +7,7 @@ import os
 import secrets
 import socket
 import time
+from pathlib import Path
 from typing import Any
 
 from narrows.protocols.addresses import ANY_HOSTS, is_loopback, parse_address
@@ -90,6 +91,9 @@ def serve(
     parent_key: str,
     checkpoint_dir: str,
     resume: bool,
+    run_id: str,
+    steps: int,
+    fresh_run: bool,
     journal: bool,
     replicas: int,
     standby: str,
@@ -109,6 +113,7 @@ def serve(
         from narrows.ps.command import joining
 
         named = {"--parent": parent, "--parent-key": parent_key, "--resume": resume, "--replicas": replicas}
+        named |= {"--run-id": run_id, "--steps": steps, "--fresh-run": fresh_run}
         named |= {"--standby": standby, "--checkpoint-dir": checkpoint_dir, "--record": record}
         named |= {"--dashboard": dashboard, "--metrics": metrics}
         return joining.join(
@@ -122,7 +127,7 @@ def serve(
             is_loopback,
             digest,
         )
-    more = parent or resume or replicas
+    more = parent or resume or replicas or steps or fresh_run
     original = original_of(standby, keys, parent_key, insecure, bind, given(flags), more) if standby else {}
     settings = original["settings"] if standby else given(flags) | {"plan_digest": digest}
     cluster = Cluster(Settings(**settings).validated())
@@ -136,7 +141,11 @@ def serve(
     try:
         cluster.host, cluster.port = checked(cluster.settings, bind, parent, not (keys or insecure), resume, replicas)
         secrets_checked(keys, parent or original.get("parent", ""), parent_key)
-        folder = checkpoints.make_folder(checkpoint_dir, resume)
+        if fresh_run:
+            begin_anew(checkpoint_dir)
+        folder, cluster.run_id = checkpoints.make_folder(checkpoint_dir, resume), run_id
+        if resume and (told := ended(Path(folder), run_id, steps)):
+            say(told)
         held = lock(folder) if folder else None
         if resume and (why := checkpoints.why_anew(folder)):
             say(f"--resume: {why}")
@@ -185,6 +194,46 @@ def serve(
             for empty in (folder, checkpoints.DEFAULT):
                 with contextlib.suppress(OSError):
                     os.rmdir(empty)
+
+
+def begin_anew(folder: str) -> None:
+    """Move what an earlier run has left there out of the way. Raises UsageError."""
+    from narrows.ps.process import checkpoints
+
+    if folder in ("", "none"):
+        raise UsageError("--fresh-run: name the folder with --checkpoint-dir; without, each run has a new one")
+    try:
+        kept = checkpoints.move_aside(Path(folder)) if Path(folder).is_dir() else ""
+    except OSError as error:
+        raise UsageError(
+            f"--fresh-run: {folder}: {error.strerror}; name another folder with --checkpoint-dir"
+        ) from None
+    if kept:
+        say(f"what an earlier run has left in {folder} is in {kept}")
+
+
+def ended(folder: Path, run_id: str, steps: int) -> str:
+    """Say what becomes of a run that has ended, "": none has in this folder. `steps`: to which it is to go on, 0: to none.
+
+    Raises UsageError where it is not to go on: its workers would make no step, and show a model of another script or seed.
+    """
+    from narrows.ps.process import model
+
+    end = model.end_of(folder)
+    if end is None or 0 <= end["steps"] < steps:
+        return ""
+    after = (
+        f"the run in {folder} has ended, after {end['steps']} steps"
+        if end["steps"] >= 0
+        else f"the run in {folder} has ended"
+    )
+    if run_id and end.get("run_id") == run_id:
+        return f"{after}; workers of run {run_id} that come again get its model"
+    more = max(end["steps"], 0)
+    raise UsageError(
+        f"--resume: {after}: name another --checkpoint-dir for a new run, give --steps N with more than {more} to train on, or "
+        "--fresh-run to begin anew there"
+    )
 
 
 def original_of(

@@ -27,14 +27,17 @@ from narrows.ps.command.serve import PLAN_DIGEST
 
 MEET_S = 600.0  # all hosts have begun within this
 TAG = 0
+OF_EACH = ("run_id", "steps", "fresh_run")  # flags of each server
 OF_ROOT = ("dashboard", "metrics", "record", "replicas")  # flags of one server: the root's, which knows all below it
 
 
 def serve(
-    plan: str, host: str, keys: str, checkpoint_dir: str, resume: bool, journal: bool, ready_file: str, **of_root: Any
+    plan: str, host: str, keys: str, checkpoint_dir: str, resume: bool, journal: bool, ready_file: str, **more: Any
 ) -> int:
-    """`of_root`: those of OF_ROOT. Raises UsageError where the plan is none, a flag is for another host, or the stages have no
-    checkpoint in common."""
+    """`more`: the flags of OF_EACH and of OF_ROOT.
+
+    Raises UsageError where the plan is none, a flag is for another host, or the stages have no checkpoint in common.
+    """
     layout = plans.read(plan)
     here = plans.this_host(layout, host)
     servers = [server for server in layout.servers(keys) if server.place.host == here]
@@ -42,7 +45,9 @@ def serve(
         raise UsageError(
             f"--plan {plan}: no server stands on {here}; its workers are started with ps-worker --plan {plan}"
         )
-    watched = watching(layout, here, of_root)
+    each = [*(["--run-id", more["run_id"]] if more["run_id"] else []), *["--fresh-run"] * more["fresh_run"]]
+    each += ["--steps", str(more["steps"])] if more["steps"] else []
+    watched = watching(layout, here, {name: more[name] for name in OF_ROOT})
     if resume and not checkpoint_dir:
         raise UsageError("--resume: name the folder with --checkpoint-dir")
     if resume and layout.served(here):
@@ -55,7 +60,7 @@ def serve(
         more = ["--journal" if journal else "--no-journal"]
         if server.children:  # checkpoints of a guest are with the server that it joins
             folder = checkpoint_dir if checkpoint_dir in ("", "none") else f"{checkpoint_dir}/{name}"
-            more += [*(["--checkpoint-dir", folder] if folder else []), *["--resume"] * resume]
+            more += [*(["--checkpoint-dir", folder] if folder else []), *["--resume"] * resume, *each]
         more += ["--ready-file", f"{ready_file}.{name}"] if ready_file else []
         more += watched.get(name, [])
         flags = [*server.flags]

@@ -15,6 +15,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from narrows.protocols.errors import IncompatibleError, UsageError
 from narrows.protocols.keys import overlaps, split
 from narrows.protocols.plan import DTYPES, NamedArray, Plan
-from narrows.protocols.saved import BYTES, COMING, SHARD, shard_file
+from narrows.protocols.saved import BYTES, COMING, SHARD, STATE, shard_file
 from narrows.ps import tables
 from narrows.ps.changes import Load
 from narrows.ps.recut import recut
@@ -169,6 +170,20 @@ def make_folder(told: str, resume: bool) -> str:
         raise UsageError(
             f"--checkpoint-dir {told or DEFAULT}: {error.strerror}; name another folder, or none"
         ) from None
+
+
+def move_aside(folder: Path) -> str:
+    """Move what runs have left in `folder` to a new folder in it, and return its name, "" without any. Raises OSError."""
+    names = (SHARD, COMING, STATE)
+    left = [path for path in folder.iterdir() if any(name.fullmatch(path.name) for name in names)]
+    left += list(folder.glob("model.safetensors"))
+    if not left:
+        return ""
+    kept = next(kept for number in count(1) if not (kept := folder / f"earlier-{number}").exists())
+    kept.mkdir()
+    for path in left:
+        os.replace(path, kept / path.name)
+    return str(kept)
 
 
 def path_of(folder: Path, shard: int, clock: int) -> Path:

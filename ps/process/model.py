@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from narrows.protocols.plan import DTYPES, NamedArray, Plan, unpack_arrays
 from narrows.protocols.runtime.output import set_aside
 from narrows.protocols.tables import TableSpec
 from narrows.ps import tables
-from narrows.ps.process.checkpoints import NamedBlocks, named, path_of, read, shards_of, write_file
+from narrows.ps.process.checkpoints import NamedBlocks, clocks, named, path_of, read, shards_of, write_file
 
 NAME = "model.safetensors"  # of the model of a run, in its folder of checkpoints
 
@@ -85,10 +85,31 @@ def _ours(path: Path) -> bool:
         return False
 
 
-def merge(folder: Path, clock: int, buffers: dict[str, NamedArray], said: Callable[[str], object] = str) -> Path:
+def end_of(folder: Path) -> dict[str, Any] | None:
+    """Facts of the end of the run in `folder`: "clock", "steps" that it has made, and its "run_id".
+
+    Returns:
+        None where no run has ended there, or where it has gone on since.
+    """
+    with suppress(OSError, SafetensorError, KeyError, TypeError, ValueError):
+        with safe_open(folder / NAME, framework="numpy") as file:
+            facts: dict[str, Any] = json.loads((file.metadata() or {})["narrows"])
+        if "steps" in facts and max(clocks(folder, 0), default=-1) <= facts["clock"]:
+            return facts
+    return None
+
+
+def merge(
+    folder: Path,
+    clock: int,
+    buffers: dict[str, NamedArray],
+    said: Callable[[str], object] = str,
+    end: Mapping[str, Any] | None = None,
+) -> Path:
     """Write model.safetensors from the shards' checkpoints of `clock`; return its path.
 
-    A file of that name that no run has written is kept under another, and `said` is told which.
+    A file of that name that no run has written is kept under another, and `said` is told which. `end`: facts of a run that has
+    ended, as `end_of` finds them.
     """
     flat = []
     facts: dict[str, Any] = {}
@@ -111,7 +132,7 @@ def merge(folder: Path, clock: int, buffers: dict[str, NamedArray], said: Callab
     path = folder / NAME
     if not _ours(path) and (kept := set_aside(path)):
         said(f"{path} was not written by narrows, and is kept as {kept}")
-    write_file(path, tensors, {"format": "pt", "narrows": json.dumps({"clock": clock})})
+    write_file(path, tensors, {"format": "pt", "narrows": json.dumps({**(end or {}), "clock": clock})})
     return path
 
 

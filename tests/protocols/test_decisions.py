@@ -262,11 +262,11 @@ def test_one_checkpoint_at_a_time() -> None:
     run.move("start")
     decision.wake(0)
     report(run, 0), report(run, 1)
-    assert not decision.tick(NS - 1, 0) and decision.tick(NS, 0) and decision.checkpoint == 1
+    assert not decision.tick(NS - 1) and decision.tick(NS) and decision.checkpoint == 1
     report(run, 0, checkpoints=(1,), tried=1)
-    assert not decision.tick(5 * NS, 0), "shard 1 has yet to write it"
+    assert not decision.tick(5 * NS), "shard 1 has yet to write it"
     report(run, 1, tried=1)  # it could not write it: the next one is asked for all the same
-    assert decision.tick(5 * NS, 0)
+    assert decision.tick(5 * NS)
 
 
 def test_so_long_is_left_between_checkpoints_that_writing_them_takes_2_percent() -> None:
@@ -274,13 +274,13 @@ def test_so_long_is_left_between_checkpoints_that_writing_them_takes_2_percent()
     decision = generations(run)
     report(run, 0), report(run, 1)
     decision.wake(0)
-    assert not decision.tick(100 * NS, 0), "the run has not begun"
+    assert not decision.tick(100 * NS), "the run has not begun"
     run.move("start")
-    assert decision.tick(100 * NS, 0), "what it began with"
+    assert decision.tick(100 * NS), "what it began with"
     for took_ns, waits_ns in ((0, EVERY_LEAST_NS), (NS, 50 * NS)):
         before_ns = decision.checkpoint_ns
         report(run, 0, tried=1, wrote_ns=took_ns // 2), report(run, 1, tried=1, wrote_ns=took_ns)
-        assert not decision.tick(before_ns + waits_ns - 1, 0) and decision.tick(before_ns + waits_ns, 0)
+        assert not decision.tick(before_ns + waits_ns - 1) and decision.tick(before_ns + waits_ns)
 
 
 def test_a_stage_has_checkpoints_at_clocks_that_other_stages_have_too() -> None:
@@ -290,12 +290,12 @@ def test_a_stage_has_checkpoints_at_clocks_that_other_stages_have_too() -> None:
     decision.wake(0)
     report(run, 0), report(run, 1)
     decision.rounds.min_clock = 7  # as after --resume
-    assert decision.tick(0, 0) and decision.checkpoint == 10
+    assert decision.tick(0) and decision.checkpoint == 10
     decision.rounds.min_clock = 10
     report(run, 0, tried=10)
-    assert not decision.tick(100 * NS, 0), "shard 1 has yet to write it"
+    assert not decision.tick(100 * NS), "shard 1 has yet to write it"
     report(run, 1, tried=10)
-    assert decision.tick(100 * NS, 0) and decision.checkpoint == 15
+    assert decision.tick(100 * NS) and decision.checkpoint == 15
 
 
 def test_a_stage_begins_again_with_all_its_workers_and_others_after_a_lease() -> None:

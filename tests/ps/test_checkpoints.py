@@ -24,12 +24,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from narrows.protocols.errors import IncompatibleError
+from narrows.protocols.errors import IncompatibleError, UsageError
 from narrows.protocols.plan import Plan, TensorSpec
 from narrows.protocols.settings import Settings
+from narrows.ps.command.serve import begin_anew, ended
 from narrows.ps.process import checkpoints
 from narrows.ps.process import model as model_file
-from narrows.ps.process.checkpoints import KEPT, clocks, newest, path_of, read, write
+from narrows.ps.process.checkpoints import KEPT, clocks, newest, path_of, read, write, write_file
 from narrows.ps.process.model import buffers, merge
 from narrows.ps.process.writer import Writer
 from narrows.worker import DistributedOptimizer, clock
@@ -537,3 +538,43 @@ def test_the_memory_of_the_first_copy_is_there_before_it_is_needed(tmp_path: Pat
     copies = writer._copy({"x": x, "p": x, "m": m})
     assert all(copies[name] is rooms[name] for name in rooms)
     assert (copies["x"] == 1).all() and (copies["m"] == 2).all()
+
+
+# Runs that have ended.
+
+
+def ended_in(folder: Path, **facts: Any) -> None:
+    write_file(folder / model_file.NAME, {}, {"narrows": json.dumps({"clock": 60, **facts})})
+    (folder / "shard-0.clock-60.safetensors").touch()
+
+
+def test_a_run_that_has_ended_is_told_from_one_that_was_stopped_or_has_gone_on(tmp_path: Path) -> None:
+    assert model_file.end_of(tmp_path) is None and ended(tmp_path, "", 0) == ""
+    ended_in(tmp_path)
+    assert model_file.end_of(tmp_path) is None, "it was stopped: its model is not that of an end"
+    ended_in(tmp_path, steps=600, run_id="one")
+    assert model_file.end_of(tmp_path) == {"clock": 60, "steps": 600, "run_id": "one"}
+    for run_id, steps in (("", 0), ("two", 0), ("", 600)):
+        with pytest.raises(
+            UsageError, match=r"has ended, after 600 steps: name another .* more than 600 .* --fresh-run"
+        ):
+            ended(tmp_path, run_id, steps)
+    assert ended(tmp_path, "", 601) == "" and "workers of run one" in ended(tmp_path, "one", 0)
+    (tmp_path / "shard-0.clock-64.safetensors").touch()
+    assert model_file.end_of(tmp_path) is None, "it has gone on since, and was killed"
+
+
+def test_a_fresh_run_moves_what_an_earlier_one_left_and_nothing_else(tmp_path: Path) -> None:
+    ended_in(tmp_path, steps=600)
+    for name in ("narrows-optimizer-0.pt", "notes.txt"):
+        (tmp_path / name).write_text(name)
+    begin_anew(str(tmp_path))
+    assert {path.name for path in tmp_path.iterdir()} == {"notes.txt", "earlier-1"}
+    ended_in(tmp_path, steps=20)
+    begin_anew(str(tmp_path))
+    assert model_file.end_of(tmp_path / "earlier-2") == {"clock": 60, "steps": 20}
+    assert model_file.end_of(tmp_path / "earlier-1") == {"clock": 60, "steps": 600}
+    begin_anew(str(tmp_path))
+    assert not (tmp_path / "earlier-3").exists(), "there was nothing"
+    with pytest.raises(UsageError, match="--fresh-run: name the folder with --checkpoint-dir"):
+        begin_anew("")

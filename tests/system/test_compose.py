@@ -78,6 +78,7 @@ def up(text: str, folder: Path, script: str, args: list[str]) -> Iterator[dict[s
                 ready = folder / other / "tmp" / Path(READY).name
                 until(ready.exists, f"{other} to be healthy", 2 * LIMIT_S)
             told = [word.replace(READY, str(own / "tmp" / Path(READY).name)) for word in service["command"]]
+            told = [word.replace("${RUN_ID:-first}", "first") for word in told]
             words = [str(BIN / told[0]), *told[1:]]
             words += args if words[-1] == "train.py" else []
             command = ["unshare", "--mount", "sh", "-e", "-c", INSIDE, "inside", str(own), *words]
@@ -96,5 +97,7 @@ def test_the_two_cities_of_compose_train_and_end(tmp_path: Path) -> None:
         codes = {name: process.wait(max(1.0, deadline - time.monotonic())) for name, process in processes.items()}
     said = {name: (tmp_path / name / "said").read_text() for name in processes}
     assert codes == dict.fromkeys(processes, 0), said
-    assert len(processes) == 5 and load_file(tmp_path / "above" / "run" / "model.safetensors")["weight"].shape == (2, 4)
+    assert len(processes) == 5 and load_file(tmp_path / "above" / "run" / "first" / "model.safetensors")[
+        "weight"
+    ].shape == (2, 4)
     assert all("2 of 2 workers done" in said[f"{city}-workers"] for city in ("leipzig", "jena")), said

@@ -144,7 +144,10 @@ def test_a_machine_that_joined_ends_with_the_run_and_resume_finds_its_keys(tmp_p
     clock = worker.clock
     with safe_open(tmp_path / "kept" / "model.safetensors", framework="numpy") as file:
         assert sum(file.get_tensor(name).size for name in file.keys()) == flat(worker.model).size  # noqa: SIM118
-    with serving(*UPDATES, "--resume", *kept) as server, Worker(server.address, rate=RATE) as again:
+    with (
+        serving(*UPDATES, "--resume", "--steps", "100000", *kept) as server,
+        Worker(server.address, rate=RATE) as again,
+    ):
         assert again.clock == clock
         again.train(5)
 

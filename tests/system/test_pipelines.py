@@ -98,7 +98,7 @@ def test_a_killed_stage_ends_its_pipeline_and_stages_go_back_to_a_clock_that_all
     newest = max(found := whole(folder / "stage-1"))
     (folder / "stage-1" / f"shard-0.clock-{newest}.safetensors").unlink()  # as if this stage had been slower
     assert go_back(layout, "here", folder, "") == max(set(found) - {newest}) == max(whole(folder / "stage-0"))
-    with started(*serve, "--resume", cwd=tmp_path) as server:
+    with started(*serve, "--resume", "--steps", "1000", cwd=tmp_path) as server:
         until(lambda: server.out.count("serves 1 shard") == STAGES, server)
         servers = descendants(server.pid)
         assert len(servers) >= 2 * STAGES

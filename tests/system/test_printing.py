@@ -312,11 +312,16 @@ def test_a_train_job_is_a_run_of_its_own() -> None:
     serves, trains = (each["template"]["spec"]["template"]["spec"]["containers"][0] for each in (server, node))
     assert trains["name"] == "node" and serves["name"] != "node"
     for each in (serves, trains):
-        (variable,) = each["env"]
-        assert variable["name"] == "JOBSET_NAME" and "jobset-name" in variable["valueFrom"]["fieldRef"]["fieldPath"]
+        paths = {variable["name"]: variable["valueFrom"]["fieldRef"]["fieldPath"] for variable in each["env"]}
+        assert paths == {
+            name: f"metadata.labels['jobset.sigs.k8s.io/jobset-{what}']"
+            for name, what in (("RUN_ID", "uid"), ("JOBSET_NAME", "name"))
+        }
     words = [word.replace("$(JOBSET_NAME)", "run-1") for word in (*serves["command"], "|", *trains["command"])]
+    words = [word.replace("$(RUN_ID)", "b7") for word in words]
     params, own = parsed(words[: words.index("|")]), words[words.index("|") + 1 :]
-    assert params["checkpoint_dir"].endswith("/run-1") and params["workers"] == runtime["spec"]["mlPolicy"]["numNodes"]
+    assert params["checkpoint_dir"].endswith("/run-1/b7") and params["run_id"] == "b7"
+    assert params["workers"] == runtime["spec"]["mlPolicy"]["numNodes"]
     assert parsed([*own, *job["spec"]["trainer"]["args"]])["server"] == "tcp://run-1-server-0-0.run-1:6001"
 
 

@@ -86,7 +86,7 @@ def test_a_run_that_is_resumed_does_the_rest(tmp_path: Path, monkeypatch: pytest
     """Its worker leaves in the midst of the second epoch, and the run ends with a checkpoint."""
     seen: list[int] = []
     said = ""
-    for some, more in ((18, ()), (100, ("--resume",))):
+    for some, more in ((18, ()), (100, ("--resume", "--steps", "100"))):
         with serving("--sync", "ssp", "--shards", "2", "--checkpoint-dir", str(tmp_path), *more) as server:
             worker = Worker(server.address)
             monkeypatch.setattr(session, "_session", worker.session)

@@ -20,9 +20,11 @@ from kit.logs import whole_run
 from kit.processes import (
     GONE_S,
     LIMIT_S,
+    SCRIPT,
     Worker,
     alive,
     descendants,
+    finished,
     free_ports,
     parent,
     serving,
@@ -36,7 +38,7 @@ from safetensors.torch import load_file
 
 from narrows.protocols.addresses import local_endpoint
 from narrows.ps.command.lives import RESTARTS_MAX
-from narrows.ps.process import checkpoints
+from narrows.ps.process import checkpoints, model
 from narrows.ps.process.main import first_line
 from narrows.ps.process.writer import Writer
 
@@ -293,3 +295,22 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(tmp_path: Pat
         assert f"{path} is damaged" in server.command.out
         assert f"ps-serve: goes on from the checkpoint of clock {before}\n" in server.command.out
         assert again.clock == before
+
+
+def test_an_ended_run_is_not_resumed_but_under_its_name_or_for_more_steps(tmp_path: Path) -> None:
+    script, folder = tmp_path / "script.py", tmp_path / "kept"
+    script.write_text(SCRIPT % "pass")
+    words = ("ps-worker", "--sync", "bsp", "--push", "update", "--checkpoint-dir", str(folder))
+    assert finished(*words, "--run-id", "one", str(script), "5")[0] == 0
+    first = (folder / "model.safetensors").read_bytes()
+    for more in ((), ("--run-id", "two"), ("--steps", "5")):
+        code, _, err = finished(*words, "--resume", *more, str(script), "5")
+        assert code == 2 and f"the run in {folder} has ended, after 5 steps: name another" in err, (more, err)
+        assert (folder / "model.safetensors").read_bytes() == first
+    code, _, err = finished(*words, "--resume", "--run-id", "one", str(script), "5")  # a manager that starts it again
+    assert code == 0 and "workers of run one that come again get its model" in err, err
+    code, _, err = finished(*words, "--resume", "--steps", "8", str(script), "8")
+    assert code == 0 and model.end_of(folder) == {"clock": 8, "steps": 8, "run_id": ""}, err
+    code, _, err = finished(*words, "--fresh-run", str(script), "3")
+    assert code == 0 and model.end_of(folder) == {"clock": 3, "steps": 3, "run_id": ""}, err
+    assert model.end_of(folder / "earlier-1") == {"clock": 8, "steps": 8, "run_id": ""}

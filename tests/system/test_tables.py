@@ -37,7 +37,7 @@ def test_rows_outlive_killed_shards_and_another_cut(tmp_path: Path, monkeypatch:
     with serving(*flags, "--shards", "2") as server:
         train(server, 8, kills=(1, 0))
     check(tmp_path, 8)
-    with serving(*flags, "--shards", "1", "--resume") as server:
+    with serving(*flags, "--shards", "1", "--resume", "--steps", "14") as server:
         train(server, 14)
     check(tmp_path, 14)
 

@@ -19,6 +19,9 @@ DEFAULTS = {"sync": "bsp", "push": "update"}  # where no flag of a run is given:
 # The flags of a run that nobody looks at, or that has one worker.
 OFF: dict[str, Any] = {
     "resume": False,
+    "run_id": "",
+    "steps": 0,
+    "fresh_run": False,
     "checkpoint_dir": "",
     "record": "",
     "restarts": 0,

@@ -35,6 +35,12 @@ from narrows.worker.command.options import checked
 @click.option("--checkpoint-dir", default="", help="where workers keep their optimizers' states, and the embedded server its "
               "checkpoints [none]")  # fmt: skip
 @click.option("--resume", is_flag=True, help="go on from the newest checkpoint in --checkpoint-dir, if it has one")
+@click.option("--run-id", default="", metavar="NAME", help="as of ps-serve, for the embedded server: with --resume a run that "
+              "has ended is given out again under its name alone")  # fmt: skip
+@click.option("--steps", type=click.IntRange(0), default=0, metavar="N", help="with --resume: go on with a run that has ended "
+              "after fewer than N steps")  # fmt: skip
+@click.option("--fresh-run", is_flag=True, help="begin anew in --checkpoint-dir: what an earlier run has left there is "
+              "moved to a folder in it")  # fmt: skip
 @click.option("--fresh", is_flag=True, help="start each worker in an interpreter of its own; else all are forked from one that "
               "has imported torch")  # fmt: skip
 @click.option(

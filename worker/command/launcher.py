@@ -145,6 +145,8 @@ class Launcher:
         words = ["-m", "narrows.ps.command.cli", "--bind", "tcp://127.0.0.1:0", "--record", ""]
         words += flags.words(self.options.run)
         words += ["--checkpoint-dir", self.options.checkpoint_dir or "none", *["--resume"] * self.options.resume]
+        words += [f"--run-id={self.options.run_id}", f"--steps={self.options.steps}"]
+        words += ["--fresh-run"] * self.options.fresh_run
         # Said also where they are not given: a variable is ours, and not the embedded server's.
         words += ["--dashboard=" + self.options.dashboard, "--metrics=" + self.options.metrics]
         env = os.environ | {"NARROWS_EMBEDDED": "1", "PYTHONSAFEPATH": "1"}

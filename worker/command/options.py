@@ -39,6 +39,9 @@ class Options:
     skip_limit: int
     checkpoint_dir: str
     resume: bool
+    run_id: str
+    steps: int
+    fresh_run: bool
     fresh: bool
     key: str
     dashboard: str
@@ -170,7 +173,7 @@ def checked(
         parse_addresses("--server", options.server)
         if run.get("sync", "ssp") not in MODES:
             Settings(sync=run["sync"]).validated()
-        for name in ("resume", "dashboard", "metrics"):
+        for name in ("resume", "run_id", "steps", "fresh_run", "dashboard", "metrics"):
             if not getattr(options, name):
                 continue
             name = f"--{name.replace('_', '-')}"
