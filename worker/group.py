@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from narrows.protocols.errors import NarrowsError, UsageError
 from narrows.protocols.keys import Keys
@@ -70,8 +71,7 @@ class Group:
         if (dist.get_world_size() if made else int(os.environ.get("WORLD_SIZE", "1"))) == 1:
             return None
         if not made:
-            gpus = torch.cuda.is_available() and dist.is_nccl_available()
-            dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else GLOO, timeout=timedelta(seconds=START_LIMIT_S))
+            _make_group()
         group = Group()
         group._made = not made
         return group
@@ -190,6 +190,19 @@ class Group:
         ]
         for work in works:
             work.wait()
+
+
+def _make_group() -> None:
+    """Make the process group of torch from the variables of torchrun, which ps-worker --group sets too.
+
+    torchrun keeps one store for all lives of a group (torch 2.13, DynamicRendezvousHandler.next_rendezvous). gloo would find
+    addresses of the life before there and wait for processes that have ended, so each life has keys of its own.
+    """
+    limit = timedelta(seconds=START_LIMIT_S)
+    store, rank, size = next(rendezvous("env://", timeout=limit))
+    store = dist.PrefixStore(f"narrows-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else GLOO
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
 
 
 @contextmanager

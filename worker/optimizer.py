@@ -72,6 +72,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if session.watch is not None:
             session.watch.begins(self, self.inner, model)
         self._session = session.of_new_training()
+        if isinstance(self._session, session.Alone):
+            session.tell_alone(model)
         if isinstance(self._session, session.Connected):
             self._engine = self._session.attach(model, self.inner, max_grad_norm or 0.0, accumulate if overlap else 0)
         if schedule is not None and not isinstance(self._session, ChildProcess):

@@ -8,6 +8,7 @@ A child process of a worker has a session that reads and is no member of the run
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import signal
 import socket
@@ -21,6 +22,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from narrows import compression
 from narrows.protocols.addresses import parse_addresses
@@ -34,6 +36,7 @@ from narrows.protocols.timing import Timing
 from narrows.worker import child_process, home, telling
 from narrows.worker.admission import let_in
 from narrows.worker.child_process import ChildProcess, NotAWorkerError, only_here
+from narrows.worker.command.managers import place
 from narrows.worker.ending import leave_when_told
 from narrows.worker.engine import Engine
 from narrows.worker.figures import Figures
@@ -329,6 +332,19 @@ def of_new_training() -> Session:
     if isinstance(ours, Alone):
         ours.trains = True
     return ours
+
+
+def tell_alone(model: torch.nn.Module) -> None:
+    """Say it where a manager, such as torchrun, has started several processes that each train alone: nothing else would."""
+    with contextlib.suppress(UsageError):  # a variable of a manager that is no number
+        here = place(os.environ)
+        joined = isinstance(model, DistributedDataParallel) or any(hasattr(p, "placements") for p in model.parameters())
+        if not joined and (here.world_size or 1) > 1 and not here.rank and not current().training:
+            _say(
+                f"{here.manager} has started {here.world_size} processes, and NARROWS_SERVER names no server: each of them "
+                "trains alone, unless the script itself joins them, as DDP does. Start ps-serve and set NARROWS_SERVER, with "
+                f"NARROWS_GROUP=1 where they are one worker; or start ps-worker -n {here.world_size}"
+            )
 
 
 def _watch_launcher(address: str, token: str, key: Secret | None) -> None:

@@ -100,7 +100,11 @@ class Port(Protocol):
 
 class Drops:
     """Messages that were dropped, by name, and messages of others that were refused. `tell` gets a sentence about the first
-    drop of each name and the first refusal of each kind: a stranger must not fill the log."""
+    drop of each name and the first refusal of each kind: a stranger must not fill the log.
+
+    A message to a peer that has gone, such as the answer to a member's last word, counts as no drop: nobody misses it. The end
+    of a member that was lost is told apart.
+    """
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         self.counts: Counter[str] = Counter()
@@ -113,7 +117,7 @@ class Drops:
             self.tell(f"{text}; more of them are not told")
 
     def note(self, name: str, receipt: Receipt) -> None:
-        if receipt.dropped:
+        if receipt.dropped and receipt is not NOBODY:
             if name not in self.counts:
                 self.tell(f"a message to a peer was dropped ({name}): {receipt.dropped}; more of them are only counted")
             self.counts[name] += 1

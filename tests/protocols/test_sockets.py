@@ -171,6 +171,10 @@ def test_what_is_for_nobody_is_dropped(server: Sockets) -> None:
     server.listen("tcp://127.0.0.1:0")
     assert server.send(b"stranger", [b"x"]) is NOBODY
     assert server.send(b"stranger", [b"x", bytes(ZERO_COPY_BYTES)]) is NOBODY
+    told: list[str] = []
+    drops = Drops(told.append)
+    drops.note("LeaveAck", server.send(b"who has left", [b"x"]))
+    assert not told and not drops.counts, "an orderly end drops nothing"
 
 
 def test_no_peer_has_more_than_its_turn(server: Sockets, child: Sockets) -> None:
@@ -281,8 +285,8 @@ def test_a_server_says_what_it_drops_once_and_how_much_at_the_end(capfd: pytest.
         totals(runner)
     first, above, done = (json.loads(line) for line in capfd.readouterr().out.splitlines())
     assert first["name"] == "dropped" and "(LeaveAck)" in first["values"]["text"] and first["values"]["shard"] == 0
-    assert above["name"] == "above" and above["values"]["dropped"] == {"LeaveAck": 5}
-    assert done == {"event": "done", "dropped": {"LeaveAck": 5}, "refused": {}, "over": False}
+    assert above["name"] == "above" and above["values"]["dropped"] == {"LeaveAck": 3}
+    assert done == {"event": "done", "dropped": {"LeaveAck": 3}, "refused": {}, "over": False}
 
 
 def test_only_views_of_the_store_are_lent(server: Sockets) -> None:

@@ -1291,6 +1291,25 @@ def test_each_training_of_a_script_alone_begins_anew() -> None:
         assert [*ranges(8, 4)][1].numel() == 4 and second.clock == 2
 
 
+@pytest.mark.parametrize(("variables", "told"), [
+    ({"RANK": "0", "WORLD_SIZE": "2"}, "torchrun has started 2 processes"),
+    ({"RANK": "1", "WORLD_SIZE": "2"}, ""),  # the first one says it for all
+    ({"RANK": "0", "WORLD_SIZE": "1"}, ""),
+    ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4"}, "Slurm has started 4 processes"),
+    ({"RANK": "none"}, ""),
+], ids=str)  # fmt: skip
+def test_processes_of_a_manager_that_have_no_server_are_told_that_each_trains_alone(
+    variables: dict[str, str], told: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with alone():
+        for _ in range(2):
+            DistributedOptimizer(SGD((net := build()).parameters()), net).step()
+    said = capfd.readouterr().err
+    assert (said.count("each of them trains alone"), said.count(told or "processes")) == (bool(told), bool(told)), said
+
+
 @pytest.mark.parametrize("ends", [True, False])
 def test_a_second_training_in_a_run_is_refused_with_the_way_out(ends: bool) -> None:
     with run(Settings(sync="ssp", workers=1)):

@@ -368,6 +368,38 @@ def test_torchrun_with_a_model_that_fsdp_has_sharded_trains_as_one_process_would
     assert found["0"] == found["1"] and abs(found["0"] - by_itself) < 1e-5 * by_itself
 
 
+LIVES = """
+import os, signal, torch
+from narrows.worker import DistributedOptimizer, clock, rank
+
+life = os.environ["TORCHELASTIC_RESTART_COUNT"]
+model = torch.nn.Linear(4, 2)
+optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.01), model)
+while clock() < 30:
+    if life == "0" and rank() == 1 and clock() == 10:
+        os.kill(os.getpid(), signal.SIGKILL)
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).square().mean().backward()
+    optimizer.step()
+optimizer.finish()
+print(f"ends {life} {rank()} {clock()}\\n", end="", flush=True)
+"""
+
+
+def test_torchrun_brings_a_group_back_of_which_one_dies(tmp_path: Path) -> None:
+    """It keeps what the processes have told each other in the life before."""
+    path = tmp_path / "script.py"
+    path.write_text(LIVES)
+    with serving("--workers", "1", "--shards", "2") as server:
+        words = ("torchrun", "--standalone", "--nproc-per-node", "2", "--max-restarts", "2", str(path))
+        env = {"NARROWS_SERVER": server.address, "NARROWS_GROUP": "1"}
+        with started(*words, env=env) as command:
+            assert command.wait() == 0, f"{command}\n{server.command}"
+            assert sorted(lines(command, "ends")) == [["1", "0", "30"], ["1", "1", "30"]], command
+        assert server.command.wait() == 0, server.command
+        assert server.command.out.count("; 1 live") == 2, server.command
+
+
 def test_the_shards_of_a_sharded_model_are_each_of_one_process() -> None:
     part = object.__new__(Sharded)
     two: Any = type("Two", (), {"size": 2, "rank": 1})()
