@@ -38,6 +38,7 @@ class RefuseCode(IntEnum):
     SERVER_LOST = 6
     NOT_A_MEMBER = 64  # expired, or from before a restart: join again
     OVER = 65  # the run has ended
+    TAKEN = 66  # another standby has this place; it may be lost soon
 
 
 class PushStatus(IntEnum):

@@ -95,7 +95,7 @@ class Feed:
         other = self.machine.standby or (self.address if now_ns - self.heard_ns <= self.lost_ns else "")
         if other and copy.address != other:
             text = f"another server stands by already, at {other}"
-            return [Send(peer, m.Refuse(RefuseCode.INCOMPATIBLE, -1, 0, text))]
+            return [Send(peer, m.Refuse(RefuseCode.TAKEN, -1, 0, text))]
         self.peer, self.address, self.heard_ns = peer, copy.address, now_ns
         held = self.tail[0].number - 1 if self.tail else self.machine.happened
         if copy.life != self.machine.incarnation:

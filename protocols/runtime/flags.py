@@ -197,6 +197,7 @@ def given(values: dict[str, Any]) -> dict[str, Any]:
 def run(command: click.Command, name: str) -> NoReturn:
     """Parse the command line, run `command`, and exit with the code that it returns or that its error has."""
     text = ""
+    output.open_standard_descriptors()
     try:
         code = command.main(prog_name=name, standalone_mode=False)
     except click.Abort:

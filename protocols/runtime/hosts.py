@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import socket
+import struct
 import sys
 
 from narrows.protocols.addresses import ANY_HOSTS, LOCAL_HOSTS, bracketed, local_endpoint, parse_address
@@ -12,14 +14,22 @@ from narrows.protocols.addresses import ANY_HOSTS, LOCAL_HOSTS, bracketed, local
 PROBE_S = 1.0  # a Unix socket of this machine answers at once, or not at all
 
 
+def peer_uid(line: socket.socket) -> int:
+    """The user id of the process at the other end of a connected Unix socket (Linux)."""
+    _, uid, _ = struct.unpack("3i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return int(uid)
+
+
 def endpoint(host: str, port: int) -> str:
-    """Where to dial: the Unix socket of a server on this machine, where there is one, else TCP."""
+    """Where to dial: the Unix socket of a server on this machine, else TCP. The name of that socket can be taken by any local
+    user, so it is trusted where root or the user of this process listens."""
     if sys.platform == "linux" and host in LOCAL_HOSTS:
         local = local_endpoint(port)
         with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(OSError):
             probe.settimeout(PROBE_S)
             probe.connect("\0" + local.removeprefix("ipc://@"))
-            return local
+            if peer_uid(probe) in (0, os.getuid()):
+                return local
     return f"tcp://{host}:{port}"
 
 

@@ -89,6 +89,22 @@ def stdout(tell: Callable[[str], None]) -> Output:
     return Output("stdout", lambda: sys.stdout, tell)
 
 
+def open_standard_descriptors() -> None:
+    """Open the null device as each of stdin, stdout and stderr that was closed before the command began.
+
+    Else a socket or a pipe gets that number, and the processes that the command starts take it for their stdin or stdout.
+    """
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            nothing = os.open(os.devnull, os.O_RDWR)
+            if nothing != number:
+                os.dup2(nothing, number)
+                os.close(nothing)
+            os.set_inheritable(number, True)
+
+
 def end() -> None:
     """Flush stdout and stderr. What a stream does not take is lost, so that the interpreter does not fail on it at its end."""
     for number, stream in ((1, sys.stdout), (2, sys.stderr)):

@@ -214,7 +214,12 @@ class Sockets:
             raise UsageError(f"cannot listen on {address}: {why}") from None
         host, port = router.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("tcp://").rsplit(":", 1)
         if sys.platform == "linux" and host in (*ANY_HOSTS, *LOCAL_HOSTS):
-            router.bind(local_endpoint(int(port)))
+            try:
+                router.bind(local_endpoint(int(port)))
+            except zmq.ZMQError as error:  # the name belongs to nobody: any process of this machine may have it
+                self.faults.tell(
+                    f"the Unix socket beside port {port} is taken ({zmq.strerror(error.errno)}): workers here come over TCP"
+                )
         return int(port)
 
     def _dial(self, key: tuple[str, bool]) -> Socket:

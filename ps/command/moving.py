@@ -14,7 +14,6 @@ import json
 import os
 import queue
 import socket
-import struct
 import sys
 import threading
 import time
@@ -22,6 +21,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from narrows.protocols.errors import NarrowsError, UnreachableError, UsageError
+from narrows.protocols.runtime.hosts import peer_uid
 
 if TYPE_CHECKING:
     from narrows.ps.command.cluster import Cluster
@@ -44,6 +44,8 @@ def ask(port: int, shards: int) -> str:
     with socket.socket(socket.AF_UNIX) as line:
         try:
             line.connect(_door(port))
+            if os.getuid() not in (0, uid := peer_uid(line)):
+                raise UsageError(f"shards: user {uid} has the ps-serve at port {port}: ask as that user, or as root")
             line.sendall(json.dumps({"shards": shards}).encode() + b"\n")
             with line.makefile("rb") as stream:
                 answer = json.loads(stream.readline(LINE_MAX) or b"{}")
@@ -95,9 +97,8 @@ class Moving:
                 time.sleep(PAUSE_S)
                 continue
             try:
-                _, uid, _ = struct.unpack("3i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
                 line.settimeout(ASK_S)
-                request = json.loads(line.recv(LINE_MAX)) if uid in (0, os.getuid()) else {}
+                request = json.loads(line.recv(LINE_MAX)) if peer_uid(line) in (0, os.getuid()) else {}
                 self.requests.put((max(1, int(request["shards"])), line))
             except (OSError, ValueError, KeyError, TypeError):
                 line.close()

@@ -275,6 +275,8 @@ def read(
                         raise ValueError(f"{name} is not what was written")
                     if name.startswith(BYTES):
                         facts[name.removeprefix(BYTES)] = array.tobytes()
+                    elif array.dtype != np.float32 or (name in ("x", "p") and array.ndim != 1):
+                        raise ValueError(f"{name} is {array.dtype} with {array.ndim} dimensions")
                     else:
                         arrays[name] = array
             missing = {"clock", "publication", "plan"} - set(facts) or {"x", "p"} - set(sums)
@@ -286,6 +288,19 @@ def read(
         raise IncompatibleError(
             f"{path} is damaged or no checkpoint of Narrows ({error}): only one before it can be gone on from"
         ) from None
+    return arrays, facts
+
+
+def _read_whole(folder: Path, shard: int, clock: int) -> tuple[dict[str, npt.NDArray[np.float32]], dict[str, Any]]:
+    """As `read`. Raises IncompatibleError as well where x or p has another size than the shard's part of the model."""
+    arrays, facts = read(folder, shard, clock)
+    begin, end = split(Plan.unpacked(facts["plan"]).size, int(facts.get("shards", 1)))[shard]
+    for name in ("x", "p"):
+        if (size := arrays[name].size) != end - begin:
+            raise IncompatibleError(
+                f"{path_of(folder, shard, clock)} has {size} values of {name}, and by its plan its shard has {end - begin}: "
+                "only one before it can be gone on from"
+            )
     return arrays, facts
 
 
@@ -308,7 +323,7 @@ def read_for(
     count = int(facts.get("shards", 1))
     if count == shards:
         fetch(shard)
-        arrays, facts = read(folder, shard, clock)
+        arrays, facts = _read_whole(folder, shard, clock)
         return Load(arrays, int(facts["publication"])), False
     plan = Plan.unpacked(facts["plan"])
     ranges, (begin, end) = split(plan.size, count), split(plan.size, shards)[shard]
@@ -316,7 +331,9 @@ def read_for(
     needed = {*range(count)} if plan.tables else {index for index, *_ in overlaps(ranges, begin, end)}
     for index in needed:
         fetch(index)
-    before = [(keys, read(folder, index, clock)[0] if index in needed else {}) for index, keys in enumerate(ranges)]
+    before = [
+        (keys, _read_whole(folder, index, clock)[0] if index in needed else {}) for index, keys in enumerate(ranges)
+    ]
     arrays = recut(plan, before, (begin, end))
     if plan.tables:
         arrays |= tables.recut([each for _, each in before], len(plan.tables), shard, shards)

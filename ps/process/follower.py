@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from narrows.protocols import messages as m
 from narrows.protocols.addresses import parse_address
-from narrows.protocols.effects import CopyEffect, Log, Send, Serve, Tell
+from narrows.protocols.effects import NS, CopyEffect, Log, Send, Serve, Tell
 from narrows.protocols.errors import NarrowsError, ServerLostError
 from narrows.protocols.runtime.clock import Awake
 from narrows.protocols.runtime.hosts import reached
@@ -28,6 +28,7 @@ from narrows.ps.siblings import Siblings
 from narrows.ps.standby import Standby
 
 TICK_MS = 50
+PLACE_NS = 60 * NS  # a server loses a standby that has died within this, and two silences of its lease
 
 
 class Follower:
@@ -39,6 +40,7 @@ class Follower:
         self.replay: Replay
         self.serves: list[Serve] = []  # the view in which this server takes over
         self.stale = False
+        self.refused_ns = 0  # since when the server has another standby, 0: it has none
         first = parse_address("", process.coordinator)[1] if process.coordinator else number
         address = f"tcp://{reached(process.bind, process.follows)}:{first}"
         lost_ns = lost_after(process.settings.lease)
@@ -101,9 +103,10 @@ class Follower:
             return
         match message:
             case m.Copied() if peer == self.process.follows:
+                self.refused_ns = 0
                 self.standby.receive(message, now_ns)
-            case m.Refuse(_, _, _, text) if peer == self.process.follows:
-                raise NarrowsError(f"{self.process.follows}: {text}")
+            case m.Refuse(code, _, _, text) if peer == self.process.follows:
+                self._refused(code, text, now_ns)
             case m.View() if peer == self.process.coordinator:
                 self._carry_out(self.standby.hear_view(message))
             case m.Vote() if isinstance(peer, bytes):
@@ -115,6 +118,18 @@ class Follower:
                 self._carry_out([Send(peer, m.Refuse(m.RefuseCode.INCOMPATIBLE, -1, 0, text))])
             case m.Copying() if isinstance(peer, bytes):
                 self.standby.siblings.hear(peer, message, now_ns)
+
+    def _refused(self, code: int, text: str, now_ns: int) -> None:
+        """The server refuses this standby. The one that it has may be this one's earlier process: the server will lose it."""
+        limit_ns = PLACE_NS + 2 * self.standby.lost_ns
+        if code != m.RefuseCode.TAKEN or (self.refused_ns and now_ns - self.refused_ns > limit_ns):
+            raise NarrowsError(f"{self.process.follows}: {text}")
+        self.standby.heard_ns = now_ns
+        if not self.refused_ns:
+            self.refused_ns = now_ns
+            if not self.process.index:
+                more = f"this one waits {limit_ns // NS} s at most for the server to lose it"
+                emit("log", name="standby", values={"text": f"{self.process.follows}: {text}; {more}"})
 
     def cut(self, peer: Peer) -> None:
         """Its connection has ended."""

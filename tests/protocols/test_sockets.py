@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -240,6 +243,47 @@ def test_a_server_of_this_machine_is_dialled_by_its_unix_socket(server: Sockets,
     child.send(address, [b"x"])
     hear(server, 1)
     assert endpoint("localhost", 1) == "tcp://localhost:1"  # nobody is there
+
+
+def test_a_unix_socket_that_is_taken_costs_no_server(server: Sockets, child: Sockets) -> None:
+    """Its name belongs to nobody: any process of this machine may listen there first."""
+    told: list[str] = []
+    with (
+        socket.socket() as free,
+        socket.socket(socket.AF_UNIX) as taken,
+        closing(Sockets(faulted=told.append)) as other,
+    ):
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        taken.bind(f"\0narrows-{port}")
+        taken.listen()
+        free.close()
+        assert other.listen(f"tcp://127.0.0.1:{port}") == port
+        assert told == [
+            f"the Unix socket beside port {port} is taken (Address already in use): workers here come over TCP"
+        ]
+        child.send(f"tcp://127.0.0.1:{port}", [b"hello"])
+        ((_, frames),) = other.receive(LONG_MS)
+        assert [bytes(frame) for frame in frames] == [b"hello"]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root to listen as another user")
+def test_a_unix_socket_of_another_user_is_not_dialled() -> None:
+    """The server at the TCP port may be root's, and whoever has the name beside it anybody."""
+    source = (
+        "import os, socket, sys; os.setuid(65534); s = socket.socket(socket.AF_UNIX); s.bind('\\0narrows-' + sys.argv[1]);"
+        "s.listen(); print('listens', flush=True); sys.stdin.read()"
+    )
+    port = "1"
+    with subprocess.Popen(
+        [sys.executable, "-c", source, port], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None and other.stdout.readline() == "listens\n"
+        assert endpoint("127.0.0.1", int(port)) == f"tcp://127.0.0.1:{port}"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("os.getuid", lambda: 65534)
+            assert endpoint("127.0.0.1", int(port)) == f"ipc://@narrows-{port}", "that user itself may dial it"
+        other.communicate()
 
 
 @pytest.mark.parametrize(("bound", "host"), [

@@ -164,6 +164,24 @@ def cut(data: bytes) -> Iterator[tuple[str, bytes]]:
         yield f"bit flipped at {at}", data[:at] + bytes((data[at] ^ 4,)) + data[at + 1 :]
 
 
+@pytest.mark.parametrize(("name", "array", "why"), [
+    ("x", np.ones(12), "x is float64 with 1 dimensions"),
+    ("x", np.ones((3, 4), np.float32), "x is float32 with 2 dimensions"),
+    ("optimizer.0.0.step", np.ones(1, np.int64), "optimizer.0.0.step is int64 with 1 dimensions"),
+])  # fmt: skip
+def test_arrays_of_another_kind_are_no_checkpoint(name: str, array: Any, why: str, tmp_path: Path) -> None:
+    write(tmp_path, 0, 5, store_of() | {name: array}, FACTS)
+    with pytest.raises(IncompatibleError, match=rf"shard-0\.clock-5\.safetensors is damaged .*{why}"):
+        read(tmp_path, 0, 5)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_arrays_of_another_size_than_the_model_are_no_checkpoint(shards: int, tmp_path: Path) -> None:
+    write(tmp_path, 0, 5, store_of() | {"p": values(11)}, FACTS)
+    with pytest.raises(IncompatibleError, match="has 11 values of p, and by its plan its shard has 12"):
+        checkpoints.read_for(tmp_path, 0, shards, 5, checkpoints.facts_of(tmp_path, 5))
+
+
 def test_a_damaged_file_is_one_sentence_that_names_it(tmp_path: Path) -> None:
     write(tmp_path, 0, 5, store_of(), FACTS)
     path = path_of(tmp_path, 0, 5)

@@ -34,7 +34,7 @@ from narrows.ps.events import Event, Kind
 from narrows.ps.feed import CUT_NS
 from narrows.ps.planned import Means
 from narrows.ps.process import asking
-from narrows.ps.process.follower import Follower
+from narrows.ps.process.follower import PLACE_NS, Follower
 from narrows.ps.process.gate import Gate
 from narrows.ps.process.journal import frozen
 from narrows.ps.process.machine import Process, release
@@ -150,6 +150,26 @@ def test_it_takes_events_of_its_original_alone() -> None:
         life.hear(peer, m.Refuse(5, -1, 0, "no"))
     with pytest.raises(NarrowsError, match=": no"):
         life.hear(ORIGINAL, m.Refuse(5, -1, 0, "no"))
+
+
+def test_it_waits_for_the_place_of_a_standby_that_may_be_its_own_earlier_process(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    life = Life()
+    taken = m.Refuse(m.RefuseCode.TAKEN, -1, 0, "another server stands by already, at tcp://127.0.0.1:6")
+    limit_ns = PLACE_NS + 2 * life.standby.lost_ns
+    for life.time.now_ns in range(NS, limit_ns, NS):
+        life.hear(ORIGINAL, taken)
+    assert life.standby.heard_ns == life.time.now_ns, "its server lives"
+    assert capfd.readouterr().out.count("this one waits") == 1
+    life.time.now_ns = limit_ns + 2 * NS
+    with pytest.raises(NarrowsError, match="another server stands by already"):
+        life.hear(ORIGINAL, taken)
+    life = Life()
+    life.hear(ORIGINAL, taken)
+    life.has_all()
+    life.time.now_ns = 10 * limit_ns
+    life.hear(ORIGINAL, taken)  # it was given a place, and lost it again
 
 
 def test_it_takes_views_of_its_shard_0_and_words_of_its_shards_alone(capfd: pytest.CaptureFixture[str]) -> None:

@@ -125,6 +125,19 @@ def test_what_ps_worker_cannot_take(words: str, why: str, script: Callable[[str]
     assert code == 2 and why in sentence(err, "ps-worker") and not out
 
 
+def test_ps_serve_serves_with_its_descriptors_closed(tmp_path: Path) -> None:
+    """As a daemon may start it: a pipe to a shard must not become its stdin."""
+    ready, flags = tmp_path / "ready", "--bind tcp://127.0.0.1:0 --checkpoint-dir none --ready-file"
+    command = f'exec "$1" -P -m narrows.ps.command.cli {flags} "$2" <&- >&-'
+    with subprocess.Popen(["sh", "-c", command, "sh", sys.executable, str(ready)]) as server:
+        try:
+            until(lambda: ready.exists() or server.poll() is not None, "ps-serve to serve")
+            assert ready.exists()
+        finally:
+            server.terminate()
+        assert server.wait(LIMIT_S) == 143
+
+
 def test_a_port_in_use_is_named() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
