@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -108,6 +109,10 @@ class Flat:
     @torch.no_grad()
     def write_keys(self, begin: int, values: Array) -> None:
         """Set keys [begin, begin + len(values)) of the parameters; in one pass where they are plain."""
+        with writing(self, begin, begin + len(values)):
+            self._write_keys(begin, values)
+
+    def _write_keys(self, begin: int, values: Array) -> None:
         held = self.memory(begin, begin + len(values))
         if held is not None:
             held.copy_(as_tensor(values))
@@ -160,12 +165,13 @@ class Flat:
     def write(self, flat: Array) -> None:
         """Set the parameters from float32[size]."""
         whole, held = as_tensor(flat), self.memory(*self.keys)
-        if held is not None:
-            held.copy_(whole)
-            return
-        for i, parameter in enumerate(self.parameters):
-            at, numbers = self.offsets[i] - self.begin, real(parameter)
-            numbers.copy_(whole[at : at + numbers.numel()].view(numbers.shape))
+        with writing(self, *self.keys):
+            if held is not None:
+                held.copy_(whole)
+                return
+            for i, parameter in enumerate(self.parameters):
+                at, numbers = self.offsets[i] - self.begin, real(parameter)
+                numbers.copy_(whole[at : at + numbers.numel()].view(numbers.shape))
 
     def absent(self) -> list[int]:
         """Indices of the tensors that have no gradient. Raises UsageError for a sparse one."""
@@ -267,6 +273,22 @@ class FlatModel(Flat):
     def put_back(self, kept: Sequence[torch.Tensor]) -> None:
         for parameter, values in zip(self.parameters, kept, strict=True):
             parameter.copy_(values)
+
+
+@contextmanager
+def writing(flat: Flat, begin: int, end: int) -> Iterator[None]:
+    """We write keys [begin, end) of the parameters. Torch is told of what it does not see, as where NumPy or another tensor
+    names their memory: a backward pass through values that are no more is an error then. It is no change of the script's."""
+    before = {tensor: flat.parameters[tensor]._version for tensor, _, _ in flat.within(begin, end)}
+    try:
+        yield
+    finally:
+        for tensor, version in before.items():
+            parameter = flat.parameters[tensor]
+            if parameter._version == version:
+                torch.autograd.graph.increment_version(parameter)
+            if flat.versions and flat.versions[tensor] == version:
+                flat.versions[tensor] = parameter._version
 
 
 def as_tensor(values: Array) -> torch.Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,16 +23,21 @@ from narrows.protocols.keys import Keys, parts
 from narrows.protocols.wire import pack
 from narrows.worker.arrays import Arrays
 from narrows.worker.flat import Array, FloatArray
-from narrows.worker.optimizers import each_of, why_whole
+from narrows.worker.optimizers import call_step_hooks, each_of, why_whole
 from narrows.worker.overlap import Overlap
 from narrows.worker.server_state import ServerState
 from narrows.worker.shards import WAIT_LIMIT_S
+from narrows.worker.telling import complain
 from narrows.worker.updates import Updates, evaluated
 
 if TYPE_CHECKING:
     from narrows.worker.engine import Engine
 
 PLAIN = (bool, int, float, str, type(None))
+UNUSED = (
+    "load_state_dict(): where gradients are pushed the servers' state of the optimizer holds, and what was loaded is not used; "
+    "go on with their checkpoints by --resume, or use --push update"
+)
 ONCE = "initial_accumulator_value"  # Adagrad has it once, for all of its groups
 
 
@@ -84,6 +90,8 @@ class Gradients(Updates):
                 "leave out one of the two"
             )
         self.servers = ServerState(engine)
+        for each in each_of(engine.inner):
+            each.register_load_state_dict_post_hook(self._loaded)
         self.overlap: Overlap | None = None
         if overlap and not engine.tuning.up_raw:
             raise UsageError(
@@ -130,13 +138,28 @@ class Gradients(Updates):
             return None
         loss = evaluated(closure)
         if self.overlap is not None:
+            self._hooks(after=False)
             self._close(self.overlap)
         elif self.engine.reduce() or self.engine.hides:  # where noise hides what is pushed, it hides a step without
+            self._hooks(after=False)
             self._push()
         else:
             self.shards.skip()
         self.ready()
+        if not self.engine.skips.newest:
+            self._hooks(after=True)
         return loss
+
+    def _hooks(self, after: bool) -> None:
+        """Call the step hooks of the script's optimizers, which see the gradients that leave and the weights that come."""
+        cut = self.engine.slice
+        with cut.stepped() if cut is not None else nullcontext():
+            call_step_hooks(self.engine.inner, after)
+
+    def _loaded(self, optimizer: torch.optim.Optimizer) -> None:
+        """A state was loaded into one of the script's optimizers."""
+        if optimizer.state:
+            complain(UNUSED)
 
     def _close(self, overlap: Overlap) -> None:
         gradient, absent = overlap.close()

@@ -15,15 +15,14 @@ from narrows.worker.child_process import ChildProcess, NotAWorkerError
 from narrows.worker.engine import Engine
 from narrows.worker.gradients import Gradients
 from narrows.worker.nonfinite import unscale
-from narrows.worker.optimizers import as_one, each_of
+from narrows.worker.optimizers import Optimizers, as_one, each_of
 from narrows.worker.schedules import Schedule, catch_up
-from narrows.worker.server_state import as_state_dict
-from narrows.worker.telling import complain as say
+from narrows.worker.server_state import ON_SERVERS, as_state_dict
 from narrows.worker.updates import clipped_step
 
-UNUSED = (
-    "load_state_dict(): where gradients are pushed the servers' state of the optimizer holds, and what was loaded is not used; "
-    "go on with their checkpoints by --resume, or use --push update"
+OTHER_GROUPS = (
+    "param_groups = ...: every worker declared its parameters and their groups when it joined: give groups of the same "
+    "parameters in the same order, or set the values of those that are there"
 )
 
 
@@ -67,7 +66,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._building = False
         self._trains: bool | None = None  # of train() and eval(), what the inner optimizer was told last
         self._ended = False  # the newest step was the last that a loader counts, so the shared model is shown
-        self.state = self.inner.state
         self.max_grad_norm = max_grad_norm
         if session.watch is not None:
             session.watch.begins(self, self.inner, model)
@@ -86,7 +84,35 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        """The constructor of torch sets it; `inner` keeps its own."""
+        """`inner` gets them. Raises UsageError in a run for groups of other parameters."""
+        if self._building:  # the constructor of torch sets none
+            return
+        given, known = ([[id(p) for p in group["params"]] for group in each] for each in (groups, self.param_groups))
+        if self._engine is not None and given != known:
+            raise UsageError(OTHER_GROUPS)
+        self.inner.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        """That of `inner` at the moment, by parameter. Where gradients are pushed the servers have the optimizer's state, and
+        this is empty and read-only: `state_dict(servers=True)` pulls it."""
+        return ON_SERVERS if self._on_servers else self.inner.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        """`inner` gets it. Raises UsageError where nothing would step with it."""
+        if self._building:
+            return
+        if self._on_servers or isinstance(self.inner, Optimizers):
+            raise UsageError(
+                "optimizer.state = ...: use load_state_dict(), or set that of the optimizer that was wrapped"
+            )
+        self.inner.state = state
+
+    @property
+    def _on_servers(self) -> bool:
+        """The servers step the parameters."""
+        return self._engine is not None and isinstance(self._engine.sync, Gradients)
 
     @property
     def clock(self) -> int:
@@ -141,6 +167,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         self._engine.skips.scaled(scale, overflow)
         loss = self._engine.step(closure)
+        for each in each_of(self.inner):
+            each._opt_called = True  # type: ignore[attr-defined]  # for a scheduler that was made of it, if a server has stepped
         assert isinstance(self._session, session.Connected)
         self._session.stepped()
         return loss
@@ -201,17 +229,25 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._engine is not None:
             self._engine.meet("state_dict()")
         cut = self._engine.slice if self._engine is not None else None
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
         with cut.whole_state() if cut is not None else nullcontext():
             state = self.inner.state_dict()
-        if servers and self._engine is not None and isinstance(self._engine.sync, Gradients):
-            clock, states = self._engine.sync.servers.read()
-            state = as_state_dict(self.inner, states) | {"narrows": {"clock": clock}}
+        if self._engine is not None and isinstance(self._engine.sync, Gradients):
+            for each in state.get("optimizers", [state]):
+                each["state"] = {}  # what an optimizer began with, as Adagrad does, or has loaded is not what steps
+            if servers:
+                clock, states = self._engine.sync.servers.read()
+                state = as_state_dict(self.inner, states) | {"narrows": {"clock": clock}}
         if residual and self._engine is not None:
             left = self._engine.sync.residual()
             state["narrows"] = {
                 "clock": self._engine.sync.clock,
                 "residual": None if left is None else torch.from_numpy(left),
             }
+        for after in self._optimizer_state_dict_post_hooks.values():
+            found = after(self, state)
+            state = state if found is None else found
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -223,17 +259,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._engine is not None:
             self._engine.meet("load_state_dict()")
         state = dict(state_dict)
-        ours = state.pop("narrows", None)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            found = before(self, state)
+            state = state if found is None else dict(found)
+        ours, engine = state.pop("narrows", None), self._engine
         self.inner.load_state_dict(state)
-        engine = self._engine
-        if engine is not None and engine.slice is not None:
-            engine.slice.take_state()
-        self.state = self.inner.state
-        if self.state and engine is not None and isinstance(engine.sync, Gradients):
-            say(UNUSED)
         left = ours.get("residual") if ours is not None else None
         if left is not None and engine is not None and not engine.hides:
             engine.load_residual(left.detach().cpu().numpy())
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
     def finish(self) -> None:
         """End this worker's part: send what is left, wait until all workers have done their last step, and leave.

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequen
 from typing import Any
 
 import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from narrows.protocols.errors import UsageError
 from narrows.protocols.modes import ELEMENTWISE
@@ -61,8 +62,10 @@ class Optimizers(torch.optim.Optimizer):
         _check_disjoint(self.optimizers, model)
         first, *others = self.optimizers
         # A scheduler asks for names here that it then looks for in every group.
+        self._building = True
         common = {name: value for name, value in first.defaults.items() if all(name in o.defaults for o in others)}
         super().__init__(self.param_groups, common)
+        self._building = False
         self.state: Any = States(self.optimizers)
 
     @property
@@ -71,7 +74,17 @@ class Optimizers(torch.optim.Optimizer):
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        """The constructor of torch sets it; the groups stay where they are."""
+        """Each optimizer gets as many of them as it has, in order. The constructor of torch sets it too, to none."""
+        if self._building:
+            return
+        if len(groups) != len(self.param_groups):
+            raise UsageError(
+                f"param_groups = ...: {len(self.optimizers)} optimizers are wrapped, which have "
+                f"{len(self.param_groups)} groups, and these are {len(groups)}: set those of each optimizer"
+            )
+        left = iter(groups)
+        for optimizer in self.optimizers:
+            optimizer.param_groups = [next(left) for _ in optimizer.param_groups]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """The constructor of torch adds each group. Any other is refused."""
@@ -138,6 +151,19 @@ class States(MutableMapping[Any, Any]):
 
     def __len__(self) -> int:
         return sum(len(optimizer.state) for optimizer in self.optimizers)
+
+
+def call_step_hooks(inner: torch.optim.Optimizer, after: bool) -> None:
+    """Call the hooks of each optimizer's step as torch does before it and after it, where a server takes the step. No closure
+    is left to be called, so what a hook returns counts for nothing."""
+    for each in each_of(inner):
+        of_all = _global_optimizer_post_hooks if after else _global_optimizer_pre_hooks
+        own = each._optimizer_step_post_hooks if after else each._optimizer_step_pre_hooks
+        hooks: list[Callable[..., Any]] = (
+            [*own.values(), *of_all.values()] if after else [*of_all.values(), *own.values()]
+        )
+        for hook in hooks:
+            hook(each, (each,), {})
 
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:

@@ -11,8 +11,9 @@ Rules
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,6 +39,30 @@ TRIES = 3  # until all parts are of one clock
 
 State = dict[str, torch.Tensor]  # of one tensor, by name
 Ask = tuple[int, int, int, str]  # shard, begin, end, name
+
+
+class OnServers(Mapping[Any, Mapping[str, Any]]):
+    """`optimizer.state` where the servers have it: empty for each parameter, and nothing can be set."""
+
+    def __getitem__(self, parameter: Any) -> Mapping[str, Any]:
+        return MappingProxyType({})
+
+    def __setitem__(self, parameter: Any, value: Any) -> None:
+        raise UsageError(
+            "optimizer.state[...] = ...: where gradients are pushed the servers have the optimizer's state; use --push update"
+        )
+
+    def __contains__(self, parameter: object) -> bool:
+        return False
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
+ON_SERVERS = OnServers()
 
 
 class ServerState:

@@ -21,7 +21,7 @@ from narrows.protocols.keys import Keys, split
 from narrows.protocols.plan import Plan
 from narrows.protocols.wire import HEADER_BYTES_MAX, pack, unpack
 from narrows.worker.buffers import load_buffers, pack_buffers
-from narrows.worker.flat import Array, Flat, FlatModel, FloatArray, as_parameter, as_tensor, real
+from narrows.worker.flat import Array, Flat, FlatModel, FloatArray, as_parameter, as_tensor, real, writing
 from narrows.worker.group import Group
 from narrows.worker.optimizers import each_of, why_whole
 
@@ -145,6 +145,8 @@ class Cut(Slice):
         super().__init__(flat, inner, group)
         self.tensors: list[int] = []  # that the slice has keys of
         flat.hold()
+        for each in each_of(inner):  # of whole tensors, whoever loads it
+            each.register_load_state_dict_post_hook(lambda _: self.take_state())
         self.gradient = torch.zeros(flat.size, device=flat.parameters[0].device)
         self._alike()
 
@@ -218,10 +220,11 @@ class Cut(Slice):
         held = self.flat.memory(0, self.total)
         whole = self.gradient if held is None else held
         assert self.held is not None
-        whole[self.begin : self.offsets[-1]].copy_(self.held if values is None else as_tensor(values))
-        self.group.spread(whole, self.slices)
-        if held is None:
-            self.flat.write(whole)
+        with writing(self.flat, 0, self.total):
+            whole[self.begin : self.offsets[-1]].copy_(self.held if values is None else as_tensor(values))
+            self.group.spread(whole, self.slices)
+            if held is None:
+                self.flat.write(whole)
 
     # The optimizer's state.
 

@@ -21,7 +21,7 @@ from narrows.protocols.errors import RemoteProtocolError, UsageError
 from narrows.protocols.saved import FOLDER
 from narrows.protocols.settings import Settings
 from narrows.protocols.wire import pack
-from narrows.worker import DistributedOptimizer, optimizer, saved_state, server_state
+from narrows.worker import DistributedOptimizer, gradients, saved_state, server_state
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -153,7 +153,7 @@ def test_where_updates_are_pushed_it_is_that_of_a_worker(tmp_path: Path, monkeyp
 
 def test_what_is_loaded_into_a_worker_is_not_used_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(optimizer, "say", said.append)
+    monkeypatch.setattr(gradients, "complain", said.append)
     net = build()
     with run(Settings(sync="bsp")):
         wrapped = DistributedOptimizer(MAKES["adamw"](net), net)
@@ -161,7 +161,7 @@ def test_what_is_loaded_into_a_worker_is_not_used_and_that_is_said(monkeypatch: 
         assert not said
         step(net, wrapped, 0)
         wrapped.load_state_dict(wrapped.state_dict(servers=True))
-    assert said == [optimizer.UNUSED]
+    assert said == [gradients.UNUSED]
 
 
 def test_where_a_clock_closes_meanwhile_all_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
