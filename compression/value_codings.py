@@ -268,3 +268,11 @@ EDGE_CODINGS: dict[str, tuple[ValueCoding, ValueCoding]] = {
     "fp16": (FP16, FP16),
     "int8": (INT8, INT8_STOCHASTIC),
 }
+SPECS: dict[str, ValueCoding] = {
+    coding.spec: coding for coding in (*VALUE_CODINGS.values(), INT8_STOCHASTIC, INT4_STOCHASTIC)
+}
+
+
+def by_spec(spec: str) -> ValueCoding:
+    """Returns the value coding of this SPEC. Raises KeyError."""
+    return SPECS[spec]

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from narrows.compression import Memory, NonFiniteError, accumulate, codecs, parse
 from narrows.protocols.keys import Keys
@@ -53,6 +54,11 @@ class ServerOptimizer(Protocol):
         """Values [begin, end) of this name, of the keys of the shard; zeros where nothing is kept."""
 
     def load(self, state: dict[str, FloatArray]) -> None: ...
+
+
+def fits(array: npt.NDArray[Any], size: int) -> bool:
+    """True if this is an array of so many parameters, as kernels take it."""
+    return array.dtype == np.float32 and array.shape == (size,)
 
 
 def assume_lent() -> bool:
@@ -125,6 +131,12 @@ class Store:
 
     def _at(self, keys: Keys) -> slice:
         return slice(keys[0] - self.begin, keys[1] - self.begin)
+
+    def check(self) -> None:
+        """Raises ValueError where an array does not fit the keys: kernels would read and write beyond it."""
+        for name, array in self.arrays().items():
+            if name in ("x", "p", "outer.momentum") and not fits(array, self.size):
+                raise ValueError(f"{name} is {array.dtype}{list(array.shape)}, and not float32[{self.size}]")
 
     # Changes.
 

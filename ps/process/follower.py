@@ -18,9 +18,10 @@ from narrows.protocols.wire import decode, encode
 from narrows.ps.copies import GIVE_UP_NS, lost_after
 from narrows.ps.events import Event
 from narrows.ps.process.gate import Gate
-from narrows.ps.process.journal import Replay, thaw
+from narrows.ps.process.journal import Replay
 from narrows.ps.process.lending import Lending
 from narrows.ps.process.machine import Process, emit
+from narrows.ps.process.pickling import thaw
 from narrows.ps.process.pulse import Pulse
 from narrows.ps.reports import COORDINATOR
 from narrows.ps.server import Server

@@ -10,23 +10,18 @@ Rules
 - It holds the machine once, twice while it is written anew, and as much again of events. Where the machine is larger than a
   bound, no journal is kept.
 - A file that is not whole does not count. A last event that is not whole has not happened.
-- Nobody else can write these files, so the machine is pickled. A standby unpickles one of the server that its user has named.
-  With keys, that server has proved who it is. Without them, on loopback or with --insecure, the network is trusted.
+- pickling.py writes the machine and reads it: for the journal, and for a standby.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
 import os
-import pickle
 import struct
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 from narrows.protocols.effects import NS, Load, ServerEffect, Stop
@@ -34,6 +29,7 @@ from narrows.protocols.errors import NarrowsError
 from narrows.protocols.messages import Buffer
 from narrows.protocols.wire import pack, unpack
 from narrows.ps.events import Event
+from narrows.ps.process.pickling import freeze, thaw
 from narrows.ps.server import Server
 
 HEAD = struct.Struct("<QQ")  # serial number and bytes of the machine; 0: there is none
@@ -41,7 +37,6 @@ RECORD = struct.Struct("<I")  # bytes of what describes an event
 REPLAY_NS = NS  # of handling, that is done again at most, or as COPY_TIMES says
 COPY_TIMES = 50  # the time that a copy takes, from one to the next: 2 % of the work
 BYTES_MIN = 1 << 26  # of events in the file, or as many as the machine has where that is more
-LENT = "lent"  # in the place of the one function that is the runner's
 
 
 def files() -> tuple[int, int]:
@@ -76,57 +71,6 @@ class Replay:
                     case Stop():
                         self.stop = effect
             effects = self.server.advance(event.now_ns) if self.server.inner else []
-
-
-def _named(module: str, name: str) -> Any:
-    return getattr(import_module(module), name)
-
-
-class _Pickler(pickle.Pickler):
-    def __init__(self, file: Any, lent: Callable[[], bool]) -> None:
-        super().__init__(file, pickle.HIGHEST_PROTOCOL)
-        self.lent = lent
-
-    def persistent_id(self, found: Any) -> str | None:
-        return LENT if callable(found) and found == self.lent else None
-
-    def reducer_override(self, found: Any) -> Any:
-        """A payload is a view of a message. A peer may be known by more than its bytes. A kernel goes by its name: a copy of it
-        would be compiled once more."""
-        if isinstance(found, ModuleType):
-            return import_module, (found.__name__,)
-        if kernel := getattr(found, "py_func", None):
-            return _named, (kernel.__module__, kernel.__qualname__)
-        if isinstance(found, memoryview) or (isinstance(found, bytes) and type(found) is not bytes):
-            return bytes, (bytes(found),)
-        return NotImplemented
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: Any, lent: Callable[[], bool]) -> None:
-        super().__init__(file)
-        self.lent = lent
-
-    def persistent_load(self, name: str) -> Any:
-        assert name == LENT
-        return self.lent
-
-
-def freeze(server: Server, file: Any, lent: Callable[[], bool]) -> None:
-    """Write a machine between two events. `lent`: what its runner gave it, which is not written."""
-    _Pickler(file, lent).dump(server)
-
-
-def frozen(server: Server, lent: Callable[[], bool]) -> bytes:
-    """A machine as bytes."""
-    file = io.BytesIO()
-    freeze(server, file, lent)
-    return file.getvalue()
-
-
-def thaw(file: Any, lent: Callable[[], bool]) -> Server:
-    server: Server = _Unpickler(file, lent).load()
-    return server
 
 
 class Journal:

@@ -28,9 +28,10 @@ from narrows.ps.process.dialled import Dialled
 from narrows.ps.process.disk import Disk
 from narrows.ps.process.follower import Follower
 from narrows.ps.process.gate import Gate
-from narrows.ps.process.journal import Journal, Replay, frozen
+from narrows.ps.process.journal import Journal, Replay
 from narrows.ps.process.lending import Lending
 from narrows.ps.process.machine import Process, emit, journal_most, machine, original
+from narrows.ps.process.pickling import frozen
 from narrows.ps.process.pulse import Pulse
 from narrows.ps.process.writer import Written
 from narrows.ps.reports import COORDINATOR

@@ -23,12 +23,14 @@ from narrows.protocols.settings import Settings
 from narrows.protocols.wire import decode, encode
 from narrows.ps.optimizers import TorchOptimizer
 from narrows.ps.planned import Means
+from narrows.ps.process.pickling import frozen
 from narrows.ps.reports import COORDINATOR
 from narrows.ps.server import Server
 from narrows.ps.shard import Shard
-from narrows.ps.store import Store
+from narrows.ps.store import Store, assume_lent
 from narrows.worker.runner import Commands
 
+FREEZE_EVERY = 97  # events
 THREAD = "in-process"  # the name of each thread that the kit starts
 
 warm_up()  # as ps-serve and ps-worker do: a kernel that is compiled in the middle of a run stops everybody
@@ -50,6 +52,7 @@ def member_of(cluster: Cluster) -> Member:
 class Cluster:
     """Servers of one run, or of one cluster below `parent`, and the links to them."""
 
+    applied = 0  # events
     held_ns = 0  # how long all bytes together were on their way
 
     def __init__(self, settings: Settings, parent: Cluster | None = None, name: str = "cluster") -> None:
@@ -100,8 +103,11 @@ class Cluster:
 
     def _apply(self, index: int, effects: Iterable[ServerEffect]) -> None:
         """Carry out a server's effects, and what follows from them inside it: first all of that, since what is sent here
-        arrives at once, and comes back."""
+        arrives at once, and comes back. Now and then its machine is written, as for a journal or a standby."""
         made = [*effects]
+        self.applied += 1
+        if self.applied % FREEZE_EVERY == 0:
+            frozen(self.servers[index], assume_lent)
         while self.servers[index].inner:
             made += self.servers[index].advance(self.now())
         self._carry_out(index, made)

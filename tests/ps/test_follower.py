@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+import pickle
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
+from importlib import import_module
+from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
+from simulation.actors import PLANS
 
 from narrows.protocols import messages as m
 from narrows.protocols.cluster.coordinator import Coordinator
@@ -24,6 +29,7 @@ from narrows.protocols.errors import (
     UnreachableError,
 )
 from narrows.protocols.messages import Buffer
+from narrows.protocols.plan import Plan
 from narrows.protocols.runtime.connections import Connection
 from narrows.protocols.runtime.curve import Why
 from narrows.protocols.runtime.sockets import Peer, Receipt, Sockets
@@ -32,12 +38,13 @@ from narrows.protocols.wire import decode, encode, pack
 from narrows.ps.copies import GIVE_UP_NS, LOST_LEASES
 from narrows.ps.events import Event, Kind
 from narrows.ps.feed import CUT_NS
-from narrows.ps.planned import Means
+from narrows.ps.inbox import Inbox
+from narrows.ps.planned import Means, Planned
 from narrows.ps.process import asking
 from narrows.ps.process.follower import PLACE_NS, Follower
 from narrows.ps.process.gate import Gate
-from narrows.ps.process.journal import frozen
-from narrows.ps.process.machine import Process, release
+from narrows.ps.process.machine import Process, emit, release
+from narrows.ps.process.pickling import frozen
 from narrows.ps.server import Server
 from narrows.ps.shard import Shard
 from narrows.ps.store import assume_lent
@@ -170,6 +177,70 @@ def test_it_waits_for_the_place_of_a_standby_that_may_be_its_own_earlier_process
     life.has_all()
     life.time.now_ns = 10 * limit_ns
     life.hear(ORIGINAL, taken)  # it was given a place, and lost it again
+
+
+class Calls:
+    """Its pickle calls a function."""
+
+    def __init__(self, called: Callable[..., object], *args: object) -> None:
+        self.called, self.args = called, args
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return self.called, self.args
+
+
+class Named:
+    """Its pickle names something by module and name, as nobody would who can import it."""
+
+    def __init__(self, module: str, name: str) -> None:
+        self.raw = f"c{module}\n{name}\n.".encode()
+
+
+def forged(tmp_path: Path) -> dict[str, bytes]:
+    """What somebody may send who binds the port of a server that is gone."""
+    there = str(tmp_path / "called")
+    calls = {
+        "a command": Calls(os.system, f"touch {there}"),
+        "a file": Calls(os.open, there, os.O_CREAT),
+        "an attribute": Calls(getattr, Calls(import_module, "os"), "system"),
+        "a module": Calls(import_module, "this"),
+        "a partial": Calls(partial, os.mkdir, there),
+        "code": Calls(exec, f"open({there!r}, 'w')"),
+        "an import of ours": Calls(emit, "log"),
+        "a machine that is none": Calls(dict),
+        "an array of objects": Calls(np.frombuffer, bytes(8), np.dtype("O")),
+    }
+    names = {
+        "a kernel": Named("narrows.compression.kernels.cpu", "encode_int8"),
+        "a function of ours": Named("narrows.protocols.wire", "unpack"),
+        "what a module of ours imports": Named("narrows.ps.store", "np.load"),
+        "the globals of a function": Named("narrows.ps.store", "Store.check.__globals__"),
+        "what reads arrays": Named("numpy._core.multiarray", "_reconstruct"),
+    }
+    packed = {name: pickle.dumps(each, 2) for name, each in calls.items()}
+    return packed | {name: each.raw for name, each in names.items()} | {"noise": b"\x80\x05noise", "nothing": b""}
+
+
+def test_a_machine_that_calls_names_or_lacks_something_is_refused_and_runs_nothing(tmp_path: Path) -> None:
+    """Without keys anybody may bind the port of a server that is gone."""
+    for name, packed in forged(tmp_path).items():
+        life = Life()
+        with pytest.raises(NarrowsError, match="none"):
+            life.hear(ORIGINAL, m.Copied(1, 0, 0, 1, b"", 0, b"", packed))
+        assert life.standby.machine is None and not (tmp_path / "called").exists(), name
+
+
+@pytest.mark.parametrize("wrong", [np.zeros(7, np.float64), np.zeros((7, 1), np.float32), np.zeros(3, np.float32)])
+@pytest.mark.parametrize("name", ["x", "p"])
+def test_a_machine_whose_arrays_do_not_fit_its_keys_is_refused(name: str, wrong: Any) -> None:
+    """Kernels would read and write beyond them."""
+    settings = Settings().validated()
+    server = Server(Shard(0, settings, 1, 5, (), Means(coordinator=Coordinator(settings, 7))), Coordinator(settings, 7))
+    server.shard.planned = Planned(0, settings, Plan.unpacked(PLANS[0.0]), Inbox(0, settings.mode()), 0, Means())
+    setattr(server.shard.planned.store, name, wrong)
+    life = Life()
+    with pytest.raises(NarrowsError, match="float32"):
+        life.hear(ORIGINAL, m.Copied(1, 0, 0, 1, b"", 0, b"", frozen(server, assume_lent)))
 
 
 def test_it_takes_views_of_its_shard_0_and_words_of_its_shards_alone(capfd: pytest.CaptureFixture[str]) -> None:

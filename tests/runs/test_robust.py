@@ -24,7 +24,8 @@ from narrows.ps.inbox import Update
 from narrows.ps.limit import Far
 from narrows.ps.looks import Look, Looks
 from narrows.ps.mean import Trimmed
-from narrows.ps.process.journal import _Pickler, _Unpickler
+from narrows.ps.process import pickling
+from narrows.ps.process.pickling import _Pickler, _Unpickler
 from narrows.ps.screen import Screen
 from narrows.ps.store import assume_lent
 
@@ -290,7 +291,7 @@ def test_what_it_may_be() -> None:
         checked(settings, "tcp://127.0.0.1:0", "", False, False)
 
 
-def test_what_is_known_of_a_worker_is_in_the_journal() -> None:
+def test_what_is_known_of_a_worker_is_in_the_journal(monkeypatch: pytest.MonkeyPatch) -> None:
     """A shard that goes on where it was leaves out whom it left out."""
 
     def send(screen: Screen, clock: int) -> list[float]:
@@ -303,6 +304,7 @@ def test_what_is_known_of_a_worker_is_in_the_journal() -> None:
     screen = Screen(0, Looks(0, KEYS), Far(unit, False), [check := Directions(0)])
     for clock in range(LEAST + 2):
         send(screen, clock)
+    monkeypatch.setattr(pickling, "FUNCTIONS", pickling.FUNCTIONS | {(__name__, "unit")})
     file = io.BytesIO()
     _Pickler(file, assume_lent).dump(screen)
     file.seek(0)

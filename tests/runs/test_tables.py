@@ -21,7 +21,7 @@ from narrows.protocols.effects import MemberEffect, Send
 from narrows.protocols.errors import RemoteProtocolError, UsageError
 from narrows.protocols.settings import Settings
 from narrows.protocols.wire import pack
-from narrows.ps.process.journal import freeze, thaw
+from narrows.ps.process.pickling import freeze, thaw
 from narrows.worker import DistributedOptimizer, embedding
 
 STEPS = 12

@@ -38,7 +38,8 @@ from narrows.ps.changes import Change, Fold, Outer, Step
 from narrows.ps.copies import Original, lost_after
 from narrows.ps.events import Event, Kind
 from narrows.ps.planned import Planned
-from narrows.ps.process.journal import Replay, frozen, thaw
+from narrows.ps.process.journal import Replay
+from narrows.ps.process.pickling import frozen, thaw
 from narrows.ps.pushing import Pushing
 from narrows.ps.reports import COORDINATOR
 from narrows.ps.server import Server
