@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from narrows.protocols.errors import NarrowsError, UsageError
@@ -200,7 +201,7 @@ def _make_group() -> None:
     """
     limit = timedelta(seconds=START_LIMIT_S)
     store, rank, size = next(rendezvous("env://", timeout=limit))
-    store = dist.PrefixStore(f"narrows-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    store = PrefixStore(f"narrows-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else GLOO
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
 
