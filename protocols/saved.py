@@ -1,10 +1,12 @@
-"""Names of what a run leaves in its --checkpoint-dir: who writes it and who reads it have them from here."""
+"""Names of what a run leaves in its --checkpoint-dir, and of the variables that tell a worker of folders: who writes there and
+who reads there have them from here."""
 
 from __future__ import annotations
 
 import re
 
 FOLDER = "NARROWS_CHECKPOINT_DIR"  # the variable that tells a worker of it
+MACHINE_DIR = "NARROWS_MACHINE_DIR"  # and of a folder that all workers of one ps-worker have, see worker/machine.py
 SHARD = re.compile(r"shard-(\d+)\.clock-(\d+)\.safetensors")  # a shard's checkpoint, see ps/process/checkpoints.py
 COMING = re.compile(rf"{SHARD.pattern}\.[0-9a-f]+\.tmp")  # one that is being written, or that a killed process has left
 STATE = re.compile(r"narrows-optimizer-(\d+)\.pt")  # the state of a worker's optimizer by rank, see worker/moments.py

@@ -8,11 +8,13 @@ Rules
 - Steps, epochs and schedules of the Trainer are those of the run: a worker that comes late or again goes on where the run is.
 - Validation shows the shared model, and checkpoints hold it, whoever saves them and when. The first worker of a machine saves,
   the others do not.
+- After fit() each worker of a machine knows the checkpoints of the first one, for ckpt_path="best".
 - After fit() the module holds the model that all workers end with.
 """
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import lightning
@@ -20,13 +22,20 @@ import torch
 
 from narrows.protocols.errors import UsageError
 from narrows.worker.datasets import sampler
-from narrows.worker.machine import local_rank
+from narrows.worker.machine import from_first, local_rank
 from narrows.worker.optimizer import DistributedOptimizer
 from narrows.worker.schedules import catch_up
 from narrows.worker.session import current, rank, step_count
+from narrows.worker.telling import say
 
 __all__ = ["NarrowsCallback", "sampler"]
 
+# Of a ModelCheckpoint: where what it saved is. The first worker of a machine saves, so the others take its own.
+SAVED = ("dirpath", "best_model_path", "last_model_path", "kth_best_model_path")
+UNKNOWN = (
+    "the first worker of this machine did not say where its checkpoints are: call test(), validate() and predict() with "
+    "ckpt_path in that one alone, if local_rank() == 0"
+)
 COUNTS = ("ready", "started", "processed", "completed")  # of Lightning's progress
 
 
@@ -42,6 +51,7 @@ class NarrowsCallback(lightning.Callback):  # type: ignore[misc]
 
     def __init__(self) -> None:
         self.shared: DistributedOptimizer | None = None
+        self.fits = 0  # so far
         self.before = 0  # steps that the DistributedOptimizer had made before fit(), in a script that trains alone
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
@@ -135,6 +145,24 @@ class NarrowsCallback(lightning.Callback):  # type: ignore[misc]
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._finish()
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """`ckpt_path="best"` and "last" are the files of the first worker of this machine, in each of its workers."""
+        self.fits += 1
+        if current().link is None or not trainer.checkpoint_callbacks:
+            return
+        mine = [
+            {name: path for name in SAVED if isinstance(path := getattr(each, name, None), str)}
+            for each in trainer.checkpoint_callbacks
+        ]
+        told = from_first(f"lightning-{self.fits}", json.dumps(mine))
+        if told is None:
+            say(UNKNOWN)
+            return
+        for each, paths in zip(trainer.checkpoint_callbacks, json.loads(told), strict=False):
+            for name in SAVED:
+                if name in paths:
+                    setattr(each, name, paths[name])
 
     def _finish(self) -> None:
         assert self.shared is not None

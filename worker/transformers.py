@@ -21,12 +21,18 @@ from transformers import TrainerCallback
 
 from narrows.protocols.errors import UsageError
 from narrows.worker.datasets import RunSampler
-from narrows.worker.machine import local_rank
+from narrows.worker.machine import from_first, local_rank
 from narrows.worker.optimizer import DistributedOptimizer
 from narrows.worker.schedules import catch_up
 from narrows.worker.session import current, rank, step_count
+from narrows.worker.telling import say
 
 Base: Any = object
+OF_FIRST = "the best checkpoint of the first worker of this machine"  # which names it once it has trained
+UNKNOWN = (
+    "load_best_model_at_end: the first worker of this machine did not say where its best checkpoint is, and the model is that "
+    "which all workers ended with"
+)
 SHUFFLES = {"random": True, "sequential": False}  # what Trainer's sampling strategies are to RunSampler
 
 
@@ -84,12 +90,15 @@ class Follows(TrainerCallback):  # type: ignore[misc]
 
     def on_train_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         self.trainer.shared.finish()
+        state.best_model_checkpoint = state.best_model_checkpoint or self.trainer.best
 
 
 class InRun(Base):  # type: ignore[misc]
     """What a Trainer does differently in a run. shared: its DistributedOptimizer, once train() has made it."""
 
     shared: DistributedOptimizer | None = None
+    loads = 0  # of a best model, so far
+    best: str | None = None  # the newest
     before = 0  # steps that its DistributedOptimizer had made before train(), in a script that trains alone
 
     def __init__(self, *args: Any, **values: Any) -> None:
@@ -136,11 +145,22 @@ class InRun(Base):  # type: ignore[misc]
         """Trainer does it once it has trained: it is no update, so the run is over for this worker."""
         assert self.shared is not None
         self.shared.finish()
+        self.loads += 1
+        best = from_first(f"transformers-{self.loads}", str(self.state.best_model_checkpoint))
+        if best is None:
+            self.state.best_model_checkpoint = None
+            say(UNKNOWN)
+            return
+        self.state.best_model_checkpoint = self.best = best
         super()._load_best_model()
+        if local_rank():  # else Trainer would tidy the first worker's folder, too
+            self.state.best_model_checkpoint = None
 
     def _save_checkpoint(self, *args: Any, **values: Any) -> None:
         if not local_rank():
             super()._save_checkpoint(*args, **values)
+        elif self.args.load_best_model_at_end:
+            self.state.best_model_checkpoint = OF_FIRST  # so that Trainer loads one in the end
 
 
 @cache

@@ -1,5 +1,5 @@
 """Folders of servers: the lock of --checkpoint-dir, and a folder in the system's temporary one, for checkpoints that are not to
-stay behind.
+stay behind. A ps-worker has such a folder for what its workers tell each other (worker/machine.py).
 
 Rules
 - A folder is locked by the process that made it, for as long as that lives. No child inherits the lock: exec closes it, and

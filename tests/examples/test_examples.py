@@ -31,7 +31,7 @@ BATCHES = {
 LENGTHS = {"epochs": ["--epochs", "5"]}  # else steps
 MORE = {"litdata_stream": ["--rank-variables"], "titan": ["--push", "update"]}  # flags
 # Lines that a script in plain torch, or of the trainer, does not have: what names Narrows, and calls of the wrapped optimizer.
-LINES = dict.fromkeys(BATCHES, 3) | {"hf_trainer": 2, "epochs": 6}
+LINES = dict.fromkeys(BATCHES, 3) | {"hf_trainer": 2, "accelerate_loop": 4, "epochs": 6}
 # torch.nn has an Embedding of the same arguments: the import is the line.
 CALLED = [name for name in (*worker.__all__, "distributed", "NarrowsCallback") if name not in ("clock", "Embedding")]
 SAME, SAME_DROPOUT = "all workers draw the same random numbers in the forward pass", ("lora", "accelerate_loop")

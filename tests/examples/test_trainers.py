@@ -164,6 +164,51 @@ def test_what_a_trainer_saves_is_the_shared_model(name: str, tmp_path: Path) -> 
         assert len(tested) == 1
 
 
+# Each worker evaluates all of the data, and has another figure of it.
+EVALUATED = """
+    def validation_step(self, batch, index):
+        self.log("held_out", self.model(**batch)["loss"] + 0.01 * rank())
+    def configure_optimizers"""
+TESTED = """
+trainer.fit(module, torch.utils.data.DataLoader(data, BATCH, sampler=sampler(data, BATCH)), whole)
+assert trainer.test(module, whole, ckpt_path="last", verbose=False)
+(figures,) = trainer.test(module, whole, ckpt_path="best", verbose=False)
+print("tested", figures["loss"], flush=True)
+ended(module.model)
+"""
+BEST = {
+    "transformers": (
+        TRANSFORMERS.replace("saved-{rank()}", "saved"),
+        'save_strategy="epoch", eval_strategy="epoch", load_best_model_at_end=True, save_total_limit=1',
+        "num_train_epochs=3", "trainer.state.best_model_checkpoint",
+    ),
+    "lightning": (
+        LIGHTNING.partition("trainer.fit")[0].replace("\n    def configure_optimizers", EVALUATED)
+        .replace("save_top_k=-1, ", "") + "whole = torch.utils.data.DataLoader(data, SAMPLES)" + TESTED,
+        "save_top_k=1, monitor='held_out', save_last=True", "max_epochs=3", "saves.best_model_path",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("trainer", BEST)
+def test_all_workers_of_a_machine_find_the_best_checkpoint_of_the_first(trainer: str, tmp_path: Path) -> None:
+    """The first worker alone saves, as with DDP. Each ends with the model of that checkpoint."""
+    text, saves, length, path = BEST[trainer]
+    text += f'\nprint("best", {path}, flush=True)'
+    script(tmp_path, text, saves, length)
+    source = (tmp_path / "script.py").read_text().replace('os.environ["NARROWS_LOCAL_RANK"] = "0"', "pass")
+    (tmp_path / "script.py").write_text(source)
+    done = subprocess.run(
+        [*PS_WORKER, *LOSSY, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert done.returncode == 0 and done.stdout.count("ended") == 2, done.stderr
+    first, second = re.findall(r"^best (\S+)", done.stdout, re.M)
+    assert first == second and len(list(tmp_path.glob("saved*"))) == 1  # ranks are in the order in which workers join
+    found = tmp_path / first / "model.safetensors" if trainer == "transformers" else Path(first)
+    assert equal(tmp_path / "ended-0.pt", found) and equal(tmp_path / "ended-1.pt", found)
+    assert len({float(value) for value in re.findall(r"^tested (\S+)", done.stdout, re.M)}) == (trainer == "lightning")
+
+
 @pytest.mark.parametrize("trainer", [TRANSFORMERS, LIGHTNING], ids=["transformers", "lightning"])
 def test_a_trainer_of_a_run_that_goes_on_does_so_where_the_run_is(trainer: str, tmp_path: Path) -> None:
     """Its steps, its rate and its samples are those of an unbroken run, and it ends with the run's last step."""

@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,10 +23,13 @@ from narrows.protocols.errors import (
     NotSavedError,
     ServerLostError,
     UnreachableError,
+    UsageError,
 )
 from narrows.protocols.runtime import flags, signals
 from narrows.protocols.runtime.children import Child, Children, signal_name
 from narrows.protocols.runtime.flags import ALLOCATOR
+from narrows.protocols.runtime.scratch import Scratch
+from narrows.protocols.saved import MACHINE_DIR
 from narrows.protocols.wire import pack
 from narrows.worker.command import surroundings
 from narrows.worker.command.console import Console
@@ -87,6 +91,7 @@ class Launcher:
         self.telling: list[threading.Thread] = []
         self.signals: list[int] = []
         self.console = Console()
+        self.scratch: Scratch | None = None  # a folder of all workers
         self.recording = Recording(options.record, self.console.say)
 
     def run(self) -> int:
@@ -101,11 +106,16 @@ class Launcher:
             if not code and not self.signals:
                 self.console.doing(f"starting {self._workers} ...")
                 self.parent_fd = parent_fd
+                if self.options.nproc > 1 and not self.options.place.local_rank:
+                    with suppress(UsageError):  # no disk: then the first worker tells the others nothing
+                        self.scratch = Scratch()
                 for group in self.groups:
                     self._spawn(group)
                 code = self._watch()
         finally:
             self._end()
+            if self.scratch is not None:
+                self.scratch.close()
             os.close(parent_fd)
             os.close(our_fd)
         if self.signals:
@@ -176,6 +186,7 @@ class Launcher:
             "NARROWS_CONNECT_TIMEOUT": str(options.connect_timeout),
             "NARROWS_SERVER_TIMEOUT": str(options.server_timeout),
             "NARROWS_SKIP_LIMIT": str(options.skip_limit),
+            MACHINE_DIR: self.scratch.path if self.scratch is not None else "",
             **surroundings.device(options.device, index, options.nproc, options.group, there, options.place),
             **(options.parts[index] if options.parts else {}),
         }
