@@ -286,6 +286,7 @@ Session = Alone | Connected | ChildProcess
 
 _session: Session | None = None
 _forwarding = Forwarding()
+shares_asked = 0  # calls of rank() and world_size() so far: of a dataset that cuts itself, too
 watch = Watch.of_environment(_tell)  # of a script that ps-worker --check looks at
 _failed = _stopped = False
 _orphaned = threading.Event()  # that ps-worker has ended
@@ -412,12 +413,16 @@ def _at_exit() -> None:
 
 def rank() -> int:
     """Rank of this worker among the live ones, from 0; of a group each process has one. Opens the session."""
+    global shares_asked
+    shares_asked += 1
     return current().rank
 
 
 def world_size() -> int:
     """Number of workers that the run was started for, times the processes of this group. So rank() and world_size() cut data
     into shares that have nothing in common, also where workers are of different sizes. Opens the session."""
+    global shares_asked
+    shares_asked += 1
     return current().world_size
 
 

@@ -4,7 +4,7 @@
     trainer = distributed(Trainer)(model, args, train_dataset=data)
 
 Rules
-- Its optimizer, its own or the script's, is a DistributedOptimizer. Its data is this worker's share.
+- Its optimizer, its own or the script's, is a DistributedOptimizer. Its data is its share, of a stream as under DDP.
 - Its steps and its schedule are those of the run: a worker that comes late or again goes on where the run is.
 - Its checkpoints hold the shared model, whoever asks for them. The first worker of a machine saves, the others do not.
 - After train() the module holds the model that all workers end with, or the best one where Trainer has loaded that.
@@ -12,19 +12,23 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import torch
+from torch.utils.data import IterableDataset, get_worker_info
 from transformers import TrainerCallback
+from transformers.trainer_pt_utils import IterableDatasetShard
 
 from narrows.protocols.errors import UsageError
+from narrows.worker import session
 from narrows.worker.datasets import RunSampler
 from narrows.worker.machine import from_first, local_rank
 from narrows.worker.optimizer import DistributedOptimizer
 from narrows.worker.schedules import catch_up
-from narrows.worker.session import current, rank, step_count
+from narrows.worker.session import current, rank, step_count, world_size
 from narrows.worker.telling import say
 
 Base: Any = object
@@ -58,6 +62,66 @@ class Share(RunSampler):
         return iter(()) if 0 < self.trainer.state.max_steps <= self.trainer.run_steps() else super().__iter__()
 
 
+class StreamShare(IterableDataset[Any]):
+    """This worker's share of a dataset that streams, from the batch on that the run is at.
+
+    The stream is cut as Trainer cuts it under DDP: of each `batch * size` rows worker i has the i-th `batch`, and the last rows
+    are completed by the first. One of Hugging Face with a file for each worker is cut by files: no worker reads another's.
+    A dataset that is cut already is left as it is: by `split_dataset_by_node`, or by itself, where it asks for rank() or
+    world_size() as it is read.
+    """
+
+    def __init__(self, dataset: Any, batch: int, rank: int, size: int, seed: int) -> None:
+        self.cut = getattr(dataset, "_distributed", None) is not None
+        if not self.cut and hasattr(dataset, "shard") and getattr(dataset, "num_shards", 0) >= size:
+            dataset, self.cut = dataset.shard(num_shards=size, index=rank), True
+        self.dataset, self.batch, self.rank, self.size, self.seed = dataset, batch, rank, size, seed
+        self.used = 0  # batches of this share that the run has used before this Trainer begins
+        self.over = False  # the run has made its steps
+        self.epoch = self.passed = 0  # of the Trainer; epochs that were over before its first
+
+    def __len__(self) -> int:
+        """Rows of an epoch. Raises TypeError where the dataset has no length."""
+        rows = len(self.dataset)
+        return rows if self.cut else -(-rows // (self.batch * self.size)) * self.batch
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        loader = get_worker_info()
+        number, count = (loader.id, loader.num_workers) if loader is not None else (0, 1)
+        passing = len(range(number, self.used, count)) * self.batch if not self.epoch else 0
+        while not self.over:
+            empty = True
+            for row in self._rows(self.epoch + self.passed):
+                empty = False
+                if passing:
+                    passing -= 1
+                else:
+                    yield row
+            if not passing or empty:
+                return
+            self.passed += 1
+
+    def _rows(self, epoch: int) -> Iterable[Any]:
+        """Rows of one epoch of this share."""
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+        elif isinstance(generator := getattr(self.dataset, "generator", None), torch.Generator):
+            generator.manual_seed(self.seed + epoch)  # as Trainer does
+        before, each = session.shares_asked, iter(self.dataset)
+        try:
+            first = next(each)
+        except StopIteration:
+            return ()
+        every = chain([first], each)
+        if self.cut or session.shares_asked != before:
+            return every
+        ours: Iterable[Any] = IterableDatasetShard(every, self.batch, num_processes=self.size, process_index=self.rank)
+        return ours
+
+
 class Follows(TrainerCallback):  # type: ignore[misc]
     """Has the state of a Trainer follow the run."""
 
@@ -66,6 +130,9 @@ class Follows(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         state.global_step = self.trainer.run_steps()
+        if (stream := self.trainer.stream) is not None:
+            stream.used = state.global_step * args.gradient_accumulation_steps
+            stream.over = 0 < state.max_steps <= state.global_step
         # Of a Trainer: the mean loss that it logs is over the steps since.
         self.trainer._globalstep_last_logged = self.trainer._initial_global_step = state.global_step
         catch_up(self.trainer.lr_scheduler, state.global_step)
@@ -94,11 +161,14 @@ class Follows(TrainerCallback):  # type: ignore[misc]
 
 
 class InRun(Base):  # type: ignore[misc]
-    """What a Trainer does differently in a run. shared: its DistributedOptimizer, once train() has made it."""
+    """What a Trainer does differently in a run. shared: its DistributedOptimizer, once train() has made it. stream: its share
+    of data that stream."""
 
+    train_dataset: Any
     shared: DistributedOptimizer | None = None
     loads = 0  # of a best model, so far
     best: str | None = None  # the newest
+    stream: StreamShare | None = None
     before = 0  # steps that its DistributedOptimizer had made before train(), in a script that trains alone
 
     def __init__(self, *args: Any, **values: Any) -> None:
@@ -131,6 +201,20 @@ class InRun(Base):  # type: ignore[misc]
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         dataset = self.train_dataset if train_dataset is None else train_dataset
         return Share(self, dataset) if hasattr(dataset, "__len__") else super()._get_train_sampler(dataset)
+
+    def get_train_dataloader(self) -> Any:
+        whole: Any = self.train_dataset
+        args = self.args
+        if not isinstance(whole, IterableDataset) or current().link is None:
+            return super().get_train_dataloader()
+        size, batch = world_size(), args.train_batch_size
+        self.stream = self.train_dataset = StreamShare(whole, batch, rank() % size, size, args.data_seed or 0)
+        if size > 1 and not self.stream.cut:
+            say(f"the training data stream, and are cut for {size} workers: a script need not cut them")
+        try:
+            return super().get_train_dataloader()
+        finally:
+            self.train_dataset = whole
 
     def save_model(self, *args: Any, **values: Any) -> None:
         if local_rank():

@@ -68,6 +68,29 @@ trainer.train()
 trainer.save_model(f"saved-{rank()}/last")
 ended(model)
 """
+# Rows that stream: nobody cuts them; files of Hugging Face; cut by its function; or by the dataset itself.
+STREAMS = {
+    "rows": "Stream()",
+    "files": "generated(2)",
+    "split": "split_dataset_by_node(generated(1), rank(), 2)",
+    "itself": "Itself()",
+}
+STREAMING = """
+import datasets
+from datasets.distributed import split_dataset_by_node
+from narrows.worker import world_size
+def each(files, count):
+    for number in files:
+        yield from rows()[number::count]
+def generated(count):
+    return datasets.IterableDataset.from_generator(each, gen_kwargs={"files": [*range(count)], "count": count})
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(rows())
+class Itself(Stream):
+    def __iter__(self):
+        return iter(rows()[rank() :: world_size()])
+"""
 LIGHTNING = """
 import lightning
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -221,17 +244,7 @@ def test_a_trainer_of_a_run_that_goes_on_does_so_where_the_run_is(trainer: str, 
         "--resume",
         *script(tmp_path, trainer, saves, "max_steps=STEPS", 0.1),
     ]
-    with subprocess.Popen([*PS_WORKER, *words], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as first:
-        assert first.stdout is not None
-        out = ""
-        for line in first.stdout:
-            out += line
-            if line.startswith("step [0, 6,"):
-                first.send_signal(signal.SIGINT)
-        assert first.wait(LIMIT_S) == 128 + signal.SIGINT
-    again = subprocess.run([*PS_WORKER, *words], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S)
-    assert again.returncode == 0, again.stderr
-    begun, rest = lines(out), lines(again.stdout)
+    begun, rest = interrupted(words, tmp_path)
     begins = min(step for _, step in rest)
     assert 5 <= begins <= 7, "it was resumed, and did not begin anew"
     assert [step for rank, step in rest if rank == 0] == list(range(begins, STEPS))
@@ -242,6 +255,54 @@ def test_a_trainer_of_a_run_that_goes_on_does_so_where_the_run_is(trainer: str, 
         assert sorted(sample for samples in own for sample in samples) == list(range(SAMPLES)), (
             "each sample of an epoch once"
         )
+
+
+def streamed(name: str, rank: int, step: int) -> list[int]:
+    """The rows that this worker trains on in this step: 36 of an epoch are completed to 40, 18 files' rows to none."""
+    if name == "rows":
+        begin = step % 5 * 8 + rank * BATCH
+        return [row % SAMPLES for row in range(begin, begin + BATCH)]
+    own = list(range(rank, SAMPLES, 2))
+    return own[step % 5 * BATCH :][:BATCH]
+
+
+def streaming(name: str, folder: Path, pause: float = 0.0) -> list[str]:
+    stream = STREAMING + TRANSFORMERS.replace("train_dataset=rows()", f"train_dataset={STREAMS[name]}")
+    return script(folder, stream, 'save_strategy="no"', "max_steps=STEPS", pause)
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_each_worker_has_its_share_of_a_stream(name: str, tmp_path: Path) -> None:
+    words = ["--sync", "bsp", *streaming(name, tmp_path)]
+    done = subprocess.run([*PS_WORKER, *words], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stderr
+    seen = {key: samples for key, (_, samples) in lines(done.stdout).items()}
+    assert seen == {(rank, step): streamed(name, rank, step) for rank in range(2) for step in range(STEPS)}
+
+
+def test_a_stream_goes_on_where_the_run_is(tmp_path: Path) -> None:
+    """In the second epoch: what the run has used is read past."""
+    words = ["--sync", "bsp", "--checkpoint-dir", "kept", "--resume", *streaming("rows", tmp_path, 0.1)]
+    begun, rest = interrupted(words, tmp_path)
+    assert min(step for _, step in rest) >= 5, "it was resumed, and did not begin anew"
+    seen = {key: samples for key, (_, samples) in (begun | rest).items()}
+    assert seen == {(rank, step): streamed("rows", rank, step) for rank in range(2) for step in range(STEPS)}
+    assert all(begun[key] == rest[key] for key in begun.keys() & rest.keys())
+
+
+def interrupted(words: list[str], folder: Path) -> tuple[dict[Any, Any], dict[Any, Any]]:
+    """The lines of a run that is stopped at step 6, and those of the same run when it goes on."""
+    with subprocess.Popen([*PS_WORKER, *words], cwd=folder, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout is not None
+        out = ""
+        for line in first.stdout:
+            out += line
+            if line.startswith("step [0, 6,"):
+                first.send_signal(signal.SIGINT)
+        assert first.wait(LIMIT_S) == 128 + signal.SIGINT
+    again = subprocess.run([*PS_WORKER, *words], cwd=folder, capture_output=True, text=True, timeout=LIMIT_S)
+    assert again.returncode == 0, again.stderr
+    return lines(out), lines(again.stdout)
 
 
 def lines(text: str) -> dict[tuple[int, int], tuple[float, list[int]]]:
