@@ -818,7 +818,7 @@ class Tensor(Message):
 @dataclass(frozen=True, slots=True)
 class Beat(Message):
     """Stage to stage: I live. `taken`: tensors of yours that my script has. `missed`: send again from this number on, -1:
-    nothing. `left`: 0, 1 where I have finished, 2 where I have failed."""
+    nothing. `left`: 0, 1 where I have finished, 2 + my exit code where I have failed (2 alone: nobody knows)."""
 
     plan: int
     worker: int

@@ -25,7 +25,12 @@ UNTOLD_MAX = (
 UNTOLD_BYTES = 1 << 20  # and bytes of them, or one tensor that has more
 BEATS = 5  # of a lease
 BEAT_NS_MAX = NS
-ON = "ps-serve --plan --resume and then ps-worker --plan go on from the newest checkpoint that all stages have"
+ON = (
+    "once the servers of the plan have ended, ps-serve --plan --resume and then ps-worker --plan go on from the newest "
+    "checkpoint that all stages have"
+)
+FAILED = 2  # of Beat.left: and the exit code
+CODE_MAX = 255
 START_NS = 600 * NS  # all processes of a pipeline have begun within this
 
 
@@ -108,9 +113,9 @@ class Channels:
         """The connection to this peer is another one, and what was under way may be lost."""
         return [ToPeer(to, tensor) for tensor in self.peers[to].kept]
 
-    def leave(self, failed: bool) -> list[Effect]:
-        """Say that this process sends and takes nothing more."""
-        self.left = 2 if failed else 1
+    def leave(self, failed: bool, code: int = StageLostError.exit_code) -> list[Effect]:
+        """Say that this process sends and takes nothing more. `code`: that it ends with, where it has failed."""
+        self.left = FAILED + min(code, CODE_MAX) if failed else 1
         return self._beats()
 
     @property
@@ -155,8 +160,8 @@ class Channels:
             peer.kept.popleft()
             count += 1
         peer.left = beat.left
-        if peer.left == 2:
-            return [self._lost(who, "has failed")]
+        if peer.left >= FAILED:
+            return [self._failed(who, peer.left - FAILED)]
         again = [t for t in peer.kept if t.number >= beat.missed] if beat.missed >= 0 else []
         return [*([Taken(who, count)] if count else []), *(ToPeer(who, tensor) for tensor in again)]
 
@@ -188,6 +193,14 @@ class Channels:
         peer.told, peer.untold_bytes = peer.taken, 0
         missed = peer.missed if peer.missed == peer.received else -1
         return ToPeer(to, m.Beat(self.plan, self.rank, self.life, peer.taken, missed, self.left))
+
+    def _failed(self, who: int, code: int) -> Failed:
+        """A process ends by its own fault, and all of its pipeline end with its exit code. To go on helps where it has lost
+        others, and where nothing has to be mended first."""
+        if code in (0, StageLostError.exit_code):
+            return self._lost(who, "has failed")
+        text = f"{self.names[who]} has failed with exit code {code}, and its pipeline ends with it: its host says what to mend"
+        return Failed(code, text)
 
     def _lost(self, who: int, how: str) -> Failed:
         return Failed(StageLostError.exit_code, f"{self.names[who]} {how}, and its pipeline ends with it: {ON}")

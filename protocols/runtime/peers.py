@@ -113,8 +113,9 @@ class Peers:
         for peer in self._flying:
             self.receive(peer, tag, limit_s)
 
-    def close(self, failed: bool = False) -> None:
-        """Say so to the others and end; where nothing has failed, once they have taken what was sent, or after a lease."""
+    def close(self, failed: bool = False, code: int = StageLostError.exit_code) -> None:
+        """Say so to the others and end; where nothing has failed, once they have taken what was sent, or after a lease. `code`:
+        the exit code of a process that has failed."""
         if self._closing:
             return
         deadline = time.monotonic() + (0 if failed else self.lease_s)
@@ -122,7 +123,7 @@ class Peers:
         with self._changed:
             while time.monotonic() < deadline and self._error is None and not self._flushed:
                 self._changed.wait(TICK_MS / 1000)
-        self._call(lambda channels, now: channels.leave(failed))
+        self._call(lambda channels, now: channels.leave(failed, code))
         self._closing = True
         self._sockets.wake()
         self._thread.join(CLOSE_S)

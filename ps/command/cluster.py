@@ -17,6 +17,7 @@ from typing import Any
 from narrows.protocols.addresses import ANY_HOSTS, parse_address
 from narrows.protocols.errors import LocalProtocolError, NarrowsError, NotSavedError, UsageError
 from narrows.protocols.modes import Rule
+from narrows.protocols.pipeline.channels import ON
 from narrows.protocols.runtime import signals
 from narrows.protocols.runtime.children import Child, Children, Event, signal_name
 from narrows.protocols.runtime.flags import ALLOCATOR
@@ -199,6 +200,9 @@ class Cluster:
         """Show events until every process has ended; one that ends before the others is an error."""
         deadline = float("inf")
         while len(self.ended) < self.moving.here:
+            if self.lives.deserted.ends(time.monotonic()):
+                say(f"the last worker of this stage is lost, and the run ends: {ON}", error=True)
+                self.signals.append(signal.SIGINT)
             if self.signals and not self.stopping:
                 self.stopping, deadline = True, time.monotonic() + END_S
                 for index in self.follows or (0,):  # which writes a checkpoint and ends the run; the others follow
@@ -267,7 +271,9 @@ class Cluster:
                 if values["text"]:
                     show("move", values)
             case (index, "log", {"name": name, "values": values}):
-                if name == "checkpoint":
+                if name == "member":
+                    self.lives.deserted.heard(values["live"], values["how"], time.monotonic())
+                elif name == "checkpoint":
                     self.checkpoint = values["clock"] if index == 0 else self.checkpoint
                     self.disk.pop(index, None)
                 elif name == "ended":

@@ -6,6 +6,7 @@ Rules
 - More deaths than RESTARTS_MAX a shard in a while are no accident: then the run ends.
 - A journal's files are kept here, so that they outlive the process that writes them.
 - A shard says with each sign of life by when the next one comes. The time in which this process was stopped does not count.
+- The server of a stage ends once its last worker is lost: a pipeline that has lost a stage comes back with new servers alone.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from narrows.protocols.effects import NS
 from narrows.protocols.runtime.clock import Awake
 
 RESTARTS_MAX = 5  # deaths a shard, of all shards together, in a while
+DESERTED = "NARROWS_DESERTED_S"  # of ps-serve --plan, for the servers of stages that it starts
 KILLED_S, FAILED_S = 60.0, 600.0  # that while, for shards that were killed, and for those that ended by themselves
 
 Files = tuple[int, int]
@@ -29,6 +31,26 @@ class Again(Enum):
     NOT = "not"
     JOURNAL = "journal"
     CHECKPOINT = "checkpoint"
+
+
+class Deserted:
+    """Whether a stage has lost its last worker. grace_s: so long another one may be there again; 0: this is no stage."""
+
+    def __init__(self, grace_s: float) -> None:
+        self.grace_s, self.came, self.since_s = grace_s, False, -1.0
+        self.over = False
+
+    def heard(self, live: int, how: str, now_s: float) -> None:
+        """A worker has come or gone, and so many are there. One that is done leaves."""
+        self.came = self.came or live > 0
+        self.since_s = now_s if self.came and not live and how != "left" else -1.0
+
+    def ends(self, now_s: float) -> bool:
+        """True once: the run ends now."""
+        if self.over or self.since_s < 0 or not 0 < self.grace_s <= now_s - self.since_s:
+            return False
+        self.over = True
+        return True
 
 
 class Lives:
@@ -43,6 +65,7 @@ class Lives:
         self.due: dict[int, float] = {}  # by shard, when the next sign of life is to be here, by that clock, seconds
         self.within: dict[int, float] = {}  # how long that may take, as it said last
         self.deaths: dict[bool, deque[float]] = {True: deque(), False: deque()}
+        self.deserted = Deserted(float(os.environ.get(DESERTED, 0)))
         self.over(shards)
 
     def over(self, shards: int) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from narrows.protocols.addresses import ANY_HOSTS, is_loopback, parse_address
-from narrows.protocols.errors import UsageError
+from narrows.protocols.errors import StageLostError, UsageError
 from narrows.protocols.modes import Rule
 from narrows.protocols.robust import Robust
 from narrows.protocols.runtime.flags import given
@@ -183,6 +183,8 @@ def serve(
             if code:
                 return code
             cluster.merge()
+        if cluster.lives.deserted.over:
+            return StageLostError.exit_code
         return 128 + cluster.signals[0] if cluster.signals and not EMBEDDED else 0
     finally:
         cluster.kill()

@@ -4,6 +4,7 @@ Rules
 - One that does not find the server above it is started again, until MEET_S: the hosts of a plan begin in any order.
 - Stages go on from one clock. With --resume the hosts tell each other which clocks their checkpoints have, at the addresses of
   their servers, before these start. Later checkpoints are dropped.
+- A pipeline that has lost a stage does not come back while its servers run. A stage whose last worker is lost ends, with 6.
 - Where one server fails, all of this host are ended as by Ctrl-C. Where this command is killed, its servers write a checkpoint
   and end.
 """
@@ -23,10 +24,12 @@ from narrows.protocols.planning.layout import Layout, Server
 from narrows.protocols.runtime import plans, signals
 from narrows.protocols.runtime.children import Child, Children
 from narrows.ps.command.console import doing, say
+from narrows.ps.command.lives import DESERTED
 from narrows.ps.command.serve import PLAN_DIGEST
 
 MEET_S = 600.0  # all hosts have begun within this
 TAG = 0
+DESERTED_LEASES, DESERTED_LEAST_S = 2, 2.0  # a stage without workers ends after so long: all hosts know by then
 OF_EACH = ("run_id", "steps", "fresh_run")  # flags of each server
 OF_ROOT = ("dashboard", "metrics", "record", "replicas")  # flags of one server: the root's, which knows all below it
 
@@ -54,6 +57,8 @@ def serve(
         go_back(layout, here, Path(checkpoint_dir), keys or layout.keys)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("NARROWS_")}
     environment |= {"PYTHONSAFEPATH": "1", PLAN_DIGEST: str(layout.digest)}
+    if len(layout.stages) > 1:
+        environment[DESERTED] = str(max(DESERTED_LEAST_S, DESERTED_LEASES * layout.lease))
 
     def words(server: Server) -> list[str]:
         name = server.name.replace(" ", "-")

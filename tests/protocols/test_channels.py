@@ -155,7 +155,18 @@ def test_who_has_left_is_not_waited_for_and_who_failed_ends_the_others() -> None
     assert not [e for e in pair.ends[0].tick(pair.now + 3 * LEASE) if isinstance(e, (Failed, ToPeer))]
     pair.apply(1, pair.ends[1].leave(failed=True))
     pair.deliver(0)
-    assert [failed.code for failed in pair.failed] == [6]
+    assert [failed.code for failed in pair.failed] == [6] and "--resume" in pair.failed[0].text
+
+
+@pytest.mark.parametrize("code", [1, 2, 5, 6])
+def test_all_of_a_pipeline_end_with_the_exit_code_of_the_fault_and_resume_is_named_where_it_helps(code: int) -> None:
+    pair = Pair()
+    pair.settle()
+    pair.apply(1, pair.ends[1].leave(True, code))
+    pair.deliver(0)
+    (failed,) = pair.failed
+    assert failed.code == code and ("--resume" in failed.text) is (code == 6)
+    assert failed.text.startswith("stage 1 has failed" + (f" with exit code {code}" if code != 6 else ","))
 
 
 def test_another_life_another_plan_and_who_never_comes() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from narrows.ps.command.lives import FAILED_S, KILLED_S, RESTARTS_MAX, Again, Lives
+from narrows.ps.command.lives import FAILED_S, KILLED_S, RESTARTS_MAX, Again, Deserted, Lives
 
 SHARDS = 2
 
@@ -61,3 +61,19 @@ def test_a_new_life_has_an_empty_journal(lives: Lives) -> None:
     assert [os.fstat(each).st_size for each in lives.files[0]] == [0, 0]
     lives.forget(0)
     assert 0 not in lives.files and lives.ended(0, -9, now=0.0) is Again.CHECKPOINT, "with no journal"
+
+
+def test_a_stage_ends_once_its_last_worker_is_lost_and_nobody_has_come_within_the_grace() -> None:
+    stage, other = Deserted(5.0), Deserted(0.0)
+    for live, how, now in ((2, "joined", 0.0), (1, "stopped", 1.0), (0, "expired", 2.0)):
+        for each in (stage, other):
+            each.heard(live, how, now)
+    assert not stage.ends(6.9) and stage.ends(7.1) and stage.over and not stage.ends(9.0)
+    assert not other.ends(1e9)  # it is no stage: workers may come again
+    back, done, never = Deserted(5.0), Deserted(5.0), Deserted(5.0)
+    back.heard(1, "joined", 0.0)
+    back.heard(0, "stopped", 1.0)
+    back.heard(1, "joined", 4.0)
+    done.heard(1, "joined", 0.0)
+    done.heard(0, "left", 1.0)
+    assert not any(each.ends(99.0) for each in (back, done, never))

@@ -66,7 +66,7 @@ def group_of(
     **more: Any,
 ) -> Iterator[PipelineGroup]:
     peers = peers_of(rank, where)
-    failed = True
+    failed, code = True, 1
     try:
         peers.wait(limit_s)
         group = PipelineGroup(peers, rank, len(where), [edge] * (len(where) - 1), step, limit_s, **more)
@@ -74,8 +74,11 @@ def group_of(
             register(group)
         yield group
         failed = False
+    except NarrowsError as error:
+        code = error.exit_code
+        raise
     finally:
-        peers.close(failed)
+        peers.close(failed, code)
 
 
 @pytest.fixture(autouse=True)
@@ -307,16 +310,20 @@ def trained(
 
 
 def ends(stage: Callable[[int], None], stages: int) -> list[str]:
-    """What each stage ends with."""
+    """What each stage ends with. All end with the same exit code."""
+    codes = set()
 
     def run(rank: int) -> str:
         try:
             stage(rank)
         except NarrowsError as error:
+            codes.add(error.exit_code)
             return str(error)
         return ""
 
-    return together(run, stages)
+    said = together(run, stages)
+    assert len(codes) < 2, said
+    return said
 
 
 @pytest.mark.parametrize(("case", "keeps"), [("tied", False), ("tied", True), ("constant", False)])
@@ -364,7 +371,10 @@ def test_what_a_script_sends_itself_is_not_coded() -> None:
 @pytest.mark.parametrize(("edge", "rows"), [(DENSE, 8), (INT8, 8), (INT8, 15)])
 def test_a_smaller_last_batch_is_told_with_both_shapes_and_what_to_do(edge: Edge, rows: int) -> None:
     where = addresses(2)
-    said = ends(lambda rank: trained(rank, whole_model()[rank * 2 : (rank + 1) * 2], where, edge, [ROWS, rows]), 2)[1]
+    other, said = ends(
+        lambda rank: trained(rank, whole_model()[rank * 2 : (rank + 1) * 2], where, edge, [ROWS, rows]), 2
+    )
+    assert other.startswith("stage 1 has failed with exit code 5") and "--resume" not in other
     assert (
         said.startswith("stage 0 has sent float32 (1, 12), and float32 (2, 12) is expected")
         and "drop_last=True" in said

@@ -46,8 +46,8 @@ optimizer.finish()
 """
 
 
-def grid(key: str) -> dict[str, Any]:
-    ports = iter(range(free := free_ports(STAGES * (1 + REPLICAS)), free + STAGES * (1 + REPLICAS)))
+def grid(key: str, replicas: int = REPLICAS) -> dict[str, Any]:
+    ports = iter(range(free := free_ports(STAGES * (1 + replicas)), free + STAGES * (1 + replicas)))
     flags = {"sync": "ssp", "compress": "topk:0.5+int8"}
     return {
         "version": 1,
@@ -56,7 +56,7 @@ def grid(key: str) -> dict[str, Any]:
         "edges": [{"forward": "int8", "backward": "int8", "in_flight": 1}],
         "processes": [
             {"stage": stage, "replica": replica, "host": "here", "port": next(ports), "key": key}
-            for replica in range(REPLICAS)
+            for replica in range(replicas)
             for stage in range(STAGES)
         ],
         "lease": 1.0,
@@ -104,6 +104,28 @@ def test_a_killed_stage_ends_its_pipeline_and_stages_go_back_to_a_clock_that_all
         assert len(servers) >= 2 * STAGES
         os.kill(server.pid, signal.SIGKILL)  # nobody is left to end them
         until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in servers), f"{servers} {server}")
+
+
+def test_servers_end_with_the_only_pipeline_and_the_printed_way_back_goes_on(tmp_path: Path) -> None:
+    """A stage is killed, and nobody is left. The servers end by themselves, so that the same commands can begin again."""
+    (tmp_path / "plan.json").write_text(json.dumps(grid("", 1)))
+    (tmp_path / "script.py").write_text(SCRIPT % 25)
+    here = ("--plan", "plan.json", "--host", "here", "--checkpoint-dir", "saved")
+    with (
+        started("ps-serve", *here, cwd=tmp_path) as server,
+        started("ps-worker", *here, "script.py", cwd=tmp_path) as worker,
+    ):
+        until(lambda: all(max(clocks(server, stage), default=0) >= EVERY for stage in range(STAGES)), worker)
+        os.kill(of_stage(worker, 1, 0), signal.SIGKILL)
+        assert worker.wait() == 6, worker
+        assert server.wait() == 6, server
+        assert "the last worker of this stage is lost, and the run ends: once the servers" in server.err, server
+    with (
+        started("ps-serve", *here, "--resume", cwd=tmp_path) as server,
+        started("ps-worker", *here, "script.py", cwd=tmp_path) as worker,
+    ):
+        assert worker.wait() == 0 and server.wait() == 0, (worker, server)
+        assert "all stages go on from clock" in server.out + server.err, server
 
 
 def test_the_commands_that_ps_plan_prints_run_its_pipeline(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
-from narrows.protocols.errors import UsageError
+from narrows.protocols.errors import NarrowsError, StageLostError, UsageError
 from narrows.protocols.planning.layout import Edge, Layout, Process, Stage
 from narrows.protocols.runtime import plans
 from narrows.protocols.runtime.keys import Secret
@@ -139,11 +139,18 @@ def _close_at_end(peers: Peers) -> None:
     before, close = sys.excepthook, only_here(peers.close)
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        close(failed=True)
+        close(failed=True, code=_exit_code(error))
         before(kind, error, trace)
 
     sys.excepthook = hook
     atexit.register(close)
+
+
+def _exit_code(error: BaseException) -> int:
+    """That this process ends with. Who is stopped has no fault: the others have lost a stage."""
+    if isinstance(error, NarrowsError):
+        return error.exit_code
+    return StageLostError.exit_code if isinstance(error, KeyboardInterrupt) else 1
 
 
 def _check_key(ours: Process, key: Secret | None) -> None:
