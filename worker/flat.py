@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.dlpack import from_dlpack
 
 from narrows.protocols.errors import UsageError
 from narrows.protocols.keys import Keys
@@ -258,7 +259,7 @@ class FlatModel(Flat):
             return
         held = torch.cat([parameter.detach().view(-1) for parameter in self.parameters])
         for i, parameter in enumerate(self.parameters):
-            parameter.data = torch.from_dlpack(held[self.offsets[i] : self.offsets[i + 1]]).view(parameter.shape)
+            parameter.data = from_dlpack(held[self.offsets[i] : self.offsets[i + 1]]).view(parameter.shape)
         self.held, self._places = held, [parameter.data_ptr() for parameter in self.parameters]
 
     def plan(self, optimizer: str, max_grad_norm: float, degree: float = 1.0) -> Plan:
