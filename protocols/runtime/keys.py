@@ -66,7 +66,7 @@ def _write(path: Path, values: dict[str, str]) -> None:
 
 def _read(path: Path, flag: str) -> Secret:
     try:
-        others = path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO)
+        others = _others(path)
         text = path.read_text()
     except OSError as error:
         raise UsageError(f"{flag} {path}: {error.strerror}") from None
@@ -81,6 +81,16 @@ def _read(path: Path, flag: str) -> Secret:
     except (ValueError, TypeError):
         raise UsageError(f"{flag} {path}: this is no key; ps-serve keys makes them") from None
     return secret
+
+
+def _others(path: Path) -> bool:
+    """True if others can read a secret, and its owner can see to that. A manager mounts secrets for a group of the process
+    (fsGroup of Kubernetes: 0440), in a place where nobody can change their mode, or as another user's. Raises OSError."""
+    found = path.stat()
+    if found.st_mode & (stat.S_IRWXO | stat.S_IWGRP | stat.S_IXGRP):
+        return True
+    ours = found.st_uid == os.geteuid() and not os.statvfs(path).f_flag & os.ST_RDONLY
+    return bool(found.st_mode & stat.S_IRGRP) and (ours or found.st_gid not in (os.getegid(), *os.getgroups()))
 
 
 def member_key(path: str, flag: str) -> Secret:

@@ -32,7 +32,9 @@ from narrows.ps.process.main import JOURNAL
 
 START_S = 120.0  # a cold machine compiles kernels first
 ONE_STOPPED = "the model of a worker that was stopped"
-END_S = 40.0  # a shard that does not end within this after the stop is killed
+END_S = (
+    40.0  # a shard that does not end within this after the stop is killed, or within what it says one event may take
+)
 LIFE_EPOCHS = 1 << 32  # more than shard 0 has in one life
 NEEDS = [("loading kernels ...", "narrows.compression:warm_up"), ("", "narrows.ps.process.runner")]
 OPTIMIZERS = [("importing torch ...", "narrows.ps.optimizers:warm_up")]  # where gradients are pushed
@@ -204,7 +206,7 @@ class Cluster:
                 say(f"the last worker of this stage is lost, and the run ends: {ON}", error=True)
                 self.signals.append(signal.SIGINT)
             if self.signals and not self.stopping:
-                self.stopping, deadline = True, time.monotonic() + END_S
+                self.stopping, deadline = True, time.monotonic() + self.end_s
                 for index in self.follows or (0,):  # which writes a checkpoint and ends the run; the others follow
                     self.shards[index].write("stop")
                     self.shards[index].close_stdin()
@@ -229,8 +231,13 @@ class Cluster:
                     say(f"shard {index} died and the run ends{go_on if kept else ''}", error=True)
                 return self.code or 1
             if self.ended:
-                deadline = min(deadline, time.monotonic() + END_S)
+                deadline = min(deadline, time.monotonic() + self.end_s)
         return self.code
+
+    @property
+    def end_s(self) -> float:
+        """Seconds that the shards have for their end: END_S, or as long as their arrays take to a slow disk."""
+        return max(END_S, *self.lives.within.values()) if self.lives.within else END_S
 
     @property
     def code(self) -> int:

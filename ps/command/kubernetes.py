@@ -7,7 +7,7 @@ from __future__ import annotations
 import shlex
 from textwrap import indent
 
-from narrows.ps.command.recipe import END_S, READY, SCRIPT, Expanded, Recipe, listed
+from narrows.ps.command.recipe import CHECKPOINT_S, END_S, IMAGE, READY, REGISTRY, SCRIPT, Expanded, Recipe, listed
 
 VARIABLES = "$("  # of a command: $(NAME); "$$(" is no variable
 
@@ -17,6 +17,19 @@ CLAIM = """\
 # folder of its own, named by its uid: one that is made anew is another run."""
 
 
+# Exit codes that the next try would end with too: a wrong flag, a key that is refused, another model, and of a worker an error
+# of the script.
+FINAL_OF_SERVER, FINAL_OF_WORKERS = [2, 4, 5], [1, 2, 4, 5]
+USER = 1000  # as in the Dockerfile
+POD = f"""\
+  restartPolicy: Never  # podFailurePolicy asks for it: a pod that fails is replaced
+  securityContext:
+    {{runAsNonRoot: true, runAsUser: {USER}, runAsGroup: {USER}, fsGroup: {USER}, seccompProfile: {{type: RuntimeDefault}}}}"""
+CONTAINER = """\
+securityContext:
+  {allowPrivilegeEscalation: false, readOnlyRootFilesystem: true, capabilities: {drop: [ALL]}}"""
+
+
 def _pod(name: str, command: list[str], args: list[str], named: bool, more: str, keys: bool, key: str) -> str:
     """The template of a pod with one container. `named`: the name of its set is in JOBSET_NAME. `key`: server or worker."""
     secret = f"{{secretName: narrows-keys, defaultMode: 256, items: [{{key: {key}.key, path: {key}.key}}]}}"
@@ -24,6 +37,8 @@ def _pod(name: str, command: list[str], args: list[str], named: bool, more: str,
     if keys and key == "server":
         mounts += [("members", "/keys/members", "secret: {secretName: narrows-members}")]
     mounts += [("run", "/run/narrows", "persistentVolumeClaim: {claimName: narrows}")]
+    # Loaders hand their batches over in shared memory, of which a container has 64 MiB else.
+    mounts += [("shm", "/dev/shm", "emptyDir: {medium: Memory}"), ("tmp", "/tmp", "emptyDir: {}")]
     volumes = "".join(f"\n  - name: {each}\n    {what}" for each, _, what in mounts)
     mounted = "".join(f"\n    - {{name: {each}, mountPath: {path}}}" for each, path, _ in mounts)
     labels = {"RUN_ID": "uid"} | ({"JOBSET_NAME": "name"} if named else {})
@@ -34,19 +49,30 @@ def _pod(name: str, command: list[str], args: list[str], named: bool, more: str,
     return "\n".join(
         (
             "spec:",
-            "  restartPolicy: OnFailure",
-            f"  terminationGracePeriodSeconds: {END_S}",
+            POD,
+            f"  terminationGracePeriodSeconds: {CHECKPOINT_S if key == 'server' else END_S}",
             f"  volumes:{volumes}",
             "  containers:",
             f"  - name: {name}",
-            "    image: narrows:latest  # ps-serve --print dockerfile",
+            f"    image: {REGISTRY}/{IMAGE}  # ps-serve --print dockerfile; put the name of your registry here",
             f"    command: {listed(command, VARIABLES)}",
             *([f"    args: {listed(args, VARIABLES)}"] if args else []),
             f"    env:{variables}",
             f"    volumeMounts:{mounted}",
+            indent(CONTAINER, "    "),
             *([indent(more, "    ")] if more else []),
         )
     )
+
+
+def _policy(container: str) -> str:
+    """When a pod that has failed is not tried again, and which failures are none of its own."""
+    codes = FINAL_OF_SERVER if container == "ps-serve" else FINAL_OF_WORKERS
+    return f"""\
+podFailurePolicy:
+  rules:
+  - {{action: FailJob, onExitCodes: {{containerName: {container}, operator: In, values: {codes}}}}}
+  - {{action: Ignore, onPodConditions: [{{type: DisruptionTarget}}]}}"""
 
 
 def _replicated_jobs(recipe: Recipe, name: str, folder: str, workers: str, container: str, labels: str) -> str:
@@ -58,16 +84,21 @@ def _replicated_jobs(recipe: Recipe, name: str, folder: str, workers: str, conta
     """
     numbers = [*range(recipe.port, recipe.port + recipe.shards), *(port for _, port in recipe.sites.values())]
     ports = "\n".join(f"- containerPort: {port}" for port in dict.fromkeys(numbers))
-    ready = f"ports:\n{ports}\nreadinessProbe:\n  exec: {{command: [test, -e, {READY}]}}\n  periodSeconds: 2"
+    ready = f"ports:\n{ports}\nreadinessProbe:\n  exec: {{command: [test, -e, {READY}]}}\n  periodSeconds: 2\n"
+    ready += f'resources: {{requests: {{cpu: "{recipe.shards + 1}", memory: 4Gi}}}}  # of a small model'
+    does = 'resources:\n  requests: {cpu: "4", memory: 8Gi}\n  # limits: {nvidia.com/gpu: 1}'
     folder, server_host = Expanded(f"{folder}/$(RUN_ID)"), Expanded(f"{name}-server-0-0.{name}")
     serve = recipe.serve(folder, Expanded("$(RUN_ID)"), "--ready-file", READY, keys="/keys")
     work = recipe.work(server_host, folder, script=[], keys="/keys")
     keys, named = bool(recipe.keys), name.startswith("$")
     server = indent(_pod("ps-serve", serve, [], named, ready, keys, "server"), " " * 8)
-    node = indent(_pod(container, work, SCRIPT, named, "", keys, "worker"), " " * 8)
+    node = indent(_pod(container, work, SCRIPT, named, does, keys, "worker"), " " * 8)
     return f"""\
 successPolicy: {{operator: All, targetReplicatedJobs: [{workers}]}}
-failurePolicy: {{maxRestarts: 10}}
+failurePolicy:
+  maxRestarts: 10
+  rules:
+  - {{name: final, action: FailJobSet, onJobFailureReasons: [PodFailurePolicy]}}
 replicatedJobs:
 - name: server
   replicas: 1
@@ -77,6 +108,7 @@ replicatedJobs:
       completions: 1
       parallelism: 1
       backoffLimit: 10
+{indent(_policy("ps-serve"), "      ")}
       template:
 {server}
 - name: {workers}
@@ -89,6 +121,7 @@ replicatedJobs:
       completions: {recipe.workers}
       parallelism: {recipe.workers}
       backoffLimit: 100
+{indent(_policy(container), "      ")}
       template:
 {node}
 """

@@ -20,19 +20,18 @@ from narrows.protocols.modes import Rule
 from narrows.protocols.runtime.flags import RUN_FLAGS, given
 from narrows.protocols.settings import Settings
 from narrows.ps.command.kubernetes import jobset, kubeflow
-from narrows.ps.command.recipe import END_S, PORT, READY, SCRIPT, Expanded, Recipe, listed, shell
+from narrows.ps.command.recipe import END_S, IMAGE, PORT, READY, REGISTRY, SCRIPT, Expanded, Recipe, listed, shell
 from narrows.ps.command.serve import checked
 from narrows.ps.glance.watch import site_address
 
 
 def slurm(recipe: Recipe) -> str:
     """A heterogeneous job: the server on the node of the batch script, the workers as one step of the second component."""
-    server = shlex.quote(recipe.host) if recipe.host else "$(hostname)"
     workers = f"{recipe.workers} worker{'s' * (recipe.workers > 1)}"
     serve = shell(
         recipe.serve(Expanded("$folder"), Expanded("$SLURM_JOB_ID"), "--ready-file", Expanded("$folder.ready"))
     )
-    work = shell(recipe.work(Expanded("$server"), Expanded("$folder"), script=[Expanded("$@")]))
+    work = shell(recipe.work(Expanded("$server"), Expanded("$folder"), script=[Expanded("$@")], told=True))
     return f"""#!/bin/bash
 # Narrows on Slurm: a server, and {workers}. Run it with: sbatch FILE {SCRIPT[0]} ARGS...
 # 120 s before its time is over the server writes a checkpoint, and the job is queued again: it goes on from there.
@@ -48,7 +47,6 @@ def slurm(recipe: Recipe) -> str:
 #SBATCH --ntasks={recipe.workers}
 # Add what a worker needs: #SBATCH --gpus-per-task=1
 
-server={server}
 folder=narrows-$SLURM_JOB_ID
 again= stopped= code=0
 rm -f "$folder.ready"
@@ -67,6 +65,7 @@ trap 'again=1; stop' USR1
 trap 'stop' TERM  # scancel: without a requeue
 until [ -e "$folder.ready" ] || [ -n "$again" ] || ! kill -0 "$serve" 2>/dev/null; do sleep 1; done
 if [ -e "$folder.ready" ]; then
+    server=$(sed 's/.*"address": "\\([^"]*\\)".*/\\1/' "$folder.ready")
     srun --het-group=1 {work} &
     workers=$!
     wait -n "$serve" "$workers"  # until one of them ends, or a signal comes
@@ -94,12 +93,20 @@ exit "$code"
 
 
 def dockerfile(recipe: Recipe) -> str:
-    return f"""# Build it in the folder of Narrows, with {SCRIPT[0]} in it: docker build -f FILE -t narrows:latest .
+    return f"""# Build it in the folder of Narrows, with {SCRIPT[0]} in it: docker build -f FILE -t {IMAGE} .
+# For a cluster: docker tag {IMAGE} {REGISTRY}/{IMAGE} && docker push {REGISTRY}/{IMAGE}, with a registry of yours.
 # Narrows needs no compiler. A script that calls torch.compile does: RUN apt-get update && apt-get install -y g++
 FROM python:3.12-slim
-WORKDIR /job
-COPY . .
+WORKDIR /narrows
+COPY pyproject.toml README.md LICENSE ./
+COPY compression compression
+COPY protocols protocols
+COPY ps ps
+COPY worker worker
 RUN pip install --no-cache-dir . && python -P -m narrows.compression
+# What the script needs, by name: "COPY . ." would take keys and checkpoints into the image.
+WORKDIR /job
+COPY {SCRIPT[0]} ./
 # It runs as any user, and where nothing but /tmp can be written.
 ENV HOME=/tmp
 USER 1000:1000
@@ -223,7 +230,7 @@ def _service(
 ) -> str:
     lines = [
         f"{name}:",
-        "  image: narrows:latest",
+        f"  image: {IMAGE}",
         '  user: "0:0"',  # for ./narrows, which the engine makes, and for keys of whoever starts it
         f"  command: {listed(command, '$')}",
         f"  networks: {listed(networks)}",
@@ -244,6 +251,7 @@ def _service(
     return indent("\n".join(lines), "  ") + "\n"
 
 
+ANY_PORT = {"slurm"}  # their workers read the address of the server: two jobs may share a node
 SERVER = {"bind", "keys", "insecure", "resume", "journal", *(name for name, *_ in RUN_FLAGS)}
 SITES = {"dashboard", "metrics"}  # where somebody can look at them
 
@@ -278,7 +286,9 @@ def printed(form: str, told: Collection[str], bind: str, keys: str, insecure: bo
             raise UsageError(f"{flag} {value!r}: a character of it cannot be printed; choose another name")
     resume = settings.mode().rule is not Rule.MIX
     journal = ("--journal" if flags["journal"] else "--no-journal") if "journal" in told else ""
-    return write(Recipe(known, port or PORT, settings.workers, settings.shards, run, folder, resume, sites, journal))
+    given_port = port if "bind" in told else 0
+    chosen = given_port or (0 if form in ANY_PORT else PORT)
+    return write(Recipe(known, chosen, settings.workers, settings.shards, run, folder, resume, sites, journal))
 
 
 def _site(name: str, address: str, trusted: bool) -> tuple[str, int]:

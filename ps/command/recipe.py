@@ -7,6 +7,7 @@ import json
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from typing import Any
 
 from narrows.protocols.addresses import ANY_HOST
@@ -17,6 +18,10 @@ SCRIPT = ["train.py"]  # to be replaced by the user
 WAIT_S = 300  # that a worker waits for a server whose machine is still being started
 READY = "/tmp/narrows-ready"  # in a container of its own
 END_S = 120  # from a manager's warning to its kill: a checkpoint is written meanwhile
+CHECKPOINT_S = 600  # the same, where a manager waits no longer than it takes: 10 GB to a slow disk
+VERSION = version("narrows")
+IMAGE = f"narrows:{VERSION}"
+REGISTRY = "registry.example.com"  # to be replaced by the user
 
 
 @dataclass(frozen=True)
@@ -56,10 +61,17 @@ class Recipe:
         return [*words, "--checkpoint-dir", folder, *again, *more]
 
     def work(
-        self, server: str, folder: str, *more: str, script: list[str] = SCRIPT, keys: str | None = None
+        self,
+        server: str,
+        folder: str,
+        *more: str,
+        script: list[str] = SCRIPT,
+        keys: str | None = None,
+        told: bool = False,
     ) -> list[str]:
-        """Workers of the server at this host, which keep their optimizers' states in `folder`; "": the server has them."""
-        address = type(server)(f"tcp://{server}:{self.port}")
+        """Workers of the server at this host, which keep their optimizers' states in `folder`; "": the server has them. `told`:
+        `server` is a whole address."""
+        address = server if told else type(server)(f"tcp://{server}:{self.port}")
         key = ["--key", f"{self.keys if keys is None else keys}/worker.key"] if self.keys else []
         own = ["--checkpoint-dir", folder] if folder else []
         own += ["--connect-timeout", str(WAIT_S)]

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from narrows.protocols.settings import Settings
+from narrows.ps.command.cluster import END_S, Cluster
 from narrows.ps.command.lives import FAILED_S, KILLED_S, RESTARTS_MAX, Again, Deserted, Lives
 
 SHARDS = 2
@@ -77,3 +79,12 @@ def test_a_stage_ends_once_its_last_worker_is_lost_and_nobody_has_come_within_th
     done.heard(1, "joined", 0.0)
     done.heard(0, "left", 1.0)
     assert not any(each.ends(99.0) for each in (back, done, never))
+
+
+def test_a_last_checkpoint_of_a_large_model_has_time() -> None:
+    """A shard that is stopped writes it, and was killed after 40 s."""
+    cluster = Cluster(Settings(shards=2).validated())
+    assert cluster.end_s == END_S
+    cluster._taken((1, "alive", {"within": 515.0}))  # 10 GB, to a slow disk
+    assert cluster.end_s == 515.0
+    cluster.kill()

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,34 @@ def test_what_is_handed_over_is_one_file_that_nobody_else_can_read(tmp_path: Pat
     assert finished("ps-serve", "keys", "list", "--keys", "K", cwd=tmp_path)[1] == "leipzig\n"
     assert finished("ps-serve", "keys", "revoke", "leipzig", "--keys", "K", cwd=tmp_path)[0] == 0
     assert finished("ps-serve", "keys", "list", "--keys", "K", cwd=tmp_path)[1] == "nobody\n"
+
+
+@pytest.mark.parametrize(("mode", "how", "taken"), [
+    (0o640, "own", False),  # its owner can see to it
+    (0o440, "own, read-only", True),  # fsGroup, where a container runs as root
+    (0o440, "another's", True),  # fsGroup, where it does not
+    (0o440, "another's, of another group", False),
+    (0o444, "own, read-only", False),
+    (0o460, "another's", False),
+])  # fmt: skip
+def test_a_secret_that_a_manager_has_mounted_for_our_group_is_taken(
+    mode: int, how: str, taken: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, stats = Path(key_of(folder)).stat(), os.statvfs(folder)
+    os.chmod(key_of(folder), mode)
+    if "read-only" in how:
+        monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=stats.f_flag | os.ST_RDONLY))
+    if "another's" in how:
+        monkeypatch.setattr(os, "geteuid", lambda: found.st_uid + 1)
+    if "another group" in how:
+        monkeypatch.setattr(os, "getegid", lambda: found.st_gid + 1)
+        monkeypatch.setattr(os, "getgroups", list)
+    if taken:
+        assert keys.member_key(key_of(folder), "--key").role == "worker"
+    else:
+        with pytest.raises(UsageError, match=r"others can read this secret; chmod 600"):
+            keys.member_key(key_of(folder), "--key")
+    os.chmod(key_of(folder), 0o600)
 
 
 def test_bad_keys_are_named_with_the_way_out(folder: Path, tmp_path: Path, script: str) -> None:

@@ -27,6 +27,7 @@ from narrows.ps.command import cli as serve
 from narrows.ps.command.printing import FORMATS
 from narrows.ps.command.serve import checked
 from narrows.worker.command import cli as worker
+from narrows.worker.command.launcher import CHILD_END_S
 from narrows.worker.command.options import checked as worker_checked
 
 FLAGS = "--workers 4 --shards 2 --sync local --local-steps 8 --compress topk:0.11+sign --bind tcp://0.0.0.0:6001"
@@ -88,7 +89,8 @@ def test_each_command_is_one_that_our_parsers_take(form: str, flags: str) -> Non
     names, folder = [words[0] for words in seen], ""
     assert names == ["ps-serve", *["ps-serve", "ps-worker"] * 2] if form == "compose" else ["ps-serve", "ps-worker"]
     for words in seen:
-        params = parsed([re.sub(r"\$[{(]?\w+[})]?", "name", word) for word in words])
+        told = [word.replace("$server", "tcp://name:1") if word == "$server" else word for word in words]
+        params = parsed([re.sub(r"\$[{(]?\w+[})]?", "name", word) for word in told])
         if words[0] == "ps-serve":
             settings = Settings(**given(params)).validated()
             checked(
@@ -166,7 +168,8 @@ def test_a_warning_of_slurm_is_another_signal_than_that_of_scancel() -> None:
 # Each stands for a command of Slurm or of ours, and says in `said` what it was for. srun kills where it gets a SIGTERM.
 STAND_INS = {
     "ps-serve": """trap 'echo checkpoint >> said; touch ended; exit 143' TERM
-        touch narrows-7.ready; until [ -e finished ]; do sleep 0.05; done; touch ended""",
+        echo '{"address": "tcp://here:41234", "ports": [41234]}' > narrows-7.ready
+        until [ -e finished ]; do sleep 0.05; done; touch ended""",
     "srun": """echo "$@" >> asked; trap 'echo killed >> said; exit 137' TERM
         touch begun; until [ -e ended ] || [ -e preempted ]; do sleep 0.05; done; sleep 0.5
         echo "workers end" >> said; [ ! -e preempted ] || exit 143; [ -e finished ] || exit 6""",
@@ -201,9 +204,9 @@ def test_what_ends_a_job_of_slurm(happens: Any, code: int, said: list[str], tmp_
                 os.killpg(job.pid, signal.SIGKILL)
     assert (tmp_path / "said").read_text().splitlines() == said
     assert not (tmp_path / "narrows-7.ready").exists()
-    assert (
-        "--checkpoint-dir narrows-7 " in (tmp_path / "asked").read_text()
-    )  # that of the server, on a disk of all nodes
+    asked = (tmp_path / "asked").read_text()
+    assert "--checkpoint-dir narrows-7 " in asked  # that of the server, on a disk of all nodes
+    assert "--server tcp://here:41234 " in asked
 
 
 @pytest.mark.parametrize("form", [form for form, (_, taken) in FORMATS.items() if "journal" in taken])
@@ -248,7 +251,9 @@ def test_the_flags_arrive() -> None:
     assert params["bind"] == "tcp://0.0.0.0:6001" and params["insecure"] and params["resume"]
     (server, own) = commands("slurm", printed("slurm", "--bind tcp://127.0.0.1:6001"))
     assert parsed(server)["bind"] == "tcp://127.0.0.1:6001" and not parsed(server)["insecure"]  # for one machine
-    assert "server=127.0.0.1\n" in printed("slurm", "--bind tcp://127.0.0.1:6001") and own[2] == "tcp://$server:6001"
+    assert own[2] == "$server"  # as the ready file says
+    (server, _) = commands("slurm", printed("slurm", ""))
+    assert parsed(server)["bind"] == "tcp://0.0.0.0:0", "two jobs may share a node"
 
 
 @pytest.mark.parametrize("form", ["jobset", "kubeflow"])
@@ -272,6 +277,42 @@ def test_what_a_jobset_waits_for_and_when_it_is_done(form: str) -> None:
         assert {each["name"] for each in pod["volumes"]} == {
             each["name"] for each in pod["containers"][0]["volumeMounts"]
         }
+
+
+@pytest.mark.parametrize("form", ["jobset", "kubeflow"])
+def test_a_pod_is_hardened_and_one_with_an_error_is_not_tried_again(form: str) -> None:
+    spec = job_set(form, printed(form, f"{FLAGS} --keys KEYS"))
+    final = {"name": "final", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+    assert spec["failurePolicy"]["rules"] == [final]
+    for job in spec["replicatedJobs"]:
+        job_spec = job["template"]["spec"]
+        pod = job_spec["template"]["spec"]
+        (container,) = pod["containers"]
+        final, disrupted = job_spec["podFailurePolicy"]["rules"]
+        assert final["action"] == "FailJob" and final["onExitCodes"]["containerName"] == container["name"]
+        # A flag, a key, a model, and of workers the script; not a server that is not there yet, or is lost.
+        codes = [2, 4, 5] if container["name"] == "ps-serve" else [1, 2, 4, 5]
+        assert final["onExitCodes"]["values"] == codes
+        assert disrupted == {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]}
+        assert pod["restartPolicy"] == "Never", "which a podFailurePolicy asks for"
+        context, own = pod["securityContext"], container["securityContext"]
+        assert context["runAsNonRoot"] and context["fsGroup"] == context["runAsGroup"]
+        assert own["readOnlyRootFilesystem"] and own["capabilities"] == {"drop": ["ALL"]}
+        places = {each["mountPath"] for each in container["volumeMounts"]}
+        assert {"/tmp", "/dev/shm", "/run/narrows", "/keys"} <= places
+        assert container["resources"]["requests"].keys() == {"cpu", "memory"}
+        assert re.fullmatch(r"[\w.-]+/narrows:\d[\w.]*", container["image"]), "a registry, and a version that stays"
+    server, node = (job["template"]["spec"]["template"]["spec"] for job in spec["replicatedJobs"])
+    assert server["terminationGracePeriodSeconds"] > node["terminationGracePeriodSeconds"] > CHILD_END_S
+    assert "# limits: {nvidia.com/gpu: 1}" in printed(form, FLAGS)
+
+
+def test_an_image_has_no_keys() -> None:
+    """What the image gets is named; and the context of a build leaves keys out."""
+    copied = re.findall(r"^COPY (.*)$", printed("dockerfile", ""), re.M)
+    assert copied and not any(word in (".", "*") for line in copied for word in line.split()[:-1])
+    assert all((ROOT / word).exists() for line in copied for word in line.split()[:-1] if word != "train.py")
+    assert {"KEYS*", "**/*.key"} <= set((ROOT / ".dockerignore").read_text().split())
 
 
 def holds(known: Any, said: Any) -> bool:
