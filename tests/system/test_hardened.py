@@ -63,7 +63,7 @@ def test_a_printed_jobset_runs_so_with_secrets_of_its_group(tmp_path: Path) -> N
     words = ["--print", "jobset", "--workers", "1", "--bind", f"tcp://0.0.0.0:{free_ports(1)}", "--keys", str(secrets)]
     printed = CliRunner().invoke(serve.command, words, standalone_mode=False, catch_exceptions=False).output
     places = {"/keys": mounted, "/run/narrows": run, "/tmp/narrows-ready": tmp_path / "ready"}
-    places |= {"narrows-server-0-0.narrows": Path("127.0.0.1")}
+    places |= {"narrows-server-0-0.narrows": Path("127.0.0.1"), "$(RUN_ID)": Path("uid-1")}  # as Kubernetes replaces it
     commands = list[str]()
     for job in yaml.safe_load(printed)["spec"]["replicatedJobs"]:
         (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
@@ -75,4 +75,4 @@ def test_a_printed_jobset_runs_so_with_secrets_of_its_group(tmp_path: Path) -> N
     both = f"{commands[0]} & {commands[1]}; code=$?; wait $! && exit $code"
     ended = hardened("sh", "-c", both, cwd=tmp_path, MOUNTED=str(mounted), SECRETS=str(secrets))
     assert ended.returncode == 0 and "1 of 1 workers done" in ended.stderr, ended.stderr
-    assert (run / "model.safetensors").exists()
+    assert (run / "uid-1" / "model.safetensors").exists()
