@@ -40,7 +40,7 @@ LINES_MAX = 20  # of stderr, that an error shows
 @dataclass(frozen=True)
 class Facts:
     """One actor, as it is now. `pid`: its own, `process`: that of its command, 0 while there is none. `last`: what a worker
-    recorded last, in its newest step or after it."""
+    recorded last, in its newest step or after it; of one that made no step, what its script recorded."""
 
     pid: int
     process: int
@@ -204,7 +204,8 @@ class Keeper:
             elif kind == "step":
                 self.last = {name: value for name, value in event.items() if isinstance(value, (int, float))}
                 for name, gauge in self.gauges.items():
-                    gauge.set(self.last[name], tags=self.tags)
+                    if name in self.last:
+                        gauge.set(self.last[name], tags=self.tags)
             elif kind == "done":
                 self.last |= event["last"]  # with what its script recorded after the last step
             elif kind == "noted" and event["what"] == "waits":

@@ -144,11 +144,11 @@ class Actors:
         awaited = [kept.asked for kept in every if not kept.silent(now)]
         ray.wait(awaited, num_returns=len(awaited), timeout=limit_s)
         workers, servers = _answers(self.workers), _answers(self.servers)
-        steps = [facts.last for facts in workers.values() if facts.last]
+        steps = [facts.last for facts in workers.values() if facts.last]  # one that made no step has what it recorded
         names = {name: None for step in steps for name in step if name not in OURS}
         return Progress(
             time.monotonic() - began,
-            max([before.clock, *(int(step["clock"]) for step in steps)]),
+            max([before.clock, *(int(step["clock"]) for step in steps if "clock" in step)]),
             workers,
             servers,
             {name: _mean(step[name] for step in steps if name in step) for name in names} or before.values,

@@ -242,6 +242,7 @@ class FakeActor:
     """Its methods return futures, which stand for Ray's references."""
 
     last: dict[str, float] | None  # it answers with that, or never
+    stepped: dict[str, float] = field(default_factory=lambda: {"clock": 3})  # of its newest step
     ends: Future[tuple[int, str]] = field(default_factory=Future)
 
     def run(self) -> Future[tuple[int, str]]:
@@ -250,7 +251,7 @@ class FakeActor:
     def facts(self) -> Future[Facts]:
         answer: Future[Facts] = Future()
         if self.last is not None:
-            answer.set_result(Facts(1, 2, "node", 1, {"clock": 3, **self.last}))
+            answer.set_result(Facts(1, 2, "node", 1, {**self.stepped, **self.last}))
         return answer
 
 
@@ -355,6 +356,20 @@ def test_what_a_script_records_at_its_end_counts(cities: Cities) -> None:
     for end in (server.ends, *(fake.ends for fake in fakes)):
         end.set_result((0, ""))
     assert watched(actors, 60.0).values == {"loss": 2.0, "evaluated": 7.0}
+
+
+def test_a_worker_that_made_no_step_ends_no_run(cities: Cities) -> None:
+    """It came while the others evaluate, and has recorded a value; or nobody has made a step, for the run has ended before."""
+    actors, server, fakes = cities
+    fakes[0].stepped, fakes[0].last = {}, {"accuracy": 1.0}
+    shown = actors.progress(0.0, Progress(0.0, 0, {}, {}, {}), 0.02)
+    assert shown.clock == 3 and shown.values == {"accuracy": 1.0, "loss": 2.0}
+    for fake in fakes:
+        fake.stepped, fake.last = {}, fakes[0].last
+    for end in (server.ends, *(fake.ends for fake in fakes)):
+        end.set_result((0, ""))
+    last = watched(actors, 60.0)
+    assert last.clock == 0 and last.values == {"accuracy": 1.0}
 
 
 def test_a_folder_that_another_server_has_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
