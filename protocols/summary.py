@@ -20,6 +20,8 @@ from narrows.protocols.wire import pack, unpack
 ROWS_BYTES_MAX = 32 << 10  # of one heartbeat: about 200 members below a cluster
 LEVELS_MAX = 8  # of clusters below clusters
 NAME_MAX = 255  # characters of a host, or of what a server runs
+MEASURE_MAX = float(CLOCK_MAX)  # of a figure with a fraction: sums of them over all members of a run stay finite
+LOSS_MAX = 1e300  # the greatest magnitude of a loss: a mean of losses stays finite
 STALE = (0, 1, 2, 4, 8, 16, 64)  # upper ends of the counts of staleness; the last count has all above
 
 
@@ -105,7 +107,11 @@ def _fits(value: Any, kind: str) -> Any:
     """A figure as it is let in: a worker is not refused for a loss that is not finite."""
     if CHECKS[kind](value := list(value) if type(value) is tuple else value):
         return value
-    return None if kind == "float | None" else 0.0 if kind == "float" else CLOCK_MAX if value > CLOCK_MAX else 0
+    if kind == "float | None":
+        return None
+    if kind == "float":
+        return MEASURE_MAX if MEASURE_MAX < value < math.inf else 0.0
+    return CLOCK_MAX if value > CLOCK_MAX else 0
 
 
 def _is_count(value: object) -> bool:
@@ -113,7 +119,7 @@ def _is_count(value: object) -> bool:
 
 
 def _is_measure(value: object) -> bool:
-    return type(value) is float and 0 <= value < math.inf
+    return type(value) is float and 0 <= value <= MEASURE_MAX
 
 
 def _is_name(value: object) -> bool:
@@ -124,7 +130,7 @@ def _is_name(value: object) -> bool:
 CHECKS: dict[str, Callable[[Any], bool]] = {
     "int": _is_count,
     "float": _is_measure,
-    "float | None": lambda v: v is None or (type(v) is float and math.isfinite(v)),
+    "float | None": lambda v: v is None or (type(v) is float and abs(v) <= LOSS_MAX),
     "tuple[int, ...]": lambda v: type(v) is list and len(v) == len(STALE) + 1 and all(map(_is_count, v)),
 }
 COLUMNS: tuple[tuple[str, Callable[[Any], bool]], ...] = (

@@ -9,9 +9,11 @@ Rules
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -74,6 +76,25 @@ def _write(stream: TextIO, text: str) -> None:
         else:
             stream.write(told.decode(encoding, "backslashreplace"))
     stream.flush()
+
+
+def as_json(value: Any) -> str:
+    """Return a value as one line of JSON. A number that is not finite is null there: JSON has no other word for it."""
+    try:
+        return json.dumps(value, allow_nan=False)
+    except ValueError:
+        return json.dumps(finite(value), allow_nan=False)
+
+
+def finite(value: Any) -> Any:
+    """Return dicts, lists and numbers with None in the place of each float that is not finite."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: finite(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(each) for each in value]
+    return value
 
 
 def text_of(raw: bytes) -> str:

@@ -25,6 +25,7 @@ NAMES = ("host", "runs", *(each.name for each in fields(Summary)))
 TIMES = ROWS[1:]
 # Figures are means over so long, if so many summaries are enough: a heartbeat sees few whole steps.
 RECENT_S, PARTS = 5.0, 16
+TOOK_S = 1e-6  # a step takes longer: a member that says less has no rate
 QUIET_S = 10.0  # no step for so long, and for three steps: its rate falls
 
 
@@ -44,9 +45,7 @@ class Lane:
         self.recent = dict.fromkeys(COUNTERS, 0.0)  # the newest of them together, of RECENT_S at least
         self.due = dict.fromkeys(COUNTERS, 0.0)  # since then
         self.ahead = 0  # clocks, of the slowest member of its server when it was told of last
-        self.lost_loss = (
-            False  # the newest summary has none, and the one before, of the same life, had: it is not finite
-        )
+        self.lost_loss = False  # the newest summary has none after a step, and the one before, of the same member, had
         self.skips = False  # it has left out steps, and that was said
         self.odd = False  # its newest loss was not finite, and that was said
         self.cells = Cells()
@@ -58,8 +57,11 @@ class Lane:
         """A summary that came at `now_s`; cells are so wide."""
         before, anew = self.newest, summary["seconds"] < self.newest.get("seconds", 0.0)
         grown = {name: summary[name] - (0 if anew else before.get(name, 0)) for name in COUNTERS}
+        # Another member may have this path by now: its host is another one, or a counter falls.
+        same = not anew and summary["host"] == before.get("host") and min(grown.values()) >= 0
+        gone = summary["loss"] is None and before.get("loss") is not None
+        self.lost_loss = gone and same and grown["steps"] > 0 and not summary["runs"]
         grown = {name: summary[name] if value < 0 else value for name, value in grown.items()}
-        self.lost_loss = summary["loss"] is None and before.get("loss") is not None and not anew
         self.odd = self.odd and summary["loss"] is None
         counts = before.get("stale") if not anew else None
         counts = counts or [0] * len(summary["stale"])
@@ -95,7 +97,7 @@ class Lane:
     def rate(self, name: str, now_s: float) -> float:
         """Return how much a counter grows in a second; this falls while no step comes."""
         took, steps = self.recent["seconds"], self.recent["steps"]
-        if not self.live or not took or not steps:
+        if not self.live or took < TOOK_S or not steps:
             return 0.0
         quiet = now_s - self.moved
         return self.recent[name] / (took if quiet < max(QUIET_S, 3 * took / steps) else max(took, quiet))
@@ -105,7 +107,9 @@ class Lane:
         """Share of the time with payloads on their way: up, down."""
         recent = self.recent
         seconds = max(recent["seconds"], sum(recent[name] for name in TIMES))
-        up, down = (min(1.0, recent[f"busy_{way}_seconds"] / seconds) if seconds else 0.0 for way in ("up", "down"))
+        up, down = (
+            min(1.0, recent[f"busy_{way}_seconds"] / seconds) if seconds >= TOOK_S else 0.0 for way in ("up", "down")
+        )
         return up, down
 
     def each(self, name: str) -> float:

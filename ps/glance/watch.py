@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from typing import Any
 
 from narrows.protocols.addresses import is_loopback
 from narrows.protocols.errors import UsageError
-from narrows.protocols.runtime.output import Output
+from narrows.protocols.runtime.output import Output, as_json
 from narrows.ps.glance.history import History
 from narrows.ps.glance.web import Frames, Site
 
@@ -67,7 +66,7 @@ class Watch:
             return
         line = {"event": name, "seconds": round(self.seconds, 6), **values}
         if self.record is not None:
-            self.record.line(json.dumps(line))
+            self.record.line(as_json(line))
         if self.sites:
             with self.lock:
                 self.history.take(line)

@@ -3,17 +3,19 @@
 Rules
 - It is read-only: GET and HEAD of a few paths, all else is refused.
 - A frame is made once for all who look, at most once in `FRAME_S`, and in at most `SHARE` of a core.
-- Everything has a limit: `VISITORS_MAX` connections, `IDLE_S` for a request.
+- Everything has a limit: `VISITORS_MAX` connections, `IDLE_S` for a request. Where all places are taken, the oldest visitor
+  that has asked for nothing is hung up on, else the oldest one: a page asks again by itself, and nobody locks others out.
+- An error in an answer is told once for each kind, and costs that answer.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import socket
 import sys
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -23,11 +25,13 @@ from typing import Any
 from narrows.protocols.addresses import ANY_HOSTS, is_loopback
 from narrows.protocols.errors import UsageError
 from narrows.protocols.runtime.hosts import is_ipv6
+from narrows.protocols.runtime.output import as_json
 
 FRAME_S = 0.9  # from one frame to the next: with SHOWN_NS of a heartbeat, a figure is shown within two seconds
 LOOK_S = 0.05  # from one look for a frame to the next
 SHARE = 20  # frames take at most 1/20 of a core
-VISITORS_MAX = 32  # connections; more are hung up on
+VISITORS_MAX = 32  # connections
+ENDING_MAX = 96  # beside them, connections that were hung up on, and whose threads have not ended
 IDLE_S = 10.0  # a visitor that says or takes nothing for so long
 CLOSE_S = 1.0  # for the last frame to leave
 FILES = {
@@ -58,7 +62,7 @@ class Frames:
         with self.lock:
             began, cpu_s = time.monotonic(), time.thread_time()
             if began >= self.due or self.closing.is_set():
-                frame = json.dumps(self.make(), separators=(",", ":"), allow_nan=False).encode()
+                frame = as_json(self.make()).encode()
                 took = time.thread_time() - cpu_s
                 self.number += frame != self.newest
                 self.newest, self.due = frame, began + max(FRAME_S, SHARE * took)
@@ -77,7 +81,9 @@ class Site(ThreadingHTTPServer):
     ) -> None:
         self.frames, self.metrics = frames, metrics
         self.closing = frames.closing if frames is not None else threading.Event()
-        self.places = threading.BoundedSemaphore(VISITORS_MAX)
+        self.visitors: OrderedDict[Any, bool] = OrderedDict()  # connections as they came, and whether each has asked
+        self.threads, self.lock = 0, threading.Lock()
+        self.named: set[str] = set()  # errors of answers that were told
         self.address_family = socket.AF_INET6 if is_ipv6(host) else socket.AF_INET
         self.files = {path: (_read(name), kind) for path, (name, kind) in FILES.items()} if frames is not None else {}
         try:
@@ -102,27 +108,46 @@ class Site(ThreadingHTTPServer):
         return where + ("; HTTP asks for no key: whoever reaches this address reads it" if open_ else "")
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self.places.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
+        with self.lock:
+            if self.threads >= VISITORS_MAX + ENDING_MAX:
+                return self.shutdown_request(request)
+            if len(self.visitors) >= VISITORS_MAX:
+                waiting = (each for each, asked in self.visitors.items() if not asked)
+                oldest = next(waiting, None) or next(iter(self.visitors))
+                del self.visitors[oldest]
+                with contextlib.suppress(OSError):  # its thread ends with it
+                    oldest.shutdown(socket.SHUT_RDWR)
+            self.visitors[request] = False
+            self.threads += 1
+        super().process_request(request, client_address)
+
+    def asked(self, request: Any) -> None:
+        """This visitor has sent a whole request."""
+        with self.lock:
+            if request in self.visitors:
+                self.visitors[request] = True
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self.places.release()
+            with self.lock:
+                self.visitors.pop(request, None)
+                self.threads -= 1
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A visitor that is gone is missed by nobody."""
-        if not isinstance(sys.exc_info()[1], OSError):
+        error = sys.exc_info()[1]
+        kind = type(error).__name__
+        if not isinstance(error, OSError) and kind not in self.named:
+            self.named.add(kind)
             super().handle_error(request, client_address)
 
     def close(self) -> None:
         """Let those who look have the last frame, and end."""
         self.closing.set()
         deadline = time.monotonic() + CLOSE_S
-        while self.places._value < VISITORS_MAX and time.monotonic() < deadline:
+        while self.threads and time.monotonic() < deadline:
             time.sleep(0.02)
         self.shutdown()
         self.server_close()
@@ -147,6 +172,7 @@ class Visit(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path, site = self.path.partition("?")[0], self.server
+        site.asked(self.connection)
         host = self.headers.get("Host", "").rsplit(":", 1)[0] if self.headers.get("Host") else "localhost"
         if site.known is not None and host not in site.known:
             self._answer(b"this page is for this machine alone\n", status=HTTPStatus.FORBIDDEN)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import io
 import json
 import re
@@ -12,6 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import astuple, fields
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -23,8 +25,11 @@ from click.testing import CliRunner
 from kit.glance import BEAT_S, RUN, beats, history_of, summary
 from prometheus_client.parser import text_string_to_metric_families
 
-from narrows.protocols.errors import UnreachableError, UsageError
+from narrows.protocols.errors import RemoteProtocolError, UnreachableError, UsageError
 from narrows.protocols.runtime.flags import DASHBOARD
+from narrows.protocols.runtime.output import open_record
+from narrows.protocols.summary import Row, Summary, unpacked
+from narrows.protocols.wire import pack
 from narrows.ps.command.plan import command as ps_plan
 from narrows.ps.command.plot import command as ps_plot
 from narrows.ps.command.probe import command as ps_probe
@@ -38,6 +43,7 @@ from narrows.ps.glance.screen import screen, strip
 from narrows.ps.glance.watch import Watch, site_address
 from narrows.ps.glance.web import FILES, VISITORS_MAX
 from narrows.worker.command.cli import command as ps_worker
+from narrows.worker.command.recording import Recording
 
 # The history.
 
@@ -205,6 +211,52 @@ def test_a_loss_that_is_not_finite_is_an_event_and_no_figure(tmp_path: Path) -> 
     assert len(live.events) == 1
 
 
+@pytest.mark.parametrize(
+    "other",
+    [{"host": "there"}, {"runs": "--sync bsp"}, {"samples": 5}, {"steps": 200}],
+    ids=["elsewhere", "a cluster", "counts less", "takes no step"],
+)
+def test_the_death_of_a_city_is_not_told_as_a_loss_that_is_not_finite(other: dict[str, Any]) -> None:
+    """Another member has the path of one that is gone, and has recorded no loss."""
+    event = summary(25.0, 0, 250, loss=None)
+    event["rows"][0] |= other
+    live = history_of(*beats(20, 0, 10), event)
+    assert [text for _, kind, text in live.events if kind == "loss"] == []
+
+
+@pytest.mark.parametrize("name", [each.name for each in fields(Summary) if each.type in ("float", "float | None")])
+@pytest.mark.parametrize("value", [1e308, 5e-324])
+def test_figures_of_two_heartbeats_never_add_up_to_infinity(name: str, value: float) -> None:
+    """A heartbeat is refused, or what is made of it is JSON, and the sums of a scrape are finite."""
+    figures: dict[str, Any] = {"steps": 9, "samples": 9, "updates": 9, "bytes_up": 9, name: value}
+    row = Row((), "", "", Summary(**figures))
+    plain = [list(each) if type(each) is tuple else each for each in astuple(row.summary)]
+    with contextlib.suppress(RemoteProtocolError):
+        (heard,) = unpacked(pack([[[], "", "", *plain]]))
+        events = [
+            {"event": "summary", "seconds": at, "worker": rank, "clock": 1, "parameters": 7,
+             "rows": [heard.below(rank, "here").told() | {"steps": 9 * at}]}
+            for at in (1, 2) for rank in (0, 1)
+        ]  # fmt: skip
+        live = history_of(*events)
+        assert json.loads(json.dumps(live.frame(), allow_nan=False))
+        families = text_string_to_metric_families(metrics.text(live, 0.0).decode())
+        assert all(np.isfinite(sample.value) for family in families for sample in family.samples)
+
+
+def test_a_record_has_null_for_a_number_that_is_not_finite(tmp_path: Path) -> None:
+    watch, recording = Watch(), Recording(str(tmp_path / "of a worker"), print)
+    watch.record = open_record(str(tmp_path / "of a server"), print)
+    values: dict[str, Any] = {"loss": float("nan"), "all": [1.0, float("inf")]}
+    watch.note("value", values)
+    recording.note("value", **values)
+    watch.close()
+    recording.close()
+    for file in tmp_path.iterdir():
+        line = json.loads(file.read_text(), parse_constant=pytest.fail)
+        assert (line["loss"], line["all"]) == (None, [1.0, None])
+
+
 def test_skipped_steps_are_an_event_and_a_figure(tmp_path: Path) -> None:
     """Of a heartbeat, whose counter begins anew with another life, and in a record of ps-worker."""
     live = history_of(*beats(20, 0, 10), summary(25.0, 0, 250, skipped=2), summary(30.0, 0, 300, skipped=3))
@@ -342,18 +394,42 @@ def test_the_stream_has_the_frame_and_ends_with_the_run(watch: Watch) -> None:
     watch.sites.clear()
 
 
-def test_visitors_are_bounded(watch: Watch) -> None:
+@pytest.mark.parametrize("asks", [b"", b"GET /events", b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n"])
+def test_visitors_are_bounded_and_lock_nobody_out(asks: bytes, watch: Watch) -> None:
+    """Who has asked for nothing makes room first, and then who came first."""
     host, port = watch.sites[0].server_address[:2]
-    held = [socket.create_connection((str(host), port), timeout=10) for _ in range(VISITORS_MAX)]
-    try:
-        for each in held[1:]:
-            each.sendall(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            assert each.recv(1)
-        with socket.create_connection((str(host), port), timeout=10) as more:
-            assert more.recv(1) == b""  # hung up on
-    finally:
+    with contextlib.ExitStack() as stack:
+
+        def visitor() -> socket.socket:
+            return stack.enter_context(socket.create_connection((str(host), port), timeout=10))
+
+        looks = visitor()
+        looks.sendall(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert looks.recv(1)
+        held = [visitor() for _ in range(VISITORS_MAX - 1)]
         for each in held:
-            each.close()
+            each.sendall(asks)
+            assert not asks.endswith(b"\n") or each.recv(1)
+        status, _, body = get(watch.sites[0].url + "frame.json")
+        assert status == 200 and json.loads(body)["clock"] > 0
+        gone = held[0] if not asks.endswith(b"\n") else looks
+        with contextlib.suppress(ConnectionError):
+            while gone.recv(1 << 16):
+                pass
+
+
+def test_an_error_in_an_answer_is_told_once(watch: Watch, capfd: pytest.CaptureFixture[str]) -> None:
+    site = watch.sites[0]
+    assert site.frames is not None
+
+    def fails() -> dict[str, Any]:
+        raise KeyError("figure")
+
+    site.frames.make = fails
+    for _ in range(5):
+        with pytest.raises((ConnectionError, urllib.error.URLError, http.client.HTTPException)):
+            get(site.url + "frame.json")
+    assert capfd.readouterr().err.count("Traceback") == 1
 
 
 def test_prometheus_reads_the_metrics(watch: Watch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections import Counter
@@ -10,7 +9,7 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from typing import Any
 
-from narrows.protocols.runtime.output import open_record
+from narrows.protocols.runtime.output import as_json, open_record
 from narrows.worker.telling import FIGURES
 
 OURS = {*FIGURES, "total_steps"}  # of a step's line; the rest is what record() was given
@@ -48,7 +47,7 @@ class Recording:
 
     def note(self, event: str, /, **values: Any) -> None:
         if self.file is not None:
-            self.file.line(json.dumps({"event": event, "seconds": round(self.seconds, 6), **values}))
+            self.file.line(as_json({"event": event, "seconds": round(self.seconds, 6), **values}))
 
     def take(self, local_rank: int, event: dict[str, Any]) -> None:
         """One event of a worker's session."""
