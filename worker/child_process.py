@@ -4,7 +4,8 @@ A worker may start any process: the processes of a DataLoader, a fork that write
 inherits the worker's variables, and a fork inherits its objects too: session, sockets without their thread, exit handlers.
 
 How it works
-1. ps-worker names the pid that starts a worker in NARROWS_STARTED_BY. A process with another parent is a child process.
+1. ps-worker names the pids that may be the parent of a worker in NARROWS_STARTED_BY: that of the process that forks it, and its
+   own, where that process has died. A process with another parent is a child process.
 2. The process that opens the session names its pid and a piece of memory in NARROWS_COUNTERS. Every process that it starts
    inherits the variable, so it knows that it is a child, and reads there how far the worker is at the moment.
 3. Each handle (Link, Group, the pipe to ps-worker) remembers the pid that made it, and refuses to work in another one. Exit
@@ -57,7 +58,7 @@ def is_child() -> bool:
     if pid == os.getpid():
         return False
     if started_by := os.environ.get(STARTED_BY):
-        return int(started_by) != os.getppid()
+        return str(os.getppid()) not in started_by.split(",")
     return kind == RUN or _imports() or _loads()
 
 

@@ -7,11 +7,14 @@ Rules
 - "exit" is the last event of a child, with its code: it comes once its pipes are read.
 - Children are forked by a nursery (launch.py) from its first event "ready" on. Before that, and where that says why there is no
   fork, each is an interpreter of its own. The nursery's "say" is what it does meanwhile.
+- A nursery that dies takes no child along: the system makes the command their parent (`PR_SET_CHILD_SUBREAPER`). Another
+  nursery imports the same in silence; until it is ready, each child is an interpreter of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import queue
@@ -32,8 +35,13 @@ EVENTS_MAX = 100_000  # lines that wait to be shown: then their writers wait
 PIPES_END_S = 2.0  # a process that a child left behind may keep its pipes open for ever
 FORK_S = 30.0  # a fork takes milliseconds, and on a machine that swaps longer
 NURSERY = -9  # in place of a child's index
-STARTED_BY = "NARROWS_STARTED_BY"  # the parent of a child: of what that starts in turn, another process is
+STARTED_BY = (
+    "NARROWS_STARTED_BY"  # who may be the parent of a child, after commas: of what that starts in turn, others are
+)
 GONE = "the process that forks them has ended"
+NURSERIES_MAX = 5  # that take the place of one that died
+NURSERY_END_S = 5.0  # a process whose socket has ended is gone within milliseconds
+PR_SET_CHILD_SUBREAPER = 36
 
 Event = tuple[int, str, Any]
 
@@ -105,6 +113,9 @@ class Children:
         self.hash_seed = (self.given and self.given.hash_seed) or str(secrets.randbelow(1 << 32))
         self.nursery: Child | None = None
         self.why: str | None = None  # the nursery does not fork; "": it does; None: it has not said yet
+        self.nurseries = 0  # that took the place of one that died
+        self.needs: list[tuple[str, str]] = []  # of all nurseries
+        self.closing = False
         self.forked: dict[int, Child] = {}  # by it, that have not ended
         self.answers: queue.Queue[Child | str] = queue.Queue()  # of the nursery: a child, or why there is none
 
@@ -117,12 +128,18 @@ class Children:
         if not launch.POSSIBLE:
             self._ready("they can be forked on Linux only")
             return
+        self.env = env
+        self.adopts = _adopt_orphans()
         self.port = self._given(env) or self._own(env)
         self.need(needs)
         threading.Thread(target=self._hear_nursery, daemon=True).start()
 
     def need(self, needs: Sequence[tuple[str, str]]) -> None:
         """Let the nursery import more, and say "ready" again; until then it forks nothing."""
+        self.needs += needs
+        self._ask(needs)
+
+    def _ask(self, needs: Sequence[tuple[str, str]]) -> None:
         with contextlib.suppress(OSError):  # it has ended, and whoever hears it says so
             self.port.send(json.dumps(["need", [*needs]]).encode())
 
@@ -150,6 +167,7 @@ class Children:
 
     def close(self) -> None:
         """End the nursery."""
+        self.closing = True
         if self.nursery is not None:
             self.nursery.kill()
             self.nursery.wait()
@@ -225,7 +243,7 @@ class Children:
         # As exec hands them down.
         ignored = [number for number in signals.TO_ALL if signal.getsignal(number) is signal.SIG_IGN]
         assert self.nursery is not None
-        own = {**env, STARTED_BY: str(self.nursery.pid)}
+        own = {**env, STARTED_BY: f"{self.nursery.pid},{os.getpid()}"}
         request = launch.Request([*words], own, os.getcwd(), name, [*handed], ignored, nests)
         try:
             request.send(self.port, [*standard, *handed.values()])
@@ -243,27 +261,52 @@ class Children:
             self.events.put((NURSERY, "ready", {"why": why}))
 
     def _hear_nursery(self) -> None:
-        with self.port, contextlib.suppress(OSError):
-            while raw := self.port.recv(launch.MESSAGE_BYTES_MAX):
+        nursery, answers, forked, again = self.nursery, self.answers, self.forked, self.nurseries > 0
+        with self.port as port, contextlib.suppress(OSError):
+            while raw := port.recv(launch.MESSAGE_BYTES_MAX):
                 kind, *values = json.loads(raw)
                 if kind == "pid":
-                    self.forked[values[0]] = child = Child(values[0])
+                    forked[values[0]] = child = Child(values[0])
                     if not self.forks:
                         child.kill()  # it came too late: another one was started in its place
-                    self.answers.put(child)
+                    answers.put(child)
                 elif kind == "ended":
-                    self.forked.pop(values[0]).ended(values[1])
+                    forked.pop(values[0]).ended(values[1])
                 elif kind == "refused":
-                    self.answers.put(values[0])
+                    answers.put(values[0])
+                elif again:
+                    self.why = values[0] if kind == "ready" else self.why
                 elif kind == "ready":
                     self._ready(values[0])
                 else:
                     self.events.put((NURSERY, kind, {"text": values[0]}))
-        self._ready(GONE)
-        self.answers.put(GONE)
-        for child in self.forked.values():
+        assert nursery is not None
+        worked = self.forks and not self.closing
+        if worked:
+            self.why = GONE
+        else:
+            self._ready(GONE)
+        answers.put(GONE)
+        nursery.wait(NURSERY_END_S)  # then its children are ours
+        for child in forked.values():
+            threading.Thread(target=self._adopt, args=(child,), daemon=True).start()
+        if worked and self.nurseries < NURSERIES_MAX:
+            self.nurseries += 1
+            self.forked, self.answers = {}, queue.Queue()
+            self.port = self._own(self.env)
+            self._ask(self.needs)
+            self._hear_nursery()
+
+    def _adopt(self, child: Child) -> None:
+        """Wait for a child of a nursery that has died."""
+        try:
+            if self.closing or not self.adopts:
+                raise ChildProcessError
+            code = child.reap()
+        except ChildProcessError:
             child.kill()
-            child.ended(-signal.SIGKILL)
+            code = -signal.SIGKILL
+        child.ended(code)
 
     def next(self, timeout_s: float) -> Event | None:
         """The next event, or None after `timeout_s`."""
@@ -291,6 +334,14 @@ class Children:
             reader.join(max(0.0, deadline - time.monotonic()))
         if index != NURSERY:
             self.events.put((index, "exit", child.code))
+
+
+def _adopt_orphans() -> bool:
+    """Become the parent of descendants whose parent dies, in place of the system's first process. False: the kernel refuses."""
+    try:
+        return int(ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)) == 0
+    except (OSError, AttributeError):
+        return False
 
 
 def event_of(text: str) -> tuple[str, Any]:

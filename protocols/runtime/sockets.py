@@ -217,9 +217,8 @@ class Sockets:
             try:
                 router.bind(local_endpoint(int(port)))
             except zmq.ZMQError as error:  # the name belongs to nobody: any process of this machine may have it
-                self.faults.tell(
-                    f"the Unix socket beside port {port} is taken ({zmq.strerror(error.errno)}): workers here come over TCP"
-                )
+                why = zmq.strerror(error.errno or 0)
+                self.faults.tell(f"the Unix socket beside port {port} is taken ({why}): workers here come over TCP")
         return int(port)
 
     def _dial(self, key: tuple[str, bool]) -> Socket:

@@ -239,17 +239,21 @@ def test_only_one_that_was_killed_goes_on(
 
 
 def test_the_process_that_forks_them_too() -> None:
-    """Its children die with it. Each goes on in an interpreter of its own."""
+    """The shards go on as they are. One that is killed later is forked from another such process."""
     with serving(*BELOW, "--shards", "2") as server:
         worker = Worker(server.address)
         worker.train(5)
         before = server.pids
         (nursery,) = {parent(pid) for pid in before[1:]} - {before[0]}
         os.kill(nursery, signal.SIGKILL)
-        until(lambda: not set(server.pids[1:]) & set(before[1:]), server.command)
-        worker.train(20)
+        until(lambda: {parent(pid) for pid in before[1:]} == {before[0]}, server.command)
+        worker.train(10)
+        assert server.pids == before and " died " not in server.command.err, server.command
+        os.kill(before[1], signal.SIGKILL)
+        until(lambda: server.pids[1] != before[1], server.command)
+        worker.train(10)
         worker.close()
-        undisturbed(server, 2)
+        undisturbed(server, 1)
     assert distance(flat(worker.model), trained_alone(worker.clock)) < 1e-5
 
 

@@ -400,16 +400,41 @@ def test_an_environment_may_be_as_long_as_exec_allows(count: int, here: Path) ->
 # Who outlives whom.
 
 
-def test_a_nursery_that_dies_takes_its_children_along(here: Path) -> None:
-    (here / "script.py").write_text("import time\nprint('waits', flush=True)\ntime.sleep(600)")
+def replaced(children: Children, before: Child) -> bool:
+    return children.nursery is not before and children.forks
+
+
+def test_a_nursery_that_dies_takes_no_child_along_and_another_takes_its_place(here: Path) -> None:
+    (here / "script.py").write_text("import sys\nprint('waits', flush=True)\nsys.stdin.readline()\nsys.exit(7)")
     with nursery() as starter:
-        child = starter.start(str(here / "script.py"))
-        assert starter.next()[1:] == ("out", "waits") and starter.children.nursery is not None
-        starter.children.nursery.kill()
-        assert starter.said()[0] == -signal.SIGKILL
-        until(lambda: not alive(child.pid), "the child to be gone", GONE_S)
-        (here / "script.py").write_text("print('ran')")
-        assert starter.run(str(here / "script.py")) == (0, "ran", "")
+        children = starter.children
+        for _ in range(2):
+            before = children.nursery
+            assert before is not None
+            child = children.start(
+                0, [str(here / "script.py")], ENV, listens={1: "out", 2: "err"}, stdin=True, name="named by us"
+            )
+            assert starter.next()[1:] == ("out", "waits")
+            before.kill()
+            until(partial(replaced, children, before), "another nursery", LIMIT_S)
+            assert alive(child.pid)
+            child.write("")
+            assert starter.said() == (7, "", ""), "its exit code is known as before"
+        assert starter.told == [("ready", "")], "nobody need know"
+
+
+def test_a_nursery_that_dies_before_it_is_ready_is_done_without(here: Path) -> None:
+    (here / "slow.py").write_text("import time\ntime.sleep(600)")
+    (here / "script.py").write_text("print('ran')")
+    children = Children()
+    children.prepare(ENV | {"PYTHONPATH": str(here)}, [("", "slow")])
+    assert children.nursery is not None
+    children.nursery.kill()
+    event = children.next(LIMIT_S)
+    assert event == (NURSERY, "ready", {"why": "the process that forks them has ended"})
+    children.start(0, [str(here / "script.py")], ENV, listens={1: "out"})
+    assert children.next(LIMIT_S) == (0, "out", "ran") and children.next(LIMIT_S) == (0, "exit", 0)
+    children.close()
 
 
 def gone(pid: int) -> bool:
