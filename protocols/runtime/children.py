@@ -39,7 +39,7 @@ STARTED_BY = (
     "NARROWS_STARTED_BY"  # who may be the parent of a child, after commas: of what that starts in turn, others are
 )
 GONE = "the process that forks them has ended"
-NURSERIES_MAX = 5  # that take the place of one that died
+NURSERIES_MAX = 20  # that take the place of one that died
 NURSERY_END_S = 5.0  # a process whose socket has ended is gone within milliseconds
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -281,8 +281,8 @@ class Children:
                 else:
                     self.events.put((NURSERY, kind, {"text": values[0]}))
         assert nursery is not None
-        worked = self.forks and not self.closing
-        if worked:
+        goes_on = (self.forks or again) and not self.closing
+        if goes_on:
             self.why = GONE
         else:
             self._ready(GONE)
@@ -290,7 +290,7 @@ class Children:
         nursery.wait(NURSERY_END_S)  # then its children are ours
         for child in forked.values():
             threading.Thread(target=self._adopt, args=(child,), daemon=True).start()
-        if worked and self.nurseries < NURSERIES_MAX:
+        if goes_on and self.nurseries < NURSERIES_MAX:
             self.nurseries += 1
             self.forked, self.answers = {}, queue.Queue()
             self.port = self._own(self.env)
