@@ -5,6 +5,8 @@ Rules
 - Each fact is an event "check", told at once: a worker that hangs or fails has told what came before.
 - After STEPS steps the script ends where it would take another one, by a SystemExit: `finally` blocks run, `except
   Exception` does not see it.
+- It looks at one process, that of a worker. Others that are forked from the one that has imported torch, such as a server's
+  shards, and those that a worker forks have its hooks too, and pass through them.
 - Hooks of torch see an optimizer that DistributedOptimizer does not wrap, so a script that has none is told too.
 - torch.autograd.backward and DataLoader.__iter__ are replaced until the check ends: there it sees losses, and what is shuffled.
 """
@@ -49,6 +51,7 @@ class Watch:
 
     def __init__(self, specs: list[str], tell: Tell) -> None:
         self.specs, self.tell = specs, tell
+        self.process = os.getpid(), True  # and whether it is looked at
         self.wrapper: torch.optim.Optimizer | None = None
         self.model = torch.nn.Module()
         self.parts: tuple[torch.optim.Optimizer, ...] = ()  # that the wrapper has
@@ -63,7 +66,7 @@ class Watch:
         self.rows: list[tuple[int, Any]] = []  # of each table that the newest step touched: how many it has, and which
         self.follows = set[str]()  # what of the script follows the run: session.follows
         self.forward = Forward()
-        self.backward, self.iterate = torch.autograd.backward, DataLoader.__iter__
+        self.replaced = torch.autograd.backward, DataLoader.__iter__
         torch.autograd.backward = self._backward
         DataLoader.__iter__ = lambda loader: self._iterates(loader)  # type: ignore[method-assign]
         self.hooks = (
@@ -72,8 +75,7 @@ class Watch:
         )
 
     def close(self) -> None:
-        torch.autograd.backward = self.backward
-        DataLoader.__iter__ = self.iterate  # type: ignore[method-assign]
+        torch.autograd.backward, DataLoader.__iter__ = self.replaced  # type: ignore[method-assign]
         for hook in self.hooks:
             hook.remove()
 
@@ -82,12 +84,20 @@ class Watch:
         specs = os.environ.pop(WATCH, "")
         return Watch(specs.split(), tell) if specs and not is_child() else None
 
+    @property
+    def here(self) -> bool:
+        """Whether this process is to be looked at: the variable is in the environment of each worker that is forked."""
+        if self.process[0] != os.getpid():
+            self.process = os.getpid(), bool(os.environ.pop(WATCH, "")) and not is_child()
+        return self.process[1]
+
     def _say(self, what: str, **values: Any) -> None:
         self.tell("check", what=what, **values)
 
     def begins(self, wrapper: torch.optim.Optimizer, inner: torch.optim.Optimizer, model: torch.nn.Module) -> None:
         """A DistributedOptimizer is made; it has not joined yet."""
-        os.environ.pop(WATCH, None)  # of a process that was forked from one that had it
+        if not self.here:
+            return
         self.wrapper, self.model, self.parts = wrapper, model, each_of(inner)
         tables = [module for module in model.modules() if isinstance(module, Embedding)]
         apart = {id(module.weight) for module in tables}  # whose gradients are of rows alone
@@ -110,7 +120,7 @@ class Watch:
     # Steps.
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], values: dict[str, Any]) -> Any:
-        if is_child():
+        if not self.here:
             return None
         if self.over:
             raise Checked(0)
@@ -143,14 +153,14 @@ class Watch:
 
     def _backward(self, tensors: Any, *args: Any, **values: Any) -> None:
         """torch.autograd.backward, which each loss.backward() calls."""
-        for loss in (tensors,) if isinstance(tensors, torch.Tensor) else tensors:
+        for loss in () if not self.here else (tensors,) if isinstance(tensors, torch.Tensor) else tensors:
             if self.loss is None and loss.numel() == 1 and not torch.isfinite(loss.detach()).all():
                 self.loss = loss.item()
-        self.backward(tensors, *args, **values)
+        self.replaced[0](tensors, *args, **values)
 
     def _iterates(self, loader: DataLoader[Any]) -> Any:
         """DataLoader.__iter__: whether the whole dataset is shuffled, and what is first in it."""
-        if not is_child() and type(loader.sampler) is RandomSampler and torch.is_grad_enabled() and not self.steps:
+        if self.here and type(loader.sampler) is RandomSampler and torch.is_grad_enabled() and not self.steps:
             began, generator = time.perf_counter(), torch.get_rng_state()
             try:
                 first = fingerprint(tree_leaves(loader.dataset[0]))
@@ -159,7 +169,7 @@ class Watch:
             torch.set_rng_state(generator)
             self._say("shuffled", samples=len(loader.sampler), first=first)
             self.lost_s += time.perf_counter() - began
-        return self.iterate(loader)
+        return self.replaced[1](loader)
 
     def _not_finite(self, gradient: str, loss: float | None) -> None:
         self._say("not finite", number=self.steps + 1, gradient=gradient, loss=loss)
@@ -185,7 +195,7 @@ class Watch:
         return {"gradients": fingerprint(heads) if some else ""}
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if optimizer is not self.wrapper or is_child():
+        if optimizer is not self.wrapper or not self.here:
             return
         self.within, self.steps = False, self.steps + 1
         if self.steps == STEPS:

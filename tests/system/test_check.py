@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +155,35 @@ def test_a_loop_that_begins_at_0_in_a_run_that_goes_on_is_noticed(
 def test_flags_that_make_no_sense(words: str, why: str) -> None:
     with pytest.raises(UsageError, match=why):
         command.main([*words.split(), __file__], standalone_mode=False)
+
+
+def test_a_server_that_steps_the_scripts_optimizer_is_not_looked_at(
+    check: Callable[..., tuple[int, list[str], str]],
+) -> None:
+    """Its shards are forked from the process that has imported torch, as the workers are."""
+    code, lines, err = check("--sync", "bsp")
+    assert code == 0 and told(lines, "fine") == ["2 workers made 2 steps each"]
+    assert "died" not in err and "started again" not in err
+
+
+def test_hooks_pass_through_every_process_but_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is forked from a process that has the hooks is looked at where its environment says so."""
+    p = torch.nn.Parameter(torch.ones(2))
+    p.grad = torch.ones(2)
+    adam, here = torch.optim.Adam([p]), os.getpid()
+    for looks in ("", "dense"):
+        events = list[dict[str, Any]]()
+        seen = watch.Watch([], lambda event, to=events, **values: to.append(values))
+        with monkeypatch.context() as forked:
+            forked.setattr(os, "getpid", lambda: here + 1)
+            forked.setenv(watch.WATCH, looks)
+            for _ in range(STEPS):
+                adam.step()
+            with pytest.raises(watch.Checked) if looks else nullcontext():
+                adam.step()
+            assert watch.WATCH not in os.environ, "its own children are not looked at"
+        seen.close()
+        assert [each["what"] for each in events] == ["beside"] * (STEPS + 1) * bool(looks)
 
 
 def test_a_script_without_a_wrapped_optimizer_ends() -> None:
