@@ -33,8 +33,8 @@ NOT_JUST_THAT = (
     "a part of that; load weights before DistributedOptimizer is made, or use --outer-momentum 0 and no --merge-delay"
 )
 REPLACED = (
-    "the parameter {!r} is no longer in the model, and no worker trains {!r}, which is there now: replace modules, call "
-    "load_state_dict(assign=True) and add parametrizations before DistributedOptimizer is made"
+    "the parameter {!r} was replaced after DistributedOptimizer was made, and no worker trains the {!r} in its place: replace "
+    "modules, call load_state_dict(assign=True) and add parametrizations before that"
 )
 CONVERTED = "the parameter {!r} was {} when DistributedOptimizer was made, and is {} now: convert the model before that"
 LATE = (

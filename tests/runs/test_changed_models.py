@@ -48,16 +48,17 @@ def deleted_first(net: Any) -> None:
     net.append(nn.Linear(7, 5))
 
 
+REPLACED = "'{}' was replaced after DistributedOptimizer was made, and no worker trains the '{}' in its place"
 CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "replaced": (replaced, "'2.weight' is no longer in the model, and no worker trains '2.weight'"),
-    "deleted": (deleted_first, "'2.weight' is no longer in the model, and no worker trains '2.weight'"),
+    "replaced": (replaced, REPLACED.format("2.weight", "2.weight")),
+    "deleted": (deleted_first, REPLACED.format("2.weight", "2.weight")),
     "assigned": (
         lambda net: net.load_state_dict(copy.deepcopy(net.state_dict()), assign=True),
-        "'0.weight' is no longer in the model, and no worker trains '0.weight'",
+        REPLACED.format("0.weight", "0.weight"),
     ),
     "parametrized": (
         lambda net: parametrizations.weight_norm(net[0]),
-        "'0.weight' is no longer in the model, and no worker trains '0.parametrizations.weight.original0'",
+        REPLACED.format("0.weight", "0.parametrizations.weight.original0"),
     ),
     "converted": (lambda net: net.to(torch.bfloat16), "'0.weight' was float32[7, 9] when DistributedOptimizer was made, "
                   "and is bfloat16[7, 9] now"),
