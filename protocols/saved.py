@@ -8,6 +8,7 @@ import re
 FOLDER = "NARROWS_CHECKPOINT_DIR"  # the variable that tells a worker of it
 MACHINE_DIR = "NARROWS_MACHINE_DIR"  # and of a folder that all workers of one ps-worker have, see worker/machine.py
 SHARD = re.compile(r"shard-(\d+)\.clock-(\d+)\.safetensors")  # a shard's checkpoint, see ps/process/checkpoints.py
+MODEL = "model.safetensors"  # of a run, in its folder of checkpoints
 COMING = re.compile(rf"{SHARD.pattern}\.[0-9a-f]+\.tmp")  # one that is being written, or that a killed process has left
 STATE = re.compile(r"narrows-optimizer-(\d+)\.pt")  # the state of a worker's optimizer by rank, see worker/moments.py
 BYTES = "bytes."  # facts that are bytes are arrays of this name: a header is no place for megabytes

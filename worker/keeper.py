@@ -48,6 +48,7 @@ class Facts:
     starts: int
     last: Mapping[str, float] = field(default_factory=dict)
     waits: str = ""  # of a server: for which members its run waits, a clause
+    shares: bool = True  # the disk of its folder with whoever called train
 
 
 class Keeper:
@@ -63,13 +64,17 @@ class Keeper:
         folder: str = "",
         host: str | None = None,
         alone_s: float = math.inf,
+        mark: str = "",
     ) -> None:
         """words: "serve" or "work" and the command's flags and arguments. `flag` names the address of the server that
         `follows` keeps, if there is one. folder: of a server's checkpoints. host: on which a server listens, "" is the node's.
-        label: of its metrics. alone_s: the actor ends once nobody has asked for its facts for so long."""
+        label: of its metrics. alone_s: the actor ends once nobody has asked for its facts for so long. mark: a file of its
+        folder, where that is on the disk of whoever asks."""
         self.words, self.flag, self.follows, self.folder = [*words], flag, follows, folder
         self.host = ray.util.get_node_ip_address() if host == "" else host
+        self.shares = not mark or Path(mark).exists()
         self.starts = 0
+        self.joined = self.needless = False  # the run, by this start of a worker; a command that the run has no use for
         self.process: subprocess.Popen[str] | None = None
         self.last: dict[str, float] = {}
         self.said: deque[str] = deque(maxlen=LINES_MAX)
@@ -97,9 +102,8 @@ class Keeper:
         self.heard_s = time.monotonic()
         running = self.process is not None and self.process.poll() is None
         process = self.process.pid if running and self.process is not None else 0
-        return Facts(
-            os.getpid(), process, ray.get_runtime_context().get_node_id(), self.starts, dict(self.last), self.waits
-        )
+        node = ray.get_runtime_context().get_node_id()
+        return Facts(os.getpid(), process, node, self.starts, dict(self.last), self.waits, self.shares)
 
     def address(self) -> str:
         """Return the address of the server kept here, "" once that has ended for good. Waits until it serves."""
@@ -112,11 +116,31 @@ class Keeper:
 
     def stop(self) -> None:
         """End the command; a server writes a checkpoint."""
+        self._end()
+        if self.process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(END_S)
+
+    def _end(self) -> None:
+        """Have the command end, and start none."""
         self.over = True
         if self.process is not None and self.process.stdin is not None:
             self.process.stdin.close()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(END_S)
+
+    def without_server(self) -> None:
+        """The server has ended for good: end a worker that has not joined, which would ask for it until its time is over."""
+        if not self.joined:
+            self.needless = True
+            self._end()
+
+    def part(self, name: str, offset: int, size: int) -> bytes:
+        """Return bytes of a file in the folder, none after its end or where there is no such file."""
+        try:
+            with open(Path(self.folder) / name, "rb") as file:
+                file.seek(offset)
+                return file.read(size)
+        except FileNotFoundError:
+            return b""
 
     def run(self) -> tuple[int, str]:
         """Exit code of the command, once it has ended for good, and its last lines. 0 where it is needed no more."""
@@ -138,6 +162,8 @@ class Keeper:
             if self.over or (self.follows is not None and not server):
                 return 0  # the run is over
             code = self._once(server)
+            if self.needless:
+                return 0
             if code >= 0 and code not in AGAIN:
                 break
             time.sleep(PAUSE_S)
@@ -166,7 +192,9 @@ class Keeper:
         finally:
             for fd in {handed, tells}:
                 os.close(fd)
-        self.starts += 1
+        self.starts, self.joined = self.starts + 1, False
+        if self.needless:  # it was said meanwhile
+            self._end()
         assert self.process.stderr is not None
         heard = threading.Thread(target=self._hear_errors, args=(self.process.stderr,), daemon=True)
         heard.start()
@@ -201,6 +229,8 @@ class Keeper:
                 with self.state:
                     self.serves = event["address"]
                     self.state.notify_all()
+            elif kind == "member":
+                self.joined = True
             elif kind == "step":
                 self.last = {name: value for name, value in event.items() if isinstance(value, (int, float))}
                 for name, gauge in self.gauges.items():

@@ -23,14 +23,16 @@ import ray
 from ray.util import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from narrows.protocols.errors import NarrowsError
-from narrows.protocols.runtime.output import STDERR
+from narrows.protocols.errors import NarrowsError, UsageError
+from narrows.protocols.runtime.output import STDERR, set_aside
+from narrows.protocols.saved import MODEL
 from narrows.worker.command.cities import Bounds, Limits, cities_of, command_of, run_flags
 from narrows.worker.command.recording import OURS
 from narrows.worker.keeper import END_S, THREADS, WAITERS, Facts, Keeper
 
 LOOPBACK = ("127.", "localhost", "[::1]")
 ANSWER_S = 0.5  # for how far the actors are, each time
+PART_BYTES = 1 << 26  # of a model that is copied
 LAST_S = 10.0  # the same, once the run is over: nobody asks again
 SILENT_S = 30.0  # an actor that does not answer for so long has no node
 
@@ -115,6 +117,7 @@ class Actors:
     servers: list[Kept] = field(default_factory=list)
     workers: list[Kept] = field(default_factory=list)
     groups: list[Any] = field(default_factory=list)  # placement groups
+    folder: str = ""  # of the checkpoints
 
     def at_work(self, now: float) -> list[Kept]:
         """Workers whose scripts go on."""
@@ -203,6 +206,8 @@ def train(
     workers.
     checkpoint_dir: on a disk that all nodes see. A server that is lost goes on from there, and a worker that comes again has
     its optimizer's state from there. A run that has ended there is refused, but for one that has made fewer than `steps` steps.
+    Where the node of the server has another disk, a line on stderr says so at the start, and the model is copied from there at
+    the end.
     keys: the folder of ps-serve keys, on such a disk, with members worker and, for each cluster, cluster0 and so on.
     host: where servers listen, the address of the node by default.
     restarts: how often a script that failed is started again.
@@ -224,13 +229,15 @@ def train(
     asks = command_of(script, args)
     trust = ["--keys", keys] if keys else ["--insecure"] if insecure or host.startswith(LOOPBACK) else []
 
-    actors = Actors([city.low for city in cities])
+    actors = Actors([city.low for city in cities], folder=folder)
+
+    mark = _marked(folder, name)
 
     def server(label: str, who: str, more: Sequence[str], where: Mapping[str, str] | None, above: Any = None) -> Any:
         own = folder if above is None else f"{folder}/{label}"
         words = ["serve", *more, "--checkpoint-dir", own, "--resume", "--run-id", name, "--steps", str(steps)]
         options = {"lifetime": "detached", "name": f"{name}-{label}", "label_selector": dict(where or {}) or None}
-        actor = _actor(options, {"CPU": 1}, words, "--parent", above, label, own, host, room_s)
+        actor = _actor(options, {"CPU": 1}, words, "--parent", above, label, own, host, room_s, mark)
         actors.servers.append(Kept(who, actor))
         return actor
 
@@ -263,9 +270,11 @@ def train(
         else:
             staff(0, "worker", server("server", "the server", above, labels), member, folder)
         last = _watch(actors, began, report, limits)
+        model = Path(folder) / MODEL
+        _fetch(actors.servers[0], last.servers.get(0), model)
     finally:
         actors.close()
-    model = Path(folder) / "model.safetensors"
+        Path(mark).unlink(missing_ok=True)
     if not model.exists():
         raise NarrowsError(f"the run ended without a model in {folder}")
     return Result(str(model), folder, time.monotonic() - began, last.clock, last.values)
@@ -285,19 +294,63 @@ def _actor(options: Mapping[str, Any], need: Mapping[str, float], *words: Any) -
     )  # fmt: skip
 
 
+def _marked(folder: str, name: str) -> str:
+    """Make the folder, and a file in it by which a server sees whether its node has the same disk. Raises UsageError."""
+    mark = Path(folder) / f".{name}"
+    try:
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+    except OSError as error:
+        raise UsageError(
+            f"checkpoint_dir {folder}: {error.strerror}; name a folder on a disk that all nodes see"
+        ) from None
+    return str(mark)
+
+
+def _warn(folder: str, facts: Facts) -> None:
+    STDERR.line(
+        f"narrows: checkpoint_dir {folder} is on another disk on node {facts.node}, where the server is. The model is "
+        "copied from there at the end. A server whose node is lost begins anew: name a folder that all nodes see"
+    )
+
+
+def _fetch(server: Kept, facts: Facts | None, model: Path) -> None:
+    """Copy the model of a server whose node has another disk. Nothing is left of one that is not whole."""
+    if facts is None or facts.shares:
+        return
+    part, coming = server.actor.part, model.with_name(f"{model.name}.{os.getpid()}.tmp")
+    try:
+        with coming.open("wb") as file:
+            while data := ray.get(part.remote(MODEL, file.tell(), PART_BYTES)):
+                file.write(data)
+            size = file.tell()
+        set_aside(model)  # of another run
+        if size:
+            coming.replace(model)
+    finally:
+        coming.unlink(missing_ok=True)
+
+
 def _watch(actors: Actors, began: float, report: Callable[[Progress], None] | None, limits: Limits) -> Progress:
     """Wait until the server above and the scripts have ended: these may evaluate and save after their last step. Returns the
     last progress."""
-    shown, until = Progress(0.0, 0, {}, {}, {}), math.inf
+    shown, until, warned, ended = Progress(0.0, 0, {}, {}, {}), math.inf, False, False
     while True:
         now, server = time.monotonic(), actors.servers[0]
         at_work, served = actors.at_work(now), server.ended() is not None
         until = min(until, now + limits.after_s) if served else until
+        if served and not ended:  # a worker that is about to join would ask for the server until its time is over
+            ended = True
+            for kept in actors.workers:
+                kept.actor.without_server.remote()
         over = served and (not at_work or now >= until)
         if over:  # an answer that is under way may be older than what a script recorded last
             for kept in actors.workers:
                 kept.asked = kept.asked if kept.silent(now) else None
         shown = actors.progress(began, shown, LAST_S if over else ANSWER_S)
+        if not warned and (facts := shown.servers.get(0)) is not None and not facts.shares:
+            warned = True
+            _warn(actors.folder, facts)
         if report is not None:
             report(shown)
         actors.check(now, math.inf if served else limits.room_s)  # no node is needed any more

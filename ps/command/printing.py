@@ -170,6 +170,7 @@ def ray(recipe: Recipe) -> str:
     flags |= {"journal": recipe.journal == "--journal" if recipe.journal else None}
     flags |= {name: value for name, value in recipe.run.items() if name not in flags}
     told = "".join(f"    {name}={value!r},\n" for name, value in flags.items() if value is not None)
+    told += '    checkpoint_dir="/shared/narrows",  # a folder that all nodes see\n'
     return f'''"""Narrows on Ray: python FILE. It runs where `ray.init` finds the cluster."""
 
 import ray

@@ -21,11 +21,12 @@ from narrows.compression.rows import first_values
 from narrows.protocols.errors import IncompatibleError
 from narrows.protocols.plan import DTYPES, NamedArray, Plan, unpack_arrays
 from narrows.protocols.runtime.output import set_aside
+from narrows.protocols.saved import MODEL
 from narrows.protocols.tables import TableSpec
 from narrows.ps import tables
 from narrows.ps.process.checkpoints import NamedBlocks, clocks, named, path_of, read, shards_of, write_file
 
-NAME = "model.safetensors"  # of the model of a run, in its folder of checkpoints
+NAME = MODEL
 
 
 class Blocks:

@@ -387,6 +387,7 @@ def test_the_script_for_ray_calls_a_function_with_its_own_parameters() -> None:
     told = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
     assert told["workers"] == (1, 4) and told["shards"] == 2 and told["keys"] == os.path.abspath("KEYS")
     assert told["sync"] == "local" and told["local_steps"] == 8
+    assert told["checkpoint_dir"] == "/shared/narrows"  # else the model is on the disk of one node
     (train,) = [
         node for node in ast.parse((ROOT / "worker" / "ray.py").read_text()).body
         if isinstance(node, ast.FunctionDef) and node.name == "train"

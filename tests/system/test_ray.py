@@ -6,6 +6,7 @@ import fcntl
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -59,6 +60,13 @@ if __name__ == "__main__":
 """
 
 
+# Of two copies one trains, and the other loads its data for ever.
+LATE = """    import os
+    try:
+        os.close(os.open(__file__ + ".first", os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        time.sleep(1000)
+"""
 HERE = {"include_dashboard": False, "node_ip_address": "127.0.0.1"}
 
 
@@ -181,6 +189,51 @@ def test_a_script_that_goes_on_after_the_run_is_ended_and_the_model_returned(
     until(lambda: not any(map(alive, pids)), "the script to be gone")
 
 
+def test_a_worker_that_comes_too_late_is_not_waited_for(
+    nodes: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It still loads its data when the server has ended."""
+    path = tmp_path / "late.py"
+    path.write_text(SCRIPT.replace("    learn(int", f"{LATE}    learn(int"))
+    result = train(
+        str(path), ["20", "0", "0"], workers=(1, 2), labels={"city": "jena"}, checkpoint_dir=str(tmp_path / "model"),
+        host="127.0.0.1", report=None, every_s=0.5, after_s=40.0,
+    )  # fmt: skip
+    assert result.clock == 20 and "went on for" not in capsys.readouterr().err
+
+
+def test_a_model_on_another_disk_is_copied(
+    nodes: Any, script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A path that leads elsewhere in an actor, as one on the disk of a node does. Here an earlier run has left a model."""
+    there = Path.cwd() / tmp_path.name
+    monkeypatch.chdir(tmp_path)
+    here = tmp_path / there.name
+    here.mkdir()
+    (here / "model.safetensors").write_text("an earlier one")
+    monkeypatch.setattr(runs, "PART_BYTES", 100, raising=False)
+    try:
+        result = train(
+            script, ["20", "0", "0"], workers=1, labels={"city": "jena"}, checkpoint_dir=f"/proc/self/cwd/{there.name}",
+            host="127.0.0.1", report=None, every_s=0.5,
+        )  # fmt: skip
+        assert (there / "model.safetensors").exists(), "it is another folder"
+        assert load_file(result.model)["weight"].shape == (2, 4)
+        assert {each.name for each in here.iterdir()} == {"model.safetensors", "model.safetensors.1"}
+    finally:
+        shutil.rmtree(there, ignore_errors=True)
+    told = f"narrows: checkpoint_dir /proc/self/cwd/{there.name} is on another disk on node "
+    assert capsys.readouterr().err.count(told) == 1
+
+
+def test_a_folder_that_cannot_be_made_is_refused_at_once(script: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        UsageError, match=r"^checkpoint_dir .*/file/run: Not a directory; name a folder on a disk that all"
+    ):
+        train(script, workers=1, checkpoint_dir=str(tmp_path / "file" / "run"), host="127.0.0.1", report=None)
+
+
 def test_a_run_for_which_no_node_comes_is_ended_and_says_so(
     nodes: Any, script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,6 +300,8 @@ class FakeActor:
 
     def run(self) -> Future[tuple[int, str]]:
         return self.ends
+
+    def without_server(self) -> None: ...
 
     def facts(self) -> Future[Facts]:
         answer: Future[Facts] = Future()
