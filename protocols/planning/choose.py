@@ -236,6 +236,8 @@ class Chooser:
         np.fill_diagonal(near, True)
         two = near.astype(int) @ near > 0  # by another host
         root = int(two.sum(1).argmax())
+        if two[root].all():
+            return "no plan takes a finite time: look at --parameters, --step and the rates of the network"
         pairs = named([f"{network.hosts[root]} to {network.hosts[host]}" for host in np.flatnonzero(~two[root])])
         return (
             f"no host reaches all others, itself or over one host between; {network.hosts[root]} reaches most: "

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from hashlib import sha256
@@ -319,7 +320,7 @@ def _check(plan: Layout) -> None:
             raise UsageError(f"--plan: host {place.host} has no address in hosts")
         parse_address("--plan:", plan.address(place))
     taken = [(place.host, place.port + i) for place in places for i in range(_ports(place))]
-    if twice := [f"{host}:{port}" for host, port in taken if taken.count((host, port)) > 1]:
+    if twice := [f"{host}:{port}" for (host, port), count in Counter(taken).items() if count > 1]:
         raise UsageError(f"--plan: port {twice[0]} is given twice; shard i of a server takes the port i above it")
     if not 0 < plan.lease < 86400 or plan.checkpoint_clocks < 1:
         raise UsageError("--plan: lease is a number of seconds above 0, and checkpoint_clocks at least 1")

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -22,7 +24,13 @@ FORMAT = 1
 HOSTS_MAX = 4096  # a matrix of all pairs has 128 MiB then
 SIZES_MAX = 16  # message sizes that a rate is given for
 NAMED_MAX = 8  # names in a sentence
-POSITIVE = float(np.finfo(np.float64).tiny)
+# Values of network.json, the least and the most: beyond them is a slip, and arithmetic overflows.
+DELAY_S, RATE, SPEED = (0.0, 1e6), (1.0, 1e18), (1e-9, 1e9)
+MEMORY, PRICE, SIZE = (0.0, 1e18), (0.0, 1e12), (1.0, 1e15)
+STEP_S = (1e-9, 1e9)
+NUMBERS = {int, float, np.float64, type(None)}  # of JSON: true is none, and "5" is none
+Bounds = tuple[float, float]
+NAME = re.compile(r"[^\s=/\-][^\s=/]*")  # of a host: it is a word of commands
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -95,22 +103,20 @@ class Network:
         """The network of a parsed network.json; UsageError where a field is missing or has a wrong shape or value."""
         if document.get("format") != FORMAT:
             raise UsageError(f"network.json has format {document.get('format')!r}; this version reads {FORMAT}")
+        hosts = _hosts(document.get("hosts"))
+        n = len(hosts)
         try:
-            hosts = tuple(str(host) for host in document["hosts"])
             rates = sorted(document["rates"], key=lambda row: float(row["message_bytes"]))
-            sizes = tuple(float(row["message_bytes"]) for row in rates)
+            sizes = tuple(float(_array(row["message_bytes"], "message_bytes", (), SIZE)) for row in rates)
             tables = [row["bits_per_second"] for row in rates]
             delay = document["delay_s"]
         except (KeyError, TypeError, ValueError) as error:
             raise UsageError(f"network.json lacks a field or has a wrong one: {error}") from None
-        n = len(hosts)
-        if not 2 <= n <= HOSTS_MAX or len(set(hosts)) < n:
-            raise UsageError(f"network.json has {n} hosts; 2 to {HOSTS_MAX} with different names are needed")
-        if not 1 <= len(sizes) <= SIZES_MAX or len(set(sizes)) < len(sizes) or sizes[0] < 1:
+        if not 1 <= len(sizes) <= SIZES_MAX or len(set(sizes)) < len(sizes):
             raise UsageError(f"network.json has rates of sizes {sizes}; 1 to {SIZES_MAX} different ones are needed")
         measured = document.get("measured_unix_s")
-        delay_s = _pairs(delay, "delay_s", n, 0.0, unknown=np.nan)
-        each = np.stack([_pairs(table, "bits_per_second", n, POSITIVE, unknown=np.nan) for table in tables])
+        delay_s = _pairs(delay, "delay_s", n, DELAY_S, unknown=np.nan)
+        each = np.stack([_pairs(table, "bits_per_second", n, RATE, unknown=np.nan) for table in tables])
         absent = np.isnan(delay_s) | np.isnan(each).any(0)
         places = _named_places(document.get("places"), hosts)
         return cls(
@@ -118,10 +124,10 @@ class Network:
             np.where(absent, np.inf, delay_s),
             np.where(absent, 0.0, each / 8),
             sizes,
-            _array(speeds(document, n), "compute", (n,), POSITIVE, unknown=1.0),
-            _array(document.get("memory_bytes", [None] * n), "memory_bytes", (n,), 0.0, unknown=np.inf),
-            _off_diagonal(_pairs(document.get("price_per_byte", [[0.0] * n] * n), "price_per_byte", n, 0.0)),
-            None if measured is None else float(measured),
+            _array(speeds(document, n), "compute", (n,), SPEED, unknown=1.0),
+            _array(document.get("memory_bytes", [None] * n), "memory_bytes", (n,), MEMORY, unknown=np.inf),
+            _off_diagonal(_pairs(document.get("price_per_byte", [[0.0] * n] * n), "price_per_byte", n, PRICE)),
+            None if measured is None else float(_array(measured, "measured_unix_s", (), (-1e18, 1e18))),
             None if places is None else tuple(places.values()),
             _wires(document.get("wires"), places or {}, n),
         )
@@ -177,26 +183,44 @@ def from_places(places: Mapping[str, Any], hosts_each: Sequence[int]) -> Network
         raise UsageError(f"{len(order)} places and {len(hosts_each)} counts of hosts; give one count for each place")
     at = np.repeat(np.arange(len(order)), hosts_each)
     shape = (len(order), len(order))
-    rate = _array(places["bandwidth_gbps"], "bandwidth_gbps", shape, POSITIVE)[np.ix_(at, at)] * 1e9
+    rate = (
+        _array(places["bandwidth_gbps"], "bandwidth_gbps", shape, (RATE[0] / 1e9, RATE[1] / 1e9))[np.ix_(at, at)] * 1e9
+    )
     names = [[f"{name}-{k}" for k in range(count)] for name, count in zip(order, hosts_each, strict=True)]
     return Network.parse(
         {
             "format": FORMAT,
             "hosts": [name for city in names for name in city],
             "places": {name: city for name, city in zip(order, names, strict=True) if city},
-            "delay_s": _array(places["delay_ms"], "delay_ms", shape, 0.0)[np.ix_(at, at)] / 1e3,
+            "delay_s": _array(places["delay_ms"], "delay_ms", shape, (0.0, 1e3 * DELAY_S[1]))[np.ix_(at, at)] / 1e3,
             "rates": [{"message_bytes": 1, "bits_per_second": rate}],
         }
     )
 
 
+def _hosts(value: Any) -> tuple[str, ...]:
+    """The names of hosts. Raises UsageError."""
+    if not isinstance(value, Sequence) or isinstance(value, str) or not all(isinstance(name, str) for name in value):
+        raise UsageError('hosts of the network is no list of names: write ["leipzig", "oslo"]')
+    n = len(value)
+    if not 2 <= n <= HOSTS_MAX or len(set(value)) < n:
+        raise UsageError(f"network.json has {n} hosts; 2 to {HOSTS_MAX} with different names are needed")
+    for name in value:
+        if not NAME.fullmatch(name):
+            raise UsageError(
+                f"hosts of the network: {name!r} is no name; give letters and digits, without spaces, = and /"
+            )
+    return tuple(value)
+
+
 def speeds(document: Mapping[str, Any], n: int) -> Sequence[float | None]:
-    """The speed of each of n hosts, beside the fastest one's: its `compute`, or by `step_seconds`. None: nobody knows."""
+    """The speed of each of n hosts, beside the fastest one's: its `compute`, or by `step_seconds`. None: nobody knows. Raises
+    UsageError."""
     if (given := document.get("compute")) is not None:
         return cast(Sequence[float | None], given)
-    steps = document.get("step_seconds") or [None] * n
-    least = min((float(seconds) for seconds in steps if seconds), default=None)
-    return [least / float(seconds) if least and seconds else None for seconds in steps]
+    table = document.get("step_seconds")
+    steps = np.full(n, np.nan) if table is None else _array(table, "step_seconds", (n,), STEP_S, unknown=np.nan)
+    return [None if np.isnan(seconds) else float(np.nanmin(steps) / seconds) for seconds in steps]
 
 
 def named(names: Sequence[str]) -> str:
@@ -205,26 +229,48 @@ def named(names: Sequence[str]) -> str:
     return ", ".join(names[:NAMED_MAX]) + more
 
 
-def _array(value: Any, name: str, shape: tuple[int, ...], least: float, unknown: float | None = None) -> Array:
-    """`value` as float64 of `shape`; null is `unknown`. UsageError where a value is below `least`, or null and none may be."""
-    try:
-        found = np.array(value, np.float64)
-    except (TypeError, ValueError):
-        raise UsageError(f"{name} of the network holds something that is no number") from None
-    if found.shape != shape:
-        raise UsageError(f"{name} of the network has shape {found.shape}; {shape} is needed")
-    absent = np.isnan(found)
-    if (found[~absent] < least).any() or (unknown is None and absent.any()):
-        raise UsageError(f"{name} of the network has a value below {least:g}, or none where one is needed")
-    return found if unknown is None else np.where(absent, unknown, found)
+def _array(value: Any, name: str, shape: tuple[int, ...], bounds: Bounds, unknown: float | None = None) -> Array:
+    """`value` as float64 of `shape`; null is `unknown`. UsageError where a value is beyond `bounds`, no number, or null and
+    none may be; it names the row and the column."""
+    table = np.asarray(value, np.float64 if _numbers(value) else object)
+    if table.shape != shape:
+        raise UsageError(f"{name} of the network has shape {table.shape}; {shape} is needed")
+    plain = _numbers(table) or {*map(type, table.flat)} <= NUMBERS
+    absent = np.zeros(shape, bool)
+    if unknown is not None and not _numbers(table):
+        absent.flat = [each is None for each in table.flat]
+    if plain:
+        found = np.where(absent, bounds[0] if unknown is None else unknown, table).astype(np.float64)
+        wrong = ~(absent | ((found >= bounds[0]) & (found <= bounds[1])))  # NaN is wrong
+    if not plain or wrong.any():
+        at, each = next(
+            (at, each) for at, each in np.ndenumerate(table) if not _fits(each, bounds, unknown is not None)
+        )
+        where = "".join(f"[{index}]" for index in at)
+        told = "null" if each is None else json.dumps(each, default=str)[:40]
+        raise UsageError(
+            f"{name}{where} of the network is {told}; a number from {bounds[0]:g} to {bounds[1]:g} is needed"
+        )
+    return found
 
 
-def _pairs(value: Any, name: str, n: int, least: float, unknown: float | None = None) -> Array:
+def _numbers(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.dtype.kind in "fiu"
+
+
+def _fits(value: Any, bounds: Bounds, null: bool) -> bool:
+    if value is None:
+        return null
+    known = type(value) in NUMBERS or isinstance(value, np.number)
+    return known and bounds[0] <= value <= bounds[1]
+
+
+def _pairs(value: Any, name: str, n: int, bounds: Bounds, unknown: float | None = None) -> Array:
     """`value` as (n, n); what it has on the diagonal does not matter, and becomes 1."""
-    found = np.array(value, object)
-    if found.shape == (n, n):
-        np.fill_diagonal(found, 1.0)
-    return _array(found.tolist(), name, (n, n), least, unknown)
+    table = np.array(value, np.float64 if _numbers(value) else object)
+    if table.shape == (n, n):
+        np.fill_diagonal(table, min(max(bounds[0], 1.0), bounds[1]))
+    return _array(table if _numbers(table) else table.tolist(), name, (n, n), bounds, unknown)
 
 
 def _off_diagonal(matrix: Array) -> Array:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 from narrows.protocols.errors import UsageError
 from narrows.protocols.planning import written
-from narrows.protocols.planning.choose import NEAR_MAX, Chooser
+from narrows.protocols.planning.choose import NEAR_MAX, Choice, Chooser
 from narrows.protocols.planning.deciding import decides
 from narrows.protocols.planning.layout import Layout
 from narrows.protocols.planning.levels import Work
@@ -62,11 +63,13 @@ def planned(
         f"predicted {1e3 * plan.step_s:.3g} ms a step, {simulated(simulated_s)}, and {plan.cost / plan.step_s:.2f} times "
         f"bsp's steps to a loss; {ddp}; {decides(chooser, plan)}",
     ]
+    near = [other for other, _ in others[:NEAR_MAX]]
     for other, other_s in others[:NEAR_MAX]:
-        clusters = "1 cluster" if len(other.clusters) == 1 else f"{len(other.clusters)} clusters"
-        inside = f" over {clusters} with {other.below}" if other.clusters else ""
+        text = described(names, other)
+        if alike := [each for each in [plan, *near] if each is not other and described(names, each) == text]:
+            text += differing(names, other, alike[0])
         lines.append(
-            f"next: {other.above}{inside}, predicted {1e3 * other.step_s:.3g} ms a step, {simulated(other_s)}, and "
+            f"next: {text}, predicted {1e3 * other.step_s:.3g} ms a step, {simulated(other_s)}, and "
             f"{other.cost / other.step_s:.2f} times bsp's steps"
         )
     lines += left_out(everybody, kept, bool(batch))
@@ -74,6 +77,22 @@ def planned(
         shared = zip(names, work.samples(network), strict=True)
         lines.append(f"samples of a step: {', '.join(f'{name} {count}' for name, count in shared)}")
     return layout, lines
+
+
+def described(names: Sequence[str], plan: Choice) -> str:
+    """The ways of a plan, and how many clusters it has."""
+    clusters = "1 cluster" if len(plan.clusters) == 1 else f"{len(plan.clusters)} clusters"
+    spread = f" with shards on {', '.join(names[host] for host in plan.spread)}" if plan.spread else ""
+    return f"{plan.above}{spread}" + (f" over {clusters} with {plan.below}" if plan.clusters else "")
+
+
+def differing(names: Sequence[str], plan: Choice, other: Choice) -> str:
+    """What else a plan has than one with the same ways: its clusters, else where servers are."""
+    groups = [group for _, group in plan.clusters]
+    if groups != [group for _, group in other.clusters]:
+        return f" ({'; '.join(', '.join(names[host] for host in group) for group in groups)})"
+    servers = [plan.root, *(server for server, _ in plan.clusters)]
+    return f" (servers on {', '.join(names[host] for host in servers)})"
 
 
 def left_out(network: Network, kept: Kept, batch: bool) -> list[str]:

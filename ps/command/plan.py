@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 import click
 from click.core import ParameterSource
 
-from narrows.protocols.addresses import bracketed
+from narrows.protocols.addresses import bracketed, is_address
 from narrows.protocols.errors import UsageError
 from narrows.protocols.planning import measured
-from narrows.protocols.planning.layout import CODINGS, Layout
-from narrows.protocols.planning.network import Network, named, speeds
+from narrows.protocols.planning.layout import CODINGS, Layout, parse
+from narrows.protocols.planning.network import STEP_S, Network, named, speeds
 from narrows.protocols.planning.places import placed
 from narrows.protocols.runtime.flags import COMMAND, run
 from narrows.protocols.runtime.output import replace_text
@@ -37,13 +39,30 @@ FOR_ALL = (
 )
 
 
+MICRO_BATCHES_MAX = 4096  # each is simulated on each host
+
+
+class Number(click.FloatRange):
+    """A number within bounds, and none that is infinite or NaN."""
+
+    name = "number"
+
+    def __init__(self, least: float, most: float) -> None:
+        super().__init__(least, most)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if math.isnan(found := float(super().convert(value, param, ctx))):
+            self.fail(f"{value} is no number", param, ctx)
+        return found
+
+
 @click.command(context_settings=COMMAND)
 @click.argument("network", metavar="NETWORK.JSON")
 @click.option("--places", metavar="NAME", default="", help="NETWORK.JSON describes places: which of its networks")
 @click.option("--machines", metavar="COUNTS", default="",
               help="in these places: in all, shared evenly, or of each, as in 8x4,32x1 [as many as it says]")  # fmt: skip
-@click.option("--parameters", type=click.FloatRange(min=1), required=True, help="of the model: a number such as 1.3e6")
-@click.option("--step", "step_s", type=click.FloatRange(min=0, min_open=True),
+@click.option("--parameters", type=Number(1, 1e15), required=True, help="of the model: a number such as 1.3e6")
+@click.option("--step", "step_s", type=Number(*STEP_S),
               help="seconds of a step of one worker, its even share, on a host of speed 1 "
               "[the least of step_seconds in the network]")  # fmt: skip
 @click.option("--batch", type=click.IntRange(min=0), default=0,
@@ -65,18 +84,22 @@ FOR_ALL = (
 @click.option("--pipeline", "stages", type=click.IntRange(min=1), help="cut the model into so many stages")
 @click.option("--replicas", type=click.IntRange(min=1), help="of each stage [as many as there are hosts for]")
 @click.option("--layers", type=click.IntRange(min=1), help="of the model, alike [--pipeline needs it]")
-@click.option("--activation-bytes", type=click.FloatRange(min=0),
+@click.option("--activation-bytes", type=Number(0, 1e15),
               help="float32 values of one micro-batch at a cut, in bytes, before they are coded "
               "[--pipeline needs it]")  # fmt: skip
 @click.option(
-    "--micro-batches", type=click.IntRange(min=1), default=8, show_default=True, help="of a step of a pipeline"
+    "--micro-batches",
+    type=click.IntRange(1, MICRO_BATCHES_MAX),
+    default=8,
+    show_default=True,
+    help="of a step of a pipeline",
 )
 @click.option("--coding", type=click.Choice(("auto", *CODINGS)), default="auto", show_default=True,
               help="of tensors between stages; auto: dense each way of an edge that is fast enough, "
               "else int8")  # fmt: skip
-@click.option("--layer-memory", type=click.FloatRange(min=0),
+@click.option("--layer-memory", type=Number(0, 1e18),
               help="bytes that a layer needs where it is trained [52 a parameter]")  # fmt: skip
-@click.option("--money", type=click.FloatRange(min=0), default=0.0,
+@click.option("--money", type=Number(0, 1e18), default=0.0,
               help="seconds of a step that a unit of money is worth, by price_per_byte in the network "
               "[0: it is shown alone]")  # fmt: skip
 @click.option("--replan", type=click.Choice(REPLAN), help="where another mode or SPEC would gain 20 % in the running run: off, "
@@ -115,6 +138,7 @@ def command(context: click.Context, /, network: str, places: str, machines: str,
         written.Places(read, _addresses(read, addresses, known)), parameters, step_s, script, **taken
     )
     layout = layout.with_flags({name: flags[name] for name in ("replan", "replan_after") if flags[name] is not None})
+    parse(layout.text())  # what no command would read is not written
     long = form == "long"
     commands = written.long_commands(layout, script) if long else written.commands(layout, out, script)
     _write(out, layout.text())
@@ -159,21 +183,26 @@ def _taken(context: click.Context, planned: Planner, flags: dict[str, Any]) -> d
 def _read(path: str, places: str = "", machines: str = "") -> tuple[Network, float | None, str, dict[str, str]]:
     """The network, the step of its fastest host, a sentence about hosts whose speed nobody knows, and addresses of hosts."""
     try:
-        document = dict(json.loads(Path(path).read_text("utf-8")))
-        steps = [float(seconds) for seconds in document.get("step_seconds") or [] if seconds]
+        document = dict(json.loads(Path(path).read_text("utf-8"), parse_constant=_no_number))
         if "hosts" in document and (places or machines):
             raise UsageError("--places and --machines are for a file that describes places; this one has hosts")
         network = Network.parse(document) if "hosts" in document else placed(document, places, machines)
-        known = speeds(document, len(network.hosts))
+        known, steps = speeds(document, len(network.hosts)), [s for s in document.get("step_seconds") or [] if s]
         unknown = [name for name, speed in zip(network.hosts, known, strict=True) if speed is None]
         told = _taken_for(unknown, len(network.hosts))
         return network, min(steps, default=None), told, measured.addresses(document)
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from None
+    except RecursionError:
+        raise UsageError(f"{path}: it is no network (its brackets are nested too deeply)") from None
     except (ValueError, AttributeError, TypeError) as error:
         raise UsageError(f"{path}: it is no network ({error})") from None
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from None
+
+
+def _no_number(word: str) -> float:
+    raise ValueError(f"{word} is no number of JSON")
 
 
 def _taken_for(unknown: Sequence[str], hosts: int) -> str:
@@ -186,12 +215,26 @@ def _taken_for(unknown: Sequence[str], hosts: int) -> str:
 
 def _addresses(network: Network, given: Sequence[str], known: Mapping[str, str]) -> dict[str, str]:
     """Return where hosts are reached: `known` to the network, or as --address says."""
-    found = dict(each.partition("=")[::2] for each in given)
-    for name, address in found.items():
+    found = dict[str, str]()
+    for each in given:
+        name, _, address = each.partition("=")
         if name not in network.hosts or not address:
-            raise UsageError(f"--address {name}={address}: give HOST=ADDR with one of {', '.join(network.hosts)}")
+            raise UsageError(f"--address {name}={address}: give HOST=ADDR with one of {named(network.hosts)}")
+        if not is_address(f"tcp://{bracketed(address)}:1") or (":" in address and not _is_ip(address)):
+            raise UsageError(f"--address {each}: give a host name or an IP address alone; ps-plan gives the ports")
+        if found.setdefault(name, address) != address:
+            raise UsageError(
+                f"--address {name}={address}: it has {found[name]} already; give one address for each host"
+            )
     known = {name: address for name, address in known.items() if name in network.hosts}
     return known | {name: bracketed(address) for name, address in found.items()}
+
+
+def _is_ip(address: str) -> bool:
+    try:
+        return bool(ip_address(address.strip("[]")))
+    except ValueError:
+        return False
 
 
 def _write(out: str, text: str) -> None:

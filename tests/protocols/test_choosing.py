@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click import BadParameter
+from click.testing import CliRunner
 from kit.planned import cities, planned, told
 from planning import drawn
 from scheduling import worldwide
@@ -34,6 +36,7 @@ from narrows.protocols.settings import Settings
 from narrows.protocols.timeline import Stream, Timeline, Wire
 from narrows.ps.coded import coded
 from narrows.ps.command import cli as serve
+from narrows.ps.command.plan import command as ps_plan
 from narrows.ps.counted import ALIKE
 from narrows.ps.trial import Trial
 from narrows.ps.tried import TIE, tried
@@ -671,6 +674,25 @@ def test_a_network_of_places_is_planned(tmp_path: Path) -> None:
         planned(tmp_path, cities([2], 20, 60), "--insecure", "--machines", "2")
 
 
+@pytest.mark.parametrize(("text", "why"), [
+    ("[" * 100_000, "its brackets are nested too deeply"),
+    ('{"a": ' * 5000 + "1" + "}" * 5000, "its brackets are nested too deeply"),
+    ('{"format": 1, "hosts": ["a", "b"], "delay_s": [[0, NaN], [1, 0]]}', "NaN is no number of JSON"),
+])  # fmt: skip
+def test_a_file_that_is_no_network_is_named(tmp_path: Path, text: str, why: str) -> None:
+    (tmp_path / "network.json").write_text(text)
+    words = [str(tmp_path / "network.json"), "--parameters", "1e6", "--step", "1", "--out", str(tmp_path / "plan.json")]
+    with pytest.raises(UsageError, match=f"network.json: it is no network .*{why}"):
+        CliRunner().invoke(ps_plan, words, catch_exceptions=False, standalone_mode=False)
+
+
+def test_no_two_plans_that_are_named_read_alike(tmp_path: Path) -> None:
+    document = json.loads((NETWORKS / "star-of-3.json").read_text())
+    output, _ = planned(tmp_path, cities([3], 20, 60), "--step", "0.2", "--insecure", document=document)
+    lines = [line.partition(", predicted")[0] for line in output.splitlines() if line.startswith("next: ")]
+    assert len(lines) == 2 == len({*lines})
+
+
 def test_one_cluster_is_not_said_to_be_several(tmp_path: Path) -> None:
     output, _ = planned(tmp_path, cities([2, 1], 20, 60), "--script", "train.py", "--insecure")
     assert " over 1 cluster with " in output and "1 clusters" not in output, output
@@ -744,6 +766,12 @@ def test_short_commands_are_two_for_each_host_and_make_the_keys_of_the_long_ones
 @pytest.mark.parametrize(("words", "why"), [
     (["--batch", "8"], "--batch: give it together with {samples}"),
     (["--address", "x=1"], "--address x=1: give HOST=ADDR"),
+    (["--address", "a-0=1.1.1.1", "--address", "a-0=1.1.1.2"], "--address a-0=1.1.1.2: it has 1.1.1.1 already"),
+    (["--address", "a-0=1.1.1.1:5"], "--address a-0=1.1.1.1:5: give a host name or an IP address alone"),
+    (["--address", "a-0=x y"], "--address a-0=x y: give a host name or an IP address alone"),
+    (["--pipeline", "2", "--micro-batches", "1000000"], "1000000 is not in the range"),
+    (["--parameters", "nan"], "nan is no number"),
+    (["--step", "inf"], "inf is not in the range"),
     (["--micro-batches", "4"], "--micro-batches: a plan without --pipeline has no use for it"),
     (["--seed", "1"], "--seed: a plan without --pipeline has no use for it"),
     (["--script", "a 'b"], "--script a 'b: close each quote"),
@@ -751,6 +779,6 @@ def test_short_commands_are_two_for_each_host_and_make_the_keys_of_the_long_ones
     (["--out", "/nowhere/plan.json"], "--out /nowhere/plan.json: No such file"),
 ])  # fmt: skip
 def test_a_plan_that_cannot_be_made_is_refused_in_a_sentence(tmp_path: Path, words: list[str], why: str) -> None:
-    with pytest.raises(UsageError, match=why.replace("{", r"\{")):
+    with pytest.raises((UsageError, BadParameter), match=why.replace("{", r"\{")):
         planned(tmp_path, cities([2], 20, 60), *words)
     assert not (tmp_path / "plan.json").exists()
