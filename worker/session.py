@@ -154,7 +154,7 @@ class Connected:
         self.engine: Engine | None = None
         self.moments: Moments | None = None  # that are kept in a folder
         self._pending: dict[str, Any] = {}
-        self._bytes = (0, 0)
+        self._bytes = self._begun = (0, 0)  # up and down: by the newest step, and by the first model
         self._told = 0  # rows of the record with epsilon
         _tell("hello", rank=self.rank, settings={f: getattr(self.settings, f) for f in self.settings.__slots__})
 
@@ -179,6 +179,7 @@ class Connected:
         self.engine = Engine(self.link, self.settings, model, inner, max_grad_norm, overlap, self.group, self.rank)
         self.moments = Moments.of(self.engine, self.rank, self.began_unix)
         self.tell_children()
+        self._begun = self.link.bytes_up, self.link.bytes_down
         if not self.tells:
             return self.engine
         self.figures = Figures(self.engine, self.link)
@@ -269,7 +270,11 @@ class Connected:
             if engine is not None and engine.hides:
                 self._tell_privacy()
             if self.tells:
-                _tell("bytes", up=self.link.bytes_up, down=self.link.bytes_down, dropped=self.link.drops.counts)
+                up, down = self.link.bytes_up, self.link.bytes_down
+                edges = [
+                    all_ - max(0, by - at) for all_, by, at in zip((up, down), self._bytes, self._begun, strict=True)
+                ]
+                _tell("bytes", up=up, down=down, edges=edges, dropped=self.link.drops.counts)
         finally:
             self.keep()
             self.link.close()

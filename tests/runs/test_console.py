@@ -53,6 +53,25 @@ def test_the_last_line_counts_skipped_steps_by_rank() -> None:
     assert "skipped" not in Recording("", print).done([0])
 
 
+def test_the_last_line_says_what_start_and_end_cost() -> None:
+    recording = Recording("", print)
+    recording.settings = {
+        "sync": "ssp",
+        "compress": "topk:0.01",
+        "workers": 2,
+        "shards": 1,
+        "local_steps": 1,
+        "fragments": 1,
+    }
+    for worker, (up, down) in enumerate(((8_100_000, 8_200_000), (4_100_000, 8_200_000))):
+        recording.take(worker, {"event": "model", "parameters": 1_000_000, "clock": 0})
+        recording.take(worker, {"event": "step", "clock": 1, "push_bytes": 100_000, "pull_bytes": 200_000})
+        edges = [up - 100_000, down - 200_000]
+        recording.take(worker, {"event": "bytes", "up": up, "down": down, "edges": edges, "dropped": {}})
+    line = recording.done([0, 0])
+    assert line.endswith("up 12.20 MB, down 16.40 MB, of which start and end 12.00 and 16.00 (3 and 4 models)")
+
+
 def test_what_several_workers_say_is_said_once_and_again_later(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

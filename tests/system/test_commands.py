@@ -531,6 +531,8 @@ def test_the_record_is_what_the_design_says(tmp_path: Path) -> None:
         "bytes_down",
         "raw_bytes_up",
         "raw_bytes_down",
+        "edge_bytes_up",
+        "edge_bytes_down",
         "dropped",
         "skipped",
         "exit_codes",
@@ -685,3 +687,11 @@ def test_a_launcher_that_gives_up_on_a_worker_says_so(script: Callable[[str], st
         with Worker(server.address) as alone:
             alone.step()
             assert alone.clock == 1
+
+
+def test_start_and_end_are_whole_models_whatever_the_spec(tmp_path: Path) -> None:
+    """As README says: n + 1 model sizes up and 2 n down with n workers."""
+    (tmp_path / "train.py").write_text((SCRIPT % "").replace("Linear(4, 2)", "Linear(4, 60_000)"))
+    flags = ("--sync", "ssp", "--compress", "topk:0.001+int8")
+    code, _, said = finished("ps-worker", "-n", "2", *flags, "train.py", "3", cwd=tmp_path)
+    assert code == 0 and said.splitlines()[-1].endswith("(3 and 4 models)"), said

@@ -34,6 +34,7 @@ class Recording:
         self.down: dict[int, int] = {}
         self.before: dict[int, tuple[int, int]] = {}  # bytes of the lives before this one
         self.privacy = (0.0, 0.0)  # epsilon of the worker that sent most, and its delta
+        self.edges = [0, 0]  # bytes up and down before the first step and after the last one
         self.dropped: Counter[str] = Counter()  # messages for which there was no room, by name
         self.skipped: Counter[int] = Counter()  # steps whose gradient was not finite, by rank
 
@@ -59,6 +60,7 @@ class Recording:
         elif kind == "bytes":
             before = self.before.get(local_rank, (0, 0))
             self.up[local_rank], self.down[local_rank] = before[0] + event["up"], before[1] + event["down"]
+            self.edges = [here + more for here, more in zip(self.edges, event["edges"], strict=True)]
             self.dropped.update(event["dropped"])
         elif kind == "privacy":
             self.privacy = max(self.privacy, (event["epsilon"], event["delta"]))
@@ -114,6 +116,13 @@ class Recording:
         ] or self.clocks.values()
         return f"[{self.seconds:6.1f} s] clock {min(here)}  {_figures(self.averages(), '  ')}".rstrip()
 
+    def _edges(self) -> str:
+        """What start and end have cost, in a clause: whole models, whatever the SPEC."""
+        size, (up, down) = 4 * self.parameters, self.edges
+        if not size or not up + down:
+            return ""
+        return f", of which start and end {up / 1e6:.2f} and {down / 1e6:.2f} ({up / size:.0f} and {down / size:.0f} models)"
+
     def done(self, codes: list[int]) -> str:
         """Write the last line of the record; return the last one for the console."""
         up, down = sum(self.up.values()), sum(self.down.values())
@@ -126,6 +135,8 @@ class Recording:
             bytes_down=down,
             raw_bytes_up=raw,
             raw_bytes_down=raw,
+            edge_bytes_up=self.edges[0],
+            edge_bytes_down=self.edges[1],
             dropped=self.dropped,
             skipped=self.skipped,
             exit_codes=codes,
@@ -137,7 +148,7 @@ class Recording:
             (
                 f"{codes.count(0)} of {len(codes)} workers done in {self.seconds:.1f} s",
                 *([_figures(self.averages(), ", ")] if self.averages() else []),
-                f"up {up / 1e6:.2f} MB{less}, down {down / 1e6:.2f} MB",
+                f"up {up / 1e6:.2f} MB{less}, down {down / 1e6:.2f} MB{self._edges()}",
                 *([self._skipped()] if self.skipped else []),
                 *([f"epsilon {self.privacy[0]:.4g} at delta {self.privacy[1]:g}"] if self.privacy[1] else []),
             )
