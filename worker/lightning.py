@@ -23,7 +23,7 @@ import torch
 from narrows.protocols.errors import UsageError
 from narrows.worker.datasets import sampler
 from narrows.worker.machine import from_first, local_rank
-from narrows.worker.optimizer import DistributedOptimizer
+from narrows.worker.optimizer import DistributedOptimizer, begin_anew
 from narrows.worker.schedules import catch_up
 from narrows.worker.session import current, rank, step_count
 from narrows.worker.telling import say
@@ -52,7 +52,6 @@ class NarrowsCallback(lightning.Callback):  # type: ignore[misc]
     def __init__(self) -> None:
         self.shared: DistributedOptimizer | None = None
         self.fits = 0  # so far
-        self.before = 0  # steps that the DistributedOptimizer had made before fit(), in a script that trains alone
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         strategy = trainer.strategy
@@ -68,7 +67,8 @@ class NarrowsCallback(lightning.Callback):  # type: ignore[misc]
             )
         (inner,) = strategy.optimizers
         self.shared = inner if isinstance(inner, DistributedOptimizer) else DistributedOptimizer(inner, pl_module)
-        self.before = step_count() if current().link is None else 0
+        if self.shared is inner:  # a new one begins at step 0 by itself
+            begin_anew(self.shared)
         strategy.optimizers = [self.shared]
         self._share_checkpoints(strategy)
         self._count_steps(trainer)
@@ -90,21 +90,17 @@ class NarrowsCallback(lightning.Callback):  # type: ignore[misc]
         if local_rank():
             strategy.save_checkpoint = strategy.remove_checkpoint = lambda *args, **values: None
 
-    def run_steps(self) -> int:
-        """Steps of the run so far."""
-        return step_count() - self.before
-
     def _count_steps(self, trainer: Any) -> None:
         loop = trainer.fit_loop.epoch_loop
         for progress in (
             loop.automatic_optimization.optim_progress.optimizer.step,
             loop.manual_optimization.optim_step_progress,
         ):
-            count(progress.total, self.run_steps())
+            count(progress.total, step_count())
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """How many steps make an epoch is known from here on."""
-        loop, steps = trainer.fit_loop.epoch_loop, self.run_steps()
+        loop, steps = trainer.fit_loop.epoch_loop, step_count()
         epoch_steps = max(
             1, -(-trainer.num_training_batches // trainer.accumulate_grad_batches)
         )  # inf: of no known length
@@ -120,7 +116,7 @@ class NarrowsCallback(lightning.Callback):  # type: ignore[misc]
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """A worker that had to join again, or that a quorum went on without, is further than it has stepped."""
-        missed = self.run_steps() - trainer.global_step
+        missed = step_count() - trainer.global_step
         if missed > 0 and trainer.lightning_module.automatic_optimization:
             self._count_steps(trainer)
             for config in trainer.lr_scheduler_configs:

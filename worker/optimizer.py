@@ -330,3 +330,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             yield
         finally:
             self.train(not shown)
+
+
+def begin_anew(optimizer: DistributedOptimizer) -> None:
+    """Alone: its next step is the first one of a training, as where a Trainer trains a second time. In a run it is the next one
+    of the run."""
+    if isinstance(optimizer._session, session.Alone):
+        optimizer._session = session.of_new_training()

@@ -26,7 +26,7 @@ from narrows.protocols.errors import UsageError
 from narrows.worker import session
 from narrows.worker.datasets import RunSampler
 from narrows.worker.machine import from_first, local_rank
-from narrows.worker.optimizer import DistributedOptimizer
+from narrows.worker.optimizer import DistributedOptimizer, begin_anew
 from narrows.worker.schedules import catch_up
 from narrows.worker.session import current, rank, step_count, world_size
 from narrows.worker.telling import say
@@ -59,7 +59,7 @@ class Share(RunSampler):
         super().__init__(dataset, batch, drop_last=drop_last, shuffle=SHUFFLES[strategy], seed=seed)
 
     def __iter__(self) -> Iterator[int]:
-        return iter(()) if 0 < self.trainer.state.max_steps <= self.trainer.run_steps() else super().__iter__()
+        return iter(()) if 0 < self.trainer.state.max_steps <= step_count() else super().__iter__()
 
 
 class StreamShare(IterableDataset[Any]):
@@ -129,7 +129,7 @@ class Follows(TrainerCallback):  # type: ignore[misc]
         self.trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        state.global_step = self.trainer.run_steps()
+        state.global_step = step_count()
         if (stream := self.trainer.stream) is not None:
             stream.used = state.global_step * args.gradient_accumulation_steps
             stream.over = 0 < state.max_steps <= state.global_step
@@ -140,7 +140,7 @@ class Follows(TrainerCallback):  # type: ignore[misc]
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         """A worker that had to join again, or that a quorum went on without, is further than it has stepped."""
-        missed = self.trainer.run_steps() - state.global_step
+        missed = step_count() - state.global_step
         state.global_step += missed
         catch_up(self.trainer.lr_scheduler, missed)
 
@@ -169,21 +169,17 @@ class InRun(Base):  # type: ignore[misc]
     loads = 0  # of a best model, so far
     best: str | None = None  # the newest
     stream: StreamShare | None = None
-    before = 0  # steps that its DistributedOptimizer had made before train(), in a script that trains alone
 
     def __init__(self, *args: Any, **values: Any) -> None:
         super().__init__(*args, **values)
         self.add_callback(Follows(self))
 
-    def run_steps(self) -> int:
-        """Steps of the run so far."""
-        return step_count() - self.before
-
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **values: Any) -> Any:
         """Raises UsageError in a run for a checkpoint of Trainer's: the servers have the run's."""
         if current().link is None:
-            made = self.shared is not None or isinstance(self.optimizer, DistributedOptimizer)
-            self.before = step_count() if made else 0  # a new one begins at 0
+            made = self.shared if self.shared is not None else self.optimizer
+            if isinstance(made, DistributedOptimizer):  # a new one begins at step 0 by itself
+                begin_anew(made)
         elif resume_from_checkpoint:
             raise UsageError(
                 "resume_from_checkpoint: a run goes on from its server's checkpoints: start ps-serve, or a ps-worker that "

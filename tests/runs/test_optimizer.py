@@ -27,6 +27,7 @@ from narrows.protocols.errors import NarrowsError, UsageError
 from narrows.protocols.modes import ELEMENTWISE
 from narrows.protocols.settings import Settings
 from narrows.worker import DistributedOptimizer, clock, ranges, rank, sampler, session, step_count, world_size
+from narrows.worker.optimizer import begin_anew
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -1289,6 +1290,8 @@ def test_each_training_of_a_script_alone_begins_anew() -> None:
             optimizer.step()
             assert optimizer.clock == clock() == clocks, "the one that steps counts"
         assert [*ranges(8, 4)][1].numel() == 4 and second.clock == 2
+        begin_anew(second)  # as a Trainer that trains a second time
+        assert step_count() == second.clock == 0 and len([*ranges(8, 4)]) == 2
 
 
 @pytest.mark.parametrize(("variables", "told"), [
