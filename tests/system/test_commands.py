@@ -499,8 +499,8 @@ def test_the_record_is_what_the_design_says(tmp_path: Path) -> None:
     assert code == 0 and out == "['20', '--workers', '9']\n" * 2, err
     assert re.search(r"^\[ *\d+\.\d s\] clock \d+ .*loss \d", err, re.M) and "\x1b" not in err  # plain progress
     events = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
-    told = [event["what"] for event in events if event["event"] == "server"]
-    assert set(told) <= {"waits"}  # for whom, until all have joined
+    noted = [event["what"] for event in events if event["event"] == "server"]
+    assert set(noted) <= {"waits"}  # for whom, until all have joined
     events = [event for event in events if event["event"] != "server"]
     seconds = [event.pop("seconds") for event in events]
     assert seconds == sorted(seconds) and 0 < seconds[0] < LIMIT_S
