@@ -31,6 +31,7 @@ class Buffers:
         for name, buffer in _persistent(model).items():
             if not _travels(buffer):
                 say(NOT_CARRIED.format(name, _kind(buffer)))
+        self.statistics = Statistics(model)
 
     @property
     def any(self) -> bool:
@@ -65,6 +66,37 @@ class Buffers:
             if name not in self._misfits:
                 self._misfits.add(name)
                 say(text)
+        self.statistics.stepped(skipped=False)
+
+
+class Statistics:
+    """A copy of the running statistics of a model, as they were after the last step that was not skipped. Torch does not count
+    their changes, so they are copied after each step: they have a value for each channel."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.modules = [module for module in model.modules() if getattr(module, "track_running_stats", False)]
+        self.kept = self._copies()
+
+    def _now(self) -> list[torch.Tensor]:
+        return [
+            each for m in self.modules for each in m._buffers.values() if each is not None and each.is_floating_point()
+        ]
+
+    def _copies(self) -> list[torch.Tensor]:
+        return [each.detach().clone() for each in self._now()]
+
+    @torch.no_grad()
+    def stepped(self, skipped: bool) -> None:
+        """A mean that a forward pass has made NaN or infinite would stay so: where the step is skipped it goes back."""
+        now = self._now()
+        if [each.shape for each in now] != [each.shape for each in self.kept]:  # the script has made others
+            self.kept = self._copies()
+            return
+        for each, copy in zip(now, self.kept, strict=True):
+            if not skipped:
+                copy.copy_(each)
+            elif not torch.isfinite(each).all():
+                each.copy_(copy)
 
 
 def pack_buffers(model: torch.nn.Module) -> bytes:

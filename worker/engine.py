@@ -275,6 +275,7 @@ class Engine:
         loss = self.sync.step(closure)
         self.sync.steps += 1
         self.skips.stepped()
+        self.buffers.statistics.stepped(bool(self.skips.newest))
         self.shared.changes.owned.look(self.sync.steps)
         self._spread()
         return loss

@@ -14,7 +14,7 @@ import pytest
 import torch
 from kit import bags
 from kit.groups import groups
-from kit.scripts import Array, build, distance, flat, loss_of, run
+from kit.scripts import Array, batch, build, distance, flat, loss_of, run, seeded
 
 from narrows.protocols.errors import NarrowsError
 from narrows.protocols.settings import Settings
@@ -246,6 +246,35 @@ def test_where_noise_hides_what_is_pushed_it_hides_a_skipped_step() -> None:
             engine = started.sessions[0].engine
             assert engine is not None and engine.privacy is not None and engine.privacy.pushes >= STEPS
         assert np.isfinite(model).all()
+
+
+@pytest.mark.parametrize("mode", ["bsp", "ssp", "local", "gossip"])
+def test_running_statistics_stay_finite(mode: str) -> None:
+    """Of a batch with a NaN the mean is NaN, and so is every moving average of it from then on."""
+
+    def make() -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(9, 6), torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 5))
+
+    def trained(net: torch.nn.Module, optimizer: Any) -> torch.Tensor:
+        for step in range(6):
+            x, y = batch(step)
+            if step in (0, 3):
+                x[0, 0] = math.nan
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(net(x), y).backward()
+            optimizer.step()
+        return net.get_buffer("1.running_mean").clone()
+
+    with run(Settings(**MODES[mode])):
+        net = seeded(make)
+        optimizer = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.0), net)
+        found = trained(net, optimizer)
+        optimizer.finish()
+        assert torch.isfinite(net.get_buffer("1.running_mean")).all()
+    plain = seeded(make)
+    for step in (1, 2, 4, 5):
+        plain(batch(step)[0])
+    torch.testing.assert_close(found, plain.get_buffer("1.running_mean"))
 
 
 def test_weights_that_a_script_has_set_are_pushed_though_the_step_is_skipped() -> None:
