@@ -236,9 +236,8 @@ def _array(value: Any, name: str, shape: tuple[int, ...], bounds: Bounds, unknow
     if table.shape != shape:
         raise UsageError(f"{name} of the network has shape {table.shape}; {shape} is needed")
     plain = _numbers(table) or {*map(type, table.flat)} <= NUMBERS
-    absent = np.zeros(shape, bool)
-    if unknown is not None and not _numbers(table):
-        absent.flat = [each is None for each in table.flat]
+    may = unknown is not None and not _numbers(table)
+    absent = np.array([each is None for each in table.flat], bool).reshape(shape) if may else np.zeros(shape, bool)
     if plain:
         found = np.where(absent, bounds[0] if unknown is None else unknown, table).astype(np.float64)
         wrong = ~(absent | ((found >= bounds[0]) & (found <= bounds[1])))  # NaN is wrong

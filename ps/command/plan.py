@@ -82,7 +82,9 @@ class Number(click.FloatRange):
 @click.option("--insecure", is_flag=True, help="the commands go without keys")
 @click.option("--keys", default="KEYS", show_default=True, help="folder of each server's keys, in the commands")
 @click.option("--pipeline", "stages", type=click.IntRange(min=1), help="cut the model into so many stages")
-@click.option("--replicas", type=click.IntRange(min=1), help="of each stage [as many as there are hosts for]")
+@click.option(
+    "--replicas", type=click.IntRange(min=1), help="of each stage [as many as make the most samples a second]"
+)
 @click.option("--layers", type=click.IntRange(min=1), help="of the model, alike [--pipeline needs it]")
 @click.option("--activation-bytes", type=Number(0, 1e15),
               help="float32 values of one micro-batch at a cut, in bytes, before they are coded "

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from narrows.protocols.errors import UsageError
 from narrows.protocols.planning import written
+from narrows.protocols.planning.choose import SMALL
 from narrows.protocols.planning.cost import Job
 from narrows.protocols.planning.cost import Layout as Arrangement
 from narrows.protocols.planning.layout import Layout
@@ -24,6 +26,9 @@ from narrows.ps.coded import coded
 from narrows.ps.command.figures import seconds, table
 from narrows.ps.staged import Staged, Stager
 
+PARTS = 8  # of as many replicas as there are hosts for: so many numbers are tried, and halves, where hosts are SMALL at most
+MANY = 256  # of more hosts each has a part: a search takes seconds
+MORE = 1.05  # fewer replicas must make so many times as many samples a second
 FOUND, PLAIN = "what the search has found", "hosts in the order of the network and layers even"
 MOVED = "the best of these after moves of hosts"
 
@@ -63,7 +68,9 @@ def planned(
     memory = PARAMETER_MEMORY_BYTES * parameters / layers if layer_memory is None else layer_memory
     cut = activation_bytes or 0.0
     model = Model(parameters, layers, step_s, micro_batches, cut, memory, carried(), coded(), money)
-    job = model.job(stages, replicas or max(1, len(network.hosts) // stages), coding)
+    most = max(1, len(network.hosts) // stages)
+    count, gain = (replicas, 1.0) if replicas else fastest(network, model, stages, most, coding, seed)
+    job = model.job(stages, count, coding)
     tried = candidates(network, model, job, coding, seed)
     best = tried[0][1]
     names = [network.hosts[int(host)] for host in best.layout.grid.flat]
@@ -80,10 +87,44 @@ def planned(
     ]
     if not fits(network, model, contiguous(network, job)):
         lines.append(f"{PLAIN}: a host has no memory for its stage")
+    if gain > 1:
+        lines.append(
+            f"{count} replicas make {gain:.2f} times as many samples a second as the {most} that there are hosts for; "
+            "--replicas gives another number"
+        )
     spare = [name for name in network.hosts if name not in names]
     if spare:
         lines.append(f"without a part: {', '.join(spare)}")
     return layout, lines
+
+
+def fastest(network: Network, model: Model, stages: int, most: int, coding: str, seed: int) -> tuple[int, float]:
+    """Return how many replicas make the most samples a second, by steps to a loss and money, and how many times as many as
+    `most` replicas make. A replica on a slow host or behind a slow link holds up all others. Raises UsageError where none
+    fits."""
+    known = dict[int, float]()
+    failed = list[UsageError]()
+
+    def cost(count: int) -> float:
+        """Seconds of a step for each replica's share, in a layout that the search finds."""
+        if count not in known:
+            try:
+                job = model.job(stages, count, coding)
+                stager = Stager(network, model, job, coding)
+                known[count] = stager.price(stager.stand(plan(network, job, seed).layout)) / count
+            except UsageError as error:
+                failed.append(error)
+                known[count] = math.inf
+        return known[count]
+
+    parts = range(1, PARTS + 1) if len(network.hosts) <= SMALL else ()
+    halvings = most.bit_length() if len(network.hosts) <= MANY else 1
+    counts = {most * part // PARTS for part in parts} | {most >> turn for turn in range(halvings)}
+    best = min(sorted(counts - {0}, reverse=True), key=cost)
+    if math.isinf(cost(best)):
+        raise failed[0]
+    gain = cost(most) / cost(best)
+    return (best, gain) if gain > MORE else (most, 1.0)
 
 
 def candidates(network: Network, model: Model, job: Job, coding: str, seed: int) -> list[tuple[str, Staged]]:

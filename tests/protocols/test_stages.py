@@ -359,3 +359,19 @@ def test_in_flight_covers_the_round_trip_of_the_slowest_pair() -> None:
     for micro_batches, most in ((16, 16), (1000, 256)):
         quick = replace(what, step_s=1e-9, micro_batches=micro_batches)
         assert covered(network, Layout(across, np.array([4, 4])), quick, [Edge()])[0].in_flight == most
+
+
+def test_fewer_replicas_are_planned_where_these_make_more_samples_a_second(tmp_path: Path) -> None:
+    """Of six hosts two are a hundred times as slow, so a replica of theirs would hold up the others."""
+    words = ("--pipeline", "2", "--layers", "4", "--activation-bytes", "1e4", "--step", "1", "--insecure")
+    slow = {"compute": [1.0, 1.0, 1.0, 1.0, 0.01, 0.01]}
+    output, document = planned(tmp_path, cities([6], 100, 5), *words, **slow)
+    assert len(document["processes"]) == 4 and {each["host"] for each in document["processes"]} == {
+        f"a-{i}" for i in range(4)
+    }
+    assert re.search(
+        r"2 replicas make \d[\d.]* times as many samples a second as the 3 that there are hosts for", output
+    ), output
+    output, document = planned(tmp_path, cities([6], 100, 5), *words, "--replicas", "3", **slow)
+    assert len(document["processes"]) == 6 and "times as many samples" not in output
+    assert len(planned(tmp_path, cities([6], 100, 5), *words)[1]["processes"]) == 6
