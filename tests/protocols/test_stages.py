@@ -364,7 +364,7 @@ def test_in_flight_covers_the_round_trip_of_the_slowest_pair() -> None:
 def test_fewer_replicas_are_planned_where_these_make_more_samples_a_second(tmp_path: Path) -> None:
     """Of six hosts two are a hundred times as slow, so a replica of theirs would hold up the others."""
     words = ("--pipeline", "2", "--layers", "4", "--activation-bytes", "1e4", "--step", "1", "--insecure")
-    slow = {"compute": [1.0, 1.0, 1.0, 1.0, 0.01, 0.01]}
+    slow: dict[str, Any] = {"compute": [1.0, 1.0, 1.0, 1.0, 0.01, 0.01]}
     output, document = planned(tmp_path, cities([6], 100, 5), *words, **slow)
     assert len(document["processes"]) == 4 and {each["host"] for each in document["processes"]} == {
         f"a-{i}" for i in range(4)

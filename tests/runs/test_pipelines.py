@@ -63,13 +63,12 @@ def group_of(
     edge: Edge = DENSE,
     step: Callable[[], int] = lambda: 0,
     limit_s: float = LIMIT_S,
-    **more: Any,
 ) -> Iterator[PipelineGroup]:
     peers = peers_of(rank, where)
     failed, code = True, 1
     try:
         peers.wait(limit_s)
-        group = PipelineGroup(peers, rank, len(where), [edge] * (len(where) - 1), step, limit_s, **more)
+        group = PipelineGroup(peers, rank, len(where), [edge] * (len(where) - 1), step, limit_s)
         with _registering:
             register(group)
         yield group
@@ -297,8 +296,8 @@ def trained(
 ) -> None:  # fmt: skip
     """A step of a stage with so many rows after the other, and `then`."""
     x, y = batch()
-    with group_of(rank, where, edge, parameters=module.named_parameters) as group:
-        group.keeps_ties = keeps_ties
+    with group_of(rank, where, edge) as group:
+        group.parameters, group.keeps_ties = module.named_parameters, keeps_ties
         cpu, example = torch.device("cpu"), torch.zeros(ROWS // MICRO, WIDTH, requires_grad=True)
         piece = PipelineStage(module, rank, len(where), cpu, input_args=example, output_args=example, group=group)
         schedule = Schedule1F1B(piece, MICRO, loss_fn=mean_square)
