@@ -10,6 +10,7 @@ Rules
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from enum import IntEnum
@@ -129,6 +130,17 @@ Sets = tuple[Ints, ...]
 def name_of(peer: bytes) -> bytes:
     """bytes[NAME_BYTES]: how the routing id of a peer begins."""
     return peer[:NAME_BYTES].ljust(NAME_BYTES, b"\0")
+
+
+def pair_name(one: bytes, other: bytes) -> str:
+    """Return how the routing ids of two members begin by which they dial each other. It follows from the names of both, which
+    the coordinator alone knows together.
+
+    Args:
+        one, other: bytes[NAME_BYTES], how the routing ids of each begin at its server.
+    """
+    low, high = sorted((one, other))
+    return hashlib.sha256(low + high).hexdigest()[: 2 * NAME_BYTES]
 
 
 def check_name(peer: bytes, name: bytes, worker: int) -> None:
@@ -614,6 +626,7 @@ class Roster(Message):
     members: Quads  # worker, epoch joined, rank, 0 for one that began with the run
     addresses: Texts  # of each member
     closed: bool = False  # all of them have done their last step, and nobody joins any more
+    names: Texts = ()  # for each member: how the routing ids begin by which it and this worker dial each other
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from narrows.protocols.effects import Log, MemberEffect, Send, ServerEffect, Tel
 from narrows.protocols.errors import RemoteProtocolError
 from narrows.protocols.gossip.gain import Gain
 from narrows.protocols.gossip.outer import Outer
+from narrows.protocols.gossip.peers import Peer
 from narrows.protocols.keys import parts
 from narrows.protocols.member.exchange import Exchange
 from narrows.protocols.member.member import Member
@@ -171,9 +172,10 @@ class Above:
         """Where other clusters are reached."""
         return set()
 
-    def address_of(self, worker: int) -> str:
-        """Where one of them is; "" where it is not known."""
-        return ""
+    @property
+    def others(self) -> Mapping[int, Peer]:
+        """Other clusters, by their numbers in the run above."""
+        return {}
 
     # Messages that come.
 

@@ -12,7 +12,7 @@ Rules
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -27,7 +27,7 @@ from narrows.protocols.gossip import mixing
 from narrows.protocols.gossip.driver import Driver, Phase
 from narrows.protocols.gossip.gain import Gain
 from narrows.protocols.gossip.outer import outer
-from narrows.protocols.gossip.peers import Peers
+from narrows.protocols.gossip.peers import Peer, Peers
 from narrows.protocols.keys import Keys, parts
 from narrows.protocols.member.member import Member
 from narrows.protocols.settings import Settings
@@ -115,8 +115,9 @@ class Mixing(Seated):
     def addresses(self) -> set[str]:
         return {peer.address for peer in self.peers.peers.values()}
 
-    def address_of(self, worker: int) -> str:
-        return self.peers.peers[worker].address if worker in self.peers.peers else ""
+    @property
+    def others(self) -> Mapping[int, Peer]:
+        return self.peers.peers
 
     def introduce(self, roster: bytes, alone: bool, now_ns: int) -> Asks:
         effects: Asks = []

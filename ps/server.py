@@ -13,13 +13,14 @@ Rules
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from narrows.protocols import messages as m
 from narrows.protocols.cluster.coordinator import Coordinator
 from narrows.protocols.cluster.run import NO_KEY, Key, Seat
 from narrows.protocols.effects import Log, Send, ServerEffect, Stop
 from narrows.protocols.errors import AuthenticationError, IncompatibleError, NarrowsError, RemoteProtocolError
+from narrows.protocols.gossip.peers import Peer
 from narrows.protocols.member.member import Member
 from narrows.ps.events import Event, Kind
 from narrows.ps.membership import Membership
@@ -90,19 +91,12 @@ class Server:
         return views.standby if views is not None and views.listens else ""
 
     @property
-    def clusters(self) -> frozenset[str]:
-        """The addresses of those that this shard mixes with."""
+    def others(self) -> Mapping[int, Peer]:
+        """The other clusters that this shard mixes with, by their numbers in the run above."""
         member = self.membership.member if self.membership is not None else None
         if member is not None and member.peers is not None:  # it asks them for the round before the shard has its place
-            return frozenset(peer.address for peer in member.peers.peers.values())
-        return frozenset(self.shard.above.addresses)
-
-    def cluster(self, worker: int) -> str:
-        """The address of one of them; "" where there is none."""
-        member = self.membership.member if self.membership is not None else None
-        if member is not None and member.peers is not None and worker in member.peers.peers:
-            return member.peers.peers[worker].address
-        return self.shard.above.address_of(worker)
+            return member.peers.peers
+        return self.shard.above.others
 
     def refused(self, peer: bytes, error: NarrowsError) -> list[ServerEffect]:
         """The effects of a message in which `error` was found; its sender is told where that is the sender's fault."""

@@ -131,13 +131,16 @@ class Link(Events, Commands):
         self._standby = ""  # where it is dialled
         self._silence = Silence()
         self._peers: set[str] = set()  # of gossip, that are dialled
+        self._names: dict[str, bytes] = {}  # of each, how our routing ids begin there
         self._admitted: frozenset[str] = frozenset()  # their keys
         self._commands: deque[Command] = deque()
         self._closing = False
         name = os.urandom(m.NAME_BYTES)  # that the server knows us by; no peer hears it
         self._sockets = Sockets(
             io_threads=2,
-            known_as=lambda address: name if address in (self._standby, *self._shards) else b"",
+            known_as=lambda address: (
+                name if address in (self._standby, *self._shards) else self._names.get(address, b"")
+            ),
             curve=Curve(key.pair, self._keys_at, lambda public: public in self._admitted) if key is not None else None,
             failed=self._shut_out,
             linked=self._linked,
@@ -221,7 +224,8 @@ class Link(Events, Commands):
             try:
                 message = decode(frames)
                 self._check_speaker(peer, message)
-                effects = self.member.receive_peer(message, self.clock.now())
+                sender = None if isinstance(peer, Dialler) else peer  # else its key was looked at
+                effects = self.member.receive_peer(message, self.clock.now(), sender)
             except NarrowsError as error:  # of another version too: who dials must not end what others began
                 self.drops.refuse(f"a peer's message was refused: {error}")
             else:
@@ -272,8 +276,10 @@ class Link(Events, Commands):
     def _dial(self, roster: m.Roster) -> None:
         """Those who are named, and no others. An address that is none: its owner will count as silent."""
         named = {address for address in roster.addresses if is_address(address)} - {self.member.address}
-        for gone in self._peers - named:
+        names = {address: name.encode() for address, name in zip(roster.addresses, roster.names, strict=False)}
+        for gone in {*(self._peers - named), *(each for each in self._names if self._names[each] != names.get(each))}:
             self._sockets.hang_up(gone)
+        self._names = names
         self._peers, self._admitted = named, frozenset(parted(address)[1] for address in named) - {""}
 
     # Keys.

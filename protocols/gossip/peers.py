@@ -4,6 +4,8 @@ Rules
 - The exchanges of a pair are numbered. The next begins when this one is mixed here, which may be before the peer has our side
   of it: so at most two own offers are under way, and one that arrives.
 - An offer is acked when all its parts are here, whatever its receiver does with it, and is delivered exactly once.
+- Who dials as a peer has a routing id that begins as the roster says of the pair (or has the peer's key). Nobody else speaks
+  for a peer.
 - The coordinator introduces peers (`Roster`) and drops them. It may be gone: who is awaited and silent for a lease is lost,
   and stays lost. So is who says what no peer says.
 """
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from narrows.protocols import effects as e
@@ -22,6 +25,7 @@ from narrows.protocols.timing import BYTES_PER_SECOND, LONG_AGO_NS
 from narrows.protocols.wire import FRAME_BYTES
 
 EARLY_MAX = 64  # messages kept of workers that no roster has named yet
+EARLY_BYTES_MAX = 1 << 20  # of these; an offer that finds no room is sent again
 RETRY_NS = 5 * NS  # an offer that is not acked is sent again
 ADOPT_RETRY_NS = RETRY_NS + FRAME_BYTES * NS // BYTES_PER_SECOND  # one part of a model may take so long
 ENDED_NS = NS  # who is done says so this often, until all are
@@ -34,6 +38,7 @@ class Peer:
 
     address: str
     heard_ns: int
+    name: bytes = b""  # how its routing ids begin; b"": the roster does not say
     expected: int = 0
     parts: dict[int, m.Offer] = field(default_factory=dict)
     sent: dict[int, list[m.Offer]] = field(default_factory=dict)  # by number: those that are not acked yet
@@ -62,7 +67,7 @@ class Peers:
         self.epoch = 0  # of the newest roster
         self.peers: dict[int, Peer] = {}
         self.lost: set[int] = set()
-        self.early: deque[m.Message] = deque(maxlen=EARLY_MAX)
+        self.early: deque[tuple[m.Message, bytes | None]] = deque()  # with the routing ids of their senders
         self.ended = False  # this worker is done, and waits for the others
         self.ended_ns = 0
         self.closing = False  # to be told once all have what was sent
@@ -71,8 +76,8 @@ class Peers:
         """Take over a newer roster. Raises RemoteProtocolError for one that is none."""
         if (roster.epoch, roster.started) <= (self.epoch, False) or roster.worker != self.worker:
             return []
-        if len(roster.addresses) != len(roster.members):
-            raise RemoteProtocolError("a roster has an address for each member")
+        if len(roster.addresses) != len(roster.members) or len(roster.names) not in (0, len(roster.members)):
+            raise RemoteProtocolError("a roster has an address and a name for each member")
         self.epoch = roster.epoch
         named = {row[0]: address for row, address in zip(roster.members, roster.addresses, strict=True)}
         self.peers = {worker: peer for worker, peer in self.peers.items() if worker in named}
@@ -80,10 +85,14 @@ class Peers:
             if worker not in self.peers and worker != self.worker and worker not in self.lost:
                 addresses = address.split(" ")  # one for each shard of a cluster
                 self.peers[worker] = Peer(addresses[min(self.shard, len(addresses) - 1)], now_ns)
-        early, self.early = self.early, deque(maxlen=EARLY_MAX)
+        for (worker, *_), name in zip(roster.members, roster.names, strict=False):
+            if worker in self.peers:
+                self.peers[worker].name = name.encode()
+        early, self.early = self.early, deque()
         effects: list[MemberEffect] = [e.RosterNews(roster)]
-        for message in early:
-            effects += self.receive(message, now_ns)  # raises for none of these: their kinds were looked at
+        for message, sender in early:
+            with suppress(RemoteProtocolError):  # somebody has spoken for a peer that was to come
+                effects += self.receive(message, now_ns, sender)
         return effects
 
     # Commands of the `Driver`.
@@ -156,16 +165,27 @@ class Peers:
 
     # Messages.
 
-    def receive(self, message: m.Message, now_ns: int) -> list[MemberEffect]:
-        """Return the effects of a peer's message. Raises RemoteProtocolError for one that no peer sends."""
+    def receive(self, message: m.Message, now_ns: int, sender: bytes | None = None) -> list[MemberEffect]:
+        """Return the effects of a peer's message.
+
+        Args:
+            message: what came.
+            now_ns: the time.
+            sender: the routing id of who dialled us; None: who it is was proved otherwise.
+
+        Raises:
+            RemoteProtocolError: no peer sends that, or it is not from the peer whose number it has.
+        """
         if not isinstance(message, (m.Offer, m.OfferAck, m.Ended, m.Adopt, m.Ping)):
             raise RemoteProtocolError(f"a peer takes no {type(message).__name__}")
         if message.peer != self.worker or message.worker in self.lost:
             return []  # for who was here before, or from one that is given up
         peer = self.peers.get(message.worker)
         if peer is None:
-            self.early.append(message)
+            self._keep(message, sender)
             return []
+        if sender is not None and not sender.startswith(peer.name):
+            raise RemoteProtocolError(f"it is not from worker {message.worker}, whose number it has")
         peer.heard_ns = now_ns
         if isinstance(message, m.Offer):
             return self._offered(peer, message)
@@ -177,6 +197,14 @@ class Peers:
         if isinstance(message, m.Adopt):
             return [*self._ack(peer, message.worker), e.AdoptAsked(message.worker)]  # its owner may be busy for long
         return self._ack(peer, message.worker)
+
+    def _keep(self, message: m.Message, sender: bytes | None) -> None:
+        """Keep a message of a worker that the next roster may name."""
+        self.early.append((message, sender))
+        size = sum(len(each.payload) for each, _ in self.early if isinstance(each, m.Offer))
+        while len(self.early) > EARLY_MAX or size > EARLY_BYTES_MAX:
+            gone, _ = self.early.popleft()
+            size -= len(gone.payload) if isinstance(gone, m.Offer) else 0
 
     def _ack(self, peer: Peer, worker: int) -> list[MemberEffect]:
         return self._tell(peer, [m.OfferAck(self.worker, worker, peer.expected - 1)])

@@ -230,8 +230,9 @@ class Member:
         for shard in range(len(self.sessions)):
             self.repeat_soon(shard)
 
-    def receive_peer(self, message: m.Message, now_ns: int) -> list[MemberEffect]:
-        return self.peers.receive(message, now_ns) if self.peers is not None else []
+    def receive_peer(self, message: m.Message, now_ns: int, sender: bytes | None = None) -> list[MemberEffect]:
+        """Arguments as of `Peers.receive`."""
+        return self.peers.receive(message, now_ns, sender) if self.peers is not None else []
 
     def _welcomed(self, message: m.Welcome, now_ns: int) -> list[MemberEffect]:
         if message.token != self.token or self.phase is not Phase.HELLO:

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Mapping
 from typing import Protocol
 
 from narrows.protocols import messages as m
 from narrows.protocols.addresses import parted
 from narrows.protocols.errors import AuthenticationError, RemoteProtocolError
+from narrows.protocols.gossip.peers import Peer
 from narrows.protocols.runtime.connections import STRANGER_BYTES_MAX, Connections
 from narrows.protocols.runtime.curve import NOBODY, Curve, Dialler, KeyPair, Why
 from narrows.protocols.runtime.keys import SERVER, Guard, Identity, member_key
@@ -37,12 +39,9 @@ class Known(Protocol):
     @property
     def beside(self) -> str: ...
 
-    def cluster(self, worker: int) -> str:
-        """The address of another cluster of the run above; "" where there is none."""
-
     @property
-    def clusters(self) -> frozenset[str]:
-        """The addresses of all of them."""
+    def others(self) -> Mapping[int, Peer]:
+        """Other clusters of the run above, by their numbers there."""
 
 
 class Gate:
@@ -73,11 +72,14 @@ class Gate:
 
     def name_at(self, address: str) -> bytes:
         """How our routing ids begin at an address: for the shards of this server, and of the one that it copies, by their
-        secret, for the servers above by one name of all shards, which a standby of ours has too, for other clusters by any."""
+        secret, for the servers above by one name of all shards, which a standby of ours has too, for another cluster by that of
+        the pair."""
         if address in self.ours:
             return self.secret
-        known = hashlib.sha256(self.secret).digest()[: m.NAME_BYTES]
-        return known if self._is_above(address) else b""
+        if self._is_above(address):
+            return hashlib.sha256(self.secret).digest()[: m.NAME_BYTES]
+        others = self.known.others.values() if self.known is not None else ()
+        return next((other.name for other in others if other.address == address), b"")
 
     def _keys_at(self, address: str) -> tuple[KeyPair, str] | None:
         if self._is_above(address):
@@ -102,7 +104,7 @@ class Gate:
     def tick(self) -> None:
         """Who mixes with us may have changed."""
         if self.guard is not None and self.known is not None:
-            self.clusters = frozenset(parted(address)[1] for address in self.known.clusters)
+            self.clusters = frozenset(parted(other.address)[1] for other in self.known.others.values())
 
     def check(self, peer: bytes, message: m.Message, size: int) -> None:
         """Whether who sent a message of so many bytes may say that. Raises AuthenticationError and RemoteProtocolError."""
@@ -113,6 +115,11 @@ class Gate:
         )
         if reports and not asks and not peer.startswith(self.secret):
             raise RemoteProtocolError(f"a {type(message).__name__} comes from the shards of this server alone")
+        mixes = isinstance(message, OF_CLUSTERS)
+        theirs = self.known.others.get(getattr(message, "worker", -1)) if mixes and self.known is not None else None
+        # A peer that our roster does not have yet says it again.
+        if mixes and not isinstance(peer, Dialler) and (theirs is None or not peer.startswith(theirs.name)):
+            raise RemoteProtocolError("its number is not that of the cluster which dials by that name")
         if self.guard is None:
             return
         who = self._who(peer.key) if isinstance(peer, Dialler) else None
@@ -124,17 +131,14 @@ class Gate:
         self.sent[who.name] += size
         if reports != (who.role == SERVER):
             raise AuthenticationError(f"the key of a {who.role} cannot send a {type(message).__name__}")
-        mixes = isinstance(message, OF_CLUSTERS)
         if mixes != (who.role == PEER):
             raise AuthenticationError(f"the key of a {who.role} cannot send a {type(message).__name__}")
         if isinstance(message, m.Heartbeat) and message.below and who.role != "cluster":
             raise AuthenticationError(
                 f"the key of {who.name} is that of a {who.role}: a cluster needs one with --role cluster"
             )
-        if mixes and isinstance(peer, Dialler) and self.known is not None:
-            theirs = self.known.cluster(getattr(message, "worker", -1))
-            if parted(theirs)[1] != peer.key:  # it says it again, when our roster may have it
-                raise RemoteProtocolError("its number is not that of the cluster whose key it has")
+        if mixes and isinstance(peer, Dialler) and (theirs is None or parted(theirs.address)[1] != peer.key):
+            raise RemoteProtocolError("its number is not that of the cluster whose key it has")
 
     def totals(self) -> dict[str, int]:
         """How often each refusal was made."""

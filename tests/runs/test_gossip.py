@@ -7,7 +7,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -806,6 +806,58 @@ def test_bytes_of_strangers_change_nothing(tmp_path: Path) -> None:
                 raw.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(1000))
         assert np.array_equal(flat(worker.model), before)
         worker.train(3)
+
+
+def test_nobody_speaks_for_a_peer_without_keys() -> None:
+    """A stranger knows all numbers, and offers a model to one of two workers under the number of the other one."""
+    with (
+        serving("--sync", "gossip", "--workers", "2") as server,
+        ExitStack() as stack,
+        zmq.Context() as context,
+        context.socket(zmq.DEALER) as stranger,
+    ):
+        both = [stack.enter_context(each) for each in together(lambda index: Worker(server.address), 2)]
+        first = both[0]
+        together(lambda index: both[index].train(2), 2)
+        members = [each.session.link.member for each in both]
+        count = first.engine.flat.size
+        payload = np.full(count, 1e9, np.float32).tobytes()
+        stranger.setsockopt(zmq.LINGER, 1000)
+        stranger.connect(members[0].address)
+        peers = members[0].peers
+        assert peers is not None
+        here, there = members[0].worker, members[1].worker
+        number = peers.peers[there].expected
+        begun = cast(Any, first.engine.sync).driver.round
+        offer = m.Offer(there, here, peers.epoch, begun, number, 0, 1, 0, count, 0.5, True, RAW, payload)
+        stranger.send_multipart(encode(offer))
+        until(lambda: getattr(first.session.link.drops, "refused", True), "the refusal")
+        together(lambda index: both[index].train(3), 2)
+        assert there in peers.peers and all(np.abs(flat(each.model)).max() < 100 for each in both)
+        together(lambda index: both[index].engine.finish(), 2)
+
+
+def test_what_is_kept_of_workers_that_no_roster_names_has_a_bound_in_bytes() -> None:
+    peers = Peers(0, LEASE_NS)
+    for worker in range(1, 65):
+        assert peers.receive(offer(worker=worker, payload=bytes(1 << 19)), 0) == []
+    kept = [each if isinstance(each, m.Offer) else each[0] for each in peers.early]
+    assert 0 < sum(len(each.payload) for each in kept if isinstance(each, m.Offer)) <= 1 << 20
+    for number in range(1000):
+        peers.receive(m.Ping(number, 0), 0)
+    assert len(peers.early) == 64
+
+
+def test_what_came_early_is_taken_from_its_peer_alone() -> None:
+    """Of two messages under one number, before the roster: that of the pair counts."""
+    peers, name = Peers(0, LEASE_NS), m.pair_name(b"first", b"second")
+    peers.receive(offer(payload=bytes(8)), 0, b"stranger-of-any-name")
+    peers.receive(offer(), 0, name.encode() + b"12345678")
+    _, *effects = peers.roster(m.Roster(0, 1, True, ((0, 1, 0, 0), (1, 1, 1, 0)), ("0", "1"), False, ("", name)), 0)
+    (arrived,) = [effect for effect in effects if isinstance(effect, OfferArrived)]
+    assert len(arrived.parts[0].payload) == 4 * COUNT
+    with pytest.raises(NarrowsError, match="whose number it has"):
+        peers.receive(offer(number=1), 0, b"stranger-of-any-name")
 
 
 def forged(worker: Worker) -> list[m.Message]:
