@@ -113,9 +113,14 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class GiveWeights:
-    """Member: the run has no weights yet, and ours are the first: send them to this shard."""
+    """Member: the run has no weights yet, and ours are the first, or in their mean: send them to this shard.
+
+    round: of the model that is meant, which is in a file here (gossip); -1: that which is computed on. rank: of its writer.
+    """
 
     shard: int
+    round: int = -1
+    rank: int = -1
 
 
 @dataclass(frozen=True, slots=True)

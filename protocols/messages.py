@@ -24,6 +24,7 @@ Buffer = bytes | bytearray | memoryview
 
 TEXT_MAX = 4096  # characters of one string: longer ones are no message of ours
 LIST_MAX = 1 << 20  # items of one list: a million tensors or members is beyond any run
+MODELS_MAX = 1 << 10  # models in files that a worker of gossip offers a run which is resumed
 WORKERS_MAX = 1 << 16  # a rank fits 16 bits; the table of members is sent whole
 PARTS_MAX = 1 << 14  # messages of one push or state: 32 GiB of fp32 in frames of 2 MiB
 CLOCK_MAX = 1 << 53  # exact in every language that reads a record
@@ -220,6 +221,7 @@ class Declare(Message):
     epoch: int
     plan: bytes
     address: Name = ""  # where its peers reach it (gossip); of a cluster one for each shard, with spaces between them
+    models: Pairs = ()  # rank, round: models of a run before that it has in files (gossip), at most MODELS_MAX
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,10 +237,12 @@ class Ready(Message):
 
 @dataclass(frozen=True, slots=True)
 class NeedWeights(Message):
-    """Shard to worker: the run has no weights yet and yours are to be the first."""
+    """Shard to worker: the run has no weights yet and yours are to be the first, or in their mean."""
 
     worker: int
     epoch: int
+    round: int = -1  # those of the model of this round, which you have in a file (gossip); -1: those that you have now
+    rank: int = -1  # of the worker that wrote it
 
 
 @dataclass(frozen=True, slots=True)
@@ -560,6 +564,8 @@ class Ledger(Message):
     over: bool
     report_seen: int
     plan: bytes  # empty once the shard has it
+    sources: Pairs = ()  # worker, rank: who gives the model of which rank to the mean that the first weights are (gossip)
+    source_round: int = -1  # and of which round of the run before
     finishes: int = (
         0  # times that all workers were done since it has its place above, the last at clock `finish_at`; a root: 1
     )
@@ -627,6 +633,7 @@ class Roster(Message):
     addresses: Texts  # of each member
     closed: bool = False  # all of them have done their last step, and nobody joins any more
     names: Texts = ()  # for each member: how the routing ids begin by which it and this worker dial each other
+    round: int = 0  # that the run begins with
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,8 +122,6 @@ class Settings:
             )
         if mixes and self.compress_down not in ("", "dense"):
             raise UsageError("--compress-down: --sync gossip has no downlink; --compress codes both ways")
-        if mixes and self.checkpoint_every > 0:
-            raise UsageError("--checkpoint-every: under --sync gossip the server has no model until the end")
         if self.replan not in REPLAN:
             raise UsageError(f"--replan {self.replan}: give one of {', '.join(REPLAN)}")
         if self.replan == "change" and self.compress.startswith("auto"):
@@ -156,8 +154,6 @@ class Settings:
             push=self.push or row.push_choices[0],
             compress_down=self.compress_down or ("dense" if row.name == "bsp" or mixes else self.compress),
             topology=self.topology or (TOPOLOGY if mixes else ""),
-            checkpoint_every=0.0 if mixes else self.checkpoint_every,
-            checkpoint_clocks=-1 if mixes else self.checkpoint_clocks,
         )
         if self.quorum > 0 and filled.mode().streams:
             raise UsageError(

@@ -32,7 +32,7 @@ from narrows.protocols.robust import Robust
 from narrows.protocols.settings import Settings
 from narrows.protocols.timing import Timing
 from narrows.ps.above import Above
-from narrows.ps.changes import OWED, Change, FirstWeights, FloatArray, Load, Terms
+from narrows.ps.changes import OWED, Change, FirstWeights, FloatArray, Joined, Load, Terms
 from narrows.ps.directions import Directions
 from narrows.ps.folding import AtOnce, Barrier, Folding
 from narrows.ps.gain import Gain
@@ -117,6 +117,8 @@ class Planned:
         self.upward = Upward(index, store.whole, means.child, means.member, means.timing, plan.degree)
         self.first: dict[int, m.FirstWeights] = {}  # parts of the first weights, by number
         self.weights_from = -1  # whose are here whole
+        self.given: dict[int, int] = {}  # under gossip, workers whose models are in the mean of the first weights
+        self.given_round = -1  # and of which round
         self.stage = Stage.FOLD
         self.min_clock = clock
         self.norms: dict[int, float] = {}  # squared, of the means that await the norm over all shards
@@ -138,7 +140,7 @@ class Planned:
         """Change the store; where that begins anew, publications do too."""
         for change in changes:
             self.store.apply(change)
-            if isinstance(change, (FirstWeights, Load)):
+            if isinstance(change, (FirstWeights, Joined, Load)):
                 self.publications.begin(self.min_clock)
 
     def begin(self, load: Load, recut: bool = False) -> None:
@@ -169,6 +171,8 @@ class Planned:
     def run(self, ledger: m.Ledger, now_ns: int) -> list[ServerEffect]:
         """Go on from the present stage, as far as the ledger and the run above let it."""
         effects: list[ServerEffect] = []
+        if ledger.sources and self.given and not ledger.started and self.next_source(ledger) < 0:
+            self.weights_from = ledger.initialiser  # a source that had not given its own is gone
         self.apply(self.above.first(self.store.x, self.store.publication + 1))
         while self.stage is not Stage.FOLD or self.min_clock < ledger.min_clock:
             more, done = STAGES[self.stage](self, ledger, now_ns)
@@ -291,7 +295,15 @@ class Planned:
 
     # Weights and updates.
 
-    def first_weights(self, message: m.FirstWeights) -> bool:
+    def next_source(self, ledger: m.Ledger) -> int:
+        """The worker whose first weights are awaited, -1: all are here. One after the other: nobody holds the models of all."""
+        if not ledger.sources:
+            return ledger.initialiser if self.weights_from != ledger.initialiser else -1
+        if self.given_round != ledger.source_round:
+            self.given_round, self.given = ledger.source_round, {}
+        return min(dict(ledger.sources).keys() - self.given.keys(), default=-1)
+
+    def first_weights(self, message: m.FirstWeights, ledger: m.Ledger) -> bool:
         """One part of the first weights; whether they are whole now. Raises RemoteProtocolError; then nothing has changed."""
         if check_part(message, self.store.whole) == math.inf and self.finite:
             raise RemoteProtocolError("the first weights hold NaN or infinity, which --compress-down cannot code")
@@ -302,8 +314,11 @@ class Planned:
             raise RemoteProtocolError("the first weights do not cover this shard's keys exactly once")
         self.first = ours
         if whole:
-            self.apply([FirstWeights(list(ours.values()))])
-            self.first, self.weights_from = {}, message.worker
+            self.given[message.worker] = len(self.given) + 1 if ledger.sources else 1
+            pieces, count = list(ours.values()), self.given[message.worker]
+            self.apply([FirstWeights(pieces) if count == 1 else Joined(pieces, count)])
+            self.first = {}
+            self.weights_from = ledger.initialiser if self.next_source(ledger) < 0 or not ledger.sources else -1
         return whole
 
     def accept(self, seat: Seat, update: Update) -> list[ServerEffect]:

@@ -40,7 +40,9 @@ class Service:
         if isinstance(message, m.Push):
             return self._push(seat, message, ledger, now_ns)
         if isinstance(message, m.FirstWeights):
-            return [], self._first_weights(seat, message, ledger)
+            whole = self._first_weights(seat, message, ledger)
+            others = self.inbox.seats.values() if whole and ledger.sources else ()
+            return [effect for each in others for effect in self.serve(each, ledger, now_ns)], whole
         if isinstance(message, m.Follow):
             self.publications.follow(seat, message, now_ns)
             return self.serve(seat, ledger, now_ns), False
@@ -71,11 +73,11 @@ class Service:
         return self.store.x if self.planned.upward.finishes else None
 
     def _first_weights(self, seat: Seat, message: m.FirstWeights, ledger: m.Ledger) -> bool:
-        if ledger.started or ledger.initialiser != seat.worker or self.planned.weights_from == seat.worker:
+        if ledger.started or self.planned.next_source(ledger) != seat.worker:
             return False
         if self.means.child and not self.planned.above.wants_weights:
             return False  # the run above has some by now
-        return self.planned.first_weights(message)
+        return self.planned.first_weights(message, ledger)
 
     def _push(self, seat: Seat, push: m.Push, ledger: m.Ledger, now_ns: int) -> tuple[list[ServerEffect], bool]:
         planned, began = self.planned, seat.clock
@@ -154,11 +156,12 @@ class Service:
         planned, store, child = self.planned, self.store, self.publications.child(seat)
         if not ledger.started or store.publication < 0:
             wanted = not self.means.child or planned.above.wants_weights
-            asks = (child.follow.credit or child.pull) and ledger.initialiser == seat.worker != planned.weights_from
+            asks = (child.follow.credit or child.pull) and planned.next_source(ledger) == seat.worker
             if not (wanted and asks) or child.asked:
                 return []
             child.asked = True  # each ask costs a whole model on its link
-            return [Send(seat.peer, m.NeedWeights(seat.worker, seat.epoch))]
+            which = (ledger.source_round, dict(ledger.sources).get(seat.worker, -1))
+            return [Send(seat.peer, m.NeedWeights(seat.worker, seat.epoch, *which))]
         effects: list[ServerEffect] = [*self.publications.serve(seat, now_ns), *self._rows(seat, now_ns)]
         if child.pull is None or (child.pull.last and not self.finishing(seat)):
             return effects

@@ -42,6 +42,7 @@ RUNNERS = (
         "worker/child_process.py",
         "worker/ray.py",
         "worker/moments.py",  # files of a worker
+        "worker/gossip_checkpoints.py",
         "worker/resuming.py",
     ),
     *("ps/glance/watch.py", "ps/glance/web.py"),  # the process of ps-serve: its record and its pages

@@ -156,6 +156,8 @@ class Engine:
         plan = (self.slice or self.flat).plan(*declared, degree_of(self.dense))
         self.sync = self._sync(overlap)
         packed = replace(plan, tables=tuple(self.tables.specs)).packed()
+        if isinstance(self.sync, Gossiping):
+            self.sync.plan(packed)
         link.declare(packed)
         others = (
             "the server" if settings.workers == 1 else f"all of {settings.workers} workers, which the run begins with"

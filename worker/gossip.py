@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from narrows.compression import Memory, parse
+from narrows.compression.codecs import raw_pieces
 from narrows.compression.sampling import gossip_sample
 from narrows.protocols import effects as e
 from narrows.protocols import messages as m
@@ -28,6 +29,7 @@ from narrows.protocols.member.member import Member
 from narrows.worker.arrays import Arrays
 from narrows.worker.degree import degree_of
 from narrows.worker.flat import Array, FloatArray
+from narrows.worker.gossip_checkpoints import GossipCheckpoints
 from narrows.worker.shards import START_LIMIT_S, WAIT_LIMIT_S, Shards
 from narrows.worker.telling import complain
 
@@ -55,6 +57,7 @@ class Gossiping:
         self.staleness = 0
         self.kept: Array | None = None  # our model, while the first weights are on their way to us again
         self.finishing = self.server_gone = False
+        self.checkpoints: GossipCheckpoints | None = None  # from the plan on
 
     def _gain(self) -> Gain | None:
         """Make the gain of updates of one step; None for a round of several, which is averaged as under `local`."""
@@ -119,7 +122,10 @@ class Gossiping:
             self._tell("the server is gone; the workers go on among themselves")
         if isinstance(event, e.ServerStops) and self._going():
             self._push(self._with_steps(), m.HandOver.STOPPED)
-        self.shards.handle(event)
+        if isinstance(event, e.GiveWeights) and event.round >= 0:
+            self._give_weights(event)
+        else:
+            self.shards.handle(event)
         here = all(exchange.settled >= 0 for exchange in self.shards.exchanges)
         if isinstance(event, e.StateArrived) and self.driver.phase is Phase.EMPTY and here:
             self.driver.found(self.arrays.pulled, self.kept)
@@ -157,6 +163,34 @@ class Gossiping:
         self._wait(lambda: self.driver.has_model, limit_s, "a model to begin with")
         self._wait(lambda: self.driver.phase is not Phase.READY, START_LIMIT_S, "the other workers")
         self._compose()
+        if self.checkpoints is not None:
+            self.checkpoints.begin(self.driver.round)
+
+    # Checkpoints.
+
+    def plan(self, packed: bytes) -> None:
+        """The model that this worker declares: which of a run before are in files here?"""
+        member = getattr(self.engine.link, "member", None)
+        if member is not None and member.welcome is not None:
+            self.checkpoints = GossipCheckpoints.of(self.engine.settings, member.welcome.rank, packed)
+            member.models = self.checkpoints.models()
+
+    def _give_weights(self, event: e.GiveWeights) -> None:
+        """Give this shard its keys of the model of a round of the run before."""
+        model = self.checkpoints.read(event.rank, event.round) if self.checkpoints is not None else None
+        if model is None:
+            raise NarrowsError(f"the model of round {event.round} cannot be read any more: start this worker again")
+        exchange = self.shards.exchanges[event.shard]
+        begin, end = exchange.replica.begin, exchange.replica.end
+        self.shards.say(event.shard, exchange.give(raw_pieces(model[begin:end].copy(), begin, parts(begin, end))))
+
+    def _keep(self, last: bool = False) -> None:
+        """Write the model of the round that is done, where that is due. `last`: this worker ends."""
+        checkpoints = self.checkpoints
+        if checkpoints is not None and (last or checkpoints.due(self.driver.round)):
+            checkpoints.write(self.driver.round, self.engine.home.host(self._with_steps()).copy())
+        if checkpoints is not None and last:
+            checkpoints.end()
 
     def _compose(self) -> None:
         """The model, into the parameters."""
@@ -192,6 +226,7 @@ class Gossiping:
         self.staleness = number + 1 - min(self.driver.exchanges.under_way, default=number + 1)
         self.local_step = self.taken = 0
         self._compose()
+        self._keep()
 
     # The shared model and the end.
 
@@ -211,6 +246,7 @@ class Gossiping:
         self._compose()
         self._wait(lambda: self.driver.delivered, WAIT_LIMIT_S, "the peers to have it")
         self._hand_over()
+        self._keep(last=True)
         return self.driver.mixing.model
 
     def _with_steps(self) -> Array:
@@ -223,6 +259,7 @@ class Gossiping:
 
     def stopped(self) -> None:
         """This worker is stopped before its last step: hand over its model, which nobody else has."""
+        self._keep(last=self._going())
         if self._going() and not self.shards.clock:  # else the server had asked for it
             self._give(self._with_steps(), m.HandOver.STOPPED, STOPPED_LIMIT_S)
 

@@ -173,10 +173,10 @@ class Moments:
 
     def _due(self, now_ns: int) -> bool:
         """As checkpoints are (protocols/cluster/generations.py): at told clocks, or after a time, told or by what one takes."""
-        settings, mixes = self.engine.settings, self.engine.mode.rule is Rule.MIX  # whose server has no checkpoints
+        settings = self.engine.settings
         if (clocks := settings.checkpoint_clocks) > 0:
             return self.engine.sync.clock // clocks > self.clock // clocks
-        told_ns = -1 if mixes else int(settings.checkpoint_every * NS)
+        told_ns = int(settings.checkpoint_every * NS)
         every_ns = told_ns if told_ns >= 0 else max(EVERY_LEAST_NS, EVERY_TIMES * self.took_ns)
         return every_ns > 0 and now_ns - self.at_ns >= every_ns
 

@@ -159,6 +159,7 @@ class Coordinator:
         if self.above.holds(seat, declare):
             return []
         self.roster.admit(seat, declare.address, now_ns)
+        seat.models = declare.models[: m.MODELS_MAX]
         self._decide(now_ns)
         return self._broadcast(now_ns)
 

@@ -19,6 +19,7 @@ from narrows.protocols.cluster.above import Above
 from narrows.protocols.cluster.rounds import Rounds
 from narrows.protocols.cluster.run import Decision, Key, Run, Seat
 from narrows.protocols.effects import NS, Log
+from narrows.protocols.modes import Rule
 
 EVERY_TIMES = 50  # the time that a checkpoint takes, from one to the next: 2 % of the run
 EVERY_LEAST_NS = 5 * NS  # so much work is lost gladly
@@ -33,15 +34,57 @@ class Generations(Decision):
         self.taken: Counter[str] = Counter()  # workers that are not waited for, by the key that said so
         self.rejoin_ns = 0  # when members were last told to join again, 0: never
         self.waits_for_all = False
+        self.resumes = False  # a run of gossip that goes on with the models of its workers
+        self.said: list[Log] = []
         self.finished_once = False
         self.over_version = 0  # of the first ledger that says so
 
     @property
     def initialiser(self) -> int:
-        """The worker that gives the first weights: the longest-standing member, while the run has none; else -1."""
+        """The worker that gives the first weights: the longest-standing member, while the run has none; else -1. Of several
+        sources it is the first, and a run of gossip that is resumed knows none before all workers are there."""
         if self.run.started or self.run.restart_clock >= 0:
             return -1
+        if self.resumes:
+            if len(self.run.declared) < self.needed:
+                return -1
+            if sources := self.sources[1]:
+                return min(sources)[0]
         return self.weights if self.weights >= 0 else min((seat.worker for seat in self.run.declared), default=-1)
+
+    @property
+    def sources(self) -> tuple[int, m.Pairs]:
+        """The newest round of which there are models of a majority of the workers, -1: none; and which worker gives the
+        model of which rank. Workers with one folder have the same files, and each gives one at most."""
+        seats = self.run.declared
+        if not self.resumes or self.run.started or len(seats) < self.needed:
+            return -1, ()
+        for number in sorted({number for seat in seats for _, number in seat.models}, reverse=True):
+            given = dict[int, int]()  # worker -> rank
+            for rank in sorted({rank for seat in seats for rank, of in seat.models if of == number}):
+                able = [seat for seat in seats if (rank, number) in seat.models and seat.worker not in given]
+                if able:
+                    given[min(able, key=lambda seat: (seat.rank != rank, seat.rank)).worker] = rank
+            if 2 * len(given) > len(seats):
+                return number, tuple(sorted(given.items()))
+        return -1, ()
+
+    def tell(self) -> list[Log]:
+        said, self.said = self.said, []
+        return said
+
+    def _begin(self, now_ns: int) -> None:
+        """Start the run, one of gossip at the round of its first weights."""
+        shared, sources = self.sources
+        if self.resumes:
+            text = (
+                f"the run goes on from round {shared}, with the mean of the models of {len(sources)} workers"
+                if shared >= 0
+                else "no round is with a majority of the workers, so the run begins anew"
+            )
+            self.said.append(Log("resumed", {"round": shared, "text": text}))
+        self.run.start(max(shared, 0))
+        self.rounds.open(now_ns)
 
     @property
     def may_declare(self) -> bool:
@@ -56,8 +99,7 @@ class Generations(Decision):
         if len(current) < self.run.shards:
             return False
         if self._gathered(now_ns) and all(map(self._ready, current)):
-            self.run.move("start")
-            self.rounds.open(now_ns)
+            self._begin(now_ns)
         elif self.above.child and self.weights < 0 <= first and all(r.weights_from == first for r in current):
             self.weights = first
         else:
@@ -138,7 +180,9 @@ class Generations(Decision):
         return self.deserted and self._waited(now_ns) and not self.run.over
 
     def tick(self, now_ns: int) -> bool:
-        """Ask for a checkpoint, where it is time for that."""
+        """Ask for a checkpoint, where it is time for that. Under gossip the workers write their models themselves."""
+        if self.run.mode.rule is Rule.MIX:
+            return False
         clocks, open_ = self.run.settings.checkpoint_clocks, self.run.started and not self.run.over
         if clocks > 0:
             if not (self.tried(self.checkpoint) and open_):
@@ -197,6 +241,8 @@ class Generations(Decision):
             "restart_clock": self.run.restart_clock,
             "started": self.run.started,
             "initialiser": self.initialiser,
+            "sources": self.sources[1],
+            "source_round": self.sources[0],
             "checkpoint": self.checkpoint,
             "shared": self.shared() if self.run.complete else -1,
             "over": self.run.over,

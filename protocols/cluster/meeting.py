@@ -56,13 +56,12 @@ class Meeting(Decision):
         members = self.run.declared
         rows = tuple((seat.worker, seat.epoch, seat.rank, seat.start) for seat in members)
         roster = (self.epoch, True, rows, tuple(seat.address for seat in members), self.closed)
-        return [
-            Send(
-                seat.peer, m.Roster(seat.worker, *roster, tuple(m.pair_name(seat.name, each.name) for each in members))
-            )
-            for seat in seats
-            if seat.ready_sent
-        ]
+        first = self.run.first_round
+
+        def names(seat: Seat) -> tuple[str, ...]:
+            return tuple(m.pair_name(seat.name, each.name) for each in members)
+
+        return [Send(seat.peer, m.Roster(seat.worker, *roster, names(seat), first)) for seat in seats if seat.ready_sent]
 
     def introductions(self) -> list[Send]:
         """The roster for all, where it has changed since the last time."""

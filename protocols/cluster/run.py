@@ -67,6 +67,7 @@ class Seat:
     epoch: int = 0  # in which it declared, 0 before
     start: int = 0  # its clock then
     address: str = ""  # where its peers reach it (gossip)
+    models: m.Pairs = ()  # rank, round: of a run before, in files there (gossip)
     below: str = ""  # of a cluster: itself and all below it, a line each
     rows: tuple[Row, ...] = ()  # its summary, and those of all below it, as seen from here
     ready_sent: bool = False
@@ -116,6 +117,7 @@ class Run:
         self.seats: dict[int, Seat] = {}  # by worker, in the order of their Hellos
         self.next_worker = 0
         self.reports: dict[int, m.Report] = {}  # the newest of each shard
+        self.first_round = 0  # that a run of gossip begins with
 
     @property
     def started(self) -> bool:
@@ -127,6 +129,11 @@ class Run:
 
     def move(self, step: str) -> None:
         self.phase = RUN_LIFE[self.phase][step]
+
+    def start(self, first_round: int) -> None:
+        """All workers are there. `first_round`: that they begin with under gossip."""
+        self.first_round = first_round
+        self.move("start")
 
     def restart(self, clock: int, shards: int) -> None:
         """A generation without members, over so many shards."""

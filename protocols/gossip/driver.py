@@ -218,6 +218,7 @@ class Driver:
 
     def _ready(self, now_ns: int) -> Says:
         if self.exchanges.started:
+            self.round = max(self.round, self.exchanges.first_round)
             self._go("introduced")
         return []
 

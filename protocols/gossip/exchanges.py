@@ -85,6 +85,7 @@ class Exchanges:
         self.topology, self.worker, self.mixing = topology, worker, mixing
         self.waits = topology != RANDOM
         self.epoch, self.round = 0, -1
+        self.first_round = 0  # that the run begins with
         self.started = False
         self.closed = False  # nobody joins any more, and all have done their last step
         self.alone = False  # there is no server that could say so
@@ -102,6 +103,7 @@ class Exchanges:
         Exchanges with who is not in it are given up, but where both sides are here: it has mixed, and left in good order.
         """
         self.epoch, self.started, self.closed = roster.epoch, roster.started, roster.closed
+        self.first_round = roster.round
         self.members = tuple(sorted(row[0] for row in roster.members))
         self.founders = frozenset(row[0] for row in roster.members if row[3] == 0)
         for peer in [peer for peer, pair in self.pairs.items() if peer not in self.members and not pair.ready]:

@@ -82,6 +82,7 @@ class Member:
         self.plan = b""
         self.again = False  # we had a place before
         self.address = self.tree = ""  # all levels, as the server above has told last
+        self.models: m.Pairs = ()  # rank, round: of a run before, in files here (gossip); set before it declares
         self.run_clock, self.waits = 0, ""  # and the run's clock, and for which members it waits
         self.peers: Peers | None = None  # from Ready on, in a run of gossip
         self.ended = False  # we have done our last step there
@@ -123,7 +124,7 @@ class Member:
         self.plan = plan
         if self.welcome is None or not self._go("declare"):
             return []
-        return self._ask(m.Declare(self.worker, self.welcome.epoch, plan, self.address), now_ns)
+        return self._ask(m.Declare(self.worker, self.welcome.epoch, plan, self.address, self.models), now_ns)
 
     def say(self, shard: int, messages: Sequence[m.Message], now_ns: int) -> list[MemberEffect]:
         """Send a shard what an `Exchange` has to say to it."""

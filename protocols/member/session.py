@@ -148,7 +148,7 @@ class Session:
         if isinstance(message, (m.Rows, m.Moments)):
             return self._read(message, now_ns)
         # A late one may come to a member that has had a state since.
-        return [e.GiveWeights(self.shard)] if self.waits and self.have < 0 else []
+        return [e.GiveWeights(self.shard, message.round, message.rank)] if self.waits and self.have < 0 else []
 
     def _told(self, told: m.Range | m.Agreed) -> list[MemberEffect]:
         kind: type[m.Message] = m.RangeAsk if isinstance(told, m.Range) else m.AgreeAsk

@@ -23,7 +23,7 @@ NOTED = (
 )  # what members send, which samples are done, who is missing
 # A user of ps-worker must know of these.
 SHOWN_EMBEDDED = ("discarded", "restart", "lost", "refused", "hyper", "dropped", "disk", "damaged", "journal", "void", "long",
-                  "against", "epoch", "replan", "stalled")  # fmt: skip
+                  "against", "epoch", "replan", "stalled", "resumed")  # fmt: skip
 
 
 def say(text: str, error: bool = False) -> None:

@@ -16,7 +16,6 @@ from typing import Any
 
 from narrows.protocols.addresses import ANY_HOST, ANY_HOSTS, parse_address
 from narrows.protocols.errors import UsageError
-from narrows.protocols.modes import Rule
 from narrows.protocols.runtime.flags import RUN_FLAGS, given
 from narrows.protocols.settings import Settings
 from narrows.ps.command.kubernetes import jobset, kubeflow
@@ -285,11 +284,10 @@ def printed(form: str, told: Collection[str], bind: str, keys: str, insecure: bo
     for flag, value in {"--keys": folder, **{flag: site for flag, (site, _) in sites.items()}}.items():
         if not value.isprintable():  # a comment ends with its line
             raise UsageError(f"{flag} {value!r}: a character of it cannot be printed; choose another name")
-    resume = settings.mode().rule is not Rule.MIX
     journal = ("--journal" if flags["journal"] else "--no-journal") if "journal" in told else ""
     given_port = port if "bind" in told else 0
     chosen = given_port or (0 if form in ANY_PORT else PORT)
-    return write(Recipe(known, chosen, settings.workers, settings.shards, run, folder, resume, sites, journal))
+    return write(Recipe(known, chosen, settings.workers, settings.shards, run, folder, True, sites, journal))
 
 
 def _site(name: str, address: str, trusted: bool) -> tuple[str, int]:

@@ -47,11 +47,6 @@ def checked(
             f"--bind {bind}: anyone who reaches it could join; ps-serve keys init DIR makes keys for --keys DIR, and "
             "--insecure goes without them"
         )
-    if resume and mixes:
-        raise UsageError(
-            "--resume: under --sync gossip the model is with the workers, and a run begins with theirs; load model.safetensors "
-            "of --checkpoint-dir in the script"
-        )
     if replicas and mixes:
         raise UsageError(f"--replicas {replicas}: under --sync gossip the model is with the workers; leave it out")
     if parent:
@@ -147,7 +142,8 @@ def serve(
         if resume and (told := ended(Path(folder), run_id, steps)):
             say(told)
         held = lock(folder) if folder else None
-        if resume and (why := checkpoints.why_anew(folder)):
+        mixes = cluster.settings.mode().rule is Rule.MIX  # then the workers have the models
+        if resume and not mixes and (why := checkpoints.why_anew(folder)):
             say(f"--resume: {why}")
         scratch = None if folder else Scratch()  # a shard that dies goes on from there
         if scratch and cluster.settings.checkpoint_every > 0:
@@ -222,7 +218,7 @@ def ended(folder: Path, run_id: str, steps: int) -> str:
     from narrows.ps.process import model
 
     end = model.end_of(folder)
-    if end is None or 0 <= end["steps"] < steps:
+    if end is None or end["steps"] < steps != 0:
         return ""
     after = (
         f"the run in {folder} has ended, after {end['steps']} steps"

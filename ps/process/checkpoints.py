@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from narrows.protocols.errors import IncompatibleError, UsageError
 from narrows.protocols.keys import overlaps, split
 from narrows.protocols.plan import DTYPES, NamedArray, Plan
-from narrows.protocols.saved import BYTES, COMING, SHARD, STATE, shard_file
+from narrows.protocols.saved import BYTES, COMING, ROUND, SHARD, STATE, shard_file
 from narrows.ps import tables
 from narrows.ps.changes import Load
 from narrows.ps.recut import recut
@@ -174,7 +174,7 @@ def make_folder(told: str, resume: bool) -> str:
 
 def move_aside(folder: Path) -> str:
     """Move what runs have left in `folder` to a new folder in it, and return its name, "" without any. Raises OSError."""
-    names = (SHARD, COMING, STATE)
+    names = (SHARD, COMING, STATE, ROUND)
     left = [path for path in folder.iterdir() if any(name.fullmatch(path.name) for name in names)]
     left += list(folder.glob("model.safetensors"))
     if not left:

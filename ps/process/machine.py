@@ -154,6 +154,7 @@ def machine(process: Process, port: int, lent: Callable[[], bool], own: Secret |
     """The machine of a process that listens on `port`, with the newest checkpoint of the run where it resumes one. `own`: the
     key that other clusters find here."""
     folder, settings, child = process.folder, process.settings, bool(process.parent)
+    mixes = settings.mode().rule is Rule.MIX and not process.again  # then the workers have the models
     restart, first_epoch = -1, process.first_epoch
     kept: tuple[int, ...] = ()
     facts: dict[str, Any] = {}
@@ -162,7 +163,7 @@ def machine(process: Process, port: int, lent: Callable[[], bool], own: Secret |
         kept, damaged = disk.sound(settings.shards)
         for text in damaged:
             emit("log", name="damaged", values={"shard": process.index, "text": text})
-        if not process.index:
+        if not process.index and not mixes:
             restart = checkpoints.newest(folder, settings.shards)
     if not process.index:
         if restart >= 0 and folder is not None:
@@ -175,6 +176,7 @@ def machine(process: Process, port: int, lent: Callable[[], bool], own: Secret |
         coordinator = Coordinator(settings, first_epoch, restart, child, keys_that_fit(), dict(process.away), priced)
         if not process.again:
             coordinator.generations.resumed()
+            coordinator.generations.resumes = mixes and process.resume
             if restart >= 0:
                 text = f"goes on from the checkpoint of clock {restart}"
                 emit("log", name="resumed", values={"clock": restart, "text": text})

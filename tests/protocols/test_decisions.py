@@ -893,3 +893,24 @@ def test_each_member_is_told_with_its_heartbeats() -> None:
     link.declare(Plan((TensorSpec("w", (4,), "float32"),), "", ((0,),)).packed())
     link.call(lambda each, now: [each.beat(now)])
     assert link.member.waits == "1 of 3 workers joined; waiting for 2"
+
+
+def test_a_run_of_gossip_goes_on_with_the_newest_round_of_a_majority() -> None:
+    every = ((0, 8), (1, 8), (2, 8))
+    for models, found in (
+        ([((0, 8), (0, 12)), ((1, 8),), ((2, 12), (2, 8))], (12, ((0, 0), (2, 2)))),
+        ([((0, 12),), ((1, 8),), ((2, 8),)], (8, ((1, 1), (2, 2)))),
+        ([((2, 8),), (), ((0, 8),)], (8, ((0, 2), (2, 0)))),  # ranks are other ones now
+        ([every, every, every], (8, ((0, 0), (1, 1), (2, 2)))),  # one folder
+        ([((2, 8),), ((2, 8),), ((2, 8),)], (-1, ())),  # the same file three times
+        ([((0, 8),), (), ()], (-1, ())),
+    ):
+        run = run_of(sync="gossip", workers=3)
+        rounds = Rounds(run)
+        decision = Generations(run, rounds, Above(run, rounds, False))
+        decision.resumes = True
+        for each in models[:2]:
+            member(run, rounds).models = each
+        assert decision.sources == (-1, ()) and decision.initialiser == -1, "one is to come"
+        member(run, rounds).models = models[2]
+        assert decision.sources == found and decision.initialiser == (found[1][0][0] if found[1] else 0)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -17,9 +19,12 @@ from torch import nn
 from narrows.protocols import messages as m
 from narrows.protocols.cluster.coordinator import HAND_OVER_NS
 from narrows.protocols.effects import Send
+from narrows.protocols.saved import FOLDER, ROUND, round_file
 from narrows.protocols.settings import Settings
 from narrows.ps.command.cluster import Cluster as Served
-from narrows.worker import DistributedOptimizer, agree, rank, step_count, world_size
+from narrows.worker import DistributedOptimizer, agree, gossip_checkpoints, rank, step_count, world_size
+from narrows.worker.gossip import Gossiping
+from narrows.worker.gossip_checkpoints import GossipCheckpoints
 
 MODES: dict[str, dict[str, Any]] = {
     "bsp": {"sync": "bsp"},
@@ -373,3 +378,116 @@ def test_the_console_says_whose_model_it_is() -> None:
     of.handed = {"last": True, "stopped": 1}
     assert of._whose(0) == "the model that the workers ended with"
     assert Served(Settings(sync="bsp"))._whose(7) == "the model at clock 7"
+
+
+# Checkpoints of gossip: each worker has its own.
+
+
+def resuming(settings: Settings) -> Cluster:
+    """A server that was started with --resume."""
+    cluster = Cluster(settings)
+    coordinator = cluster.servers[0].coordinator
+    assert coordinator is not None
+    coordinator.generations.resumed()
+    coordinator.generations.resumes = True
+    return cluster
+
+
+def gossiped(
+    folder: Path, cluster: Cluster, rounds: int, then: Callable[[int, DistributedOptimizer], Any]
+) -> list[tuple[Array, int]]:
+    """Each worker's first model and step; each has made so many rounds more before `then`."""
+    with pytest.MonkeyPatch.context() as patch, run(cluster.settings, cluster) as started:
+        patch.setenv(FOLDER, str(folder))
+
+        def work(worker: int) -> tuple[Array, int]:
+            model = build(seed=7 + worker + 10 * len([*folder.iterdir()]))
+            optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), model)
+            first = flat(model), step_count()
+            steps(model, optimizer, rounds)
+            then(worker, optimizer)
+            return first
+
+        return cast(list[tuple[Array, int]], started.together(work))
+
+
+def kept(folder: Path) -> dict[int, dict[int, Array]]:
+    """The models of each round, by rank."""
+    found: dict[int, dict[int, Array]] = {}
+    for path in folder.iterdir():
+        if match := ROUND.fullmatch(path.name):
+            found.setdefault(int(match[2]), {})[int(match[1])] = torch.load(path)["model"].numpy()
+    return found
+
+
+SPARSELY = Settings(sync="gossip", workers=3, shards=2, checkpoint_clocks=4)
+
+
+def drop(worker: int, optimizer: DistributedOptimizer) -> None:
+    """As one that is killed, once its files are there."""
+    sync = optimizer._engine.sync  # type: ignore[union-attr]
+    assert isinstance(sync, Gossiping) and sync.checkpoints is not None
+    sync.checkpoints.end()
+
+
+def test_a_run_of_gossip_goes_on_with_the_mean_of_the_newest_round_that_a_majority_has(tmp_path: Path) -> None:
+    gossiped(tmp_path, Cluster(SPARSELY), 13, drop)
+    assert {number: sorted(models) for number, models in kept(tmp_path).items()} == {
+        number: [0, 1, 2] for number in (4, 8, 12)
+    }
+    for rank_ in (0, 1):  # one worker alone has round 12, and two have round 8
+        (tmp_path / round_file(rank_, 12)).unlink()
+    (tmp_path / round_file(1, 8)).write_bytes(b"torn")
+    models = kept_but(tmp_path, 8, {1})
+    cluster = resuming(SPARSELY)
+    begun_ = gossiped(tmp_path, cluster, 4, drop)
+    assert [at for _, at in begun_] == [8, 8, 8]
+    for first, _ in begun_:
+        np.testing.assert_allclose(first, np.mean([models[0], models[2]], axis=0), atol=1e-6)
+    texts = [log.values["text"] for log in cluster.logs if log.event == "resumed"]
+    assert texts == ["the run goes on from round 8, with the mean of the models of 2 workers"]
+
+
+def kept_but(folder: Path, number: int, without: set[int]) -> dict[int, Array]:
+    paths = {rank_: folder / round_file(rank_, number) for rank_ in range(3) if rank_ not in without}
+    return {rank_: torch.load(path)["model"].numpy() for rank_, path in paths.items()}
+
+
+def test_without_a_majority_it_begins_anew_and_says_so(tmp_path: Path) -> None:
+    gossiped(tmp_path, Cluster(SPARSELY), 5, drop)
+    for rank_ in (0, 1):
+        (tmp_path / round_file(rank_, 4)).unlink()
+    cluster = resuming(SPARSELY)
+    assert [at for _, at in gossiped(tmp_path, cluster, 1, drop)] == [0, 0, 0]
+    assert "so the run begins anew" in str(next(log.values["text"] for log in cluster.logs if log.event == "resumed"))
+    assert not kept(tmp_path), "a later --resume must not find the run before"
+
+
+def test_a_run_of_gossip_that_ended_or_was_stopped_goes_on_from_there(tmp_path: Path) -> None:
+    def ends(worker: int, optimizer: DistributedOptimizer) -> None:
+        optimizer.finish()
+
+    gossiped(tmp_path, Cluster(SPARSELY), 6, ends)
+    model = kept(tmp_path)[6][0]
+    begun_ = gossiped(tmp_path, resuming(SPARSELY), 1, drop)
+    assert [at for _, at in begun_] == [6, 6, 6]
+    for first, _ in begun_:
+        np.testing.assert_allclose(first, model, atol=1e-6)
+
+
+def test_files_are_of_rounds_that_slower_workers_have_too(tmp_path: Path) -> None:
+    settings = Settings(sync="gossip", checkpoint_every=0.1)
+    both = [GossipCheckpoints(settings, str(tmp_path), rank_, b"") for rank_ in (0, 1)]
+    for files, round_s in zip(both, (0.01, 0.035), strict=True):  # of unequal pace: a file each 0.1 s or so
+        with pytest.MonkeyPatch.context() as patch:
+            now = [0.0]
+            patch.setattr(gossip_checkpoints, "time", SimpleNamespace(monotonic=lambda now=now: now[0], time=time.time))
+            files.begin(0)
+            for number in range(1, 200):
+                now[0] += round_s
+                if files.due(number):
+                    files.write(number, np.full(3, number, np.float32))
+                    files.end()
+    found = kept(tmp_path)
+    assert max(number for number, models in found.items() if len(models) == 2) >= 128, sorted(found)
+    assert all(len([path for path in tmp_path.iterdir() if f"-{rank_}." in path.name]) <= 4 for rank_ in (0, 1))

@@ -724,7 +724,6 @@ def ticker(started_: Run) -> Iterator[None]:
         ({"sync": "gossip", "compress": "auto"}, "--compress auto"),
         ({"sync": "gossip", "compress": "auto:0.05"}, "--compress auto:0.05"),
         ({"sync": "gossip", "compress": "int8", "compress_down": "int8"}, "--compress-down"),
-        ({"sync": "gossip", "checkpoint_every": 5.0}, "--checkpoint-every"),
         ({"sync": "gossip", "topology": "random", "staleness": 2}, "--staleness"),
         ({"sync": "gossip", "push": "update"}, "--push"),
     ],
@@ -743,12 +742,6 @@ def test_overlap_has_nothing_to_overlap() -> None:
 
 
 # Processes.
-
-
-def test_there_is_nothing_that_a_server_could_resume(tmp_path: Path) -> None:
-    """Each worker would take itself for a joiner, and ask the others for a model that none has."""
-    with started("ps-serve", "--sync", "gossip", "--checkpoint-dir", str(tmp_path), "--resume") as server:
-        assert server.wait() == 2 and "--resume: under --sync gossip" in server.err, server
 
 
 def test_workers_go_on_when_their_server_is_killed(tmp_path: Path) -> None:

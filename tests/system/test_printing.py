@@ -400,7 +400,6 @@ def test_the_script_for_ray_calls_a_function_with_its_own_parameters() -> None:
     ("--print slurm --sync sometimes", "--sync sometimes: unknown mode"),
     ("--print slurm --compress int9", "--compress int9"),
     ("--print slurm --parent tcp://a:1", "leave out --parent"),
-    ("--print slurm --sync gossip --resume", "under --sync gossip the model is with the workers"),
     ("--print compose --dashboard 0", "--dashboard 0: name a port"),
     ("--print compose --metrics 0.0.0.0:9", "--keys or --insecure"),
     ("--print dockerfile --workers 2", "--print dockerfile: leave out --workers"),

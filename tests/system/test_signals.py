@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -168,7 +169,7 @@ def test_a_worker_that_is_told_to_end_with_all_others_leaves_the_run(tmp_path: P
 def test_a_run_of_gossip_that_is_stopped_ends_with_the_models_of_its_workers(tmp_path: Path) -> None:
     script, folder = tmp_path / "script.py", tmp_path / "kept"
     script.write_text(SCRIPT % "if step_count() > 20: print('trains', flush=True)")
-    words = ("-n", "2", "--sync", "gossip", "--checkpoint-dir", str(folder), str(script))
+    words = ("-n", "2", "--sync", "gossip", "--checkpoint-every", "0.1", "--checkpoint-dir", str(folder), str(script))
     with started("ps-worker", *words, cwd=tmp_path) as command:
         until(lambda: command.out.count("trains") > 20, command)
         os.kill(command.pid, signal.SIGINT)
@@ -177,3 +178,8 @@ def test_a_run_of_gossip_that_is_stopped_ends_with_the_models_of_its_workers(tmp
     with safe_open(folder / "model.safetensors", framework="numpy") as file:
         loss = np.square(file.get_tensor("weight").sum(1) + file.get_tensor("bias")).sum()
     assert loss < 0.1, "these are the weights that the run began with"
+    with started("ps-worker", "--resume", *words, "1", cwd=tmp_path) as command:
+        assert command.wait() == 0, command
+        assert re.search(r"the run goes on from round \d+, with the mean of the models of 2 workers", command.err), (
+            command
+        )
