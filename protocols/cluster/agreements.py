@@ -90,7 +90,10 @@ class Agreements(Decision):
         """Answer the first call that nobody is waited for any more."""
         for call in sorted(self.open):
             asked = self.open[call]
-            if any(not self._past(seat, asked) for seat in self.run.declared if seat.worker not in asked.asks):
+            # With a quorum steps of workers differ by the rounds that closed without one: a later call is past this one.
+            later = {worker for other, each in self.open.items() if other > call for worker in each.asks}
+            missing = [s for s in self.run.declared if s.worker not in asked.asks and s.worker not in later]
+            if any(not self._past(seat, asked) for seat in missing):
                 continue
             if self.above.child and not self.above.alone:
                 if self.upward is None or self.upward.call != call:

@@ -61,7 +61,9 @@ class Meeting(Decision):
         def names(seat: Seat) -> tuple[str, ...]:
             return tuple(m.pair_name(seat.name, each.name) for each in members)
 
-        return [Send(seat.peer, m.Roster(seat.worker, *roster, names(seat), first)) for seat in seats if seat.ready_sent]
+        return [
+            Send(seat.peer, m.Roster(seat.worker, *roster, names(seat), first)) for seat in seats if seat.ready_sent
+        ]
 
     def introductions(self) -> list[Send]:
         """The roster for all, where it has changed since the last time."""

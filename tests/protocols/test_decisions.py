@@ -14,6 +14,7 @@ from kit.in_process import Cluster, Link
 from narrows.protocols import messages as m
 from narrows.protocols.cluster import coordinator
 from narrows.protocols.cluster.above import Above
+from narrows.protocols.cluster.agreements import Agreements
 from narrows.protocols.cluster.attendance import FRESH_NS, Attendance
 from narrows.protocols.cluster.coordinator import Coordinator
 from narrows.protocols.cluster.generations import EVERY_LEAST_NS, Generations
@@ -914,3 +915,17 @@ def test_a_run_of_gossip_goes_on_with_the_newest_round_of_a_majority() -> None:
         assert decision.sources == (-1, ()) and decision.initialiser == -1, "one is to come"
         member(run, rounds).models = models[2]
         assert decision.sources == found and decision.initialiser == (found[1][0][0] if found[1] else 0)
+
+
+def test_calls_at_two_steps_do_not_wait_for_each_other() -> None:
+    """As with a quorum, where a late worker's step counts the rounds that closed without it."""
+    run = run_of(sync="local", workers=2, quorum=1)
+    rounds = Rounds(run)
+    above, first, second = Above(run, rounds, False), member(run, rounds), member(run, rounds)
+    agreements = Agreements(run, rounds, above, Meeting(run))
+    agreements.hear(first, m.AgreeAsk(first.worker, first.epoch, 1, 20, 0, 2, 4.0, 1))
+    assert not agreements.decide(0) and not agreements.answers(), "the other may come to that step"
+    agreements.hear(second, m.AgreeAsk(second.worker, second.epoch, 1, 30, 0, 3, 8.0, 1))
+    assert agreements.decide(0)
+    ((answer,),) = [[effect.message for effect in agreements.answers()]]
+    assert isinstance(answer, m.Agreed) and (answer.worker, answer.value) == (first.worker, 4.0)

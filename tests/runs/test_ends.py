@@ -192,7 +192,9 @@ def test_a_worker_that_dies_is_not_waited_for_and_none_joins_once_all_have_ended
 # Agreeing on a number, as early stopping does.
 
 
-AGREE: dict[str, dict[str, Any]] = {**MODES, "gossip": {"sync": "gossip"}}
+# With a quorum the steps of workers depend on who is late.
+AGREE: dict[str, dict[str, Any]] = {name: flags for name, flags in MODES.items() if name != "quorum"}
+AGREE["gossip"] = {"sync": "gossip"}
 
 
 @pytest.mark.parametrize("mode", AGREE)
