@@ -16,6 +16,19 @@ DEFAULTS = {
 }
 
 
+_told = threading.Event()  # to end, and no step was taken since
+
+
+def told_to_end() -> bool:
+    """Whether this script was told to end, and ends: also where a Trainer has caught KeyboardInterrupt and calls sys.exit()."""
+    return _told.is_set()
+
+
+def goes_on() -> None:
+    """The script has taken another step."""
+    _told.clear()
+
+
 def leave_when_told() -> None:
     """SIGTERM and SIGHUP end this script as Ctrl-C does: it leaves the run. A handler of the script's own stays.
 
@@ -32,6 +45,7 @@ def leave_when_told() -> None:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         elif first or again or os.getpid() != worker:
+            _told.set()
             raise KeyboardInterrupt
 
     if threading.current_thread() is threading.main_thread():

@@ -37,7 +37,7 @@ from narrows.worker import child_process, home, telling
 from narrows.worker.admission import let_in
 from narrows.worker.child_process import ChildProcess, NotAWorkerError, only_here
 from narrows.worker.command.managers import place
-from narrows.worker.ending import leave_when_told
+from narrows.worker.ending import goes_on, leave_when_told, told_to_end
 from narrows.worker.engine import Engine
 from narrows.worker.figures import Figures
 from narrows.worker.forwarding import Forwarding
@@ -192,6 +192,7 @@ class Connected:
     def stepped(self) -> None:
         """After each step: what it cost, to be written with what record() is given before the next."""
         self._flush()
+        goes_on()
         self.tell_children()
         engine = self.engine
         assert engine is not None
@@ -418,7 +419,7 @@ def interrupted() -> None:
 def _at_exit() -> None:
     if isinstance(_session, Connected):
         try:
-            _session.close(_failed, _stopped)
+            _session.close(_failed or told_to_end(), _stopped or told_to_end())
         except NarrowsError as error:
             _end(error)
 

@@ -128,6 +128,38 @@ def test_a_handler_of_the_script_is_called(before: bool, tmp_path: Path) -> None
         assert command.out == f"trains\nsaves at {signal.SIGTERM:d}\n" and "Traceback" not in command.err, command
 
 
+CAUGHT = """
+import sys, torch
+from narrows.worker import DistributedOptimizer
+model = torch.nn.Linear(4, 2)
+optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model)
+try:
+    for step in range(100_000):
+        optimizer.zero_grad()
+        model(torch.ones(3, 4)).square().sum().backward()
+        optimizer.step()
+        if step == 5:
+            print("trains", flush=True)
+except KeyboardInterrupt:
+    sys.exit(1)
+"""
+
+
+def test_a_script_that_catches_the_interrupt_and_exits_has_stopped_and_not_finished(tmp_path: Path) -> None:
+    """As Lightning's Trainer does. A run whose workers have finished is over, and is not resumed."""
+    script = tmp_path / "script.py"
+    script.write_text(CAUGHT)
+    with serving("--workers", "1", "--checkpoint-dir", str(tmp_path / "kept")) as server:
+        with started("ps-worker", "--server", server.address, str(script)) as command:
+            until(lambda: command.out == "trains\n" or command.process.poll() is not None, command)
+            os.kill(command.pid, signal.SIGINT)
+            assert command.wait(GONE_S) == 128 + signal.SIGINT, command
+        until(lambda: "; 0 live" in server.command.out, server.command)
+        assert " stopped at clock " in server.command.out and " left at clock " not in server.command.out, (
+            server.command
+        )
+
+
 LEAVES = """
 import os, time, torch
 from narrows.worker import DistributedOptimizer
