@@ -118,6 +118,7 @@ def test_servers_end_with_the_only_pipeline_and_the_printed_way_back_goes_on(tmp
         until(lambda: all(max(clocks(server, stage), default=0) >= EVERY for stage in range(STAGES)), worker)
         os.kill(of_stage(worker, 1, 0), signal.SIGKILL)
         assert worker.wait() == 6, worker
+        assert "was ended by signal 9 (SIGKILL); its pipeline ends\n" in worker.err, worker
         assert server.wait() == 6, server
         assert "the last worker of this stage is lost, and the run ends: once the servers" in server.err, server
     with (

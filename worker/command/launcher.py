@@ -323,7 +323,8 @@ class Launcher:
         elif self.options.group:
             sentence += "; its group ends"
         elif self._running:
-            sentence += "; the others go on"
+            stages = {part["NARROWS_STAGE"] for part in self.options.parts}
+            sentence += "; its pipeline ends" if len(stages) > 1 else "; the others go on"
         self.console.say(sentence)
 
     def _tell_left(self, index: int, token: str) -> None:
