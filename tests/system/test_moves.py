@@ -127,14 +127,14 @@ def test_a_machine_that_joins_has_keys_until_it_goes(tmp_path: Path) -> None:
 def test_a_machine_that_joined_ends_with_the_run_and_resume_finds_its_keys(tmp_path: Path) -> None:
     """Also with keys, of which it has a copy."""
     assert finished("ps-serve", "keys", "init", str(tmp_path / "keys"))[0] == 0
-    code, out, err = finished("ps-serve", "keys", "add", "one", "--keys", str(tmp_path / "keys"))
+    code, _, err = finished("ps-serve", "keys", "add", "one", "--keys", str(tmp_path / "keys"))
     assert code == 0, err
     shutil.copytree(tmp_path / "keys", tmp_path / "copy")
     kept = ("--checkpoint-dir", str(tmp_path / "kept"))
     with serving(*UPDATES, "--keys", str(tmp_path / "keys"), *kept) as server:
         with joined(server, tmp_path) as stranger:
             assert stranger.command.wait() == 4 and "give --keys" in stranger.command.err, stranger.command
-        worker = Worker(server.address, out.splitlines()[0], RATE)
+        worker = Worker(server.address, str(tmp_path / "keys" / "one.key"), RATE)
         worker.train(5)
         with joined(server, tmp_path, "--shards", "2", "--keys", str(tmp_path / "copy")) as guest:
             trains(worker, lambda: len(guest.pids) == 2, guest.command)

@@ -151,7 +151,7 @@ def test_a_standby_that_is_lost_is_done_without_and_another_takes_its_place() ->
 
 def test_a_server_that_comes_back_is_served_no_more(tmp_path: Path) -> None:
     assert finished("ps-serve", "keys", "init", str(tmp_path / "keys"))[0] == 0
-    code, out, err = finished("ps-serve", "keys", "add", "one", "--keys", str(tmp_path / "keys"))
+    code, _, err = finished("ps-serve", "keys", "add", "one", "--keys", str(tmp_path / "keys"))
     assert code == 0, err
     shutil.copytree(tmp_path / "keys", tmp_path / "copy")
     flags = (*BELOW, "--replicas", "1", "--keys", str(tmp_path / "keys"))
@@ -159,7 +159,7 @@ def test_a_server_that_comes_back_is_served_no_more(tmp_path: Path) -> None:
         code, _, err = finished("ps-serve", "--bind", "tcp://127.0.0.1:0", "--standby", server.address)
         assert code == 4 and "give --keys" in err, err
         with serving("--standby", server.address, "--keys", str(tmp_path / "copy")) as standby:
-            worker = Worker(server.address, out.splitlines()[0], RATE)
+            worker = Worker(server.address, str(tmp_path / "keys" / "one.key"), RATE)
             worker.train(5)
             stands_by(standby, server)
             for pid in server.pids:
@@ -213,7 +213,7 @@ def test_the_standby_of_a_cluster_has_its_place_in_the_run_above(tmp_path: Path)
     assert one, err
     shutil.copytree(here, copy)
     told = {name: tmp_path / f"told-{name}" for name in ("root", "cluster", "standby")}
-    upward = ("--parent-key", city.splitlines()[0])
+    upward = ("--parent-key", str(Path(above) / "city.key"))
     flags = (*BELOW, "--shards", "2", "--replicas", "1", "--keys", here, *upward)
     with (
         serving("--sync", "ssp", "--shards", "2", "--keys", above, env=telling(told["root"])) as root,
@@ -223,7 +223,7 @@ def test_the_standby_of_a_cluster_has_its_place_in_the_run_above(tmp_path: Path)
         code, _, err = finished("ps-serve", "--bind", "tcp://127.0.0.1:0", *follows)
         assert code == 2 and "give --parent-key" in err, err
         with serving(*follows, *upward, env=telling(told["standby"])) as standby:
-            worker = Worker(cluster.address, one.splitlines()[0], RATE)
+            worker = Worker(cluster.address, str(Path(here) / "one.key"), RATE)
             worker.train(20)
             stands_by(standby, cluster)
             worker.train(20)
