@@ -25,7 +25,7 @@ from narrows.worker.datasets import sampler
 from narrows.worker.machine import from_first, local_rank
 from narrows.worker.optimizer import DistributedOptimizer, begin_anew
 from narrows.worker.schedules import catch_up
-from narrows.worker.session import current, interrupted, rank, step_count
+from narrows.worker.session import current, rank, step_count
 from narrows.worker.telling import say
 
 __all__ = ["NarrowsCallback", "sampler"]
@@ -141,10 +141,6 @@ class NarrowsCallback(lightning.Callback):  # type: ignore[misc]
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._finish()
-
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        if isinstance(exception, KeyboardInterrupt):
-            interrupted()
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """`ckpt_path="best"` and "last" are the files of the first worker of this machine, in each of its workers."""

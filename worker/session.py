@@ -409,13 +409,6 @@ def _install_hook() -> None:
     sys.excepthook = hook
 
 
-def interrupted() -> None:
-    """A trainer has caught Ctrl-C and ends the script by sys.exit: this worker leaves as after the KeyboardInterrupt itself, or
-    the run would count as ended, and --resume would refuse it."""
-    global _failed, _stopped
-    _failed = _stopped = True
-
-
 def _at_exit() -> None:
     if isinstance(_session, Connected):
         try:
