@@ -300,7 +300,13 @@ class Worker:
             self.step()
 
     def close(self, failed: bool = False) -> None:
+        """Leave the run once all other workers have done their last step."""
         self.session.close(failed)
+
+    def leave(self) -> None:
+        """Leave at once: other workers go on, in this thread too."""
+        self.engine.finish(last=False)
+        self.close()
 
     def __enter__(self) -> Worker:
         return self

@@ -133,7 +133,7 @@ def test_a_standby_that_is_lost_is_done_without_and_another_takes_its_place() ->
         worker = Worker(server.address, rate=RATE)
         worker.train(5)
         stands_by(standby, server)
-        Worker(f"{standby.address},{server.address}", rate=RATE).close()  # a standby lets nobody in
+        Worker(f"{standby.address},{server.address}", rate=RATE).leave()  # a standby lets nobody in
         server.kill_shard(1)  # which goes on by its journal, and its copy with it
         goes_on(worker, 5)
         standby.kill()
@@ -145,7 +145,7 @@ def test_a_standby_that_is_lost_is_done_without_and_another_takes_its_place() ->
             os.kill(server.pids[0], signal.SIGKILL)  # ps-serve alone: its shards must end without a word
             goes_on(worker)
             late = Worker(f"{server.address},{second.address}", rate=RATE)  # the first is gone, the second serves
-            late.close()
+            late.leave()
             ends_with(second, worker, joined=1)
 
 
