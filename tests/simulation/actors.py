@@ -76,7 +76,7 @@ def update_of(index: int, life: int, step: int) -> FloatArray:
     return values
 
 
-pickling.OURS = (*pickling.OURS, f"{__name__}.")  # a machine of a test may have what follows
+pickling.OURS = (*pickling.OURS, f"{__package__}.")  # a machine of a test has parts of its own, of any module here
 
 
 class PlainSGD:
