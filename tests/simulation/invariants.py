@@ -6,6 +6,7 @@
                   updates are added that times the gain, which is measured anew from what was given, and counted once
     sets          every shard closes each clock over the set that the coordinator closed, which holds all live members
     quorum        or so many of them, once the grace is over and not later; it holds every update that is on all shards
+    the end       all workers end with one model, which is sent once all have done their last step
     own writes    a state has all own updates that it says are settled; who leaves has every update of its own in the model
     rows          of a table are those that the log gives; who is sent them for clock c has all own updates before c in
                   them, and those of others before c - s
@@ -63,7 +64,9 @@ class Checker:
         self.quorum = run.case.settings.quorum
         self.given = Given()
         self.made: dict[tuple[int, int], int] = {}  # worker, epoch -> its clock, as it knows itself
-        self.pulls: dict[tuple[int, int, int, int], int] = {}  # shard, worker, epoch, request -> clock
+        self.pulls: dict[tuple[int, int, int, int], m.Pull] = {}  # shard, worker, epoch, request
+        self.ends: dict[tuple[int, int], int] = {}  # worker, epoch -> its clock, once it has asked for the last model
+        self.last_models: dict[tuple[int, int], bytes] = {}  # generation, shard
         self.asks: dict[tuple[int, int, int, int], int] = {}  # the same, for rows
         self.follows: dict[tuple[int, int, int], m.Follow] = {}  # shard, worker, epoch -> the newest that has come
         self.mirrors: dict[int, Mirror] = {}
@@ -99,7 +102,9 @@ class Checker:
         self.made[worker.worker, worker.epoch] = clock + 1
 
     def pulled(self, shard: int, pull: m.Pull) -> None:
-        self.pulls[shard, pull.worker, pull.epoch, pull.request] = pull.clock
+        self.pulls[shard, pull.worker, pull.epoch, pull.request] = pull
+        if pull.last:
+            self.ends[pull.worker, pull.epoch] = pull.clock
 
     def heard(self, process: Process, message: m.Message) -> None:
         if isinstance(message, m.Follow):
@@ -226,7 +231,7 @@ class Checker:
     def _on_state(self, mirror: Mirror, state: m.State) -> None:
         who, master = (mirror.index, state.worker, state.epoch), state.request > 0
         follow = self.follows.get(who)
-        clock = self.pulls[*who, state.request] if master else follow.clock if follow is not None else -1
+        clock = self.pulls[*who, state.request].clock if master else follow.clock if follow is not None else -1
         held, generation = mirror.held, mirror.process.shard.ledger.generation
         where = f"the state of shard {mirror.index} for clock {clock} of worker {state.worker}"
         coordinator = self.run.servers[0].coordinator
@@ -240,7 +245,9 @@ class Checker:
         # Differences are followed from the first on, whatever the clock: a worker computes on them when it may.
         if (master or state.whole) and bound is not None and clock > state.settled + bound:
             raise Violation(f"staleness: {where} is settled to {state.settled}, s = {bound}")
-        if state.settled > state.min_clock or (self.quorum < 0 and state.settled < state.min_clock):
+        # Clocks close without a worker that waits for the last model, and have none of its updates.
+        least = min(state.min_clock, self.ends.get(who[1:], state.min_clock))
+        if state.settled > state.min_clock or (self.quorum < 0 and state.settled < least):
             raise Violation(f"{where} is settled to {state.settled}, of min_clock {state.min_clock}")
         complete = own is not None  # with none a publication may be older than min_clock is
         for each in range(max(state.settled - 3, 0), state.settled) if complete else ():
@@ -251,12 +258,23 @@ class Checker:
         if master:
             if bytes(state.payload) != held.x.tobytes():
                 raise Violation(f"{where} is not the master copy")
+            if self.pulls[*who, state.request].last:
+                self._on_last(coordinator, generation, mirror.index, state, where)
             return
         number = (generation, mirror.index, state.publication)
         if state.whole and zlib.crc32(state.payload) != self.given.publications[number]:
             raise Violation(f"{where} is not publication {number}")  # what deltas come to is seen where they arrive
         if not mirror.mode.barrier:
             self._on_contains(mirror, state, where)
+
+    def _on_last(self, coordinator: Coordinator, generation: int, shard: int, state: m.State, where: str) -> None:
+        """All workers end with one model, and it is sent once all have done their last step."""
+        if self.last_models.setdefault((generation, shard), bytes(state.payload)) != bytes(state.payload):
+            raise Violation(f"{where} is another last model than a worker had before")
+        ended = {worker for worker, _ in self.ends}
+        going = [member.worker for member in coordinator.declared if member.worker not in ended]
+        if coordinator.run.generation == generation and going:
+            raise Violation(f"{where} is the last model, and workers {going} go on")
 
     def _on_rows(self, mirror: Mirror, rows: m.Rows) -> None:
         clock = self.asks[mirror.index, rows.worker, rows.epoch, rows.request]

@@ -26,7 +26,7 @@ from narrows.protocols.modes import Mode
 from narrows.protocols.plan import Plan, TensorSpec
 from narrows.protocols.runtime.clock import Awake
 from narrows.protocols.settings import Settings
-from narrows.ps.changes import Change, Fold, Terms
+from narrows.ps.changes import Change, FloatArray, Fold, Terms
 from narrows.ps.folding import AtOnce
 from narrows.ps.inbox import Inbox, Update
 from narrows.ps.inbox import Seat as ShardSeat
@@ -303,6 +303,11 @@ def one_too_far(mode: Mode, clock: int, min_clock: int) -> bool:
     return mode.bound is None or clock <= min_clock + mode.bound + 1
 
 
+def at_once(service: Service) -> FloatArray:
+    """The last model is sent to a worker that is done, whoever goes on."""
+    return service.store.x
+
+
 sparse = lambda seed: with_states("topk:0.5", seed)  # noqa: E731
 in_parts = lambda seed: with_barrier(seed)  # noqa: E731
 PLANTED: dict[str, tuple[Bug, Callable[[int], Case], str]] = {
@@ -318,6 +323,7 @@ PLANTED: dict[str, tuple[Bug, Callable[[int], Case], str]] = {
     "a late worker sent on without its update": (
         [(Publications, "_settled", leaves_behind)], with_quorum, "own writes|is settled to"
     ),
+    "a last model sent while others go on": ([(Service, "_last", at_once)], case_of, "is the last model, and workers"),
     "a dead worker's weight kept": (Kit(shard=CountsTheDead), case_of, "weight of"),
     "a checkpoint that not all shards have": (NewestOfAny, with_restart, "has no checkpoint of it"),
     "a lease without end": (NoLease, case_of, "progress|has not ended"),
