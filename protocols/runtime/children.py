@@ -129,7 +129,7 @@ class Children:
             self._ready("they can be forked on Linux only")
             return
         self.env = env
-        self.adopts = _adopt_orphans()
+        self.adopts = _adopt_orphans(True)
         self.port = self._given(env) or self._own(env)
         self.need(needs)
         threading.Thread(target=self._hear_nursery, daemon=True).start()
@@ -171,6 +171,7 @@ class Children:
         if self.nursery is not None:
             self.nursery.kill()
             self.nursery.wait()
+        _adopt_orphans(False)
 
     def start(
         self,
@@ -336,10 +337,11 @@ class Children:
             self.events.put((index, "exit", child.code))
 
 
-def _adopt_orphans() -> bool:
-    """Become the parent of descendants whose parent dies, in place of the system's first process. False: the kernel refuses."""
+def _adopt_orphans(on: bool) -> bool:
+    """Become the parent of descendants whose parent dies from now on, in place of the system's first process, or do so no
+    more. False: the kernel refuses."""
     try:
-        return int(ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)) == 0
+        return int(ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0)) == 0
     except (OSError, AttributeError):
         return False
 
