@@ -24,6 +24,7 @@ from narrows.protocols.tables import ROWWISE, TableSpec, rows_of, unpack_rates
 from narrows.ps.changes import FloatArray
 
 PREFIX = "table."  # of the arrays of a checkpoint: table.NUMBER.NAME
+COUNTS = {"rows": np.dtype(np.uint32), "steps": np.dtype(np.int64)}  # the dtypes of those NAMEs that hold no floats
 Arrays = dict[str, npt.NDArray[Any]]
 
 
@@ -76,9 +77,9 @@ class Table:
 
     def arrays(self) -> Arrays:
         """The rows that are held: uint32 places, which rise, and the values and state there; copies."""
-        at = np.flatnonzero(self.held).astype(np.uint32)
+        at = np.flatnonzero(self.held).astype(COUNTS["rows"])
         state = {name: array[at] for name, array in self.state.items()}
-        return {"rows": at, "values": self.values[at], "steps": np.array([self.steps]), **state}
+        return {"rows": at, "values": self.values[at], "steps": np.array([self.steps], COUNTS["steps"]), **state}
 
     def load(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
         """Go on from these, in a table that holds nothing."""
@@ -190,6 +191,12 @@ class Tables:
                 table.load(_of(arrays, number))
 
 
+def dtype_of(name: str) -> np.dtype[Any]:
+    """Return the dtype of an array of a checkpoint, by its name there: float32, but for the rows and steps of tables."""
+    floats = np.dtype(np.float32)
+    return COUNTS.get(name.rpartition(".")[2], floats) if name.startswith(PREFIX) else floats
+
+
 def _summed(terms: Sequence[tuple[float, rows.Rows]]) -> tuple[npt.NDArray[Any], FloatArray]:
     """Places that differ, and the sum of weight * values there."""
     at = np.unique(np.concatenate([found.indices for _, found in terms]))
@@ -217,6 +224,6 @@ def recut(before: Sequence[Mapping[str, npt.NDArray[Any]]], tables: int, shard: 
         order = np.argsort(np.concatenate([part["rows"] for part in parts]))
         for name in parts[0]:
             made[f"{PREFIX}{number}.{name}"] = np.concatenate([part[name] for part in parts])[order]
-        made[f"{PREFIX}{number}.rows"] = made[f"{PREFIX}{number}.rows"].astype(np.uint32)
+        made[f"{PREFIX}{number}.rows"] = made[f"{PREFIX}{number}.rows"].astype(COUNTS["rows"])
         made[f"{PREFIX}{number}.steps"] = steps
     return made

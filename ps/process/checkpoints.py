@@ -1,6 +1,6 @@
 """Checkpoints: one safetensors file per shard and clock.
 
-    DIR/shard-0.clock-120.safetensors     x, p, optimizer state, float32; metadata: clock, publication, checksums, ...
+    DIR/shard-0.clock-120.safetensors     x, p, optimizer state, float32; tables; metadata: clock, publication, checksums, ...
 
 Every write goes to a temporary file first and is renamed, so a file is whole or absent. The newest KEPT clocks are kept.
 All files of a clock are of one number of shards, which each names; any other number of shards can begin from them.
@@ -275,7 +275,7 @@ def read(
                         raise ValueError(f"{name} is not what was written")
                     if name.startswith(BYTES):
                         facts[name.removeprefix(BYTES)] = array.tobytes()
-                    elif array.dtype != np.float32 or (name in ("x", "p") and array.ndim != 1):
+                    elif array.dtype != tables.dtype_of(name) or (name in ("x", "p") and array.ndim != 1):
                         raise ValueError(f"{name} is {array.dtype} with {array.ndim} dimensions")
                     else:
                         arrays[name] = array

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -57,6 +58,45 @@ def test_a_row_in_two_updates_is_summed_and_stepped_once() -> None:
     table = tables.tables[0]
     assert np.allclose(table.read(np.array([2, 3, 8])), first([5, 7, 17]) - [[0.0], [0.25], [0.75]])
     assert (table.touched, table.steps, tables.nbytes) == (2, 1, 2 * 12)
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3])
+def test_a_checkpoint_gives_back_the_rows_whatever_the_number_of_shards(shards: int, tmp_path: Path) -> None:
+    """Each of the two shards that wrote it has folded two updates."""
+    plan = replace(PLAN, tables=(replace(SPEC, optimizer="Adagrad"),))
+    rates, x = (
+        pack([{"lr": 1.0, "eps": 0.5, "initial_accumulator_value": 0.0}]),
+        np.zeros(2, np.float32),
+    )
+    before = []
+    for shard in range(2):
+        before.append(written := Tables(plan.tables, shard, 2))
+        for value in (0.5, 0.25):
+            written.fold([pushed(written, [0, 4, 499], value)], rates)
+        facts = {"publication": 1, "shards": 2, "plan": plan.packed(), "buffers": b"", "epoch": 1}
+        checkpoints.write(tmp_path, shard, 9, {"x": x, "p": x, **written.arrays()}, facts)
+    asked = np.arange(SPEC.rows)
+    found, wanted = np.zeros((2, SPEC.rows, SPEC.dim), np.float32)
+    for shard, each in enumerate(before):
+        wanted[shard::2] = each.tables[0].read(asked[: each.tables[0].count])
+    for shard in range(shards):
+        load, _ = checkpoints.read_for(tmp_path, shard, shards, 9, checkpoints.facts_of(tmp_path, 9))
+        loaded = Tables(plan.tables, shard, shards)
+        loaded.load(load.arrays)
+        assert loaded.tables[0].steps == 2
+        found[shard::shards] = loaded.tables[0].read(asked[: loaded.tables[0].count])
+    assert np.array_equal(found, wanted) and np.any(found[999] != first([999])[0])
+
+
+@pytest.mark.parametrize("name", ["rows", "values", "steps"])
+def test_a_checkpoint_whose_rows_are_of_another_kind_is_none(name: str, tmp_path: Path) -> None:
+    tables, x = Tables([SPEC], 0, 1), np.zeros(4, np.float32)
+    tables.fold([pushed(tables, [7], 0.5)], RATES)
+    arrays = {"x": x, "p": x, **tables.arrays()}
+    arrays[f"table.0.{name}"] = arrays[f"table.0.{name}"].astype(np.float64)
+    checkpoints.write(tmp_path, 0, 9, arrays, {"publication": 1, "plan": PLAN.packed()})
+    with pytest.raises(IncompatibleError, match=rf"damaged .*table\.0\.{name} is float64"):
+        checkpoints.read(tmp_path, 0, 9)
 
 
 def test_the_file_of_the_model_has_all_rows_and_shows_damage(tmp_path: Path) -> None:
