@@ -15,7 +15,7 @@ from simulation.mirrors import Violation
 
 FIRST: dict[str, int] = {
     "a checkpoint altered and not noticed": 2,
-    "a cluster that says it holds before all shards do": 22,
+    "a cluster that says it holds before all shards do": 103,
     "a cluster with a standby is taken for dead": 123,
     "a dead worker's range kept": 4,
     "a dedupe entry dropped": 6,

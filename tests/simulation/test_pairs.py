@@ -17,7 +17,7 @@ from simulation.hunt import hunt
 from simulation.mirrors import Violation
 from simulation.pairs import House, PairCase, Pairs, Serving, Strike, fenced, pair_case
 
-RUNS = 14
+RUNS = 17
 QUIET, FENCED = 6, 3
 PLANTED_RUNS = 150  # within so many a planted bug is found
 
