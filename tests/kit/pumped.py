@@ -13,7 +13,6 @@ import torch
 from kit.in_process import Cluster, member_of
 from kit.scripts import Array, Link, Run, train
 from narrows.protocols import messages as m
-from narrows.protocols.cluster.run import NO_KEY, Key
 from narrows.protocols.effects import NS, ServerEffect
 from narrows.protocols.settings import Settings
 
@@ -97,9 +96,9 @@ class Held:
         self, cluster: Cluster, shard: int, kinds: tuple[type, ...], those: Callable[[Any], bool] = lambda message: True
     ) -> None:
         self.cluster, self.shard, self.kinds, self.those = cluster, shard, kinds, those
-        self.server = cluster.servers[shard]
-        self.real, self.late, self.on = self.server.handle_above, list[m.Message](), True
-        self.server.handle_above = self.handle  # type: ignore[method-assign]
+        self.real = cluster.heard_above.get(shard, cluster.servers[shard].handle_above)
+        self.late, self.on = list[m.Message](), True
+        cluster.heard_above[shard] = self.handle
 
     def handle(self, message: m.Message, now_ns: int) -> list[ServerEffect]:
         if not self.on or not isinstance(message, self.kinds) or not self.those(message):
@@ -143,7 +142,8 @@ class Faults:
         parent = child.parent
         assert parent is not None
         for index, (below, above) in enumerate(zip(child.servers, parent.servers, strict=True)):
-            down, up, name = below.handle_above, above.handle, child.name.encode().ljust(m.NAME_BYTES) + b"."
+            down = child.heard_above.get(index, below.handle_above)
+            up, name = parent.heard.get(index, above.handle), child.name.encode().ljust(m.NAME_BYTES) + b"."
 
             def handle_above(message: m.Message, now_ns: int, index: int = index, real: Any = down) -> Any:
                 later = lambda: child._apply(index, real(message, child.now()))  # noqa: E731
@@ -153,7 +153,6 @@ class Faults:
                 peer: bytes,
                 message: m.Message,
                 now_ns: int,
-                key: Key = NO_KEY,
                 index: int = index,
                 real: Any = up,
                 name: bytes = name,
@@ -163,7 +162,7 @@ class Faults:
                 later = lambda: parent._apply(index, real(peer, message, parent.now()))  # noqa: E731
                 return self.pass_on(lambda: real(peer, message, now_ns), later)
 
-            below.handle_above, above.handle = handle_above, handle  # type: ignore[method-assign]
+            child.heard_above[index], parent.heard[index] = handle_above, handle
 
     def pass_on(self, now: Callable[[], Any], later: Callable[[], None]) -> Any:
         fate = self.rng.random() / self.share

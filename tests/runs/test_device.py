@@ -338,6 +338,6 @@ def test_kernels_of_a_gpu_are_compiled_before_a_worker_joins(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(home, "device_home", lambda device: order.append(str(device)))
     hear = cluster.servers[0].handle
-    monkeypatch.setattr(cluster.servers[0], "handle", lambda *args: order.append("heard") or hear(*args))  # type: ignore[func-returns-value]
+    cluster.heard[0] = lambda *args: order.append("heard") or hear(*args)  # type: ignore[func-returns-value]
     with run(cluster.settings, cluster):
         assert order[:2] == ["cuda:1", "heard"]

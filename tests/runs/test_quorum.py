@@ -311,10 +311,9 @@ def test_a_worker_that_dies_with_its_update_on_all_shards_is_in_the_next_round_a
     assert cluster.clock == 1 and not coordinator.rounds.departed, "the update of a worker that has left counts"
     assert not any(map(held_by, cluster.servers))
     # A second one, whose push reaches shard 0 alone.
-    real = cluster.servers[1].handle
-    cluster.servers[1].handle = lambda *arguments: []  # type: ignore[method-assign]
+    cluster.heard[1] = lambda *arguments: []
     pushers[1].push()
-    cluster.servers[1].handle = real  # type: ignore[method-assign]
+    del cluster.heard[1]
     assert held_by(cluster.servers[0])
     pushers[1].link.call(lambda member, now: member.leave(-1, now))
     assert not coordinator.rounds.departed and not held_by(cluster.servers[0])
@@ -415,23 +414,23 @@ def test_all_of_them_train_and_end_whoever_is_late() -> None:
     assert max(losses) < 0.7 * before
 
 
-def test_a_cluster_may_be_late_above() -> None:
+def test_a_cluster_may_be_late_above(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its shards push one update under one number, and every update of both clusters is in the root once."""
     root = Cluster(Settings(sync="local", local_steps=1, workers=2, shards=2, quorum=1, grace=0.0, compress="topk:0.3"))
     clusters = [Cluster(Settings(sync="bsp", shards=2, workers=1), root, f"cluster{index}") for index in range(2)]
     coordinator = root.servers[0].coordinator
     assert coordinator is not None
     taken: dict[int, list[int]] = {0: [], 1: []}
-    rounds = coordinator.rounds
-    close = rounds._close
+    close = Rounds._close
 
-    def closes(now_ns: int) -> None:
+    def closes(rounds: Rounds, now_ns: int) -> None:
         clock = rounds.min_clock
-        close(now_ns)
-        for worker, update in rounds.sets[clock]:
+        close(rounds, now_ns)
+        for worker, update in rounds.sets[clock] if rounds is root_rounds else ():
             taken[worker].append(update)
 
-    rounds._close = closes  # type: ignore[method-assign]
+    root_rounds = coordinator.rounds
+    monkeypatch.setattr(Rounds, "_close", closes)
     first_done = threading.Event()
 
     with tree(root, *clusters) as started_:

@@ -22,7 +22,6 @@ from kit.seed import SEED
 from kit.trees import ABOVE, BELOW, family, root_model
 
 from narrows.protocols import messages as m
-from narrows.protocols.cluster.run import NO_KEY, Key
 from narrows.protocols.effects import ServerEffect
 from narrows.protocols.member.member import Phase
 from narrows.protocols.modes import WINDOW
@@ -239,7 +238,7 @@ def test_a_refusal_of_any_shard_ends_the_cluster_with_its_sentence() -> None:
 
     real = root.servers[1].handle
 
-    def handle(peer: bytes, message: m.Message, now_ns: int, key: Key = NO_KEY) -> list[ServerEffect]:
+    def handle(peer: bytes, message: m.Message, now_ns: int) -> list[ServerEffect]:
         if not isinstance(message, m.Push):
             return real(peer, message, now_ns)
         below, shard = root.children[peer]
@@ -247,7 +246,7 @@ def test_a_refusal_of_any_shard_ends_the_cluster_with_its_sentence() -> None:
         below._apply(shard, below.servers[shard].handle_above(refuse, now_ns))
         return []
 
-    root.servers[1].handle = handle  # type: ignore[method-assign]
+    root.heard[1] = handle
     with tree(root, cluster) as run:
         script = Script(run, 0, refused)
         assert pump(run, [root, cluster], lambda: script.ended and cluster.stopped)
