@@ -24,7 +24,7 @@ from narrows.protocols.tables import ROWWISE, TableSpec, rows_of, unpack_rates
 from narrows.ps.changes import FloatArray
 
 PREFIX = "table."  # of the arrays of a checkpoint: table.NUMBER.NAME
-COUNTS = {"rows": np.dtype(np.uint32), "steps": np.dtype(np.int64)}  # the dtypes of those NAMEs that hold no floats
+COUNTS: dict[str, np.dtype[Any]] = {"rows": np.dtype(np.uint32), "steps": np.dtype(np.int64)}  # the others are float32
 Arrays = dict[str, npt.NDArray[Any]]
 
 
