@@ -1,11 +1,13 @@
-"""A run in one process, one of whose workers lies."""
+"""A run in one process, one of whose workers lies: it trains as the others do, and other values leave it. No check of its own
+sees them, as those of a member with other code would not."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -14,6 +16,8 @@ from torch import Tensor, nn
 from kit import scripts
 from kit.in_process import store_of
 from kit.scripts import Array, flat, run, seeded
+from narrows.compression.codecs import RAW
+from narrows.protocols import messages as m
 from narrows.protocols.settings import Settings
 from narrows.worker import DistributedOptimizer, rank, world_size
 
@@ -59,16 +63,33 @@ NOISY = Problem(scripts.build, scripts.loss_of, range(STEPS))  # workers have ne
 TAUGHT = Problem(linear, taught, HELD_OUT)  # workers agree
 
 
+def lie(optimizer: DistributedOptimizer, times: float) -> None:
+    """From now on the updates of this worker leave it so many times as long."""
+    assert optimizer._engine is not None
+    link: Any = cast(Any, optimizer._engine.link)
+    say = link.say
+
+    def altered(message: m.Message) -> m.Message:
+        if not isinstance(message, m.Push) or not message.samples:
+            return message
+        assert message.codec == RAW
+        with np.errstate(over="ignore", invalid="ignore"):
+            return replace(message, payload=(np.frombuffer(message.payload, np.float32) * np.float32(times)).tobytes())
+
+    def lying(shard: int, messages: Sequence[m.Message]) -> None:
+        say(shard, [altered(each) for each in messages])
+
+    link.say = lying
+
+
 def script(worker: int, problem: Problem, times: float, steps: int, samples: int, since: int) -> None:
     net = problem.build()
     optimizer = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net)
     for step in range(steps):
+        if rank() == LIAR and step == since:
+            lie(optimizer, times)
         optimizer.zero_grad()
         problem.loss_of(net, step, rank(), world_size()).backward()
-        if rank() == LIAR and step >= since:
-            for parameter in net.parameters():
-                assert parameter.grad is not None
-                parameter.grad *= times
         optimizer.step_samples(samples if rank() == LIAR else ROWS)
         optimizer.step()
     optimizer.finish()
@@ -77,7 +98,7 @@ def script(worker: int, problem: Problem, times: float, steps: int, samples: int
 def ended(
     settings: Settings, problem: Problem, times: float, steps: int = STEPS, samples: int = ROWS, since: int = 0
 ) -> tuple[Array, dict[int, int]]:
-    """The model of a run whose liar sends so many times its gradient, from a step on, and how many updates of each worker were
+    """The model of a run whose liar sends so many times its update, from a step on, and how many updates of each worker were
     changed."""
     with run(settings) as started:
         started.together(partial(script, problem=problem, times=times, steps=steps, samples=samples, since=since))
