@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import socket
+import stat
 import struct
 import threading
 from collections import Counter, OrderedDict
@@ -66,12 +67,7 @@ class Connections:
 
     def accept(self, descriptor: int) -> None:
         with self.lock:
-            self._forget(descriptor)
-            try:
-                connection = Connection(descriptor, os.fstat(descriptor).st_ino)
-            except OSError:  # it has ended meanwhile
-                return
-            self.accepted[descriptor] = self.strangers[descriptor] = connection
+            self._take(descriptor)
             while len(self.strangers) > self.most:
                 self._end(next(iter(self.strangers.values())), "too many connections from which nothing was let in")
 
@@ -104,7 +100,9 @@ class Connections:
             return True
         with self.lock:
             connection = self.accepted.get(descriptor)
-            if connection is not None:  # else its monitor has not told of it yet, or it was hung up on
+            if connection is None and name not in self.over:  # the monitor's thread has not told of this connection yet
+                connection = self._take(descriptor)
+            if connection is not None:
                 self.named.pop(connection.name, None)
                 connection.name, self.named[name] = name, connection
                 self.over.pop(name, None)
@@ -135,6 +133,25 @@ class Connections:
                 self._end(connection, why)
 
     # With the lock.
+
+    def _take(self, descriptor: int) -> Connection | None:
+        """Return the connection of this descriptor, a stranger where it is new; None where it has ended meanwhile.
+
+        The monitor and the first message of a connection come by two threads, in any order: the second finds what
+        the first has made, by the inode.
+        """
+        known = self.accepted.get(descriptor)
+        try:
+            status = os.fstat(descriptor)
+        except OSError:  # the monitor is about to tell its end
+            return known
+        if known is not None and known.inode == status.st_ino:
+            return known
+        self._forget(descriptor)
+        if not stat.S_ISSOCK(status.st_mode):
+            return None
+        connection = self.accepted[descriptor] = self.strangers[descriptor] = Connection(descriptor, status.st_ino)
+        return connection
 
     def _forget(self, descriptor: int) -> None:
         self.strangers.pop(descriptor, None)

@@ -238,6 +238,49 @@ def test_both_are_told_that_a_connection_has_ended_after_all_that_was_sent(kept:
         assert told == [address]
 
 
+@pytest.mark.parametrize("let_in", [False, True])
+@pytest.mark.parametrize("open_still", [False, True])
+def test_a_message_may_come_before_the_monitor_tells_of_its_connection(
+    let_in: bool, open_still: bool, kept: Connections
+) -> None:
+    """Its end is told all the same, where it was let in. It is counted once, and no longer once it was let in."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        descriptor = ours.fileno()
+        assert kept.said(b"name", descriptor)
+        if let_in:
+            kept.let_in(b"name")
+        if not open_still:
+            ours.close()
+        kept.accept(descriptor)
+        assert len(kept.accepted) == 1
+        assert len(kept.strangers) == (not let_in)
+        assert kept.said(b"name", descriptor)
+        assert kept.gone(descriptor) == (b"name" if let_in else b"")
+    assert not kept.accepted
+    assert not kept.strangers
+    assert not kept.named
+
+
+def test_a_descriptor_that_is_a_socket_no_more_or_another_one_has_no_old_name(kept: Connections) -> None:
+    with open(os.devnull) as file:
+        assert kept.said(b"name", file.fileno())
+        assert not kept.named
+    ours, theirs = socket.socketpair()
+    descriptor = os.dup(ours.fileno())
+    kept.accept(descriptor)
+    kept.said(b"name", descriptor)
+    os.dup2(theirs.fileno(), descriptor)
+    kept.accept(descriptor)
+    assert not kept.named
+    kept.gone(descriptor)
+    os.close(descriptor)
+    kept.accept(descriptor)
+    assert not kept.accepted
+    ours.close()
+    theirs.close()
+
+
 def test_strangers_leave_descriptors_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     for soft, most in ((256, 32), (1 << 20, STRANGERS_MAX), (-1, STRANGERS_MAX)):
         monkeypatch.setattr("resource.getrlimit", lambda what, soft=soft: (soft, soft))
