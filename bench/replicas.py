@@ -69,9 +69,9 @@ class Task:
         torch.manual_seed(seed)
         return torch.cat([p.detach().flatten() for p in bytelm.ByteGPT(**self.model).parameters()]).to(self.device)
 
-    def rows(self, seed: int, step: int, workers: int) -> Tensor:
+    def rows(self, seed: int, step: int, workers: int, batch: int = FLAGS.batch) -> Tensor:
         """[workers, batch / workers, context + 1], as bytelm.batch_rows deals them."""
-        starts = np.random.default_rng((seed, step)).integers(0, len(self.training) - self.context, size=FLAGS.batch)
+        starts = np.random.default_rng((seed, step)).integers(0, len(self.training) - self.context, size=batch)
         dealt = torch.from_numpy(np.stack([starts[worker::workers] for worker in range(workers)])).to(self.device)
         return self.training[dealt[..., None] + torch.arange(self.context + 1, device=self.device)].long()
 

@@ -1,0 +1,125 @@
+"""Losses of rules that merge the work of many workers: runs a queue of jobs, each in one process and one thread.
+
+    echo '{"workers": 4, "staleness": 0, "up": "sign"}' >jobs.jsonl  # a line a job: fields of Job in job.py
+    python bench/loss/run_jobs.py jobs.jsonl                           # the byte GPT
+    python bench/loss/run_jobs.py jobs.jsonl --model 3,96,3            # the small one of README.md
+    python bench/loss/run_jobs.py jobs.jsonl --model 1,32,1 --steps 8  # seconds: to try this script
+    python bench/loss/run_jobs.py jobs.jsonl --follow --seconds 3600   # jobs.jsonl may grow meanwhile
+
+Rules
+- A run is bytelm.py: its weights, rows, rates, clipping and held-out loss. All workers step at once; losses count, not seconds.
+- Each run is written as a line of --out: the job, its loss, those of an eighth of the windows at a quarter, a half and three
+  quarters of the steps, and facts. A job that is there for this commit, model and text is not run again.
+- A run ends early, with no loss, where it diverges or is above a limit of its job's `give_up`.
+- A line that is no job is reported and left out; the exit code is then 1.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from bf16_replicas import ByteTask
+from job import Job, Outcome, Progress
+from momentum_push import momentum
+from update_push import bsp, local, updates
+
+sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("", "tasks")]
+import bytelm
+import launch
+from lockstep import read
+
+from narrows.compression.buffers import FloatArray
+
+MODES = {"bsp": bsp, "updates": updates, "local": local, "momentum": momentum}
+QUICK_WINDOWS = 128  # of the held-out loss during a run
+LOOK_S = 1.0  # between two readings of a queue that has nothing new
+
+
+class Progressed:
+    """The losses of a run at a quarter, a half and three quarters of its steps, and whether it ended early."""
+
+    def __init__(self, task: ByteTask, job: Job) -> None:
+        self.task, self.job, self.curve, self.ended = task, job, list[float](), False
+        self.quarters = {job.steps * part // 4 for part in (1, 2, 3)}
+
+    def __call__(self, done: int, x: FloatArray) -> bool:
+        if done in self.quarters:
+            self.curve.append(round(self.task.loss(x, QUICK_WINDOWS), 4))
+            self.ended = not self.curve[-1] < self.job.limit(done)  # nor is NaN
+        return self.ended
+
+
+def train(task: ByteTask, job: Job) -> dict[str, Any]:
+    """The job's losses and facts."""
+    progress: Progress
+    progress = progressed = Progressed(task, job)
+    before_s = time.process_time()
+    outcome: Outcome = MODES[job.mode](task, job, progress)
+    x, facts = outcome
+    loss = None if progressed.ended else round(task.loss(x), 4)
+    told = {name: round(value, 4) for name, value in facts.items()}
+    return {"loss": loss, "curve": progressed.curve, "cpu_s": round(time.process_time() - before_s), **told}
+
+
+def queued(lines: list[str], steps: int | None) -> Iterator[Job | str]:
+    """The jobs of a queue, and a sentence for each line that is none. Blank lines and comments (#) are left out."""
+    for line in lines:
+        if not line.strip() or line.startswith("#"):
+            continue
+        try:
+            job = Job(**json.loads(line))
+            yield replace(job, steps=steps or job.steps)
+        except (TypeError, ValueError) as error:
+            yield f"{line.strip()}: {error}"
+
+
+@click.command(help=__doc__, context_settings={"max_content_width": 120, "show_default": True})
+@click.argument("queue", type=click.Path(exists=True, path_type=Path))
+@click.option("--model", default="4,160,5", help="layers,width,heads")
+@click.option("--steps", type=int, help="of every job, for quick looks")
+@click.option("--seconds", default=float("inf"), help="no job begins later than that")
+@click.option("--follow", is_flag=True, help="wait for more jobs at the end of the queue, until --seconds are over")
+@click.option("--out", type=click.Path(path_type=Path), default=launch.OUT / "loss.jsonl", help="JSON lines")
+def main(queue: Path, model: str, steps: int | None, seconds: float, follow: bool, out: Path) -> None:
+    torch.set_num_threads(1)
+    training, held_out, sha256 = bytelm.library()
+    try:
+        layers, width, heads = map(int, model.split(","))
+        task = ByteTask(training, held_out, layers, width, heads)
+    except ValueError as error:
+        raise click.UsageError(f"--model {model}: {error}") from error
+    out.parent.mkdir(parents=True, exist_ok=True)
+    now = launch.facts() | {"model": model, "text": sha256}
+    names = ("commit", "model", "text")
+    done = {Job(**found["job"]) for found in read(out) if all(found[name] == now[name] for name in names)}
+    bad: set[str] = set()
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        found = list(queued(queue.read_text().splitlines(), steps))
+        for fault in [each for each in found if isinstance(each, str) and each not in bad]:
+            click.echo(fault, err=True)
+            bad.add(fault)
+        job = next((each for each in found if isinstance(each, Job) and each not in done), None)
+        if job is None:
+            if not follow:
+                break
+            time.sleep(LOOK_S)
+            continue
+        result = train(task, job)
+        with out.open("a") as lines:
+            lines.write(json.dumps({"job": asdict(job), **result, **now}) + "\n")
+        click.echo(f"{job}: {json.dumps(result)}")
+        done.add(job)
+    sys.exit(bool(bad))
+
+
+if __name__ == "__main__":
+    main()

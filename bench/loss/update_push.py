@@ -1,0 +1,182 @@
+"""Modes of the loss probes that fold gradients or updates: bsp, updates (ssp, async) and local rounds.
+
+All workers step at once. A worker sees a shared state exactly `staleness` clocks late, and holds its own updates in flight and
+its residual beside it, each at the gain: as the product and bench/lockstep.py do.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from bf16_replicas import AdamWs, ByteTask, Coder, add_scaled, clip_scale, f4
+from job import Job, Outcome, Progress
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from lockstep import Windows
+
+from narrows.compression.buffers import FloatArray
+
+
+class MeanGradient:
+    """bsp: the mean of all workers' clipped gradients steps one optimizer. With a SPEC each is coded with error feedback."""
+
+    def __init__(self, task: ByteTask, job: Job, spec: str = "") -> None:
+        self.task, self.job = task, job
+        self.replicas, self.gradients = task.zeros(job.workers), task.zeros(job.workers)
+        self.update = task.zeros(1)
+        self.optimizer = AdamWs(task, 1, job.inner, job.beta1, job.beta2)
+        self.code = Coder(spec) if spec else None
+        self.residual, self.sent = (task.zeros(job.workers if spec else 0) for _ in range(2))
+
+    def step(self, step: int, x: FloatArray) -> None:
+        """In place."""
+        job, workers = self.job, self.job.workers
+        self.replicas[:] = x
+        self.task.gradients(self.replicas, self.task.rows(job.seed, step, workers, job.batch), self.gradients)
+        mean = self.task.zeros(1)
+        for w in range(workers):
+            scale = clip_scale(self.gradients[w])
+            if self.code is None:
+                add_scaled(f4(scale / workers), self.gradients[w], mean[0])
+            else:
+                add_scaled(f4(scale), self.gradients[w], self.residual[w])
+                self.code(self.residual[w], 1 / workers, mean[0], self.sent[w])
+        self.optimizer.updates(mean, x[None], job.rate_at(step), self.update)
+        x += self.update[0]
+
+
+def bsp(task: ByteTask, job: Job, progress: Progress) -> Outcome:
+    x, mean = task.initial(job.seed), MeanGradient(task, job)
+    for step in range(job.steps):
+        mean.step(step, x)
+        if progress(step + 1, x):
+            break
+    return x, {}
+
+
+class Published:
+    """The shared model as workers see it: through the code on its way down, `staleness` clocks late."""
+
+    def __init__(self, x: FloatArray, spec: str, staleness: int) -> None:
+        self.newest, self.code, self.staleness = x.copy(), Coder(spec), staleness
+        self._residual, self._sent = np.zeros_like(x), np.zeros_like(x)
+        self.show(x)
+
+    def show(self, x: FloatArray) -> None:
+        """To all, as it is and at once."""
+        self.newest[:] = x
+        self.seen = [self.newest.copy() for _ in range(self.staleness + 1)]  # the oldest is what workers have now
+        self.change: FloatArray | None = None  # from the state before that to it
+
+    def clock(self, x: FloatArray) -> None:
+        np.subtract(x, self.newest, out=self._residual)
+        self.code(self._residual, 1, np.zeros_like(x), self._sent)
+        self.newest += self._sent
+        before = self.seen[0]
+        self.seen = [*self.seen[1:], self.newest.copy()]
+        self.change = self.seen[0] - before
+
+
+class Updates:
+    """One run of mode updates: workers' own optimizers make the updates, whose mean moves the model by the gain."""
+
+    def __init__(self, task: ByteTask, job: Job) -> None:
+        self.task, self.job, self.x = task, job, task.initial(job.seed)
+        self.up = Coder(job.up)
+        self.published = Published(self.x, job.down or job.up, job.staleness)
+        self.replicas, self.gradients, self.residual, self.update = (task.zeros(job.workers) for _ in range(4))
+        self.before = task.zeros(job.workers if job.extrapolated else 0)
+        self.inner = AdamWs(task, job.workers, job.inner, job.beta1, job.beta2)
+        self.window = Windows(task.size, "cpu") if job.gain == "window" else None
+        self.flying: list[FloatArray] = []  # the updates that the state of now lacks
+        self.agreement: list[float] = []
+
+    @property
+    def gain(self) -> float:
+        """Of the next clock."""
+        return float(self.window.factor) ** self.job.gain_power if self.window else 1.0
+
+    def train(self, progress: Progress) -> Outcome:
+        job = self.job
+        started, ending = int(job.start * job.steps), job.steps - int(job.finish * job.steps)
+        dense = MeanGradient(self.task, job, job.start_up)
+        for step in range(job.steps):
+            if step < started:
+                dense.step(step, self.x)
+                self.published.show(self.x)
+                if step == started - 1:
+                    self.inner.take_over(dense.optimizer)
+            else:
+                if step == ending:
+                    self.up = self.published.code = Coder("dense")
+                self.clock(step)
+            if progress(step + 1, self.x):
+                break
+        self.x += f4(self.gain) * self.residual.mean(0)  # a worker's finish() pushes what was left out
+        lengths = [float(np.linalg.norm(each, axis=1).mean()) for each in (self.residual, self.update)]
+        facts = {"agreement": float(np.mean(self.agreement or [0])), "gain": self.gain}
+        return self.x, facts | {"held_back": lengths[0] / max(1e-12, lengths[1])}
+
+    def clock(self, step: int) -> None:
+        task, job, workers = self.task, self.job, self.job.workers
+        self._place_replicas()
+        task.gradients(self.replicas, task.rows(job.seed, step, workers, job.batch), self.gradients)
+        self.inner.updates(self.gradients, self.replicas, job.rate_at(step), self.update)
+        if step % 10 == 0 and 2 * step >= job.steps:
+            each = np.linalg.norm(self.update, axis=1).mean()
+            self.agreement.append(float(np.linalg.norm(self.update.mean(0)) / each))
+        mean, sent = task.zeros(), task.zeros(workers)
+        for w in range(workers):
+            add_scaled(f4(1 + job.extrapolated), self.update[w], self.residual[w])
+            if job.extrapolated:
+                add_scaled(f4(-job.extrapolated), self.before[w], self.residual[w])
+            self.up(self.residual[w], 1 / workers, mean, sent[w])
+        if job.extrapolated:
+            self.before[:] = self.update
+        gain = self.gain
+        if self.window:  # a window changes the gain of later clocks
+            pushes = torch.from_numpy(sent)[None]
+            self.window(pushes, pushes)
+        add_scaled(f4(gain), mean, self.x)
+        self.published.clock(self.x)
+        self.flying = [*self.flying, sent][-job.staleness :] if job.staleness else []
+
+    def _place_replicas(self) -> None:
+        """replicas[w] <- the state of now, with what worker w alone knows of its own updates."""
+        job, gain = self.job, self.gain
+        stand = job.stand * gain * (1 + job.look_ahead / max(1, job.staleness)) * (1 - job.predicted)
+        for w, replica in enumerate(self.replicas):
+            replica[:] = self.published.seen[0]
+            add_scaled(f4(job.kept * gain), self.residual[w], replica)
+            for sent in self.flying:
+                add_scaled(f4(stand), sent[w], replica)
+            if job.predicted and self.published.change is not None:
+                add_scaled(f4(job.predicted * job.staleness), self.published.change, replica)
+
+
+def updates(task: ByteTask, job: Job, progress: Progress) -> Outcome:
+    return Updates(task, job).train(progress)
+
+
+def local(task: ByteTask, job: Job, progress: Progress) -> Outcome:
+    """Rounds of local steps, dense; Nesterov's momentum outside, and each worker's own optimizer state kept inside."""
+    workers, x = job.workers, task.initial(job.seed)
+    momentum = task.zeros()
+    replicas, gradients, update = (task.zeros(workers) for _ in range(3))
+    inner = AdamWs(task, workers, job.inner, job.beta1, job.beta2)
+    for step in range(job.steps):
+        if step % job.local_steps == 0:
+            replicas[:] = x
+        task.gradients(replicas, task.rows(job.seed, step, workers, job.batch), gradients)
+        inner.updates(gradients, replicas, job.rate_at(step), update)
+        replicas += update
+        if step % job.local_steps == job.local_steps - 1:
+            moved = replicas.mean(0) - x
+            momentum = f4(job.outer_momentum) * momentum + moved
+            x += f4(job.outer_lr) * (moved + f4(job.outer_momentum) * momentum)
+        if progress(step + 1, x):
+            break
+    return x, {}
