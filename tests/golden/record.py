@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numba
 import torch
 
-from golden import static_parts, trained
+from golden import machines, resumed, static_parts, trained
 from golden.digests import Entries
 
 HERE = Path(__file__).resolve().parent
@@ -38,12 +38,16 @@ class Part(NamedTuple):
     entries: Callable[[], Entries]
     floats: bool = True
     slow: bool = False
+    prepare: Callable[[], None] = lambda: None  # before it is recorded anew
 
 
 PARTS = {
     "wire": Part(static_parts.wire_part, floats=False),
     "payloads": Part(static_parts.payloads_part, floats=False),
     "bsp": Part(trained.bsp_part),
+    "events": Part(machines.events_part, prepare=machines.record_events),
+    "checkpoint": Part(resumed.checkpoint_part, prepare=resumed.write_checkpoint),
+    "campaigns": Part(machines.campaigns_part),
 }
 
 
@@ -91,6 +95,7 @@ def write(parts: list[str]) -> None:
     found = recorded()
     found["about"] = about()
     for part in parts:
+        PARTS[part].prepare()
         found["parts"][part] = {name: make() for name, make in PARTS[part].entries().items()}
         print(f"{part}: {len(found['parts'][part])} recorded", flush=True)
     RECORD.write_text(json.dumps(found, indent=0, sort_keys=True) + "\n")

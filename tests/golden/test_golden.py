@@ -9,7 +9,13 @@ from golden.record import PARTS, differences, recorded, why_not
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 # Of a part that takes long, the entries that the suite compares: those whose names end so.
-QUICK = {"bsp": ("AdamW at the server, 3 shards", "SGD at the worker, 1 shards", "sign, 3 shards")}
+QUICK = {
+    "bsp": ("AdamW at the server, 3 shards", "SGD at the worker, 1 shards", "sign, 3 shards"),
+    "checkpoint": ("in process",),
+    "campaigns": (
+        *("runs 7", "restarts 5", "kills 3", "trees 10", "felled 10", "gossips 3", "standbys 3", "pairs 3", "moves 3"),
+    ),
+}
 
 
 def test_the_record_has_every_part() -> None:
