@@ -118,10 +118,8 @@ class Command:
 
     def end(self) -> None:
         """Kill what is left of it."""
-        left = [*descendants(self.pid), self.pid] if self.process.poll() is None else []
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        if self.process.poll() is None:
+            kill_all(self.pid)
         self.process.wait()
         for file in self.files:
             file.close()
@@ -162,6 +160,16 @@ def descendants(pid: int) -> list[int]:
     for each in found:
         found += children.get(each, [])
     return found[1:]
+
+
+def kill_all(pid: int) -> None:
+    """Kill a process and its descendants. It is stopped first: a ps-serve would start its shards again, and these would
+    write down what they do a second time."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGSTOP)
+    for each in (*descendants(pid), pid):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(each, signal.SIGKILL)
 
 
 def parent(pid: int) -> int:
@@ -249,9 +257,11 @@ def serving(
             try:
                 yield server
             finally:
-                for pid in server.pids[1:]:  # of one whose parent was killed
-                    if alive(pid):
-                        os.kill(pid, signal.SIGKILL)
+                first, *shards = server.pids
+                if alive(first):
+                    kill_all(first)
+                for pid in filter(alive, shards):  # of one whose parent was killed
+                    os.kill(pid, signal.SIGKILL)
 
 
 def small_model() -> nn.Module:
