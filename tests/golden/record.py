@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numba
 import torch
 
-from golden import cities, machines, resumed, static_parts, trained
+from golden import cities, interface, machines, resumed, static_parts, trained
 from golden.digests import Entries
 
 HERE = Path(__file__).resolve().parent
@@ -44,6 +44,7 @@ class Part(NamedTuple):
 
 PARTS = {
     "wire": Part(static_parts.wire_part, floats=False),
+    "interface": Part(interface.interface_part, floats=False),
     "payloads": Part(static_parts.payloads_part, floats=False),
     "bsp": Part(trained.bsp_part),
     "events": Part(machines.events_part, prepare=machines.record_events),
